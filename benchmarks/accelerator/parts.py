@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from programs import Bench, Decoding, Heads, Policy, Training, adapter_update, reward_update, text_update
+from rlhf_topologies.chips import Topology
 from rlhf_topologies.compile import compile_stage, program_facts
-from rlhf_topologies.names import Topology
 from rlhf_topologies.verdicts import FORWARD, TRAINING, judge_stage
 
 from rlhf_core import ATTENTION
@@ -79,12 +79,8 @@ def compiled(context: Context, *described: StagePrograms) -> list[Row]:
     }
 
     def one(stage: StagePrograms) -> Row:
-        collected = compile_stage(
-            stage, lambda program: {**facts[id(program)], "seconds": 0.0}, context.topology
-        )
-        return judge_stage(
-            "", {**collected, "remat": "auto"}, context.topology, context.bench.mesh.shape
-        ).to_dict()
+        collected = compile_stage(stage, lambda program: facts[id(program)], context.topology)
+        return judge_stage({**collected, "remat": "auto"}, context.topology, context.bench.mesh.shape)
 
     return [one(stage) for stage in described]
 

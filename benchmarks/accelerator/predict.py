@@ -31,7 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def start_in_compiler(names: list[str], arguments: list[str]) -> int:
     """Run this script again, in the environment that has the compiler."""
     from rlhf_topologies import interpreters
-    from rlhf_topologies.names import parse
+    from rlhf_topologies.chips import parse
 
     python = interpreters.find(parse(names[0]))
     paths = [
@@ -51,9 +51,8 @@ def predict(
 ) -> dict[str, Any]:
     """Compile the works whose names contain `only`; return {chip: what is written}. devices: for tests."""
     from programs import Bench, works
-    from rlhf_topologies.compile import Cache, compile_stage, find_devices
-    from rlhf_topologies.names import parse
-    from rlhf_topologies.table import as_json
+    from rlhf_topologies.chips import parse
+    from rlhf_topologies.compile import Cache, compile_stage, describe, find_devices
     from rlhf_topologies.verdicts import judge_stage
     from sizes import FULL, TINY
 
@@ -67,23 +66,21 @@ def predict(
     cache, written = Cache(first), {}
     plan_for(Planned(first.chip.platform, 1, first.chip.usable))
     try:
-        results: dict[str, Any] = {"mesh": dict(mesh.shape), "compiler": cache.versions, "stages": {}}
-        for name, describe in works(Bench(TINY if tiny else FULL, mesh)):
+        stages: dict[str, Any] = {}
+        for name, work in works(Bench(TINY if tiny else FULL, mesh)):
             if only not in name:
                 continue
             say = partial(print, flush=True)
-            compiled = partial(cache.compiled, stage=name, topology=first, say=say)
+            compiled = partial(cache.compiled, stage=name, say=say)
             try:
-                results["stages"][name] = {**compile_stage(describe(), compiled, first), "remat": "auto"}
+                stages[name] = {**compile_stage(work(), compiled, first), "remat": "auto"}
             except Exception as error:  # one work must not take the others with it
                 print(f"{name}: {error_line(error)}", flush=True)
                 continue
             for topology in topologies:
-                verdicts = [
-                    judge_stage(each, facts, topology, results["mesh"])
-                    for each, facts in results["stages"].items()
-                ]
-                found = {"compiled_for": first.name, **as_json(topology, results, verdicts)}
+                verdicts = {each: judge_stage(facts, topology, mesh.shape) for each, facts in stages.items()}
+                judged = describe(topology, mesh.shape, cache.versions, verdicts)
+                found = {"compiled_for": first.name, **judged}
                 written[topology.chip.name] = found
                 if not tiny:
                     merge(HERE / f"predicted_{topology.chip.name}.json", found)

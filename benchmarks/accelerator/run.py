@@ -119,8 +119,7 @@ def run_part(name: str, given: argparse.Namespace) -> None:
     import jax
     from parts import Context, parts
     from programs import Bench
-    from rlhf_topologies.chips import CHIPS
-    from rlhf_topologies.names import parse
+    from rlhf_topologies.chips import CHIPS, parse
     from sizes import FULL, TINY
 
     from rlhf_core.errors import error_line

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
 from rlhf_grpo.policies import PolicyReader
-from rlhf_topologies.counts import Counts, count
+from rlhf_topologies.hlo import Counts, count
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.models.attention_blocks import block_size

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rlhf_distill import Head, token_divergences
 from rlhf_distill.divergences import JensenShannon
-from rlhf_topologies.counts import count
+from rlhf_topologies.hlo import count
 
 from rlhf_core.mesh import make_mesh, param_shardings, row_sharding
 

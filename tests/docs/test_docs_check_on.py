@@ -8,9 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from rlhf_topologies import interpreters, table
-from rlhf_topologies.chips import CHIPS, USABLE
-from rlhf_topologies.names import parse
+from rlhf_topologies import check, interpreters
+from rlhf_topologies.chips import CHIPS, USABLE, parse
 
 from rlhf_core import runtime
 from rlhf_core.plugins.component import load_file
@@ -30,7 +29,7 @@ def test_every_name_is_read_and_every_chip_is_named() -> None:
 
 def test_columns_are_explained() -> None:
     explained = re.findall(r"^\| ([\w ]+) \| ", TEXT.partition("| column |")[2], re.MULTILINE)
-    assert explained == list(table.COLUMNS[1:])
+    assert explained == list(check.COLUMNS[1:])
     assert f"{USABLE:.0%}".replace("%", " %") in TEXT
 
 
@@ -49,4 +48,4 @@ def test_the_error_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_table_is_that_of_the_program() -> None:
     """It is a real output; its heading is what is printed now."""
     (heading,) = re.findall(r"^program +per update.*$", TEXT, re.MULTILINE)
-    assert re.split(r" {2,}", heading) == list(table.COLUMNS)
+    assert re.split(r" {2,}", heading) == list(check.COLUMNS)

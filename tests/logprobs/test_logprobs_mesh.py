@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from rlhf_topologies.counts import count
+from rlhf_topologies.hlo import count
 
 from rlhf_core import logprobs
 from rlhf_core.logprobs import token_logps

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rlhf_topologies import counts, hlo, interpreters
+from rlhf_topologies import hlo, interpreters
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
@@ -137,7 +137,7 @@ from rlhf_core.models import DECODER, Definition
 from rlhf_core.runtime import devices
 from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, placement
 from rlhf_topologies.compile import find_devices
-from rlhf_topologies.names import parse
+from rlhf_topologies.chips import parse
 topology = parse(sys.argv[1])
 found = find_devices(topology)
 devices.plan_for(devices.Planned(topology.chip.platform, len(found), 10**9))
@@ -164,16 +164,15 @@ def test_the_loop_holds_no_copy_of_a_cache(on: str, platform: str, tmp_path: Pat
             "set RLHF_GPU_PYTHON and RLHF_TPU_PYTHON, or run make test-accelerators, which installs them"
         )
     file = tmp_path / "hlo"
-    start = f"import sys; sys.path += {interpreters._import_paths()!r}\n{COMPILE}"
-    subprocess.run([python, "-c", start, on, file], env=interpreters._environment_variables(), check=True)
+    start = f"import sys; sys.path += {interpreters.import_paths()!r}\n{COMPILE}"
+    subprocess.run([python, "-c", start, on, file], env=interpreters.environment_variables(), check=True)
     text = file.read_text(errors="replace")
-    reader = counts._Reader(text, None)
-    reader.of(reader.entry)
+    reader = hlo.Reader(text)
     body = max((reader.computations[name] for name in reader.outer_loops()), key=len)
-    kernels = [each for each in body.values() if each.opcode == "custom-call" and counts._stated_cost(each)]
+    kernels = [each for each in body.values() if each.opcode == "custom-call" and hlo.stated_cost(each)]
     cache = 32 * 1 * 128 * 512 * 2
     assert len(kernels) == 2
-    assert all(cache < counts._stated_cost(each)["bytes_accessed"] < 1.3 * cache for each in kernels)
+    assert all(cache < hlo.stated_cost(each)["bytes_accessed"] < 1.3 * cache for each in kernels)
     passed = ("parameter", "get-tuple-element", "tuple", "bitcast", "dynamic-update-slice")
     for each in body.values():
         if hlo.shape_bytes(each.shape) == cache and each.opcode not in passed:

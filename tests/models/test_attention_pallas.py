@@ -296,8 +296,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_topologies.compile import find_devices
-from rlhf_topologies.counts import count
-from rlhf_topologies.names import parse
+from rlhf_topologies.hlo import count
+from rlhf_topologies.chips import parse
 
 TIME = 3072
 for on in sys.argv[1:]:

@@ -14,20 +14,20 @@ import jax
 import pytest
 from rich.console import Console
 from rlhf_topologies import interpreters
-from rlhf_topologies.chips import CHIPS
-from rlhf_topologies.names import Topology, machines, parse
-from rlhf_topologies.roofline import expected
+from rlhf_topologies.check import candidate_table
+from rlhf_topologies.chips import CHIPS, Topology, machines, parse
+from rlhf_topologies.compile import describe
 from rlhf_topologies.suggest import (
     COMPILED,
     STEPS,
     Candidate,
     Search,
     StageForecast,
+    expected,
     meshes,
     more_steps,
     suggest,
 )
-from rlhf_topologies.table import candidate_table
 from rlhf_topologies.verdicts import judge_stage
 
 from rlhf_core import cli, plugins
@@ -205,8 +205,8 @@ def test_machines_have_ever_more_devices() -> None:
     assert [topology.name for topology in machines("h200:2x8")] == ["h200:2x8"]
 
 
-def results(fits: bool, **changes: Any) -> dict[str, Any]:
-    """What a compiler that is not there makes of the stage base."""
+def results(on: str, fits: bool, *programs: dict[str, Any]) -> dict[str, Any]:
+    """What a compiler that is not there makes of the stage base, whose programs are like one on micro-batches."""
     memory = {"arguments": 1, "outputs": 1, "aliased": 0, "temporary": 1 if fits else 10**15}
     once = {"products": {}, "bytes": 0.0, "sent": 0.0, "network": 0.0, "collectives": {}, "uncounted": []}
     program = {
@@ -218,9 +218,11 @@ def results(fits: bool, **changes: Any) -> dict[str, Any]:
         "rows": 8,
         "beside": 0,
     }
-    facts = {**program, "memory": memory, "once": once, "loops": [], **changes}
-    stage = {"note": None, "resident": {"parameters": 1}, "weights": 1, "programs": [facts], "remat": "none"}
-    return {"mesh": {**ONE, "fsdp": 2}, "stages": {"base": stage}, "compiler": {}}
+    facts = {**program, "memory": memory, "once": once, "loops": []}
+    listed = [{**facts, **changes} for changes in programs or ({},)]
+    stage = {"note": None, "resident": {"parameters": 1}, "weights": 1, "programs": listed, "remat": "none"}
+    topology, mesh = parse(on), {**ONE, "fsdp": 2}
+    return describe(topology, mesh, {}, {"base": judge_stage(stage, topology, mesh)})
 
 
 def test_the_first_that_fits_ends_the_search(place: Any) -> None:
@@ -229,7 +231,7 @@ def test_the_first_that_fits_ends_the_search(place: Any) -> None:
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
         asked.append([job["on"], *job["sets"]])
         assert plan(read("base.toml", sets=job["sets"]), plugins.load()).stages[0].preview.remat == "none"
-        return {"on": job["on"], **results(True)}
+        return results(job["on"], True)
 
     saved: list[dict[str, Any]] = []
     found = suggest(job("h100"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
@@ -249,16 +251,15 @@ def test_programs_that_did_not_fit_raise_the_estimates_of_their_work() -> None:
     stage = StageForecast(10 * GB, peaks, 20 * GB, 14 * GB, 1.0, False)
     candidate = Candidate(topology, ONE, {}, {"base": stage})
     memory = {"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 110 * GB}
-    (large,) = results(False, name="accumulate", memory=memory)["stages"]["base"]["programs"]
-    refused = {**large, "name": "apply", "work": "update", "error": "RESOURCE_EXHAUSTED"}
-    fits = {**large, "name": "read", "work": "read", "memory": {**memory, "temporary": 11 * GB}}
+    large = {"name": "accumulate", "memory": memory}
+    refused = {"name": "apply", "work": "update", "error": "RESOURCE_EXHAUSTED"}
+    fits = {"name": "read", "work": "read", "memory": {**memory, "temporary": 11 * GB}}
     unknown = {**large, "name": "generate", "work": "sample"}
-    facts = {**results(False)["stages"]["base"], "programs": [large, refused, fits, unknown]}
-    verdict = judge_stage("base", facts, topology, ONE)
-    search.correct(candidate, [verdict])
+    verdicts = results("h100:1", False, large, refused, fits, unknown)["stages"]
+    search.correct(candidate, verdicts)
     least = 1.05 * topology.chip.usable - 10 * GB
     assert search.corrections == {"train": pytest.approx(10), "update": pytest.approx(least / (4 * GB))}
-    search.correct(candidate, [verdict])  # the forecast was made with the corrections so far
+    search.correct(candidate, verdicts)  # the forecast was made with the corrections so far
     assert search.corrections["train"] == pytest.approx(100)
 
 
@@ -294,7 +295,7 @@ def test_at_most_three_are_compiled_and_each_corrects_the_arithmetic(place: Any)
         best = next(each for each in saved[-1]["ranked"] if each["fits"])
         assert set(job["sets"]) >= {f"mesh.{axis}={size}" for axis, size in best["mesh"].items()}
         program = {"name": next(iter(best["stages"]["base"]["programs"]))}
-        return {"on": job["on"], **results(False, **program)}
+        return results(job["on"], False, program)
 
     found = suggest(job("h100:8"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
     assert 1 <= len(asked) <= COMPILED
@@ -320,7 +321,7 @@ def test_less_memory_takes_more_devices_and_then_remat(place: Any, monkeypatch: 
 
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
         tried.append(job["on"])
-        return {"on": job["on"], **results(True)}
+        return results(job["on"], True)
 
     found = suggest(job("h100"), say=lambda _: None, find=here, compiled=compiled)
     assert tried == ["h100:2"]
@@ -371,7 +372,7 @@ def found_by(chosen: bool, place: Any, monkeypatch: pytest.MonkeyPatch) -> dict[
     """Let the other environment return what a compiler that is not there makes of the best candidate."""
 
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
-        return {"on": job["on"], **results(chosen)}
+        return results(job["on"], chosen)
 
     found = suggest(job("h100:1"), say=lambda _: None, find=here, compiled=compiled)
     monkeypatch.setattr(interpreters, "find", lambda topology: Path("python"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from rlhf_core import hookimpl
 
 
 @hookimpl
 def rlhf_check_on(on: str, suggest: bool) -> tuple[int, Callable[..., None]]:
-    from rlhf_topologies.check import check_on, suggest_on
-    from rlhf_topologies.names import machines, parse
+    from rlhf_topologies.check import check_on
+    from rlhf_topologies.chips import machines, parse
 
-    return (machines(on)[0].count, suggest_on) if suggest else (parse(on).count, check_on)
+    topology = machines(on)[0] if suggest else parse(on)
+    return topology.count, partial(check_on, suggest=suggest)

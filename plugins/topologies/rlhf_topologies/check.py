@@ -1,30 +1,32 @@
-"""Compile a pipeline's programs for accelerators that are not there, and say what they would need and how fast they
-could be.
+"""Answer `rlhf check --on`: compile a pipeline's programs for other hardware, and print what they need and how fast
+they can be.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_topologies import interpreters
-from rlhf_topologies.names import Topology, machines, parse
-from rlhf_topologies.table import as_json, candidate_table, heading, lines, program_table
-from rlhf_topologies.verdicts import StageVerdict, judge_stage
+from rlhf_topologies.chips import machines, parse
 
 SEARCH = 600
 """Seconds that a search for settings takes at most."""
+COLUMNS = ("program", "per update", "memory", "FLOPs", "bytes", "sends", "at least", "bound by")
 
 
 def check_on(
     pipeline: Path,
     on: str,
     *,
+    suggest: bool = False,
     sets: Sequence[str] = (),
     plugins: Sequence[Path] = (),
     dir: Path | None = None,
@@ -32,62 +34,43 @@ def check_on(
 ) -> None:
     """Compile the programs of a pipeline for devices that need not exist, and print whether and how fast they run.
 
-    on: such as "h100:8"; the rest is as for `rlhf check`. json_output: print one JSON object instead.
+    on: such as "h100:8". suggest: search for a mesh and settings that fit these, or the fewest devices of one machine
+    where `on` is a chip alone. The rest is as for `rlhf check`. json_output: print one JSON object instead.
 
     Raises InputError for an unknown name, where no compiler is installed, and with what to change where a stage does
     not fit.
     """
-    topology = parse(on)
-    results = interpreters.run(interpreters.find(topology), _job(pipeline, on, sets, plugins, dir))
-    stages = _verdicts(results, topology)
+    job: dict[str, Any] = {
+        "on": on,
+        "pipeline": str(pipeline.absolute()),
+        "sets": list(sets),
+        "dir": None if dir is None else str(dir.absolute()),
+        "plugins": [str(file.absolute()) for file in plugins],
+    }
+    if suggest:
+        job["suggest"] = SEARCH
+    seconds = SEARCH if suggest else None
+    found = interpreters.run(interpreters.find(machines(on)[0]), job, seconds=seconds)
+    compiled = found["compiled"] if suggest else [found]
     if json_output:
-        _print_json(as_json(topology, results, stages))
+        echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        _print(topology, results, stages)
-    problems = [_problem(stage, on) for stage in stages if not stage.fits]
-    if problems:
-        raise InputError(*problems)
-
-
-def suggest_on(
-    pipeline: Path,
-    on: str,
-    *,
-    sets: Sequence[str] = (),
-    plugins: Sequence[Path] = (),
-    dir: Path | None = None,
-    json_output: bool = False,
-) -> None:
-    """Search for a mesh and settings with which a pipeline fits devices; print them, and what their compiler says.
-
-    on: such as "h100:8", or a chip alone for the fewest devices of one machine. The rest is as for `check_on`.
-
-    Raises InputError as it does, and where nothing fits.
-    """
-    job = {**_job(pipeline, on, sets, plugins, dir), "suggest": SEARCH}
-    found = interpreters.run(interpreters.find(machines(on)[0]), job, seconds=SEARCH)
-    compiled = []
-    for each in found["compiled"]:
-        topology = parse(each["on"])
-        compiled.append((each, topology, _verdicts(each, topology)))
-    if json_output:
-        judged = [
-            {"candidate": each["candidate"], **as_json(topology, each, v)} for each, topology, v in compiled
-        ]
-        _print_json({**found, "compiled": judged})
-    else:
-        echo(f"\nby arithmetic, on {on}:")
-        show(candidate_table(found["ranked"]))
-        for each, topology, verdicts in compiled:
-            _print(topology, each, verdicts)
-    if not found["lines"] and compiled:
-        each, topology, verdicts = compiled[-1]
-        problems = [_problem(verdict, topology.name) for verdict in verdicts if not verdict.fits]
+        if suggest:
+            echo(f"\nby arithmetic, on {on}:")
+            show(candidate_table(found["ranked"]))
+        for each in compiled:
+            _print(each)
+    problems = _problems(compiled[-1]) if compiled else []
+    if not suggest:
+        if problems:
+            raise InputError(*problems)
+        return
+    if not found["lines"]:
         raise InputError(
             f"--on {on}: none fits of the {len(compiled)} that were compiled; of the last, {problems[0]}"
+            if compiled
+            else _nothing_fits(on, found["ranked"])
         )
-    if not found["lines"]:
-        raise InputError(_nothing_fits(on, found["ranked"]))
     if not json_output:
         fit = "these fit" if found["chosen"] else "time ran out; by arithmetic alone these fit"
         where = (found["chosen"] or next(each for each in found["ranked"] if each["fits"]))["on"]
@@ -105,35 +88,130 @@ def _nothing_fits(on: str, ranked: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _job(
-    pipeline: Path, on: str, sets: Sequence[str], plugins: Sequence[Path], dir: Path | None
-) -> dict[str, Any]:
-    return {
-        "on": on,
-        "pipeline": str(pipeline.absolute()),
-        "sets": list(sets),
-        "dir": None if dir is None else str(dir.absolute()),
-        "plugins": [str(file.absolute()) for file in plugins],
-    }
+def _problems(found: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for name, stage in found["stages"].items():
+        if not stage["fits"]:
+            large = ", ".join(each["name"] for each in stage["programs"] if not each["fits"])
+            problems.append(
+                f"stage '{name}' does not fit {found['on']} ({large}): {'; '.join(stage['advice'])}"
+            )
+    return problems
 
 
-def _verdicts(results: Mapping[str, Any], topology: Topology) -> list[StageVerdict]:
-    return [judge_stage(name, facts, topology, results["mesh"]) for name, facts in results["stages"].items()]
-
-
-def _print(topology: Topology, results: Mapping[str, Any], stages: Sequence[StageVerdict]) -> None:
-    echo(f"\n{heading(topology, results['mesh'])}")
-    for stage in stages:
-        echo(f"\n{stage.name}")
-        if stage.programs:
+def _print(found: Mapping[str, Any]) -> None:
+    """Print what was compiled for some devices, stage by stage."""
+    chip, axes = found["chip"], ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    echo(
+        f"\non {found['on']}: {found['devices']} × {format_bytes(chip['memory'])}, of which arrays may take "
+        f"{format_bytes(chip['usable'])}; mesh {axes}. Per device:"
+    )
+    for name, stage in found["stages"].items():
+        echo(f"\n{name}")
+        if stage["programs"]:
             show(program_table(stage))
         echo("\n".join(f"  {line}" for line in lines(stage)))
 
 
-def _print_json(found: Mapping[str, Any]) -> None:
-    echo(json.dumps(found, indent=2, ensure_ascii=False))
+def program_table(stage: Mapping[str, Any]) -> Table:
+    """List the programs of a stage, a row each, and one for a step of its main loop."""
+    table = _table(COLUMNS, range(1, 7))
+    for each in stage["programs"]:
+        calls = f"{each['calls']:.3g}" if each["calls"] else "rarely"
+        if each["error"] is not None:
+            table.add_row(each["name"], calls, "does not compile")
+            continue
+        table.add_row(each["name"], calls, _memory(each), *_work(each["call"]))
+        if each["step"] is not None:
+            table.add_row(f"  each of {each['steps']:,} steps", "", "", *_work(each["step"]))
+    return table
 
 
-def _problem(stage: StageVerdict, on: str) -> str:
-    large = ", ".join(program.name for program in stage.programs if not program.fits)
-    return f"stage '{stage.name}' does not fit {on} ({large}): {'; '.join(stage.advice)}"
+def candidate_table(candidates: Sequence[Mapping[str, Any]], most: int = 8) -> Table:
+    """List what `--suggest` ranked, best first, a row each."""
+    table = _table(("devices", "mesh", "settings", "memory", "an update"), (3, 4))
+    for each in candidates[:most]:
+        settings = "; ".join(
+            f"{stage}: {', '.join(f'{key} {value}' for key, value in chosen.items())}"
+            for stage, chosen in each["settings"].items()
+            if chosen
+        )
+        mesh = ", ".join(f"{axis} {size}" for axis, size in each["mesh"].items())
+        table.add_row(each["on"], mesh, settings, _memory(each), _seconds(each["seconds"]))
+    return table
+
+
+def _table(columns: Sequence[str], numbers: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in numbers else "left", overflow="fold")
+    return table
+
+
+def _memory(each: Mapping[str, Any]) -> str:
+    return format_bytes(each["peak"]) + ("" if each["fits"] else " !")
+
+
+def _work(part: Mapping[str, Any]) -> tuple[str, ...]:
+    by, seconds = max(part["seconds"].items(), key=lambda item: item[1])
+    sent = format_bytes(part["sent"] + part["network"])
+    return _number(part["flops"]), format_bytes(part["bytes"]), sent, _seconds(seconds), by
+
+
+def lines(stage: Mapping[str, Any]) -> list[str]:
+    """Summarize a stage: what lies in memory, what devices send, the speed at most, and whether it fits."""
+    notes = [] if stage["note"] is None else [stage["note"]]
+    programs = stage["programs"]
+    if not programs:
+        return notes
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage["resident"].items())
+    out = [*notes, f"in memory all the time: {held}", *_collectives(programs)]
+    if not any(each["error"] for each in programs):
+        for what, tokens in (("training", stage["training_tokens"]), ("sampling", stage["sampled_tokens"])):
+            if seconds := stage[f"{what}_seconds"]:
+                mfu = _percent(stage[f"{what}_mfu"])
+                out.append(f"{what}: at most {tokens / seconds:,.0f} tokens/s, MFU at most {mfu}")
+        if seconds := stage["update_seconds"]:
+            shares = [
+                f", {_percent(stage[f'{what}_seconds'] / seconds)} {what}"
+                for what in ("training", "sampling")
+            ]
+            shown = "".join(shares) if stage["sampling_seconds"] else ""
+            out.append(f"an update takes at least {_seconds(seconds)}{shown}")
+    largest = max(programs, key=lambda each: each["peak"])
+    peak = f"{format_bytes(largest['peak'])} of {format_bytes(stage['usable'])} in {largest['name']}"
+    out.append(f"fits: at most {peak}" if stage["fits"] else f"does not fit: {peak}")
+    for each in programs:
+        if each["error"] is not None:
+            out.append(f"{each['name']}: {each['error']}")
+        if uncounted := {*each["call"]["uncounted"], *(each["step"] or each["call"])["uncounted"]}:
+            out.append(f"{each['name']}: FLOPs without those of the kernels {', '.join(sorted(uncounted))}")
+    return out
+
+
+def _collectives(programs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say what each program's devices send each other, by kind of collective."""
+    for each in programs:
+        for name, part in ((each["name"], each["call"]), (f"{each['name']}, each step,", each["step"])):
+            if part is not None and part["collectives"]:
+                kinds = sorted(part["collectives"].items(), key=lambda item: -item[1][1])
+                sizes = (f"{kind} {format_bytes(size)} in {number:,.0f}" for kind, (number, size) in kinds)
+                yield f"{name} sends {', '.join(sizes)}"
+
+
+def _number(value: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}".rstrip()
+        value /= 1000
+    return f"{value:,.3g} P"
+
+
+def _seconds(value: float) -> str:
+    if value >= 0.9995:
+        return f"{value:,.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 0.9995e-3 else f"{value * 1e6:.3g} µs"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

@@ -1,17 +1,17 @@
-"""What accelerators have, by their makers' data sheets."""
+"""Accelerators by name (`h100:8`, `h200:2x8`, `h100:1x4x8`, `v5e:4x4`, `v5p:2x2x4`), with figures of data sheets."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhf_core.errors import InputError, suggest
+
 USABLE = 0.9
 """Share of a device's memory that arrays may take; the rest is for the runtime, communication and fragments."""
-H100_SHEET = "NVIDIA H100 Tensor Core GPU datasheet, table of specifications, column H100 SXM"
-H200_SHEET = "NVIDIA H200 Tensor Core GPU datasheet, table of specifications, column H200 SXM"
-A100_SHEET = "NVIDIA A100 Tensor Core GPU datasheet, table of specifications, column A100 80GB SXM"
-TPU_PAGE = "Cloud TPU documentation, page TPU {name}, System architecture, table of specifications"
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Chip:
     addition counted}, without sparsity. memory_bandwidth: bytes per second. link: bytes per second that a device sends
     to others of its machine (GPU) or slice (TPU), all links together, one way. network: the same to other machines, of
     the machines that its maker sells (400 Gb/s per GPU; A100: 200); None: there are no others.
-    sources: {field: where its figure is from}.
-    target: what XLA's GPU compiler asks about a device, besides what stands above.
+    source: where these are from. target: what XLA's GPU compiler asks about a device, besides what stands above.
     """
 
     name: str
@@ -32,9 +31,9 @@ class Chip:
     flops: Mapping[str, float]
     memory_bandwidth: float
     link: float
-    network: float | None
-    sources: Mapping[str, str] = field(default_factory=dict)
-    target: Mapping[str, str | int | float] = field(default_factory=dict)
+    source: str
+    network: float | None = None
+    target: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def usable(self) -> int:
@@ -42,114 +41,79 @@ class Chip:
         return int(USABLE * self.memory)
 
 
-def _nvidia(
-    name: str,
-    sheet: str,
-    description: str,
-    *,
-    memory: int,
-    bf16: float,
-    tf32: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    capability: tuple[int, int],
-    cores: int,
-    fpus: int,
-    clock_ghz: float,
-    l2: int,
-    shared_per_core: int,
-    shared_per_block: int,
-) -> Chip:
-    """Describe a GPU. By default jax computes float32 products in TF32 where the chip has it."""
-    architecture = (
-        "CUDA C++ Programming Guide, Compute Capabilities, table of technical specifications per capability"
-    )
-    return Chip(
-        name,
-        "gpu",
-        memory,
-        {"bf16": bf16, "f16": bf16, "f32": tf32},
-        bandwidth,
-        link,
-        network,
-        {
-            "memory": f"{sheet}; in bytes as CUDA reports it, where that is known",
-            "flops": f"{sheet}; half of what it says with sparsity",
-            "memory_bandwidth": sheet,
-            "link": f"{sheet}; half of NVLink's figure, which is both ways together",
-            "network": "NVIDIA DGX A100, H100 and H200 datasheets, network adapters per GPU",
-            "target": architecture,
-        },
-        {
-            "description": description,
-            "core_count": cores,
-            "fpus_per_core": fpus,
-            "clock_rate_ghz": clock_ghz,
-            "l2_cache_size": l2,
-            "shared_memory_per_core": shared_per_core,
-            "shared_memory_per_block_optin": shared_per_block,
-            "major": capability[0],
-            "minor": capability[1],
-        },
-    )
+# Data sheets give products with sparsity and NVLink in both directions: half of each. Memory is in bytes as CUDA
+# reports it, where that is known. JAX computes float32 products in TF32 by default. Targets are from the CUDA C++
+# Programming Guide, Compute Capabilities.
+_SHEET = (
+    "NVIDIA {0} Tensor Core GPU datasheet, table of specifications, column {0} {1}SXM; DGX {0} datasheet, network "
+    "adapters per GPU"
+)
+_HOPPER: dict[str, Any] = {
+    "platform": "gpu",
+    "flops": {"bf16": 989.4e12, "f16": 989.4e12, "f32": 494.7e12},
+    "link": 450e9,
+    "network": 50e9,
+}
+_HOPPER_TARGET = {
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.98,
+    "l2_cache_size": 50 << 20,
+    "shared_memory_per_core": 228 << 10,
+    "shared_memory_per_block_optin": 227 << 10,
+    "cuda_compute_capability": "{ major: 9 minor: 0 }",
+}
+_AMPERE_TARGET = {
+    "core_count": 108,
+    "fpus_per_core": 64,
+    "clock_rate_ghz": 1.41,
+    "l2_cache_size": 40 << 20,
+    "shared_memory_per_core": 164 << 10,
+    "shared_memory_per_block_optin": 163 << 10,
+    "cuda_compute_capability": "{ major: 8 minor: 0 }",
+}
 
 
 def _tpu(name: str, *, memory: int, bf16: float, bandwidth: float, link_gbits: float) -> Chip:
-    """Describe a TPU. By default jax computes float32 products in bfloat16 there.
+    """Describe a TPU. JAX computes float32 products in bfloat16 there by default.
 
     link_gbits: one way, all ports together: half of the bidirectional figure that newer pages have.
     """
-    return Chip(
-        name,
-        "tpu",
-        memory * 10**9,
-        {"bf16": bf16, "f16": bf16, "f32": bf16},
-        bandwidth,
-        link_gbits / 8 * 1e9,
-        None,
-        dict.fromkeys(("memory", "flops", "memory_bandwidth", "link"), TPU_PAGE.format(name=name)),
-    )
+    flops = dict.fromkeys(("bf16", "f16", "f32"), bf16)
+    source = f"Cloud TPU documentation, page TPU {name}, System architecture, table of specifications"
+    return Chip(name, "tpu", memory * 10**9, flops, bandwidth, link_gbits / 8 * 1e9, source)
 
 
-_HOPPER: dict[str, Any] = {
-    "bf16": 989.4e12,
-    "tf32": 494.7e12,
-    "link": 450e9,  # NVLink 4: 900 GB/s, both ways together
-    "network": 50e9,
-    "capability": (9, 0),
-    "cores": 132,
-    "fpus": 128,
-    "clock_ghz": 1.98,
-    "l2": 50 << 20,
-    "shared_per_core": 228 << 10,
-    "shared_per_block": 227 << 10,
-}
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        _nvidia(
+        Chip(
             "a100",
-            A100_SHEET,
-            "NVIDIA A100-SXM4-80GB",
+            "gpu",
             memory=80 * 10**9,
-            bf16=312e12,
-            tf32=156e12,
-            bandwidth=2.039e12,
-            link=300e9,  # NVLink 3: 600 GB/s, both ways together
+            flops={"bf16": 312e12, "f16": 312e12, "f32": 156e12},
+            memory_bandwidth=2.039e12,
+            link=300e9,
             network=25e9,
-            capability=(8, 0),
-            cores=108,
-            fpus=64,
-            clock_ghz=1.41,
-            l2=40 << 20,
-            shared_per_core=164 << 10,
-            shared_per_block=163 << 10,
+            source=_SHEET.format("A100", "80GB "),
+            target={"name": "NVIDIA A100-SXM4-80GB", **_AMPERE_TARGET},
         ),
-        _nvidia(
-            "h100", H100_SHEET, "NVIDIA H100 80GB HBM3", memory=84_978_434_048, bandwidth=3.35e12, **_HOPPER
+        Chip(
+            "h100",
+            memory=84_978_434_048,
+            memory_bandwidth=3.35e12,
+            source=_SHEET.format("H100", ""),
+            target={"name": "NVIDIA H100 80GB HBM3", **_HOPPER_TARGET},
+            **_HOPPER,
         ),
-        _nvidia("h200", H200_SHEET, "NVIDIA H200", memory=150_754_820_096, bandwidth=4.8e12, **_HOPPER),
+        Chip(
+            "h200",
+            memory=150_754_820_096,
+            memory_bandwidth=4.8e12,
+            source=_SHEET.format("H200", ""),
+            target={"name": "NVIDIA H200", **_HOPPER_TARGET},
+            **_HOPPER,
+        ),
         _tpu("v5e", memory=16, bf16=197e12, bandwidth=819e9, link_gbits=1600),
         _tpu("v5p", memory=95, bf16=459e12, bandwidth=2765e9, link_gbits=4800),
         _tpu("v6e", memory=32, bf16=918e12, bandwidth=1600e9, link_gbits=3200),
@@ -159,28 +123,80 @@ CHIPS: Mapping[str, Chip] = {
 
 def target_config(chip: Chip) -> str:
     """Write what XLA's GPU compiler asks about a chip, a text protobuf `GpuTargetConfigProto`."""
-    target = chip.target
-    return f"""gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {target["shared_memory_per_core"]}
-  threads_per_core_limit: 2048
-  core_count: {target["core_count"]}
-  fpus_per_core: {target["fpus_per_core"]}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {chip.memory_bandwidth:.0f}
-  l2_cache_size: {target["l2_cache_size"]}
-  clock_rate_ghz: {target["clock_rate_ghz"]}
-  device_memory_size: {chip.memory}
-  shared_memory_per_block_optin: {target["shared_memory_per_block_optin"]}
-  cuda_compute_capability {{ major: {target["major"]} minor: {target["minor"]} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-device_description_str: "{target["description"]}"
-"""
+    figures = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 << 10,
+        "threads_per_core_limit": 2048,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "memory_bandwidth": f"{chip.memory_bandwidth:.0f}",
+        "device_memory_size": chip.memory,
+        **{name: value for name, value in chip.target.items() if name != "name"},
+    }
+    lines = "".join(f"  {name}: {value}\n" for name, value in figures.items())
+    return (
+        f'gpu_device_info {{\n{lines}}}\nplatform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 8 }}\n'
+        f'device_description_str: "{chip.target["name"]}"\n'
+    )
+
+
+FORMS = {
+    "gpu": "CHIP:[[SLICESx]HOSTSx]DEVICES, such as {chip}:8, or {chip}:2x8 for two machines of eight",
+    "tpu": "CHIP:XxY or XxYxZ as the TPU's documentation writes it, such as {chip}:{example}",
+}
+AXES = {"v5e": 2, "v6e": 2, "v5p": 3}
+"""Dimensions of a TPU's interconnect."""
+MACHINES = {"gpu": ("1", "2", "4", "8"), 2: ("1x1", "2x2", "2x4"), 3: ("2x2x1", "2x2x2")}
+"""Shapes from which `--suggest` takes the smallest where no number of devices is given; of TPUs by their dimensions."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices that need not exist. shape: slices × hosts × devices of each (GPU), or as the TPU's name has it."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name as it is typed, without leading ones."""
+        shape = "x".join(map(str, self.shape))
+        return f"{self.chip.name}:{re.sub('^(1x)+', '', shape) if self.chip.platform == 'gpu' else shape}"
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def machine(self) -> int:
+        """Count the devices that reach each other without a network: of a GPU machine, or of the whole TPU slice."""
+        return self.shape[-1] if self.chip.platform == "gpu" else self.count
+
+
+def parse(name: str) -> Topology:
+    """Read the name of devices. Raises InputError that says how names are written."""
+    kind, _, written = name.strip().lower().partition(":")
+    if kind not in CHIPS:
+        raise InputError(
+            f"--on {name}: no device '{kind}'; there are {', '.join(CHIPS)}.{suggest(kind, CHIPS)}"
+        )
+    chip = CHIPS[kind]
+    shape = tuple(map(int, written.split("x"))) if re.fullmatch(r"\d+(x\d+)*", written) else ()
+    if len(shape) not in ((1, 2, 3) if chip.platform == "gpu" else (AXES[kind],)) or 0 in shape:
+        form = FORMS[chip.platform].format(chip=kind, example="4x4" if AXES.get(kind) == 2 else "2x2x4")
+        raise InputError(f"--on {name}: write {form}")
+    return Topology(chip, (1,) * (3 - len(shape)) + shape if chip.platform == "gpu" else shape)
+
+
+def machines(name: str) -> list[Topology]:
+    """Read the name of devices, or of a chip alone, which stands for machines with ever more of them."""
+    kind = name.strip().lower()
+    return (
+        [parse(f"{kind}:{shape}") for shape in MACHINES[AXES.get(kind, "gpu")]]
+        if kind in CHIPS
+        else [parse(name)]
+    )

@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -26,9 +26,9 @@ from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.devices import Planned, plan_for
 from rlhf_core.runtime.files import write_atomic
-from rlhf_topologies import counts
-from rlhf_topologies.chips import target_config
-from rlhf_topologies.names import Topology, parse
+from rlhf_topologies import hlo
+from rlhf_topologies.chips import Topology, parse, target_config
+from rlhf_topologies.verdicts import judge_stage
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 """Distributions whose versions decide what a program becomes."""
@@ -36,21 +36,16 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 def main(file: str) -> None:
     """Do the job that a JSON file describes, and write its results or the problems as JSON."""
-    job = json.loads(Path(file).read_text(encoding="utf-8"))
+    from rlhf_topologies.suggest import suggest
 
-    def say(line: str) -> None:
-        print(line, flush=True)
+    job = json.loads(Path(file).read_text(encoding="utf-8"))
+    say = partial(print, flush=True)
 
     def save(results: Mapping[str, Any]) -> None:
         write_atomic(Path(job["results"]), json.dumps(results))
 
     try:
-        if job.get("suggest"):
-            from rlhf_topologies.suggest import suggest
-
-            save(suggest(job, say=say, save=save))
-        else:
-            save(compile_pipeline(job, say=say))
+        save(suggest(job, say=say, save=save) if job.get("suggest") else compile_pipeline(job, say=say))
     except InputError as error:
         save({"problems": list(error.problems)})
 
@@ -58,7 +53,7 @@ def main(file: str) -> None:
 def compile_pipeline(
     job: Mapping[str, Any], *, devices: list[Any] | None = None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Compile every program of a pipeline.
+    """Compile every program of a pipeline; return what `rlhf check --on … --json` prints.
 
     job: `on`, the devices' name; `pipeline`, `sets`, `dir` and `plugins` as `rlhf check` takes them. devices: others
     than `on` names, for tests.
@@ -66,31 +61,48 @@ def compile_pipeline(
     Raises InputError with every problem of the pipeline.
     """
     topology = parse(job["on"])
-    devices = find_devices(topology) if devices is None else devices
-    plan_for(Planned(topology.chip.platform, len(devices), topology.chip.usable))
-    try:
+    cache, stages = Cache(topology), {}
+    with planned_devices(topology):
         host = plugins.load(files=[Path(file) for file in job["plugins"]])
         planned = plan(read(job["pipeline"], sets=job["sets"], dir=job["dir"]), host)
-        mesh = make_mesh(**planned.mesh, devices=devices)
+        mesh = make_mesh(**planned.mesh, devices=find_devices(topology) if devices is None else devices)
         described = stage_programs(planned, host, mesh)
-        cache = Cache(topology)
-        stages = {
-            name: None
-            if programs is None
-            else compile_stage(
-                programs,
-                partial(cache.compiled, stage=name, topology=topology, say=say),
-                topology,
-                whole="suggest" not in job,
-            )
-            for name, programs in described.items()
-        }
         for stage in planned.stages:
-            if (facts := stages[stage.name]) is not None:
+            facts, programs = None, described[stage.name]
+            if programs is not None:
+                compiled = partial(cache.compiled, stage=stage.name, say=say)
+                facts = compile_stage(programs, compiled, topology, whole="suggest" not in job)
                 facts["remat"] = stage.preview.remat
+            stages[stage.name] = judge_stage(facts, topology, mesh.shape)
+    return describe(topology, mesh.shape, cache.versions, stages)
+
+
+def describe(
+    topology: Topology, mesh: Mapping[str, int], compiler: Mapping[str, str], stages: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the devices, their mesh and compiler, and the verdicts on stages, as `--json` prints them."""
+    chip = topology.chip
+    return {
+        "on": topology.name,
+        "devices": topology.count,
+        "chip": {
+            "usable": chip.usable,
+            **{key: value for key, value in asdict(chip).items() if key not in ("platform", "target")},
+        },
+        "mesh": dict(mesh),
+        "compiler": dict(compiler),
+        "stages": dict(stages),
+    }
+
+
+@contextmanager
+def planned_devices(topology: Topology) -> Iterator[None]:
+    """Make programs for these devices rather than for those of this process."""
+    plan_for(Planned(topology.chip.platform, topology.count, topology.chip.usable))
+    try:
+        yield
     finally:
         plan_for(None)
-    return {"on": topology.name, "mesh": dict(mesh.shape), "stages": stages, "compiler": cache.versions}
 
 
 def find_devices(topology: Topology) -> list[Any]:
@@ -119,7 +131,7 @@ def compile_stage(
     *,
     whole: bool = True,
 ) -> dict[str, Any]:
-    """Collect what `judge` needs of a stage's programs.
+    """Collect what `judge_stage` needs of a stage's programs.
 
     compiled: compiles a program, and returns its `program_facts`. whole: also compile the programs after one that does
     not fit.
@@ -127,21 +139,19 @@ def compile_stage(
     resident = {key: device_bytes(tree) for key, tree in described.resident.items()}
     programs = []
     for program in described.programs:
-        facts = compiled(program)
-        programs.append(
-            {
-                "name": program.name,
-                "work": program.work,
-                "rows": program.shape.rows if program.shape else None,
-                "calls": program.calls,
-                "tokens": program.tokens,
-                "steps": program.steps,
-                "beside": sum(resident.values()) - sum(resident.get(key, 0) for key in program.reads),
-                **facts,
-            }
-        )
+        facts = {
+            "name": program.name,
+            "work": program.work,
+            "rows": program.shape.rows if program.shape else None,
+            "calls": program.calls,
+            "tokens": program.tokens,
+            "steps": program.steps,
+            "beside": sum(resident.values()) - sum(resident.get(key, 0) for key in program.reads),
+            **compiled(program),
+        }
+        programs.append(facts)
         memory = facts.get("memory", {"arguments": math.inf})
-        size = sum(memory.values()) - 2 * memory.get("aliased", 0) + programs[-1]["beside"]
+        size = sum(memory.values()) - 2 * memory.get("aliased", 0) + facts["beside"]
         if not whole and size > topology.chip.usable:
             break
     return {
@@ -154,60 +164,51 @@ def compile_stage(
 
 def device_bytes(tree: Any) -> int:
     """Count the bytes of each device's part of arrays described with shardings."""
-
-    def one(x: Any) -> int:
-        item = getattr(x.dtype, "itemsize", 4)
-        return math.prod(x.sharding.shard_shape(x.shape)) * item
-
-    return sum(map(one, jax.tree.leaves(tree)))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 4)
+        for x in jax.tree.leaves(tree)
+    )
 
 
 class Cache:
     """Facts about compiled programs, kept under the suite's cache by program, compiler and devices."""
 
     def __init__(self, topology: Topology) -> None:
+        self.topology = topology
         self.directory = runtime.cache_root() / "compiled"
-        self.versions = {name: version for name in COMPILERS if (version := _version(name))}
+        self.versions = {}
+        for name in COMPILERS:
+            with suppress(metadata.PackageNotFoundError):
+                self.versions[name] = metadata.version(name)
         chip = topology.chip
         described = target_config(chip) if chip.platform == "gpu" else chip.name
-        self._compiler = json.dumps(
-            [self.versions, topology.name, described, counts.VERSION, os.environ.get("LIBTPU_INIT_ARGS", "")]
-        )
+        arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+        self._compiler = json.dumps([self.versions, topology.name, described, hlo.VERSION, arguments])
 
-    def compiled(
-        self, program: Program, *, stage: str, topology: Topology, say: Callable[[str], None]
-    ) -> dict[str, Any]:
-        """Return a program's memory and counts, compiled now or before."""
+    def compiled(self, program: Program, *, stage: str, say: Callable[[str], None]) -> dict[str, Any]:
+        """Return a program's memory and counts, compiled now or before; or why it cannot be compiled."""
         lowered = program.lower()
         key = hashlib.sha256(f"{self._compiler}\0{lowered.as_text()}".encode()).hexdigest()
         file = self.directory / f"{key}.json"
         try:
             facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            return {**facts, "seconds": 0.0}
+            return facts
         except UNREADABLE:
             say(f"compiling {stage}: {program.name}")
-        began = time.perf_counter()
-        facts = _facts(lowered, topology)
-        if "error" not in facts:
-            with suppress(OSError):  # not writable: compile every time
-                self.directory.mkdir(parents=True, exist_ok=True)
-                write_atomic(file, json.dumps(facts))
-        return {**facts, "seconds": time.perf_counter() - began}
-
-
-def _facts(lowered: Any, topology: Topology) -> dict[str, Any]:
-    """Compile a program; return its `program_facts`, or why it cannot be compiled."""
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return {"error": " ".join(str(error).split())[:600]}
-    return program_facts(compiled, topology)
+        try:
+            facts = program_facts(lowered.compile(), self.topology)
+        except jax.errors.JaxRuntimeError as error:
+            return {"error": " ".join(str(error).split())[:600]}
+        with suppress(OSError):  # not writable: compile every time
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, json.dumps(facts))
+        return facts
 
 
 def program_facts(compiled: Any, topology: Topology) -> dict[str, Any]:
     """Return a compiled program's memory, bytes per device, and what it does."""
     memory = compiled.memory_analysis()
-    once, loops = counts.count_apart(compiled.as_text(), topology.machine)
+    once, loops = hlo.count_apart(compiled.as_text(), topology.machine)
     return {
         "memory": {
             "arguments": memory.argument_size_in_bytes,
@@ -215,13 +216,6 @@ def program_facts(compiled: Any, topology: Topology) -> dict[str, Any]:
             "aliased": memory.alias_size_in_bytes,
             "temporary": memory.temp_size_in_bytes,
         },
-        "once": once.to_dict(),
-        "loops": [loop.to_dict() for loop in loops],
+        "once": asdict(once),
+        "loops": [asdict(loop) for loop in loops],
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

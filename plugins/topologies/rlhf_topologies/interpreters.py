@@ -18,7 +18,7 @@ import jax
 
 from rlhf_core import runtime
 from rlhf_core.errors import InputError, RunError
-from rlhf_topologies.names import Topology
+from rlhf_topologies.chips import Topology
 
 PACKAGES = {"gpu": "jax[cuda13]", "tpu": "jax[tpu]"}
 """What pip installs for each platform."""
@@ -29,7 +29,7 @@ SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no driver
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server that is not there
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no TPU is opened, and two checks may run at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no TPU is opened, and two checks may run together
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 ASK = """
@@ -52,80 +52,50 @@ def variable(platform: str) -> str:
     return f"RLHF_{platform.upper()}_PYTHON"
 
 
-def environment(platform: str) -> Path:
-    """Return the directory of the environment that the printed commands make."""
-    return runtime.cache_root() / "compilers" / platform
-
-
-def commands(platform: str) -> list[str]:
-    """Return the commands that make an environment with the compiler, of the jax that is running."""
-    directory = environment(platform)
-    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return [
-        shlex.join([python, "-m", "venv", str(directory)]),
-        shlex.join(
-            [
-                str(directory / "bin/python"),
-                "-m",
-                "pip",
-                "install",
-                f"{PACKAGES[platform]}=={jax.__version__}",
-            ]
-        ),
-    ]
-
-
 def find(topology: Topology) -> Path:
     """Find the interpreter whose environment has the compiler for these devices.
 
     Raises InputError with the commands that make one, where there is none or it does not fit the running Python.
     """
     platform = topology.chip.platform
+    directory = runtime.cache_root() / "compilers" / platform
+    python = "python{}.{}".format(*sys.version_info)
+    package = f"{PACKAGES[platform]}=={jax.__version__}"
+
+    def refusal(problem: str) -> InputError:
+        install = shlex.join([str(directory / "bin/python"), "-m", "pip", "install", package])
+        return InputError(
+            f"--on {topology.name}: {problem}. Make an environment for it, once ({DOWNLOADS[platform]}):\n"
+            f"  {shlex.join([python, '-m', 'venv', str(directory)])}\n  {install}\n"
+            f"or set {variable(platform)} to the Python of one with {package}"
+        )
+
     named = os.environ.get(variable(platform))
-    candidate = Path(named).expanduser() if named else environment(platform) / "bin/python"
+    candidate = Path(named).expanduser() if named else directory / "bin/python"
     if not named and not candidate.exists():
         if importlib.util.find_spec(COMPILERS[platform]) is not None:
             return Path(sys.executable)
-        raise InputError(_advice(topology, f"XLA's {platform.upper()} compiler is not installed"))
+        raise refusal(f"XLA's {platform.upper()} compiler is not installed")
     where = f"{variable(platform)}={named}" if named else str(candidate)
     try:
+        asked = [str(candidate), "-c", ASK, COMPILERS[platform]]
         answer = subprocess.run(
-            [candidate, "-c", ASK, COMPILERS[platform]],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=_environment_variables(),
+            asked, capture_output=True, text=True, check=True, env=environment_variables()
         )
         version, jax_version, has_compiler = json.loads(answer.stdout)
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        raise InputError(_advice(topology, f"{where} is not a Python that runs ({error})")) from None
+        raise refusal(f"{where} is not a Python that runs ({error})") from None
     if tuple(version) != sys.version_info[:2]:
-        running = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise InputError(
-            _advice(
-                topology,
-                f"{where} is Python {'.'.join(map(str, version))}, and this is {running}, whose packages it would use",
-            )
+        its = ".".join(map(str, version))
+        raise refusal(
+            f"{where} is Python {its}, and this is {python.removeprefix('python')}, whose packages it would use"
         )
     if jax_version != jax.__version__:
-        raise InputError(
-            _advice(
-                topology,
-                f"{where} has {f'jax {jax_version}' if jax_version else 'no jax'}, not {jax.__version__}",
-            )
-        )
+        has = f"jax {jax_version}" if jax_version else "no jax"
+        raise refusal(f"{where} has {has}, not {jax.__version__}")
     if not has_compiler:
-        raise InputError(_advice(topology, f"{where} has no {COMPILERS[platform]}"))
+        raise refusal(f"{where} has no {COMPILERS[platform]}")
     return candidate
-
-
-def _advice(topology: Topology, problem: str) -> str:
-    platform = topology.chip.platform
-    lines = "\n".join(f"  {command}" for command in commands(platform))
-    return (
-        f"--on {topology.name}: {problem}. Make an environment for it, once ({DOWNLOADS[platform]}):\n{lines}\n"
-        f"or set {variable(platform)} to the Python of one with {PACKAGES[platform]}=={jax.__version__}"
-    )
 
 
 def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -> dict[str, Any]:
@@ -137,15 +107,13 @@ def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -
     without results; InputError with the problems that it finds.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-compile-") as directory:
-        file = Path(directory) / "job.json"
-        results = Path(directory) / "results.json"
+        file, results, messages = (Path(directory) / name for name in ("job.json", "results.json", "stderr"))
         file.write_text(json.dumps({**job, "results": str(results)}), encoding="utf-8")
-        messages = Path(directory) / "stderr"
+        code = None
         with messages.open("wb") as stderr, suppress(subprocess.TimeoutExpired):
-            code: int | None = None
             code = subprocess.run(
-                [python, "-c", START, str(file), json.dumps(_import_paths())],
-                env=_environment_variables(),
+                [python, "-c", START, str(file), json.dumps(import_paths())],
+                env=environment_variables(),
                 stdout=STDERR,  # its progress
                 stderr=stderr,  # where compilers talk of what is not there
                 timeout=seconds,
@@ -160,14 +128,14 @@ def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -
     return written
 
 
-def _import_paths() -> list[str]:
+def import_paths() -> list[str]:
     """Return this process's import paths, without its standard library."""
     library = {str(Path(os.__file__).parent), str(Path(os.__file__).parent / "lib-dynload")}
     paths = [path or os.getcwd() for path in sys.path]
     return [path for path in paths if path not in library and Path(path).is_dir()]
 
 
-def _environment_variables() -> dict[str, str]:
+def environment_variables() -> dict[str, str]:
     """Return this process's variables without those that would change the other's imports or devices."""
     left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
     return {name: value for name, value in os.environ.items() if name not in left_out} | SETTINGS

@@ -1,7 +1,7 @@
 """Find a mesh, remat, micro-batches and a sampling mesh that fit: ranked by arithmetic, the best of them compiled.
 
 Shapes give the bytes of a stage's state exactly, `training.memory.pass_bytes` estimates what programs hold beside it,
-and `roofline.expected` their time. Where the compiler counts more, its ratio corrects the estimates from then on.
+and `expected` their time. Where the compiler counts more, its ratio corrects the estimates from then on.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core import plugins
 from rlhf_core.config.toml import to_value
-from rlhf_core.contracts import Program, StagePrograms
+from rlhf_core.contracts import Program, ProgramShape, StagePrograms
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AXES, make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime.devices import Planned, plan_for
-from rlhf_core.training.memory import pass_bytes, with_remat
-from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices
-from rlhf_topologies.names import Topology, machines
-from rlhf_topologies.roofline import expected
-from rlhf_topologies.verdicts import StageVerdict, judge_stage
+from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
+from rlhf_core.training.programs import token_weights
+from rlhf_topologies.chips import Topology, machines
+from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
+from rlhf_topologies.verdicts import Bound
 
 COMPILED = 3
 """Candidates that are compiled, at most."""
@@ -35,9 +33,13 @@ REFINED = 2
 """Candidates for which sizes of `sampling.mesh.tensor` are tried."""
 REMATS = ("none", "dots", "full")
 REMAT, STEPS, TENSOR = "remat", "gradient_accumulation_steps", "sampling.mesh.tensor"
-"""The fields that are chosen, beside the mesh."""
+"""The fields that are chosen, besides the mesh."""
 TRIES = 12
 """Numbers of micro-batches, at most, each twice the one before."""
+SCORES = {"train": 20, "read": 6}
+"""Times that a pass reads or writes attention's logits, float32."""
+WIDTHS = {"train": 120, "read": 40}
+"""Values per token that each layer reads or writes besides, in multiples of the hidden size."""
 Settings = Mapping[str, Mapping[str, Any]]
 """{stage: {dotted field: value}}."""
 
@@ -88,8 +90,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sort by this: the fastest of those that fit, then the smallest of the others."""
-        return not self.fits, self.seconds if self.fits else self.peak
+        return _order(self, self.topology.chip.usable)
 
     @property
     def sets(self) -> list[str]:
@@ -130,6 +131,12 @@ class Candidate:
         return lines
 
 
+def _order(forecast: StageForecast | Candidate, usable: int) -> tuple[bool, float]:
+    """Sort by this: the fastest of those that fit, then the smallest of the others."""
+    fits = forecast.peak <= usable
+    return not fits, forecast.seconds if fits else forecast.peak
+
+
 def suggest(
     job: Mapping[str, Any],
     *,
@@ -166,14 +173,11 @@ def suggest(
             if time.monotonic() > began + job["suggest"]:
                 return results
             made = compiled({**job, "on": topology.name, "sets": [*job["sets"], *best.sets]}, say=say)
-            verdicts = [
-                judge_stage(name, facts, topology, made["mesh"]) for name, facts in made["stages"].items()
-            ]
-            results["compiled"].append({**made, "candidate": best.to_dict()})
-            if all(verdict.fits for verdict in verdicts):
+            results["compiled"].append({"candidate": best.to_dict(), **made})
+            if all(stage["fits"] for stage in made["stages"].values()):
                 return {**results, "chosen": best.to_dict()}
             results["lines"] = []
-            search.correct(best, verdicts)
+            search.correct(best, made["stages"])
     return results
 
 
@@ -209,10 +213,12 @@ class Search:
         return sorted(found, key=lambda each: each.order)
 
     def _sampled(self, topology: Topology, first: Candidate, until: float) -> Iterator[Candidate]:
-        """Yield the candidate with each size of the sampler's mesh that its models allow."""
+        """Yield the candidate with each size of the sampler's mesh that makes it better."""
         names = [name for name, stage in first.stages.items() if stage.samples]
+        if not names or not first.fits or topology.count == 1:
+            return
         for size in (n for n in range(1, topology.machine + 1) if topology.machine % n == 0):
-            if names and first.fits and topology.count > 1 and time.monotonic() < until:
+            if time.monotonic() < until:
                 tables = {name: {**first.settings[name], TENSOR: size} for name in names}
                 try:
                     changed = self.candidate(topology, first.mesh, {**first.settings, **tables})
@@ -256,7 +262,7 @@ class Search:
         sets = Candidate(topology, mesh, tables, {}).sets
         key = f"{topology.name} {sets}"
         if key not in self._described:
-            with _planned(topology):
+            with planned_devices(topology):
                 planned = plan(self.file(sets), self.host)
                 made = make_mesh(**planned.mesh, devices=self.find(topology))
                 programs = stage_programs(planned, self.host, made)
@@ -274,7 +280,7 @@ class Search:
         gradients = device_bytes(described.resident.get("parameters", ()))
         several = sum(program.calls for program in described.programs if program.work == "train") > 1
         peaks, by_work, seconds = {}, {"train": held, "read": held, "update": held, "sample": held}, 0.0
-        with _planned(topology):
+        with planned_devices(topology):
             for program in described.programs:
                 shape, trains = program.shape, program.work == "train"
                 size = gradients if program.work == "update" else (1 + several) * gradients if trains else 0
@@ -292,32 +298,18 @@ class Search:
         rows, floor = max(by_work["train"], by_work["read"]), max(by_work["update"], by_work["sample"])
         return StageForecast(held, peaks, rows, floor, seconds, by_work["sample"] > held)
 
-    def correct(self, candidate: Candidate, verdicts: Sequence[StageVerdict]) -> None:
-        """Learn from programs that the compiler made larger than they fit, or refused."""
+    def correct(self, candidate: Candidate, verdicts: Mapping[str, Any]) -> None:
+        """Learn from programs that the compiler made larger than they fit, or refused. verdicts: {stage: verdict}."""
         usable, ratios = candidate.topology.chip.usable, dict[str, float]()
-        for verdict in verdicts:
-            for program in verdict.programs:
-                forecast = candidate.stages[verdict.name]
-                if not program.fits and program.name in forecast.peaks:
-                    estimated = max(forecast.peaks[program.name] - forecast.held, 1)
-                    counted = max(program.peak, 1.05 * usable if program.error else 0) - forecast.held
-                    ratios[program.work] = max(ratios.get(program.work, 1.0), counted / estimated)
+        for name, verdict in verdicts.items():
+            for program in verdict["programs"]:
+                forecast, work = candidate.stages[name], program["work"]
+                if not program["fits"] and program["name"] in forecast.peaks:
+                    estimated = max(forecast.peaks[program["name"]] - forecast.held, 1)
+                    counted = max(program["peak"], 1.05 * usable if program["error"] else 0) - forecast.held
+                    ratios[work] = max(ratios.get(work, 1.0), counted / estimated)
         for work, ratio in ratios.items():
             self.corrections[work] = ratio * self.corrections.get(work, 1.0)
-
-
-@contextmanager
-def _planned(topology: Topology) -> Iterator[None]:
-    plan_for(Planned(topology.chip.platform, topology.count, topology.chip.usable))
-    try:
-        yield
-    finally:
-        plan_for(None)
-
-
-def _order(stage: StageForecast, usable: int) -> tuple[bool, float]:
-    """Sort by this: the fastest of those that fit, then the smallest of the others."""
-    return stage.peak > usable, stage.seconds if stage.peak <= usable else stage.peak
 
 
 def meshes(topology: Topology) -> list[dict[str, int]]:
@@ -351,3 +343,59 @@ def _remats(described: StagePrograms) -> list[str | None]:
         program.shape.model for program in described.programs if program.shape and program.work == "train"
     ]
     return list(REMATS) if models and all(hasattr(model.config, "remat") for model in models) else [None]
+
+
+def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], topology: Topology) -> Bound:
+    """Estimate the bound of a program from its shape alone, to compare settings before anything is compiled.
+
+    mesh: {axis: devices}. Counted are the products of weights and of attention, what is read and written for them, and
+    what devices send: gathered weights, reduced gradients and sums of activations.
+    """
+    config, weights = shape.model.config, token_weights(shape.model)
+    layers, heads = getattr(config, "num_layers", 1), getattr(config, "num_heads", 1)
+    width, tensor = shape.model.hidden_size, shape.tensor or mesh["tensor"]
+    if program.work == "sample" and not program.steps:  # it brings the weights
+        return _bound(topology, {"tensor": shape.memory or 0}, {"tensor": topology.machine})
+    if program.work == "sample":
+        rows = program.steps * shape.rows / topology.count
+        sums = 4 * layers * width * rows * (tensor - 1)  # two of bfloat16 per layer
+        once = program.steps * ((shape.memory if shape.step_bytes is None else shape.step_bytes) or 0)
+        return _bound(topology, {"tensor": sums}, {"tensor": tensor}, 2 * weights * rows, once)
+    trains = program.work == "train"
+    again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"
+    passes = 3 + again if trains else 1
+    rows = -(-shape.rows // (mesh["data"] * mesh["fsdp"]))
+    tokens = rows * shape.time
+    logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
+    size = getattr(config, "head_dim", width // heads)
+    memory = passes * 2 * weights / tensor + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
+    if getattr(config, "attention", None) is None:  # other kernels keep logits out of memory
+        memory += 4 * SCORES[program.work] * logits
+    sent = {
+        "tensor": 8 * layers * tokens * width * (passes - trains),
+        "fsdp": 2 * weights / tensor * (3 if trains else 1),
+        "data": 8 * weights / tensor / mesh["fsdp"] if trains else 0,
+    }
+    sent = {axis: size * (mesh[axis] - 1) / mesh[axis] for axis, size in sent.items()}
+    return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
+
+
+def _bound(
+    topology: Topology,
+    sent: Mapping[str, float],
+    mesh: Mapping[str, int],
+    flops: float = 0.0,
+    memory: float = 0.0,
+) -> Bound:
+    """Bound the time of what a device computes, reads and sends along the axes of a mesh.
+
+    An axis that reaches beyond a machine sends through the network.
+    """
+    chip, reach, link, network = topology.chip, 1, 0.0, 0.0
+    for axis in ("tensor", "fsdp", "data"):
+        reach *= mesh.get(axis, 1)
+        if reach > topology.machine and chip.network:
+            network += sent.get(axis, 0) / chip.network
+        else:
+            link += sent.get(axis, 0) / chip.link
+    return Bound(flops / chip.flops["bf16"], memory / chip.memory_bandwidth, link, network)
