@@ -354,7 +354,7 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     config, weights = shape.model.config, token_weights(shape.model)
     layers, heads = getattr(config, "num_layers", 1), getattr(config, "num_heads", 1)
     width, tensor = shape.model.hidden_size, shape.tensor or mesh["tensor"]
-    if program.work == "sample" and not program.steps:  # it brings the weights
+    if program.work == "sample" and not program.steps:  # it moves the weights
         return _bound(topology, {"tensor": shape.memory or 0}, {"tensor": topology.machine})
     if program.work == "sample":
         rows = program.steps * shape.rows / topology.count
