@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
     from rlhf_core.contracts import Artifact
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.stage import Stage
@@ -43,8 +44,8 @@ def rlhf_check_on(on: str, suggest: bool) -> tuple[int, Callable[..., None]] | N
 
 
 @hookspec
-def rlhf_stage_start(stage: Stage) -> None:
-    """Called before a trainer runs in `stage`."""
+def rlhf_stage_start(stage: Stage, config: TrainerConfig) -> None:
+    """Called before a trainer runs in `stage` with `config`."""
 
 
 @hookspec

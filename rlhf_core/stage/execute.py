@@ -53,7 +53,7 @@ def execute(
         host.pm.register(listener, name=name)
     error: BaseException | None = None
     try:
-        host.hook.rlhf_stage_start(stage=stage)
+        host.hook.rlhf_stage_start(stage=stage, config=config)
         trainer.run(config, stage)
         outputs = read_outputs(trainer, stage)
         if stage.is_main:

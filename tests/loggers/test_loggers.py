@@ -20,6 +20,7 @@ import jax
 import pluggy
 import pytest
 
+from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import Stopped
 from rlhf_core.loggers import Console, JsonLines, Wandb
@@ -50,7 +51,7 @@ def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
     manager.add_hookspecs(hooks)
     manager.register(logger)
     hook = manager.hook
-    hook.rlhf_stage_start(stage=stage)
+    hook.rlhf_stage_start(stage=stage, config=TrainerConfig())
     (stage.dir / "plan.json").write_text('{"updates": 40, "start": 0}')
     for step in (10, 20):
         hook.rlhf_step_end(stage=stage, step=step, metrics={**METRICS, "loss": 6.931 / step})

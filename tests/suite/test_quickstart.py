@@ -172,7 +172,7 @@ def test_the_stopwatch_adds_up_the_attempts(
         host = plugins.load(files=[repository / "examples/quickstart/stopwatch.py"])
         with monkeypatch.context() as patch:
             patch.setattr("time.monotonic", lambda: next(now))
-            host.hook.rlhf_stage_start(stage=stage)
+            host.hook.rlhf_stage_start(stage=stage, config=None)
             host.hook.rlhf_step_end(stage=stage, step=1, metrics={})
             if attempt == "finished":
                 host.hook.rlhf_stage_end(stage=stage, error=None)

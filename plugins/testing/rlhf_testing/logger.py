@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import plugins
+from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import LOGGER, Artifact
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.stage import Stage
@@ -68,7 +69,7 @@ def _check_stages(findings: Findings, make: Any, directory: Path) -> None:
         stage.dir.mkdir(parents=True, exist_ok=True)
         base.pm.register(logger)
         try:
-            stage.hook.rlhf_stage_start(stage=stage)
+            stage.hook.rlhf_stage_start(stage=stage, config=TrainerConfig())
             for step, metrics in rows:
                 stage.hook.rlhf_step_end(stage=stage, step=step, metrics=metrics)
             if error is None:
