@@ -235,8 +235,7 @@ def kinds(prepared: Path) -> dict[str, Kind]:
             readers.model_configs,
         ),
         "stage": Kind(
-            sealed_files("run/base/stage.json", depth=1)  # what is deeper is as the format says
-            | sealed_files("run/base/artifacts/model/rlhf_artifact.json")
+            sealed_files("run/base/artifacts/model/rlhf_artifact.json")
             | json_files("run/base/plan.json")
             | lines_of("run/base/metrics.jsonl", "run/events.jsonl"),
             readers.run_records,

@@ -207,15 +207,6 @@ MUTANTS = (
         "sft EIO short write 1 run/base/.stage.json.#.tmp",
     ),
     Mutant(
-        "record-of-another-version",
-        "a record is used without looking at its fields",
-        "rlhf_core/stage/record.py",
-        "            _require_fields(record)\n",
-        "",
-        "T10",
-        "stage 300-399",
-    ),
-    Mutant(
         "nested-too-deeply",
         "JSON that is nested too deeply is a traceback",
         "rlhf_core/errors.py",

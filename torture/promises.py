@@ -209,7 +209,7 @@ class Judge:
 
         stage, step, problems = directory.name, -1, []
         try:
-            record = StageRecord(directory, stage, fix="")
+            record = StageRecord(directory, stage)
             newest = checkpoint.Checkpoints(directory / "checkpoints", keep=None)._newest_whole()
             if promised is not None and (newest is None or newest < promised):
                 problems.append(
@@ -229,7 +229,7 @@ class Judge:
                 if best is not None and checkpoint._problem(saved.with_name(str(best))):
                     problems.append(f"stage '{stage}' has lost its best checkpoint, that at update {best}")
                 step = newest if host["reported"] else newest - 1
-            if record.state == "done":
+            if record.done:
                 artifact = artifacts.open_artifact(directory / "artifacts" / "model")
                 record.require_outputs({"model": artifact})
                 wanted = {

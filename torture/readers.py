@@ -96,8 +96,10 @@ def run_records(directory: Path) -> None:
     from rlhf_report.run_reader import read_run
 
     from rlhf_core import artifacts
+    from rlhf_core.errors import InputError
     from rlhf_core.loggers import JsonLines
     from rlhf_core.pipeline import plan, read, stage_requests
+    from rlhf_core.stage.decide import decide
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.text_settings import day_begun
 
@@ -109,10 +111,11 @@ def run_records(directory: Path) -> None:
     artifacts.open_artifact(artifact)
     artifacts.read_contract(artifact)
     for request in stage_requests(plan(read(directory / "p.toml"), _host()), _host()):
-        record = StageRecord(request.dir, request.name, fix=request.fix)
-        record.settle(request.now)
-        record.warnings(request.now)
-        record.settle({**request.now, "config": {**request.now["config"], "max_training_steps": 9}})
+        record = StageRecord(request.dir, request.name)
+        longer = {**request.now, "config": {**request.now["config"], "max_training_steps": 9}}
+        for now in (request.now, longer):
+            if reasons := decide(record.begun, request._replace(now=now)).reasons:
+                raise InputError(*reasons)
         json.dumps(record.metrics)
         record.require_outputs({"model": artifacts.open_artifact(request.dir / "artifacts" / "model")})
 

@@ -91,8 +91,8 @@ class NoRows:
     def where(self, i: int) -> str:
         return f"row {i}"
 
-    def row_digests(self) -> np.ndarray:
-        return np.zeros(0, np.uint64)
+    def __len__(self) -> int:
+        return 0
 
 
 @dataclass

@@ -141,7 +141,7 @@ class _Run:
         self.rate = jax.jit(schedule)
         self.mesh = stage.devices()
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
-        self.progress = Progress(stage, config, updates, schedule)
+        self.progress = Progress(stage, config, updates)
         self.best = self.progress.best
         self.out_of_time = False
 

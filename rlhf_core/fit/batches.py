@@ -45,9 +45,7 @@ class Update(NamedTuple):
 class EncodedRows(Protocol):
     """Training data as token ids: `Texts`, `Pairs` or `Prompts`, or a trainer's own."""
 
-    def row_digests(self) -> NDArray[np.uint64]:
-        """Hash what is trained on in each row, uint64 [rows]."""
-        ...
+    def __len__(self) -> int: ...
 
     def where(self, i: int) -> str:
         """Name row `i`, such as "pairs.jsonl row 17"."""
@@ -64,7 +62,7 @@ class UpdateSource(Protocol):
     total: int
     """Updates in the whole run."""
     data: EncodedRows
-    """The rows that updates are drawn from; a run cannot continue after a row that it has drawn changes."""
+    """The rows that updates are drawn from; a run cannot continue with another number of rows."""
 
     def shapes(self) -> Sequence[Packed]:
         """Return an empty micro-batch of every shape, for compiling updates that read the state."""
@@ -84,10 +82,6 @@ class UpdateSource(Protocol):
         step: of the newest update or a later one. For a later one it is an estimate where rollouts may take several
         rounds of prompts.
         """
-        ...
-
-    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        """Return the rows of `data` that the first `step` updates used. host: from `snapshot(step)`."""
         ...
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -269,14 +263,10 @@ class DatasetUpdates:
     def epochs(self, step: int) -> float:
         return self._examples(step) / len(self.trees)
 
-    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        return visited_rows(
-            len(self.trees), self._examples(step), seed=self.seed, shuffle=self.config.shuffle_train_dataset
-        )
-
     def rows_reached(self) -> NDArray[np.int64]:
         """Return the rows that the run's updates use, ascending: not all where it ends within the first epoch."""
-        return self.drawn(self.total, {})
+        count, shuffle = self._examples(self.total), self.config.shuffle_train_dataset
+        return visited_rows(len(self.trees), count, seed=self.seed, shuffle=shuffle)
 
     def _examples(self, step: int) -> int:
         """Count the examples of the first `step` updates: the last update of the epochs takes what is left."""

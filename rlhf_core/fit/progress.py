@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlhf_core.checkpoint import Checkpoints
+from rlhf_core.errors import InputError
 from rlhf_core.fit.best import Best
-from rlhf_core.fit.continuation import Continuation, without_rows
 from rlhf_core.fit.logged import MetricWindow
-from rlhf_core.stage import step_files
+from rlhf_core.stage import identity, step_files
+from rlhf_core.stage.decide import Begun, Record, Request, decide
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
+    from rlhf_core.checkpoint import Restored
     from rlhf_core.config import TrainerConfig
     from rlhf_core.fit.batches import UpdateSource
-    from rlhf_core.optimizers import Schedule
     from rlhf_core.stage import Stage
 
 DEFAULT_SAVE_MINUTES = 10.0
@@ -30,11 +32,8 @@ class Progress:
     was logged and evaluated before it was saved.
     """
 
-    def __init__(
-        self, stage: Stage, config: TrainerConfig, updates: UpdateSource, schedule: Schedule
-    ) -> None:
+    def __init__(self, stage: Stage, config: TrainerConfig, updates: UpdateSource) -> None:
         self.stage, self.config, self.updates = stage, config, updates
-        self.continuation = Continuation(stage, config, updates, schedule)
         self.checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
         self.metrics: dict[str, float] = {}
         self.tokens = 0
@@ -45,17 +44,40 @@ class Progress:
         self.reported = True
         self.saved_at = time.perf_counter()
 
+    @cached_property
+    def record(self) -> Record:
+        """Return what the stage computes, also of a trainer that neither a pipeline nor a trainer class started."""
+        stage = self.stage
+        if stage.experiment is not None:
+            return stage.experiment
+        return identity.of_objects(stage.name, stage.seed, self.config, stage.inputs, stage.registry)
+
+    def require_same(self, saved: Restored) -> None:
+        """Raise InputError where a checkpoint belongs to another run. Called before its state is read."""
+        stage, host = self.stage, saved.host
+        fix = f"restore those, use another directory, or delete {stage.dir}"
+        request = Request(stage.name, stage.dir, self.record, fix=fix, total=self.updates.total)
+        decision = decide(Begun(host["record"], made=saved.step, total=host["total"]), request)
+        problems = list(decision.reasons)
+        if host["rows"] != len(self.updates.data):
+            problems.append(
+                f"stage '{stage.name}'.train_data: it had {host['rows']:,} rows for training and has "
+                f"{len(self.updates.data):,} now; give back the rows that were added or left out"
+            )
+        if problems:
+            raise InputError(*problems)
+
     def restore(self, state: TrainState) -> tuple[int, TrainState]:
         """Restore the newest whole checkpoint: return the updates done and the state, 0 and `state` without one.
 
         Truncates the stage's files to what they held then.
         """
-        saved = self.checkpoints.restore(abstract_state(state.trained()), accept=self.continuation.accept)
+        saved = self.checkpoints.restore(abstract_state(state.trained()), accept=self.require_same)
         if saved is not None:
             self.newest, self.reported = saved.step, saved.host.get("reported", True)
             self.tokens, self.elapsed = saved.host["tokens"], saved.host["elapsed"]
             self.window = MetricWindow.from_json(saved.host["window"])
-            self.updates.restore(saved.step, saved.host["updates"], without_rows(saved.arrays))
+            self.updates.restore(saved.step, saved.host["updates"], saved.arrays)
             self.best.restore(saved.host["best"])
             metrics = saved.host["metrics"]
             self.metrics = {name: math.nan if value is None else value for name, value in metrics.items()}
@@ -70,7 +92,9 @@ class Progress:
         host, arrays = self.updates.snapshot(step)
         progress = {
             "updates": host,
-            **self.continuation.host(step),
+            "record": dict(self.record),
+            "rows": len(self.updates.data),
+            "total": self.updates.total,
             "tokens": self.tokens,
             "elapsed": self.elapsed,
             "window": self.window.to_json(),
@@ -83,7 +107,7 @@ class Progress:
             step,
             state.trained(),
             host=progress,
-            arrays={**arrays, **self.continuation.arrays()},
+            arrays=arrays,
             protect=self.best.step,
             block=wait,
             before=lambda: step_files.sync(directory),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.toml import to_toml
-from rlhf_core.contracts import Artifact, Forecast
+from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
@@ -20,27 +20,17 @@ from rlhf_core.runtime import job
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 from rlhf_core.runtime.terminal import echo, indented_list
-from rlhf_core.stage import differences, events, experiment
-from rlhf_core.stage.record import StageRecord
-from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
+from rlhf_core.stage import events, identity
+from rlhf_core.stage.decide import Request
+from rlhf_core.stage.execute import Notes, StageResult, run_stage
+from rlhf_core.stage.record import StageRecord, open_records
 from rlhf_core.stage.reuse import Reused, find_reusable
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from rlhf_core.plugins import Host
 
 BEFORE = "before anything was trained"
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """The result of one stage. skipped: it was done before. metrics: the last value of every metric."""
-
-    artifacts: Mapping[str, Artifact]
-    skipped: bool
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -117,6 +107,7 @@ def _run(
 
     from rlhf_core.mesh import make_mesh
     from rlhf_core.runtime.peak_memory import free_memory
+    from rlhf_core.stage import Stage
 
     plan = chosen_stages(whole, only)
     mesh = make_mesh(plan.mesh.get("data", -1), plan.mesh.get("fsdp", 1), plan.mesh.get("tensor", 1))
@@ -134,28 +125,35 @@ def _run(
 
     with open_records(
         plan.dir,
-        lambda: stage_requests(plan, host),
+        lambda: stage_requests(plan, host, accept),
         accept=accept,
         prepare=take_over,
         mesh=dict(plan.mesh),
         only=sorted(only),
-    ) as records:
+    ) as (records, decisions):
         # Report problems with the last stage's data now, not after the first stages have trained.
-        done = {name for name, (record, now) in records.items() if record.settle(now) == "done"}
+        done = {name for name, decision in decisions.items() if decision.action == "skip"}
         require_inputs(plan, only, done)
         forecasts = stage_forecasts(plan, host, without=done)
         stop_if_asked(BEFORE)
         if is_main:
-            warn_of_readers(plan, {name: record for name, (record, _) in records.items()})
+            warn_of_readers(plan, records)
             _write_resolved(whole, host)
         for name, forecast in forecasts.items():
             say(indented_list(f"stage '{name}' will train on", forecast.printed()))
         results: dict[str, StageResult] = {}
-        for number, stage in enumerate(plan.stages):
+        day = day_begun(plan.dir)
+        for number, each in enumerate(plan.stages):
             if number and not results[plan.stages[number - 1].name].skipped:
                 free_memory()  # of the previous stage's programs and arrays
-            record, forecast = records[stage.name][0], forecasts.get(stage.name, Forecast())
-            results[stage.name] = _run_stage(stage, record, mesh, host, is_main, say, forecast)
+            stage = Stage(
+                each.name, each.dir, each.seed, mesh, is_main, host.registry, host.hook, template_date=day
+            )
+            request = _request(plan, each, host, accept)
+            notes = _notes(plan, say, forecasts.get(each.name, Forecast()))
+            results[each.name] = run_stage(
+                each.trainer, each.config, stage, host, records[each.name], request, notes
+            )
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
     return Results(plan.dir, results)
@@ -195,16 +193,15 @@ def reusable_stages(plan: Plan, host: Host, run: Path | None) -> tuple[dict[str,
     if run is None:
         return {}, []
     requests = stage_requests(plan, host)
-    records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in requests}
+    records = {each.name: StageRecord(each.dir, each.name) for each in requests}
     return find_reusable(run.expanduser().absolute(), requests, records)
 
 
 def warn_of_readers(plan: Plan, records: Mapping[str, StageRecord]) -> None:
     """Warn of stages that run anew although others, which are not new, have read what they made before."""
+    new = {name for name, record in records.items() if not record.then}
     for stage in plan.stages:
-        if records[stage.name].state == "new":
-            continue
-        for source in sorted(name for name in _reads(stage) & {*records} if records[name].state == "new"):
+        for source in sorted(_reads(stage) & new) if stage.name not in new else ():
             warnings.warn(
                 f"stage '{source}' runs anew, and stage '{stage.name}' has read what it made before: if that "
                 f"changes, '{stage.name}' is refused then; delete {stage.dir} to run it anew too",
@@ -212,19 +209,22 @@ def warn_of_readers(plan: Plan, records: Mapping[str, StageRecord]) -> None:
             )
 
 
-def stage_requests(plan: Plan, host: Host) -> list[StageRequest]:
+def stage_requests(plan: Plan, host: Host, accept: Collection[str] = ()) -> list[Request]:
     """Return what each stage of a plan would compute, to be compared with its record."""
-    return [
-        StageRequest(
-            stage.name,
-            stage.dir,
-            _record(stage, host),
-            _reads(stage),
-            f"restore those, use another --dir, or delete {stage.dir} to run it anew; --dir NEW --reuse {plan.dir} "
-            "takes over the stages that have not changed",
-        )
-        for stage in plan.stages
-    ]
+    return [_request(plan, stage, host, accept) for stage in plan.stages]
+
+
+def _request(plan: Plan, stage: StagePlan, host: Host, accept: Collection[str]) -> Request:
+    inputs = {field: (input.path, input.reference) for field, input in stage.inputs.items()}
+    return Request(
+        stage.name,
+        stage.dir,
+        identity.of_pipeline(stage.trainer_name, stage.seed, stage.written, inputs, host.registry),
+        _reads(stage),
+        f"restore those, use another --dir, or delete {stage.dir} to run it anew; --dir NEW --reuse {plan.dir} "
+        "takes over the stages that have not changed",
+        frozenset(accept),
+    )
 
 
 def _reads(stage: StagePlan) -> frozenset[str]:
@@ -232,47 +232,11 @@ def _reads(stage: StagePlan) -> frozenset[str]:
     return frozenset(input.reference.partition(".")[0] for input in stage.inputs.values() if input.reference)
 
 
-def _record(stage: StagePlan, host: Host) -> differences.Record:
-    inputs = {field: (input.path, input.reference) for field, input in stage.inputs.items()}
-    return experiment.of_pipeline(stage.trainer_name, stage.seed, stage.written, inputs, host.registry)
-
-
-def _run_stage(
-    stage_plan: StagePlan,
-    record: StageRecord,
-    mesh: Mesh,
-    host: Host,
-    is_main: bool,
-    say: Callable[[str], None],
-    forecast: Forecast,
-) -> StageResult:
-    from rlhf_core.stage import Stage
+def _notes(plan: Plan, say: Callable[[str], None], forecast: Forecast) -> Notes:
     from rlhf_core.training.memory import MemoryLine
 
-    name, directory = stage_plan.name, stage_plan.dir
-    stage = Stage(
-        name,
-        directory,
-        stage_plan.seed,
-        mesh,
-        is_main,
-        host.registry,
-        host.hook,
-        template_date=day_begun(directory.parent),
-    )
-    outcome = run_recorded(
-        stage_plan.trainer,
-        stage_plan.config,
-        stage,
-        host,
-        record,
-        _record(stage_plan, host),
-        notes=directory.parent,
-        say=say,
-        shown=forecast.warnings,
-        forecast=next((line.bytes for line in forecast.lines if isinstance(line, MemoryLine)), None),
-    )
-    return StageResult(*outcome)
+    memory = next((line.bytes for line in forecast.lines if isinstance(line, MemoryLine)), None)
+    return Notes(plan.dir, say, forecast.warnings, memory)
 
 
 def _write_resolved(plan: Plan, host: Host) -> None:

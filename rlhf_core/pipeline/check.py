@@ -21,9 +21,7 @@ from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import components, inputs_line, short_path, stage_forecasts
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.terminal import echo, show
-from rlhf_core.stage import differences
-from rlhf_core.stage.record import StageRecord
-from rlhf_core.stage.recorded_run import read_records, refusals
+from rlhf_core.stage.record import StageRecord, read_records
 
 
 def check(
@@ -67,26 +65,25 @@ def check(
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     states: dict[str, str] = {}
-    requests = stage_requests(planned, host)
     records: dict[str, StageRecord] = {}
     notes: list[str] = []
     try:
-        records = read_records(requests, accept)
-        problems += refusals(requests, records)
+        records, decisions = read_records(stage_requests(planned, host, accept), accept)
+        problems += [line for decision in decisions.values() for line in decision.reasons]
         reused, notes = reusable_stages(planned, host, reuse)
         if not problems:
-            words = {"new": "runs", "running": "continues", "done": "done, skipped"}
-            for each in requests:
-                record = records[each.name]
-                states[each.name] = words[record.settle(each.now)]
-                if states[each.name] == words["running"]:
-                    notes += record.warnings(each.now)
-                    if record.has_checkpoints and differences.compare(record.then, each.now).data:
-                        states[each.name] += ", if no update has drawn a row that changed"
+            words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
+            states = {name: words[decision.action] for name, decision in decisions.items()}
+            notes += [
+                line
+                for decision in decisions.values()
+                if decision.action in ("continue", "extend")
+                for line in decision.warnings
+            ]
             states |= {
                 name: f"taken over from {short_path(str(stage.source))}" for name, stage in reused.items()
             }
-            done = {name for name, state in states.items() if state == words["done"]}
+            done = {name for name, decision in decisions.items() if decision.action == "skip"}
             require_inputs(planned, only, {*done, *reused})
     except InputError as error:
         problems += error.problems

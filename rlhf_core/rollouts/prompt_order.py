@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import batch_rows, count_updates, visited_rows
+from rlhf_core.data import batch_rows, count_updates
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -63,10 +63,3 @@ class PromptOrder:
         before = number + self.extra_rounds - (self.rounds - 1)  # rounds of the rollouts before this one
         rounds = before + self.rounds * (within + 1) / self.updates_per_rollout
         return rounds * self.prompts_per_rollout / self.count
-
-    def visited(self, step: int, extra_rounds: int) -> NDArray[np.int64]:
-        """Return the prompts that the first `step` updates took, with this many extra rounds."""
-        rounds = -(-step // self.updates_per_rollout) + extra_rounds
-        return visited_rows(
-            self.count, rounds * self.prompts_per_rollout, seed=self.seed, shuffle=self.shuffle
-        )

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.fit.batches import EncodedRows, Update
@@ -142,9 +141,6 @@ class RolloutUpdates(ABC):
 
     def epochs(self, step: int) -> float:
         return self.order.epochs(step)
-
-    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        return self.order.visited(step, host["extra_rounds"])
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.collector.rewards)}

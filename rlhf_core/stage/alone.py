@@ -20,8 +20,10 @@ from rlhf_core.runtime import job
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_signals
-from rlhf_core.stage import Stage, experiment
-from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
+from rlhf_core.stage import Stage, identity
+from rlhf_core.stage.decide import Request
+from rlhf_core.stage.execute import Notes, run_stage
+from rlhf_core.stage.record import open_records
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -128,14 +130,15 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
     )
     fix = f"restore those, use another save_directory, or delete {directory} to train anew"
 
-    def ask() -> list[StageRequest]:
-        now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
-        return [StageRequest(trainer, directory, now, fix=fix)]
+    requests: list[Request] = []
 
-    with open_records(directory, ask, field="save_directory", accept=accept) as records:
-        record, now = records[trainer]
+    def ask() -> list[Request]:
+        now = identity.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
+        requests.append(Request(trainer, directory, now, fix=fix, accept=frozenset(accept)))
+        return requests
+
+    with open_records(directory, ask, field="save_directory", accept=accept) as (records, _):
         done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
-        ended = run_recorded(
-            component, config, stage, host, record, now, notes=directory, say=stage.say, done=done
-        )
+        notes = Notes(directory, stage.say, done=done)
+        ended = run_stage(component, config, stage, host, records[trainer], requests[0], notes)
     return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)

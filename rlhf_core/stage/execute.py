@@ -1,12 +1,13 @@
-"""Run one stage from its first event to its last, for pipelines and for trainers called from Python."""
+"""Run one stage as it was decided, from its first event to its last, for pipelines and for trainers from Python."""
 
 from __future__ import annotations
 
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -17,15 +18,111 @@ from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_lin
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
-from rlhf_core.runtime.agreement import broadcast_text
+from rlhf_core.runtime.agreement import broadcast_text, stop_together
 from rlhf_core.runtime.files import attempt, make_directory, remove_leftovers
-from rlhf_core.stage import step_files
+from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
+from rlhf_core.stage import events, step_files
+from rlhf_core.stage.decide import Request, decide
+from rlhf_core.stage.record import StageRecord, require_agreement
 from rlhf_core.stage.text_settings import template_date
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.plugins import Host
     from rlhf_core.stage import Stage
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The result of one stage. skipped: it was done before. metrics: the last value of every metric."""
+
+    artifacts: Mapping[str, Artifact]
+    skipped: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What is said of a stage, and where. directory: of events.jsonl. say: prints a line.
+
+    shown: warnings of its forecast, which are not printed again. forecast: bytes of memory, printed next to the peak.
+    done: words for a stage that is done.
+    """
+
+    directory: Path
+    say: Callable[[str], None]
+    shown: Sequence[str] = ()
+    forecast: int | None = None
+    done: str = "skipped"
+
+
+def run_stage(
+    trainer: Trainer,
+    config: TrainerConfig,
+    stage: Stage,
+    host: Host,
+    record: StageRecord,
+    request: Request,
+    notes: Notes,
+) -> StageResult:
+    """Begin or continue a stage, or return the outputs of one that is done.
+
+    Raises InputError, on every process, if it is refused: the outputs of earlier stages may exist only now.
+    """
+    decision = decide(record.begun, request)
+    require_agreement({"stages": {}}, decision.reasons)
+    lines = decision.warnings if stage.is_main else ()
+    now = record.with_accepted(request.now, decision.accepted)
+    stage = replace(stage, experiment=now)
+    if decision.action == "skip":
+        for line in lines:
+            warnings.warn(line, stacklevel=3)
+        try:
+            outputs = read_outputs(trainer, stage)
+        except RunError as error:
+            raise InputError(f"{error}; it was done before: delete {stage.dir} to run it anew") from error
+        record.require_outputs(outputs)
+        if decision.accepted and stage.is_main:
+            record.keep_done(now)
+        notes.say(f"stage '{stage.name}': done on {record.then['finished']}, {notes.done}")
+        return StageResult(outputs, True, record.metrics)
+    begins = decision.action == "begin"
+    stop_together(f"before stage '{stage.name}' was {'begun' if begins else 'continued'}")
+    if not begins:
+        how = "is trained further" if decision.action == "extend" else "continues"
+        notes.say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
+    before = dict(record.then)
+    event_log: AbstractContextManager[None] = nullcontext()
+    if stage.is_main:
+        continues = not begins or record.has_checkpoints
+        mesh = stage.devices()
+        event_log = events.log_stage(
+            notes.directory, stage.name, mesh, continues=continues, shown=notes.shown
+        )
+        record.write_running(now, stage.template_date)
+    forget_peak()
+    try:
+        with event_log, hook_errors_named(host.pm):
+            for line in lines:
+                warnings.warn(line, stacklevel=3)
+            outputs = execute(
+                trainer,
+                config,
+                stage,
+                host,
+                finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
+            )
+    except (InputError, RunError, Stopped) as error:
+        if stage.is_main and not record.done:
+            with suppress(OSError, RunError):  # a disk that refuses this, too, must not hide the error
+                if not record.has_checkpoints and not record.has_artifacts:
+                    record.put_back({})
+                elif isinstance(error, InputError):
+                    record.put_back(before)
+        raise
+    if notes.forecast is not None:
+        stage.say(f"memory: {peak_line()}; the forecast was at most {format_bytes(notes.forecast)}")
+    return StageResult(outputs, False, dict(stage.metrics))
 
 
 def execute(
@@ -55,7 +152,7 @@ def execute(
     try:
         host.hook.rlhf_stage_start(stage=stage, config=config)
         trainer.run(config, stage)
-        outputs = read_outputs(trainer, stage)
+        outputs = read_outputs(trainer, stage, verify=False)  # hashed as they were written
         if stage.is_main:
             step_files.sync(stage.dir)
         if finished is not None:
@@ -88,7 +185,7 @@ class _NewestMetrics:
 def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
     """Build {name in messages: logger}: metrics.jsonl, the console, and the loggers of the config's `logger`.
 
-    Ours come first, so that no other logger can keep a row from them.
+    The first two come first, so that no other logger can keep a row from them.
     """
     configured = {component.name for component in config.logger}
     loggers: dict[str, Any] = {}
@@ -103,15 +200,15 @@ def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
     return loggers
 
 
-def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
-    """Read back and verify the outputs that `trainer` declares. Raises RunError if one is missing or damaged."""
+def read_outputs(trainer: Trainer, stage: Stage, *, verify: bool = True) -> dict[str, Artifact]:
+    """Read the outputs that `trainer` declares. Raises RunError if one is missing or, where `verify`, damaged."""
     outputs = {}
     for name, kind in trainer.outputs.items():
         path = stage.dir / "artifacts" / name
         if not path.exists():
             raise RunError(f"stage '{stage.name}': there is no output '{name}' ({kind}) in {path}")
         try:
-            artifact = artifacts.open_artifact(path)
+            artifact = artifacts.open_artifact(path, verify=verify)
         except InputError as error:
             raise RunError(f"stage '{stage.name}': output '{name}' is incomplete: {error}") from error
         if artifact.kind != kind:

@@ -1,47 +1,42 @@
-"""Record a stage's settings and results in stage.json, to skip, continue or refuse it the next time."""
+"""Read and write a stage's record, stage.json, and open the records of a run in agreement with the job's processes."""
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import UNREADABLE, InputError
+from rlhf_core.runtime.agreement import enter_on_first, gather_texts, require_shared_directory
+from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
-from rlhf_core.stage import differences
+from rlhf_core.stage.decide import (
+    Begun,
+    Decision,
+    Difference,
+    Record,
+    Request,
+    compare,
+    decide_all,
+    unused_accepts,
+)
 
 FILE = "stage.json"
-FORMAT = 2
-FIELDS = {
-    "name": str,
-    "state": str,
-    "started": str,
-    "trainer": str,
-    "seed": int,
-    "config": dict,
-    "inputs": dict,
-    "code": dict,
-    "versions": dict,
-}
-
-State = Literal["new", "running", "done"]
+FORMAT = 3
 
 
 class StageRecord:
-    """Read and write the stage.json of one stage.
+    """The stage.json of one stage, and what else its directory tells. Raises InputError if the file is damaged."""
 
-    fix: how a user can run the stage with other settings, for messages. accept: names of refused changes to accept,
-    see `differences.accept_names`. Raises InputError if the file is damaged.
-    """
-
-    def __init__(self, directory: Path, name: str, *, fix: str, accept: Collection[str] = ()) -> None:
-        self.dir, self.name, self.fix, self.accept = directory, name, fix, accept
+    def __init__(self, directory: Path, name: str) -> None:
+        self.dir, self.name = directory, name
         self.path = directory / FILE
         self.then: dict[str, Any] = self._read()
 
@@ -58,20 +53,19 @@ class StageRecord:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from None
         try:
             record = unseal(content)
-            _require_fields(record)
-            return record
-        except ValueError as error:
+            if record["format"] != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+        except (ValueError, KeyError) as error:
             raise InputError(
                 f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
-                "then goes on from its newest checkpoint, which records what it belongs to. Or delete "
+                "then continues from its newest checkpoint, which records what it belongs to. Or delete "
                 f"{self.dir} to run it from the start"
             ) from None
+        return record
 
     @property
-    def state(self) -> State:
-        if not self.then:
-            return "new"
-        return "done" if self.then["state"] == "done" else "running"
+    def done(self) -> bool:
+        return self.then.get("state") == "done"
 
     @property
     def has_checkpoints(self) -> bool:
@@ -84,123 +78,36 @@ class StageRecord:
         """Return whether the trainer, perhaps one without checkpoints, saved an output."""
         return any((self.dir / "artifacts").glob(f"*/{artifacts.MANIFEST}"))
 
-    def settle(self, now: differences.Record) -> State:
-        """Decide what to do with the stage when asked for `now`; "running" for a finished one that is extended.
-
-        Raises InputError, one line per difference, if it was begun as another experiment. Inputs that do not exist
-        are not compared: the stages that make them have not run yet.
-        """
-        if not self.then:
-            return "new"
-        changes = differences.compare(self.then, now)
-        state: State = self.state
-        refused = [change for change in changes.refused if change not in self.accepted(now)]
-        problems = [f"{change}{self._how_to_accept(change, now)}" for change in refused]
-        length = [change for change in changes.warned if change.field in differences.LENGTH]
-        too_long: list[str] = []
-        if length and not refused and not self._same_length(now):
-            reason = self._why_not_extended(now)
-            if reason is None:
-                state = "running"
-            else:
-                too_long += [f"{change}: {reason}" for change in length]
-        if state == "done" or not self._knows_rows():
-            problems += map(str, changes.data)
-        if problems or too_long:
-            begun = "finished" if self.state == "done" else "begun"
-            ending = f"stage '{self.name}' was {begun} with other settings: {self.fix}"
-            raise InputError(
-                *(f"stage '{self.name}'.{problem}" for problem in (*too_long, *problems)),
-                *([ending] if problems or self.state == "done" else []),
-            )
-        return state
-
-    def accepted(self, now: differences.Record) -> list[differences.Difference]:
-        """List the refused changes that the user accepts by name, with or without the stage's."""
-        names = {name.removeprefix(f"{self.name}.") for name in self.accept}
-        changes = differences.compare(self.then, now).refused if self.then and names else []
-        return [each for each in changes if names & {*differences.accept_names(each.field, self.then, now)}]
-
-    def with_accepted(self, now: differences.Record) -> differences.Record:
-        """Add to `now` what was accepted before and what is accepted now, after which update."""
-        after, time_now = self.newest or 0, _now()
-        new = [
-            {"field": change.field, "change": str(change), "after_update": after, "time": time_now}
-            for change in self.accepted(now)
-        ]
-        accepted = [*self.then.get("accepted", ()), *new]
-        return {**now, "accepted": accepted} if accepted else now
-
-    def _how_to_accept(self, change: differences.Difference, now: differences.Record) -> str:
-        names = differences.accept_names(change.field, self.then, now)
-        if not names:
-            return ""
-        what = "keep the stage, which was trained before that" if self.state == "done" else "continue with it"
-        return f'; to {what}: --accept {shlex.quote(names[0])}, in Python accept=["{names[0]}"]'
-
-    def warnings(self, now: differences.Record) -> list[str]:
-        """List the differences to warn of."""
-        changes = differences.compare(self.then, now) if self.then else differences.Differences([], [], [])
-        versions = [change.said for change in changes.warned if change.said]
-        fields = [str(change) for change in changes.warned if not change.said]
-        lines = [f"stage '{self.name}' was begun with {'; '.join(versions)}"] if versions else []
-        accepted = self.accepted(now)
-        if accepted:
-            what = "; ".join(map(str, accepted))
-            how = f"continues after update {self.newest or 0}" if self.settle(now) == "running" else "is kept"
-            lines.append(f"stage '{self.name}' {how} with what was accepted: {what}")
-        if fields and self.settle(now) == "running":
-            lines.append(f"stage '{self.name}' goes on with other settings: {'; '.join(fields)}")
-        if changes.data and not self.has_checkpoints:
-            lines.append(
-                f"stage '{self.name}'.{'; '.join(map(str, changes.data))}; nothing was trained on it yet, as there is "
-                "no checkpoint"
-            )
-        return lines
-
-    def _same_length(self, now: differences.Record) -> bool:
-        """Return whether the length is the same after all: epochs do not count where `max_training_steps` is set."""
-        then, asked = self.then["config"], now["config"]
-        steps = then.get("max_training_steps")
-        return steps is not None and steps == asked.get("max_training_steps")
-
-    def _why_not_extended(self, now: differences.Record) -> str | None:
-        """Explain why the number of updates cannot change; None if it can."""
-        try:
-            plan = json.loads((self.dir / "plan.json").read_bytes())
-            per_epoch, before = float(plan["updates_per_epoch"]), int(plan["updates"])
-        except UNREADABLE:
-            return None if self.state == "running" else "its trainer does not say how it could be extended"
-        asked = differences.planned_updates(now["config"], per_epoch)
-        if self.state == "done" and asked <= before:
-            return f"the stage has made its {before:,} updates; it can only be extended"
-        made = self.newest if self.newest is not None else before if self.state == "done" else 0
-        return differences.fixed_length(now["config"], before, asked, made)
-
     @property
-    def newest(self) -> int | None:
+    def made(self) -> int | None:
         """Return the updates made before the newest checkpoint; None without one."""
         checkpoints = (self.dir / "checkpoints").glob("[0-9]*")
         return max((int(path.name) for path in checkpoints if path.name.isdecimal()), default=None)
 
-    def _knows_rows(self) -> bool:
-        """Return whether the loop can know which rows it has drawn: from the newest checkpoint, or without any.
+    @property
+    def begun(self) -> Begun | None:
+        """Return the stage as `decide` compares it; None if there is no record."""
+        if not self.then:
+            return None
+        total, per_epoch = None, None
+        with suppress(*UNREADABLE):  # of a trainer that does not write it
+            plan = json.loads((self.dir / "plan.json").read_bytes())
+            total, per_epoch = int(plan["updates"]), float(plan["updates_per_epoch"])
+        return Begun(self.then, self.done, self.made, total, per_epoch)
 
-        Changes in rows that were not drawn yet can then be accepted; `fit` decides.
-        """
-        if self.newest is None:
-            return True
-        try:
-            host = json.loads((self.dir / "checkpoints" / str(self.newest) / "host.json").read_bytes())
-            return bool(host["host"]["rows"])
-        except UNREADABLE:
-            return False
+    def with_accepted(self, now: Record, accepted: Sequence[Difference]) -> Record:
+        """Add to `now` what was accepted before and what is accepted now, after which update."""
+        new = [
+            {"field": change.field, "change": str(change), "after_update": self.made or 0, "time": _now()}
+            for change in accepted
+        ]
+        all_accepted = [*self.then.get("accepted", ()), *new]
+        return {**now, "accepted": all_accepted} if all_accepted else now
 
-    def write_running(self, now: differences.Record, day: str | None = None) -> None:
+    def write_running(self, now: Record, day: str | None = None) -> None:
         """Record that the stage runs, before its trainer starts, when all inputs exist and can be hashed.
 
-        day: the day on which the run began. It is kept beside `started`, which another clock or a moment before
-        midnight may put on another day.
+        day: the day on which the run began, which `started` may miss by another clock or a moment before midnight.
         """
         started, day = self.then.get("started", _now()), self.then.get("day", day)
         record = {"format": FORMAT, "name": self.name, "state": "running", **now, "started": started}
@@ -214,7 +121,7 @@ class StageRecord:
         }
         self._write({**self.then, "state": "done", "finished": _now(), "results": results})
 
-    def keep_done(self, now: differences.Record) -> None:
+    def keep_done(self, now: Record) -> None:
         """Record the accepted changes of a stage that stays done."""
         self._write({**self.then, **{key: now[key] for key in ("config", "inputs", "code", "accepted")}})
 
@@ -249,23 +156,111 @@ class StageRecord:
         self.then = record
 
 
-def _require_fields(record: Mapping[str, Any]) -> None:
-    """Raise ValueError for a record of another format, or without what is read of it."""
-    if record.get("format") != FORMAT:
-        raise ValueError(f"its format is not {FORMAT}")
-    fields = {**FIELDS, "finished": str} if record.get("state") == "done" else FIELDS
-    for name, kind in {**fields, **({"results": dict} if "results" in record else {})}.items():
-        if not isinstance(record.get(name), kind):
-            raise ValueError(f"its {name} is missing, or of another type")
-    try:
-        differences.compare(record, record)
-    except UNREADABLE as error:
-        raise ValueError(f"a field of it is of another type ({type(error).__name__}: {error})") from None
-
-
 def write(directory: Path, record: Mapping[str, Any]) -> None:
     """Write a stage's record with a checksum, readable by its owner only: it holds the configuration."""
     write_atomic(directory / FILE, seal(record), private=True)
+
+
+def read_records(
+    requests: Sequence[Request], accept: Collection[str] = ()
+) -> tuple[dict[str, StageRecord], dict[str, Decision]]:
+    """Read the records of a run's stages and decide about them: {stage: its record}, {stage: the decision}.
+
+    Warns of a name in `accept` that no change has.
+    """
+    records = {each.name: StageRecord(each.dir, each.name) for each in requests}
+    decisions = decide_all(requests, {name: record.begun for name, record in records.items()})
+    for line in unused_accepts(accept, decisions):
+        warnings.warn(line, stacklevel=2)
+    return records, decisions
+
+
+@contextmanager
+def open_records(
+    directory: Path,
+    ask: Callable[[], Sequence[Request]],
+    *,
+    field: str = "dir",
+    accept: Collection[str] = (),
+    prepare: Callable[[], None] | None = None,
+    **facts: Any,
+) -> Iterator[tuple[dict[str, StageRecord], dict[str, Decision]]]:
+    """Lock a run directory and decide about its stages: {stage: its record}, {stage: the decision}.
+
+    The main process takes the lock; every process compares. ask: returns the stages, in order. accept: all names of
+    changes to accept. prepare: called first, on the main process alone. facts: what else all processes must agree on.
+    Raises InputError, on every process, if the directory is in use, a stage is refused, or processes differ.
+    """
+    with enter_on_first(lambda: _locked(directory, field, prepare)):
+        require_shared_directory(directory, field)
+        records: dict[str, StageRecord] = {}
+        decisions: dict[str, Decision] = {}
+        problems: list[str] = []
+        try:
+            requests = ask()
+            records, decisions = read_records(requests, accept)
+            problems += [line for decision in decisions.values() for line in decision.reasons]
+            facts["stages"] = {
+                each.name: {"record": dict(each.now), "state": records[each.name].then.get("state", "new")}
+                for each in requests
+            }
+        except InputError as error:
+            problems += error.problems
+        require_agreement(facts, problems)
+        yield records, decisions
+
+
+@contextmanager
+def _locked(directory: Path, field: str, prepare: Callable[[], None] | None) -> Iterator[None]:
+    with lock(directory, field):
+        if prepare is not None:
+            prepare()
+        yield
+
+
+def require_agreement(facts: Mapping[str, Any], problems: Sequence[str]) -> None:
+    """Raise the same InputError on every process if any has problems, or if their facts differ."""
+    reports = [json.loads(text) for text in gather_texts(json.dumps([facts, list(problems)]))]
+    processes: dict[str, list[int]] = {}
+    for process, (_, process_problems) in enumerate(reports):
+        for problem in process_problems:
+            processes.setdefault(problem, []).append(process)
+    if processes:
+        raise InputError(
+            *(p if len(on) == len(reports) else f"process {on[0]}: {p}" for p, on in processes.items())
+        )
+    first = reports[0][0]
+    differing = [
+        f"process {process}: {line}"
+        for process, (process_facts, _) in enumerate(reports)
+        for line in _differences(first, process_facts)
+    ]
+    if differing:
+        raise InputError(
+            *differing,
+            "the processes of a job must be given the same pipeline, data, code and versions, and see the same run "
+            "directory; start all of them with the same",
+        )
+
+
+def _differences(first: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each difference between the first process and another one."""
+    for name in first:
+        if name != "stages" and first[name] != here.get(name):
+            yield f"{name} is {json.dumps(here.get(name))}, and {json.dumps(first[name])} on process 0"
+    ours, theirs = here["stages"], first["stages"]
+    if list(ours) != list(theirs):
+        yield f"the stages are {', '.join(ours)}, and {', '.join(theirs)} on process 0"
+        return
+    for name, stage in ours.items():
+        changes = compare(theirs[name]["record"], stage["record"])
+        for change in (*changes.refused, *changes.warned, *changes.data):
+            yield f"stage '{name}'.{change.field} is {change.now}, and {change.before} on process 0"
+        if stage["state"] != theirs[name]["state"]:
+            yield (
+                f"stage '{name}' is {stage['state']}, and {theirs[name]['state']} on process 0: the run directory must "
+                "be on a disk that all processes share"
+            )
 
 
 def _now() -> str:

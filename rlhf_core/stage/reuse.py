@@ -14,11 +14,11 @@ from rlhf_core import artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.files import attempt, make_directory, replace_directory
 from rlhf_core.stage import record
+from rlhf_core.stage.decide import decide
 from rlhf_core.stage.record import StageRecord
 
 if TYPE_CHECKING:
-    from rlhf_core.stage import differences
-    from rlhf_core.stage.recorded_run import StageRequest
+    from rlhf_core.stage.decide import Record, Request
 
 LINKED = ("artifacts", "checkpoints")
 """Folders whose files are never written to again, so that two runs can share them; all others are copied."""
@@ -27,10 +27,10 @@ LINKED = ("artifacts", "checkpoints")
 class Reused(NamedTuple):
     """A finished stage of another run. then: its record. now: what is asked for, with the identity of every input."""
 
-    request: StageRequest
+    request: Request
     source: Path
     then: Mapping[str, Any]
-    now: differences.Record
+    now: Record
 
     def take_over(self) -> None:
         """Copy the stage into this run, with hard links to its large files where the disk allows them."""
@@ -59,7 +59,7 @@ class Reused(NamedTuple):
 
 
 def find_reusable(
-    run: Path, stages: Sequence[StageRequest], records: Mapping[str, StageRecord]
+    run: Path, stages: Sequence[Request], records: Mapping[str, StageRecord]
 ) -> tuple[dict[str, Reused], list[str]]:
     """Find the stages that are new here and finished in another run with the same settings and inputs.
 
@@ -74,23 +74,21 @@ def find_reusable(
     reasons: list[str] = []
     for stage in stages:
         here = records[stage.name]
-        if here.state != "new" or here.has_checkpoints or here.has_artifacts:
+        if here.then or here.has_checkpoints or here.has_artifacts:
             continue
-        there = StageRecord(run / stage.name, stage.name, fix=stage.fix)
-        trained = sorted(
-            name
-            for name in stage.reads
-            if name not in found and (name not in records or records[name].state != "done")
-        )
-        why = [f"stage '{stage.name}' is not finished there"] if there.state != "done" else []
-        why += [f"stage '{stage.name}' reads '{name}', which trains here" for name in trained]
+        there = StageRecord(run / stage.name, stage.name)
         now = {**stage.now, "inputs": _with_identities(stage.now["inputs"], found)}
+        trained = [
+            name
+            for name in sorted(stage.reads)
+            if name not in found and not (name in records and records[name].done)
+        ]
+        why = [] if there.done else [f"stage '{stage.name}' is not finished there"]
+        why += [f"stage '{stage.name}' reads '{name}', which trains here" for name in trained]
         if not why:
-            try:
-                longer = there.settle(now) == "running"
-                why = [f"stage '{stage.name}' is longer here"] if longer else _damage(there)
-            except InputError as error:
-                why = list(error.problems[:-1])
+            decision = decide(there.begun, stage._replace(now=now, accept=frozenset()))
+            longer = [f"stage '{stage.name}' is longer here"] if decision.action == "extend" else []
+            why = [*decision.reasons[:-1], *longer] or _damage(there)
         if why:
             reasons += [f"not reused from {run}: {line}" for line in why]
         else:

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import TrainerConfig, data
+from rlhf_core import data
 from rlhf_core.fit.batches import Update
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.rewards.reward import OF_EPISODES
-from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutUpdates
+from rlhf_core.rollouts import Reward, Rollout, RolloutCollector
 from rlhf_core.rollouts.updates import _update_metrics
 from rlhf_core.sampling import Rollouts, SamplingOptions
 
@@ -177,21 +177,3 @@ def test_an_environment_without_rewards_has_no_metrics_of_them(tiny, prompts, ow
         if np.isnan(own)
         else {f"rewards/environment/{x}": value for x, value in (("mean", 0.5), ("std", 0), ("unscored", 0))}
     )
-
-
-def test_the_prompts_that_updates_took_are_those_of_all_rounds():
-    class Updates(RolloutUpdates):
-        shapes = complete = minibatches = None
-
-    stage = SimpleNamespace(seed=3, name="policy", is_main=False)
-    collector = SimpleNamespace(prompts=range(11), rewards=[], num_generations=2)
-    updates = Updates(stage, TrainerConfig(), collector, prompts_per_rollout=2, updates_per_rollout=2)
-    assert updates.drawn(0, updates.snapshot(0)[0]).tolist() == []
-    taken = []
-    for number, rounds in enumerate((1, 3)):
-        next_prompts = updates.order.next_prompts(number)
-        taken += [row for _ in range(rounds) for row in next_prompts()]
-        updates.order.add_rounds(rounds)
-        for step in (2 * number + 1, 2 * number + 2):
-            assert updates.drawn(step, updates.snapshot(step)[0]).tolist() == sorted(taken)
-    assert len(set(taken)) == 8

@@ -36,11 +36,6 @@ def test_epochs_count_the_rounds_of_a_rollout_over_its_updates(order):
     assert [order.epochs(step) for step in (3, 4)] == pytest.approx([7 / 6, 4 / 3])
 
 
-def test_prompts_of_updates_within_a_rollout_are_all_of_it(order):
-    assert [order.visited(step, 0).tolist() for step in (0, 1, 2)] == [[], [0, 1], [0, 1]]
-    assert order.visited(3, 0).tolist() == order.visited(2, 1).tolist() == [0, 1, 2, 3]
-
-
 def test_a_seed_of_zero_is_a_seed():
     def first(shuffle_seed_train, seed):
         config = TrainerConfig(shuffle_seed_train=shuffle_seed_train)

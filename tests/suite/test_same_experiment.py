@@ -139,12 +139,16 @@ def test_a_checkpoint_names_its_experiment_where_the_record_is_gone(
     shutil.copytree(run.directory / "checkpoints", tmp_path / "checkpoints")
     shutil.rmtree(tmp_path / "checkpoints" / "3", ignore_errors=True)
     before = kept(tmp_path)
-    with pytest.raises(InputError, match=r"learning_rate: then 0.01, now 0.02\n.*belongs to another run"):
+    with pytest.raises(
+        InputError, match=r"learning_rate: then 0.01, now 0.02\n.*was begun with other settings"
+    ):
         run.train({"learning_rate": 2e-2, "save_directory": tmp_path})
     assert kept(tmp_path).keys() >= before.keys()
     assert not (tmp_path / "stage.json").exists() or "running" in (tmp_path / "stage.json").read_text()
     rows = [{**row, "prompt": "z " + row["prompt"]} for row in run.inputs["train_dataset"]]
-    with pytest.raises(InputError, match=r"train_data: dataset row \d.* changed after it was trained on"):
+    with pytest.raises(
+        InputError, match=r"train_data: the contents of the list given from Python have changed"
+    ):
         run.train({"save_directory": tmp_path}, train_dataset=rows)
     assert run.train({"save_directory": tmp_path}).metrics["loss"]
 
@@ -162,32 +166,26 @@ def stopped_at(run: Run, step: int, directory: Path) -> None:
     record.write(directory, {**kept_record, "state": "running"})
 
 
-def test_a_row_may_be_mended_until_an_update_draws_it(finished: Any, tmp_path: Path) -> None:
+def test_data_that_were_mended_are_accepted_while_they_are_as_many(finished: Any, tmp_path: Path) -> None:
     run = finished("sft")
     rows = run.inputs["train_dataset"]
     drawn = set(data.visited_rows(len(rows), 4, seed=0).tolist())
-    assert len(drawn) == 4
-    late, early = min(set(range(len(rows))) - drawn), min(drawn)
+    late = min(set(range(len(rows))) - drawn)
     mended = [{**row, "completion": " q r"} if i == late else row for i, row in enumerate(rows)]
-    stopped_at(run, 1, tmp_path / "mended")
-    with pytest.warns(
-        UserWarning, match=rf"train_data: dataset row {late + 1} changed .* no update has drawn it"
-    ):
-        result = run.train({"save_directory": tmp_path / "mended"}, train_dataset=mended)
+    stopped_at(run, 1, tmp_path / "run")
+    with pytest.raises(InputError, match=r"train_data: the contents .*accept=\[\"train_data\"\]"):
+        run.train({"save_directory": tmp_path / "run"}, train_dataset=mended)
+    with pytest.raises(InputError, match=r"train_data: it had 6 rows for training and has 5 now"):
+        run.train({"save_directory": tmp_path / "run"}, train_dataset=rows[:-1], accept=["train_data"])
+    # What was refused has not changed the record: the run continues with what it had.
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    again = run.train({"save_directory": tmp_path / "again"})
+    assert again.metrics["loss"] == pytest.approx(run.train().metrics["loss"], rel=1e-6)
+    with pytest.warns(UserWarning, match=r"continues after update 1 with what was accepted: train_data"):
+        result = run.train({"save_directory": tmp_path / "run"}, train_dataset=mended, accept=["train_data"])
     fresh = run.train({"save_directory": tmp_path / "fresh"}, train_dataset=mended)
     assert result.metrics["loss"] == pytest.approx(fresh.metrics["loss"], rel=1e-6)
-    assert result.metrics["loss"] != run.train().metrics["loss"]
-
-    stopped_at(run, 1, tmp_path / "drawn")
-    spoilt = [{**row, "completion": " q r"} if i == early else row for i, row in enumerate(rows)]
-    said = rf"train_data: dataset row {early + 1} changed after it was trained on"
-    with pytest.raises(InputError, match=said):
-        run.train({"save_directory": tmp_path / "drawn"}, train_dataset=spoilt)
-    with pytest.raises(InputError, match=r"train_data: it had 6 rows for training and has 5 now"):
-        run.train({"save_directory": tmp_path / "drawn"}, train_dataset=rows[:-1])
-    # What was refused has not changed the record: the run goes on with what it had.
-    again = run.train({"save_directory": tmp_path / "drawn"})
-    assert again.metrics["loss"] == pytest.approx(run.train().metrics["loss"], rel=1e-6)
+    assert result.metrics["loss"] != again.metrics["loss"]
 
 
 @pytest.mark.long
@@ -262,5 +260,5 @@ def test_a_finished_run_is_extended_where_its_schedule_allows_it(
     ):
         run.train({**falling, "max_training_steps": 5})
     (tmp_path / "falling" / "stage.json").unlink()  # the checkpoint tells too
-    with pytest.raises(InputError, match=r"update \d would have had a learning rate of"):
+    with pytest.raises(InputError, match=r'scheduler = "linear" spreads the learning rate'):
         run.train({**falling, "max_training_steps": 5})

@@ -373,7 +373,7 @@ class ArtifactSaves:
         remove_leftovers(directory)
         tokenizer = fixtures.tokenizer()
         model = fresh_model(fixtures.MODEL_TABLE, tokenizer=tokenizer, seed=version)
-        record = StageRecord(directory, "base", fix="")
+        record = StageRecord(directory, "base")
         settings: dict[str, dict[str, object]] = {"config": {}, "inputs": {}, "code": {}, "versions": {}}
         record.write_running({"trainer": "sft", "seed": 0, **settings})
         stage = fixtures.a_stage(directory)
@@ -386,9 +386,9 @@ class ArtifactSaves:
         from rlhf_core.stage.record import StageRecord
 
         directory, done = root / "run" / "base", self.prepared + acknowledged
-        record = StageRecord(directory, "base", fix="")
+        record = StageRecord(directory, "base")
         versions = {done - 1, done} if acknowledged < self.saves else {done - 1}
-        if record.state == "done":
+        if record.done:
             artifact = open_artifact(directory / "artifacts" / "model")
             record.require_outputs({"model": artifact})
             version = artifact.metadata["contract"]["version"]
@@ -396,7 +396,7 @@ class ArtifactSaves:
                 yield f"the finished stage has the artifact of version {version} and metrics {record.metrics}"
             load_model(artifact.path)
         elif acknowledged == self.saves:
-            yield f"the stage was done, and its record says {record.state}"
+            yield f"the stage was done, and its record says {record.then.get('state')}"
         self._end_stage(directory, 7)
         artifact = open_artifact(directory / "artifacts" / "model")
         if artifact.metadata["contract"]["version"] != 7:

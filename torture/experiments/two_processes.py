@@ -135,11 +135,11 @@ def _start(
 
 def _run_as(arguments: tuple[str, ...], version: str | None) -> None:
     """Run the command, perhaps with numpy in another version, as the records see it."""
-    from rlhf_core.stage import experiment
+    from rlhf_core.stage import identity
 
     if version is not None:
-        real = experiment.version
-        experiment.version = lambda name: version if name == "numpy" else real(name)
+        real = identity.version
+        identity.version = lambda name: version if name == "numpy" else real(name)
     _command(arguments)
 
 

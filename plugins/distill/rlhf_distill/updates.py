@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.fit import DatasetUpdates, Update, empty_batches
 from rlhf_core.packing import Layout, Packed, pack
@@ -68,12 +66,6 @@ class DistillUpdates(RolloutUpdates):
             where=lambda i: sampled.where(i) if i < count else given.where(i - count),
         )
 
-    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        prompts = super().drawn(step, host)
-        if self.given is None:
-            return prompts
-        return np.concatenate([prompts, len(self.prompts) + self.given.drawn(step, host)])
-
 
 @dataclass(frozen=True)
 class _BothRows:
@@ -84,8 +76,8 @@ class _BothRows:
     count: int
     """Of prompts."""
 
-    def row_digests(self) -> NDArray[np.uint64]:
-        return np.concatenate([self.prompts.row_digests(), self.given.row_digests()])
+    def __len__(self) -> int:
+        return self.count + len(self.given)
 
     def where(self, i: int) -> str:
         return str(self.prompts.where(i) if i < self.count else self.given.where(i - self.count))

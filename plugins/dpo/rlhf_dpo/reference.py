@@ -155,9 +155,6 @@ class PairUpdates:
     def epochs(self, step: int) -> float:
         return self._trees.epochs(step)
 
-    def drawn(self, step: int, host: Mapping[str, Any]) -> np.ndarray:
-        return self._trees.drawn(step, host)
-
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return self._trees.snapshot(step)[0], self._reference.snapshot()
 
