@@ -202,9 +202,9 @@ def kinds(prepared: Path) -> dict[str, Kind]:
     def json_files(*files: str) -> dict[str, Form]:
         return {file: _form(documents.write_json, content(file)) for file in files}
 
-    def sealed_files(file: str, depth: int = 99) -> dict[str, Form]:
+    def sealed_files(file: str) -> dict[str, Form]:
         tree = {key: value for key, value in content(file).items() if key != "checksum"}
-        return {file: Form([table(tree)], documents.write_sealed, depth=depth)}
+        return {file: Form([table(tree)], documents.write_sealed)}
 
     def lines_of(*files: str) -> dict[str, Form]:
         texts = ((file, (prepared / file).read_text().splitlines()) for file in files)
