@@ -1,4 +1,4 @@
-"""Call an environment's methods: at once, on the event loop, or in worker processes."""
+"""Call an environment's methods: directly, on the event loop, or in worker processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OWN_METRICS = ("turns", "failed", "cut_ratio", "observation_tokens")
 
 
 class EpisodeError(Exception):
-    """An episode cannot go on. The text says which call failed, and how."""
+    """An episode cannot continue. The text says which call failed, and how."""
 
 
 class EnvironmentCalls:
@@ -139,7 +139,7 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
             f'returned {type(value).__name__}, not a list of messages such as [{{"role": "user", "content": "…"}}]'
         )
     if value and (problem := message_problem(value)):
-        raise EpisodeError(f"returned messages of which the list {problem}")
+        raise EpisodeError(f"returned a list of messages that {problem}")
     messages = [dict(with_joined_parts(message)) for message in value]
     if method == "reset" and not messages:
         raise EpisodeError("returned no messages; an episode begins with at least one")

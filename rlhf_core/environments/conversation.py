@@ -1,4 +1,4 @@
-"""Encode conversations of several turns without encoding anew what the policy wrote.
+"""Encode conversations of several turns without encoding again what the policy wrote.
 
 Sampled ids stay as they are. What the world adds is the difference of two texts, in which a fixed dummy stands in place
 of each reply, so that it depends on neither the reply's words nor how they would be tokenised again:
@@ -70,7 +70,7 @@ class ConversationEncoder:
     def __init__(
         self, tokenizer: Any, options: str | TextOptions | None = None, stop_ids: Sequence[int] = ()
     ) -> None:
-        """options: as for `Encoder`. stop_ids: tokens that end a reply, beside those of `special_ids`."""
+        """options: as for `Encoder`. stop_ids: tokens that end a reply, besides those of `special_ids`."""
         self.encoder = Encoder(tokenizer, options)
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys([*self.encoder.special.eos, *map(int, stop_ids)]))
@@ -131,7 +131,7 @@ class ConversationEncoder:
         """Describe why conversations in which messages of these roles follow replies cannot be had; None if they can.
 
         A template must take such messages and, with `tools`, write their schemas, the calls and the results. It must
-        keep what it wrote before, whatever the replies hold, unless the whole conversation is `encoded_again` in
+        keep what it wrote before, for all replies, unless the whole conversation is `encoded_again` in
         each turn.
         """
         for role, then in [*((role, role) for role in roles), *permutations(roles, 2)]:
@@ -175,7 +175,7 @@ class ConversationEncoder:
         if not after.startswith(before):
             raise InputError(self.rewrites(before, after))
         closed = self.write(whole[: last + 1], tools)
-        # The word that the dummy ends with, of which messages may hold others.
+        # The word that the dummy ends with; messages may contain it, too.
         word = max((WORD, LAST), key=closed.rfind)
         if closed.count(word) <= before.count(word):
             raise InputError(f"{self.name} leaves out what a reply says. {REMEDY}")
@@ -207,7 +207,7 @@ class ConversationEncoder:
         same = shared_length(before, after)
         start = max(0, same - 20)
         return (
-            f"{self.name} changes its past when the conversation goes on: {before[start : same + 30]!r} becomes "
+            f"{self.name} rewrites earlier text when the conversation continues: {before[start : same + 30]!r} becomes "
             f"{after[start : same + 30]!r}. {REMEDY}"
         )
 

@@ -1,4 +1,4 @@
-"""Hold the episodes of one rollout: what each is, what its environment answers, and when it is over."""
+"""Run the episodes of one rollout: keep what was said, have the environments answer, and end them."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ class Episodes:
         self._calls_here = jax.process_index() == 0
         self._reset(group, max_prompt_length)
         self.running = [i for i, episode in enumerate(episodes) if episode.failure is None]
-        """The episodes that are held: conversation k of the call is episode running[k]."""
+        """The episodes that began: conversation k of the call is episode running[k]."""
 
     @property
     def prompts(self) -> list[Ints]:
-        """The prompts of the episodes that are held."""
+        """The prompts of the episodes that began."""
         return [self.episodes[i].prompt for i in self.running]
 
     def _reset(self, group: int, max_prompt_length: int) -> None:
@@ -311,14 +311,16 @@ class Episodes:
 
     def measure(self) -> dict[str, float]:
         """Measure the episodes, by the names of the metrics page."""
-        held = [episode for episode in self.episodes if episode.failure is None]
-        turns = [len(episode.turns) for episode in held]
-        means = [plain_metrics(episode.metrics) for episode in held]
-        observed = [float(np.sum(~episode.written)) for episode in held]
+        whole = [episode for episode in self.episodes if episode.failure is None]
+        turns = [len(episode.turns) for episode in whole]
+        means = [plain_metrics(episode.metrics) for episode in whole]
+        observed = [float(np.sum(~episode.written)) for episode in whole]
         return {
             "episodes/turns": float(np.mean(turns)) if turns else float("nan"),
-            "episodes/failed": float(len(self.episodes) - len(held)),
-            "episodes/cut_ratio": float(np.mean([episode.cut for episode in held])) if held else float("nan"),
+            "episodes/failed": float(len(self.episodes) - len(whole)),
+            "episodes/cut_ratio": float(np.mean([episode.cut for episode in whole]))
+            if whole
+            else float("nan"),
             "episodes/observation_tokens": float(np.mean(observed)) if observed else float("nan"),
             **{f"episodes/{name}": value for name, value in plain_metrics(means).items()},
         }

@@ -1,4 +1,4 @@
-"""Find out whether a chat template keeps its past, by rendering conversations that grow."""
+"""Find out whether a chat template rewrites earlier turns, by rendering conversations that grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.tokenizer.encoding import Message
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
 
-REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps its past'
+REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps earlier turns'
 LONG = 10, 4000
 """Turns and characters per message of a long conversation, in which a template may cut what is old."""
 TOOL = {
@@ -150,7 +150,7 @@ class _Trial:
         if form.call and "qzxvalue1" not in closed:
             return False
         if form.call and (form.text or form.thought):
-            # Where a text beside calls is left out, `CallParser` makes no such replies.
+            # Where a text next to calls is left out, `CallParser` makes no such replies.
             return "qzxtext1" in self.written([_user(0), _reply(Form(call=True), 1)])
         return True
 

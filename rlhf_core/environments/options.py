@@ -1,4 +1,4 @@
-"""How a stage's episodes are held: the environment by name, and their limits."""
+"""The environment of a stage, by name, and the limits of its episodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EnvironmentOptions(Component):
     history: Literal["kept", "encoded_again"] = Field(
         default="kept",
         description="what a turn continues: the tokens so far, or the conversation as the chat template writes it "
-        "anew, for templates that rewrite earlier turns; every turn is then a training row of its own",
+        "again, for templates that rewrite earlier turns; every turn is then a training row of its own",
     )
     check: bool = Field(
         default=True, description="whether `rlhf check` begins an episode and takes one made-up turn"

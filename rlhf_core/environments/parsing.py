@@ -35,7 +35,7 @@ class CallFormat:
     opening, closing: marks around each call. name_end: mark between the name and the arguments (named) or after the
     name (tags). parameter: marks before a key, between it and its value, and after that, with the line ends that are
     no part of the value (tags). around: marks around all calls of a reply together. alone: whether the template leaves
-    out a text beside calls, so that a reply is the one or the other.
+    out a text next to calls, so that a reply is the one or the other.
     """
 
     way: Literal["json", "named", "tags"]
@@ -151,7 +151,7 @@ class CallParser:
 
         A call is {"type": "function", "function": {"name", "arguments"}}, with an "id" if the policy wrote one.
         `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought do not count.
-        Never raises, whatever the text.
+        Never raises.
         """
         calls = self._find(text, self._thought_end(text))
         message: dict[str, Any] = {"role": "assistant", "content": self._content(text, calls)}
@@ -177,7 +177,7 @@ class CallParser:
     def _read(self, form: CallFormat, text: str, start: int) -> list[Call]:
         calls = [_checked(call) for call in _calls(form, text, start, self._schemas)]
         if calls and form.alone and self._content(text, calls):
-            error = "a call must stand alone: the text beside it would be lost"
+            error = "a call must stand alone: the text around it would be lost"
             return [Call(calls[0].start, calls[-1].end, error=error)]
         return calls
 

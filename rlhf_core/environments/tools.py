@@ -83,7 +83,7 @@ class ToolEnvironment:
         """tools: functions, or names such as "calc.py:add" and "package.module:function".
 
         Their annotations and Google-style docstrings become the JSON schemas in the attribute `tools`. Async functions
-        run while other episodes go on; plain ones run one at a time. Raises InputError for one that has no schema.
+        run while other episodes continue; plain ones run one at a time. Raises InputError for one that has no schema.
         """
         self._tools = open_tools(tools)
         self.tools = [tool.schema for tool in self._tools.values()]

@@ -50,8 +50,8 @@ ELSEWHERE = {
     "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
     "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
     "`__call__`, `snapshot()` and `restore(kept)`",
-    "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl beside the "
-    "completions, and `log_metric` logs numbers. Remove the parameter",
+    "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl, next to "
+    "the completions, and `log_metric` logs numbers. Remove the parameter",
     "environments": "TRL passes its environments under this name; here, with an `environment`, `completions` has what "
     "was said after the prompt, and the column `environment_rewards` what the environment gave. Name those instead",
     "kwargs": "write it with two stars, **kwargs, to take every column",
@@ -385,14 +385,14 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     processes the first one calls the functions and sends its values to the others bit for bit; objects with `setup` are
     called last, on all processes, one after another. Every process must call `score`; all return or raise the same.
 
-    Raises RunError with the label, and the row where it can be found, for whatever a function raises (with on_error
+    Raises RunError with the label, and the row where it can be found, for anything a function raises (with on_error
     "skip" only for invalid return values), and, if `needed`, where no function applies to any completion. Counts
     skipped calls in `Reward.failures`. Rows in `Reward.unreadable` are not passed to the function.
     """
     for reward in rewards:
         reward.logged = {}
     outcomes = _call(rewards, inputs)
-    # The worst state of each reward on any process, so that all go on or none does.
+    # The worst state of each reward on any process, so that all continue or none does.
     states = gather_maximum(
         [_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)]
     )

@@ -164,7 +164,7 @@ class Sampler:
         weights, described = params, []
         if self.shares_layers:
             weights = abstract_weights(self.definition, self.mesh)
-            # The weights in the sampler's layout lie beside those that are trained, until the rollout ends.
+            # The weights in the sampler's layout stay in memory with the trained ones until the rollout ends.
             moving = partial(move_weights(self.definition, self.mesh).lower, params)
             size = weight_bytes(self.definition, self.mesh, room.tensor)
             shape = ProgramShape(self.definition, 0, 0, room.tensor, size)

@@ -1,4 +1,4 @@
-"""Hold conversations with a sampler that completes prompts: each turn of all conversations is one call."""
+"""Run conversations with a sampler that completes prompts: each turn of all conversations is one call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def converse_by_turns(
 ) -> None:
     """Sample the turns of conversations with `world`; conversations wait for each other after every turn.
 
-    sampler: with num_generations 1; the prompts of a call are everything that was said, so that its max_prompt_length
-    is that of a prompt and a conversation. The rest as in `Sampler.converse`, whose turns are the same. Raises as that.
+    sampler: with num_generations 1; the prompts of a call are everything that was said, so its max_prompt_length is
+    that of a prompt plus a conversation. Other arguments, turns and errors are those of `ConversationSampler.converse`.
     """
     running = {
         conversation.number: conversation
@@ -44,10 +44,10 @@ def converse_by_turns(
             length = min(length, conversation.limit)
             conversation.written.append((rollouts.tokens[row, :length], rollouts.logps[row, :length]))
             world.submit(conversation.number, *conversation.finish_turn(), finished)
-        owed = dict(running)
-        while owed:
+        answering = dict(running)
+        while answering:
             for reply in world.replies(wait=True):
-                conversation = owed.pop(reply.conversation)
+                conversation = answering.pop(reply.conversation)
                 if reply.tokens is None:
                     del running[reply.conversation]
                 else:

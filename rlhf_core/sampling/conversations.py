@@ -1,4 +1,4 @@
-"""Hold conversations with a world: which conversation has which slot, what its slot is fed, and when it decodes.
+"""Schedule conversations with a world: which conversation has which slot, what its slot is fed, and when it decodes.
 
 Everything that is computed for a conversation depends on its own tokens alone: neither on the others, nor on its slot,
 nor on when its world answers. Every process of a run goes through the same steps.
@@ -18,8 +18,8 @@ from rlhf_core.sampling.next_token import ENDED
 from rlhf_core.sampling.slot_devices import Devices
 from rlhf_core.sampling.turns import STEPS, empty_slots
 
-STEPS_OWED = 16
-"""The most tokens per turn that are decoded, while the world owes replies, before it is asked for them."""
+STEPS_WAITING = 16
+"""The most tokens per turn that are decoded before the world is asked for replies that are outstanding."""
 
 
 NO_SLOT = -1
@@ -94,8 +94,8 @@ class Conversation:
             self.fed = min(self.fed + chunk, end)
 
 
-class Holder:
-    """Holds the conversations of one call.
+class Schedule:
+    """Runs the conversations of one call.
 
     Where every conversation has a slot, caches stay while the world thinks. Otherwise a conversation keeps its slot
     until it is over if the world is quick, and else gives it up at the end of each turn; the next turn then feeds
@@ -112,17 +112,17 @@ class Holder:
         count = program.shards * program.slots
         self.keeps_slots = len(conversations) <= count or bool(getattr(world, "quick", False))
         self.waiting, self.resumed = deque(conversations), list[Conversation]()
-        self.owed: dict[int, Conversation] = {}
+        self.answering: dict[int, Conversation] = {}
         self.holders: list[Conversation | None] = [None] * count
         self.groups: list[int | None] = [None] * count
         """The prompt that the cache of each slot begins with."""
         self.slots: Any = empty_slots(count)
         self.ids = ids
 
-    def hold(self) -> None:
-        """Hold them until all are over."""
-        while self.waiting or self.resumed or self.owed or self.slots.active.any():
-            if self.owed:
+    def run(self) -> None:
+        """Run them until all are over."""
+        while self.waiting or self.resumed or self.answering or self.slots.active.any():
+            if self.answering:
                 starts = self.waiting and None in self.holders
                 busy = self.slots.active.any() or self.resumed or starts
                 for reply in self.world.replies(wait=not busy):
@@ -132,7 +132,7 @@ class Holder:
                 self._decode()
 
     def _take(self, reply: Continuation) -> None:
-        conversation = self.owed.pop(reply.conversation, None)
+        conversation = self.answering.pop(reply.conversation, None)
         if conversation is None:
             raise ValueError(f"conversation {reply.conversation}: a continuation after no turn of the policy")
         if reply.tokens is None:
@@ -234,7 +234,7 @@ class Holder:
     def _decode(self) -> None:
         """Decode for a while, and submit the turns that have ended, by the number of their conversations."""
         slots = self.slots
-        decoded = self.devices.decode(slots, STEPS_OWED if self.owed else STEPS)
+        decoded = self.devices.decode(slots, STEPS_WAITING if self.answering else STEPS)
         ended = []
         for slot in np.flatnonzero(slots.active):
             conversation = self.holders[slot]
@@ -253,7 +253,7 @@ class Holder:
         slots.drawn[:], slots.matched[:] = decoded.drawn, decoded.matched
         for conversation, finished in sorted(ended, key=lambda each: each[0].number):
             tokens, logps = conversation.finish_turn()
-            self.owed[conversation.number] = conversation
+            self.answering[conversation.number] = conversation
             if not self.keeps_slots:
                 self._release(conversation)
             self.world.submit(conversation.number, tokens, logps, finished)

@@ -131,7 +131,7 @@ class SamplingProgram:
     stop_ids: tuple[int, ...]
     num_generations: int
     slots: int
-    """Sequences that each shard of rows decodes at once."""
+    """Sequences that each shard of rows decodes together."""
     last_slots: int
     """The same once no more sequences are left; 0: as before."""
     key_type: str
@@ -142,7 +142,7 @@ class SamplingProgram:
     """Whether the cache of a prompt is held once for its completions, see `DecodeGroups`. Slots are then as many as the
     sequences of a shard, one for each."""
     prefill_tokens: int = 0
-    """Prompts are prefilled in parts of at most so many tokens per shard, padding included; 0: at once."""
+    """Prompts are prefilled in parts of at most so many tokens per shard, padding included; 0: all together."""
 
 
 class _Slots(NamedTuple):
@@ -370,7 +370,7 @@ def _sample(
 
 def _prefill(model: ModelDefinition, params: Any, prompts: tuple[jax.Array, ...], tokens: int) -> Any:
     """Compute the cache of prompts, three arrays [P, time] as `Prefill` takes them, in equal parts of at most `tokens`
-    tokens if they have that many prompts; 0: at once.
+    tokens if they have that many prompts; 0: all together.
     """
     rows, time = prompts[0].shape
     parts = -(-rows // max(tokens // time, 1)) if tokens else 1

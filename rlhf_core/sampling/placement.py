@@ -1,4 +1,4 @@
-"""The sampler's own layout of the parameters, what fits beside them, and what devices exchange per token.
+"""The sampler's own layout of the parameters, what fits next to them, and what devices exchange per token.
 
 Training spreads parameters so that the optimizer state fits; for a decoded token every device would have to gather
 all of them. So a rollout begins by moving the weights into a layout from which nothing is sent again: groups of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 SLOTS = {"cpu": 32}
-"""Sequences that a device decodes at once, at most. On a CPU, time grows in proportion to them."""
+"""Sequences that a device decodes together, at most. On a CPU, time grows in proportion to them."""
 SLOTS_ACCELERATOR = 1024
 """The same where the device's memory is known, and may allow fewer: a step reads all weights, so that more sequences
 cost little."""
@@ -49,12 +49,12 @@ ENOUGH_SLOTS = 128
 UNKNOWN_MEMORY_SLOTS = 256
 """The most per device of an accelerator whose memory is not known."""
 PREFILL_WIDTHS = 16
-"""Values per token that prefill holds beside the cache, in multiples of the hidden size."""
+"""Values per token that prefill holds besides the cache, in multiples of the hidden size."""
 PREFILL_TOKENS = {"cpu": 0}
-"""Tokens that are prefilled at once; 0: all prompts of a call."""
+"""Tokens that are prefilled together; 0: all prompts of a call."""
 PREFILL_TOKENS_ACCELERATOR = 16_384
 """The same: enough to keep a device busy, few enough that what prefill holds, 2 GB with a hidden size of 4,096, is
-little beside the weights."""
+little next to the weights."""
 
 
 LOGITS = 4
@@ -62,12 +62,12 @@ LOGITS = 4
 
 
 class Room(NamedTuple):
-    """How much is sampled at once."""
+    """How much is sampled together."""
 
     tensor: int
     """Devices that share each layer."""
     slots: int
-    """Sequences that the devices of one group decode at once."""
+    """Sequences that the devices of one group decode together."""
     prompts: int
     """Prompts of one call, on all devices."""
     bytes: int | None
@@ -75,14 +75,14 @@ class Room(NamedTuple):
     shares_prompts: bool = False
     """Whether the cache of a prompt is held once for its completions, which all have a slot then."""
     prefill_tokens: int = 0
-    """Tokens that a group prefills at once; 0: all prompts of a call."""
+    """Tokens that a group prefills together; 0: all prompts of a call."""
 
     def line(self, devices: int, what: str) -> str:
         """Say it in one line. what: the field of the prompts."""
         shared = f", {self.tensor} sharing each layer" if self.tensor > 1 else ""
         size = "" if self.bytes is None else f", {self.bytes / 1e9:.1f} GB per device"
         return (
-            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled at once on {devices} "
+            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled together on {devices} "
             f"devices{shared}, from {self.prompts:,} prompts per call{size}"
         )
 
@@ -156,10 +156,10 @@ def plan_conversations(
     """Choose as `plan_room` does for conversations, each with a cache of `length` tokens of its own.
 
     memory: bytes per device for weights, caches and logits; None: unknown. conversations: the usual number of a call.
-    `Room.prompts` is the number of conversations that have a slot at once.
+    `Room.prompts` is the number of conversations that have a slot at a time.
     """
     shared = definition.family.tensor_parallel is not None and mesh.size > 1
-    # What is fed at once is computed beside the caches that it is written to.
+    # What is fed together is computed in addition to the caches that it is written to.
     per_slot = cache_bytes(definition, 1, length) * 5 // 4 + LOGITS * 4 * definition.vocab_size
     for tensor in sizes:
         groups = mesh.size // tensor
@@ -188,12 +188,12 @@ def shares_prompts(definition: ModelDefinition) -> bool:
 
 
 def prefill_tokens() -> int:
-    """Return how many tokens a group of devices prefills at once; 0: all of a call."""
+    """Return how many tokens a group of devices prefills together; 0: all of a call."""
     return PREFILL_TOKENS.get(platform(), PREFILL_TOKENS_ACCELERATOR)
 
 
 def most_slots(memory: int | None) -> int:
-    """Return the most sequences that a device decodes at once, if it has the memory; memory None: unknown."""
+    """Return the most sequences that a device decodes together, if it has the memory; memory None: unknown."""
     return SLOTS.get(platform(), UNKNOWN_MEMORY_SLOTS) if memory is None else SLOTS_ACCELERATOR
 
 

@@ -23,7 +23,7 @@ from rlhf_core.mesh import abstract_rows
 from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
-from rlhf_core.sampling.conversations import Holder, NonFiniteTurnError, begin_conversations
+from rlhf_core.sampling.conversations import NonFiniteTurnError, Schedule, begin_conversations
 from rlhf_core.sampling.options import check_prompts, stops_of
 from rlhf_core.sampling.placement import (
     abstract_weights,
@@ -120,7 +120,7 @@ class ConversationSampler:
         longest = program.options.max_completion_length
         conversations = begin_conversations(prompts, self.conversation_length, longest)
         try:
-            Holder(devices, conversations, ids.astype(np.uint32), world).hold()
+            Schedule(devices, conversations, ids.astype(np.uint32), world).run()
         except NonFiniteTurnError as error:
             what = {error.conversation: ("the distribution of a next token", error.context)}
             raise nonfinite_error(program.definition, params, "the policy", what) from None

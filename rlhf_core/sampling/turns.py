@@ -24,11 +24,11 @@ from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
 
 CHUNKS = (16, 64, 256)
-"""Tokens that are fed to a slot at once, padding included."""
+"""Tokens that are fed to a slot together, padding included."""
 FED_AT_ONCE = 1024
-"""Tokens that a shard is fed at once, at most, padding included."""
+"""Tokens that a shard is fed together, at most, padding included."""
 SHARE = 8
-"""Decoding stops for the host once one in so many of the turns that ran has ended; as large a share is fed at once."""
+"""Decoding stops for the host once one in so many of the turns that ran has ended; as large a share is fed together."""
 STEPS = 64
 """The most tokens per turn that are decoded before the host sees them."""
 
@@ -55,7 +55,7 @@ class TurnsProgram:
     mesh: Mesh
     stop_ids: tuple[int, ...]
     slots: int
-    """Conversations that each shard of rows holds at once."""
+    """Conversations that each shard of rows holds at a time."""
     length: int
     """Entries of a slot's cache, see `cache_length`."""
     key_type: str
@@ -72,12 +72,12 @@ class TurnsProgram:
         return tuple(chunk for chunk in CHUNKS if chunk <= self.length)
 
     def rows(self, chunk: int) -> int:
-        """Count the slots of a shard that are fed `chunk` tokens at once."""
+        """Count the slots of a shard that are fed `chunk` tokens together."""
         return max(min(FED_AT_ONCE // chunk, self.slots // SHARE), 1)
 
     @property
     def copies(self) -> int:
-        """Count the caches of a shard that are copied at once."""
+        """Count the caches of a shard that are copied together."""
         return max(self.slots // SHARE, 1)
 
 
@@ -85,7 +85,7 @@ class Slots(NamedTuple):
     """The turn in each slot of all shards, [B], NumPy arrays on the host."""
 
     active: Any
-    """bool: the turn goes on."""
+    """bool: the turn continues."""
     last: Any
     """int32, the last token of the conversation, which is not in its cache."""
     position: Any
@@ -295,7 +295,7 @@ def _decode(
     running = slots.active.sum()
     enough = jnp.clip(running // SHARE, 1, running)
 
-    def goes_on(carry: _Carry) -> jax.Array:
+    def continues(carry: _Carry) -> jax.Array:
         return (carry.step < steps) & (running - carry.slots.active.sum() < enough)
 
     def step(carry: _Carry) -> _Carry:
@@ -327,7 +327,7 @@ def _decode(
     start = _Carry(
         jnp.int32(0), slots, jnp.zeros(rows, jnp.int32), cache, seen, none, none.astype(jnp.float32)
     )
-    end: Any = lax.while_loop(goes_on, step, start)
+    end: Any = lax.while_loop(continues, step, start)
     logps = lax.bitcast_convert_type(end.logps, jnp.int32)
     # One array is one exchange, which cannot begin before the loop ends: devices wait for each other in one place.
     words = jnp.concatenate([end.tokens, logps, jnp.stack([end.slots.drawn, end.slots.matched, end.ends])])
@@ -335,8 +335,9 @@ def _decode(
 
 
 def _turn_keys(key_data: jax.Array, slots: Slots, key_type: str) -> jax.Array:
-    """Compute the key of each slot's turn, uint32 [B, words]: that of the rollout for the first one, then the number of
-    the turn is folded into it; then the conversation's id.
+    """Compute the key of each slot's turn, uint32 [B, words].
+
+    The number of the turn is folded into the rollout's key from the second turn on, then the conversation's id.
     """
     key = jax.random.wrap_key_data(key_data, impl=key_type)
 

@@ -555,7 +555,7 @@ def test_what_a_tail_cannot_be_made_of_is_refused() -> None:
             "{{ messages | length }}" + HEADED + "{% endfor %}" + OPENED,
             SAID,
             chat.user("c"),
-            "changes its past",
+            "rewrites earlier text",
         ),
         (
             "{% for m in messages %}{{ m.role }}:{{ m.content if m.role == 'user' }}{% endfor %}" + OPENED,

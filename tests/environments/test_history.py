@@ -15,7 +15,7 @@ from rlhf_core.plugins.component import load_file
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 FINE = ""
 AGAIN = 'environment.history = "encoded_again"'
-OPENS = "changes its past when the conversation goes on: "
+OPENS = "rewrites earlier text when the conversation continues: "
 THOUGHT = "leaves out a reply's thought when 'user' messages follow replies"
 REFUSES = "refuses 'tool' messages after a reply"
 SCHEMAS = "leaves out the schemas of tools"

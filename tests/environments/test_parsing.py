@@ -291,7 +291,7 @@ def test_a_call_stands_alone_where_the_template_drops_the_text_beside_it(make_to
     assert plainly(parser.parse(call)) == ADD
     for text in (f"so: {call}", f"<think>hm</think>{call}", f"{call} so"):
         message = parser.parse(text)
-        assert message["call_errors"] == ["a call must stand alone: the text beside it would be lost"]
+        assert message["call_errors"] == ["a call must stand alone: the text around it would be lost"]
         assert "tool_calls" not in message
 
 

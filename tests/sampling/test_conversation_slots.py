@@ -17,7 +17,7 @@ from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, placement, turns
-from rlhf_core.sampling.conversations import Conversation, Holder
+from rlhf_core.sampling.conversations import Conversation, Schedule
 from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
 from rlhf_core.sampling.slot_devices import Devices
 from rlhf_core.sampling.turns import TurnsProgram, cache_length
@@ -143,13 +143,13 @@ def test_a_slot_is_never_idle_while_a_conversation_waits(
     params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[tuple[int, int]] = []
-    begin = Holder._begin_turns
+    begin = Schedule._begin_turns
 
-    def spy(self: Holder) -> None:
+    def spy(self: Schedule) -> None:
         begin(self)
         running.append((int(self.slots.active.sum()), len(self.waiting)))
 
-    monkeypatch.setattr(Holder, "_begin_turns", spy)
+    monkeypatch.setattr(Schedule, "_begin_turns", spy)
     for seed in (None, 7):
         running.clear()
         world = make_world(seed)
@@ -281,12 +281,12 @@ def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
         def __init__(self) -> None:
             self.program = program
 
-    holder = Holder(NoDevices(), [], np.zeros(0, np.uint32), make_world())
-    assert holder._deal(8) == [0, 1, 3, 4, 6, 7, 9, 10]
-    assert holder._deal(99) == list(range(12))
+    schedule = Schedule(NoDevices(), [], np.zeros(0, np.uint32), make_world())
+    assert schedule._deal(8) == [0, 1, 3, 4, 6, 7, 9, 10]
+    assert schedule._deal(99) == list(range(12))
     for slot in (0, 1, 4):
-        holder.holders[slot] = Conversation(slot, np.zeros(1, np.int32), 9, None, 1)
-    assert holder._deal(5) == [3, 6, 7, 9, 10]
+        schedule.holders[slot] = Conversation(slot, np.zeros(1, np.int32), 9, None, 1)
+    assert schedule._deal(5) == [3, 6, 7, 9, 10]
 
 
 def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_continued(
