@@ -23,7 +23,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _GROUP = Path("/sys/fs/cgroup")
 _LIMITS = (_GROUP / "memory.max", _GROUP / "memory/memory.limit_in_bytes")
 MUCH_KEPT = 2**30
-"""Bytes of freed memory that are always kept."""
+"""Bytes that a process may hold without returning any."""
 ROOM = 2
 """Kept memory stays while the machine has this many times as much."""
 
@@ -107,39 +107,16 @@ def peak_line() -> str:
     return f"the fullest device held up to {device / 1e9:.1f} GB"
 
 
-class _Heap(ctypes.Structure):
-    """The struct that glibc's mallinfo2 returns.
-
-    mapped: bytes of blocks that have a mapping of their own. used: bytes of the other blocks in use.
-    """
-
-    _fields_ = (
-        ("before", ctypes.c_size_t * 4),
-        ("mapped", ctypes.c_size_t),
-        ("between", ctypes.c_size_t * 2),
-        ("used", ctypes.c_size_t),
-        ("after", ctypes.c_size_t * 2),
-    )
-
-
-def return_freed_memory() -> bool:
-    """Return kept memory to the system where that is much, and the machine has little more; say whether it was done.
+def return_freed_memory() -> None:
+    """Return freed memory to the system if this process holds much and the machine has little more.
 
     Kept memory is fragmented: a program that needs 4 GB in one piece may find two free halves, and take 4 GB more.
     Every GB returned costs up to a second when it is taken again, so it stays while there is room for that.
     """
-    if not computes_on_cpu() or (held := resident_bytes()) < MUCH_KEPT:
-        return False
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallinfo2.restype = _Heap
-    except (OSError, AttributeError):  # not glibc, or one older than 2.33
-        return False
-    heap = libc.mallinfo2()
-    kept, available = held - heap.used - heap.mapped, available_memory()
-    if kept < MUCH_KEPT or available is None or available > ROOM * kept:
-        return False
-    return bool(libc.malloc_trim(ctypes.c_size_t(0)))
+    held, available = resident_bytes(), available_memory()
+    if computes_on_cpu() and held > MUCH_KEPT and available is not None and available < ROOM * held:
+        with suppress(OSError, AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def free_memory() -> None:
