@@ -58,14 +58,13 @@ def predict(
 
     from rlhf_core.errors import error_line
     from rlhf_core.mesh import make_mesh
-    from rlhf_core.runtime.devices import Planned, plan_for
+    from rlhf_core.runtime.devices import Planned, planning_for
 
     topologies = [parse(name) for name in names]
     first = topologies[0]
     mesh = make_mesh(devices=find_devices(first) if devices is None else devices)
     cache, written = Cache(first), {}
-    plan_for(Planned(first.chip.platform, 1, first.chip.usable))
-    try:
+    with planning_for(Planned(first.chip.platform, 1, first.chip.usable)):
         stages: dict[str, Any] = {}
         for name, work in works(Bench(TINY if tiny else FULL, mesh)):
             if only not in name:
@@ -84,8 +83,6 @@ def predict(
                 written[topology.chip.name] = found
                 if not tiny:
                     merge(HERE / f"predicted_{topology.chip.name}.json", found)
-    finally:
-        plan_for(None)
     return written
 
 

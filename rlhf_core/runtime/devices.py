@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
@@ -16,25 +19,29 @@ class Planned:
     memory: int
 
 
-_planned: Planned | None = None
+_planned: ContextVar[Planned | None] = ContextVar("planned devices", default=None)
 
 
-def plan_for(planned: Planned | None) -> None:
-    """Make `platform` and `device_count` answer for planned devices; None: for this process's own again."""
-    global _planned
-    _planned = planned
+@contextmanager
+def planning_for(planned: Planned) -> Iterator[None]:
+    """Make `platform` and `device_count` answer for planned devices inside the block, in this thread."""
+    token = _planned.set(planned)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def planned() -> Planned | None:
     """Return the devices that this process only compiles for; None: its programs run on its own."""
-    return _planned
+    return _planned.get()
 
 
 def platform() -> str:
     """Return the platform that programs will run on: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend() if _planned is None else _planned.platform
+    return jax.default_backend() if (devices := planned()) is None else devices.platform
 
 
 def device_count() -> int:
     """Count the devices that programs will run on, of all processes."""
-    return jax.device_count() if _planned is None else _planned.count
+    return jax.device_count() if (devices := planned()) is None else devices.count

@@ -95,14 +95,13 @@ def keys(size: int, entries: int, dtype: Any = jnp.bfloat16) -> Any:
 def test_caches_that_kernels_suit() -> None:
     """On accelerators, on one device or in a program of each; neither short caches nor, on TPUs, small heads."""
     assert not reads_visible(keys(128, 1024))
-    try:
-        for platform, sizes in (("gpu", {64, 80, 128, 256}), ("tpu", {128, 256})):
-            devices.plan_for(devices.Planned(platform, 1, 10**9))
+    for platform, sizes in (("gpu", {64, 80, 128, 256}), ("tpu", {128, 256})):
+        with devices.planning_for(devices.Planned(platform, 1, 10**9)):
             assert {size for size in (8, 64, 80, 128, 256, 512) if reads_visible(keys(size, 1024))} >= sizes
             assert not reads_visible(keys(8, 1024))
             assert not reads_visible(keys(128, 64))
             assert not reads_visible(keys(128, 1024, jnp.float64))
-            devices.plan_for(devices.Planned(platform, 8, 10**9))
+        with devices.planning_for(devices.Planned(platform, 8, 10**9)):
             assert not reads_visible(keys(128, 1024))  # the partitioner would gather the cache
             mesh = make_mesh(data=2, fsdp=1, tensor=4)
             spec = jax.sharding.PartitionSpec("data", "tensor")
@@ -115,8 +114,6 @@ def test_caches_that_kernels_suit() -> None:
             each = jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             jax.eval_shape(each, jax.ShapeDtypeStruct((8, 4, 128, 1024), jnp.bfloat16))
             assert suited == [True]
-    finally:
-        devices.plan_for(None)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,8 @@ from rlhf_topologies.compile import find_devices
 from rlhf_topologies.chips import parse
 topology = parse(sys.argv[1])
 found = find_devices(topology)
-devices.plan_for(devices.Planned(topology.chip.platform, len(found), 10**9))
+planning = devices.planning_for(devices.Planned(topology.chip.platform, len(found), 10**9))
+planning.__enter__()
 sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
 definition = Definition(DECODER, DECODER.parse({"model_type": "llama", **sizes, **heads}, "lm", dtype="bfloat16"), "lm")

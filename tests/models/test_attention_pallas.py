@@ -28,7 +28,7 @@ from rlhf_core.models.attention import attend
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.models.attention_plan import Blocks, visible_blocks, visits
 from rlhf_core.packing.layout import Layout
-from rlhf_core.runtime.devices import Planned, plan_for
+from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training import attention
 from rlhf_core.training.attention import why_kernels
 
@@ -254,9 +254,8 @@ def test_pallas_says_what_it_cannot_do() -> None:
 
 @pytest.fixture
 def eight_gpus() -> Iterator[None]:
-    plan_for(Planned("gpu", 8, 76_500_000_000))
-    yield
-    plan_for(None)
+    with planning_for(Planned("gpu", 8, 76_500_000_000)):
+        yield
 
 
 @pytest.mark.usefixtures("eight_gpus")

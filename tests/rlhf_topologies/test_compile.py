@@ -213,11 +213,8 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
     place.settings("policy.toml", "total_batch_size = 32")
     described = []
     for memory in (10**9, 10**5):
-        devices.plan_for(devices.Planned("gpu", 2, memory))
-        try:
+        with devices.planning_for(devices.Planned("gpu", 2, memory)):
             found = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
-        finally:
-            devices.plan_for(None)
         assert found is not None
         described.append([program for program in found.programs if program.work == "sample"])
     (move, once), (again, often) = described
@@ -227,8 +224,7 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
 
 def test_steps_read_half_of_what_completions_hold(place: Any) -> None:
     """On accelerators, where kernels read what is written: half of the completions' caches on average."""
-    devices.plan_for(devices.Planned("gpu", 2, 10**9))
-    try:
+    with devices.planning_for(devices.Planned("gpu", 2, 10**9)):
         stage = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
         assert stage is not None
         generate = stage.programs[-1]
@@ -238,8 +234,6 @@ def test_steps_read_half_of_what_completions_hold(place: Any) -> None:
         assert shape.step_bytes is not None
         assert shape.tensor == 1
         held = cache_bytes(shape.model, shape.rows // 2, generate.steps)
-    finally:
-        devices.plan_for(None)
     assert shape.memory - shape.step_bytes == held // 2 > 0
 
 

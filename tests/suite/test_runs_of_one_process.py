@@ -296,9 +296,6 @@ def test_forecasts_for_planned_devices_do_not_take_the_bytes_of_these(tiny: Any)
     definition = tiny.make_model().definition
     estimate = partial(pass_bytes, definition, (4, 64), {"data": 1, "fsdp": 1, "tensor": 1}, trains=True)
     here = estimate()
-    devices.plan_for(devices.Planned("gpu", 1, 10**9))
-    try:
+    with devices.planning_for(devices.Planned("gpu", 1, 10**9)):
         assert estimate() < here
-    finally:
-        devices.plan_for(None)
     assert estimate() == here

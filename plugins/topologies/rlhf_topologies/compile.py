@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -24,7 +24,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime.devices import Planned, plan_for
+from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.runtime.files import write_atomic
 from rlhf_topologies import hlo
 from rlhf_topologies.chips import Topology, parse, target_config
@@ -95,14 +95,9 @@ def describe(
     }
 
 
-@contextmanager
-def planned_devices(topology: Topology) -> Iterator[None]:
+def planned_devices(topology: Topology) -> AbstractContextManager[None]:
     """Make programs for these devices rather than for those of this process."""
-    plan_for(Planned(topology.chip.platform, topology.count, topology.chip.usable))
-    try:
-        yield
-    finally:
-        plan_for(None)
+    return planning_for(Planned(topology.chip.platform, topology.count, topology.chip.usable))
 
 
 def find_devices(topology: Topology) -> list[Any]:
