@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rlhf_core import artifacts
-from rlhf_core.data.conversations import kwargs_of, tools_of
+from rlhf_core.data.columns import kwargs_of, tools_of
 from rlhf_core.data.report import Report
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts

@@ -102,7 +102,7 @@ def generate(
     import jax
 
     from rlhf_core import SamplerInputs, artifacts, data, plugins, runtime
-    from rlhf_core.data.conversations import require_conversations
+    from rlhf_core.data.columns import require_conversations
     from rlhf_core.data.prompts import as_prompts
     from rlhf_core.data.records import from_memory
     from rlhf_core.models import load_model, local_directory, stored_head

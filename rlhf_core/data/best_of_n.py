@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rlhf_core.data import conversations as cells
+from rlhf_core.data import columns as cells
 from rlhf_core.data.preferences import SIDES, Misfit, repeats_prompt, split_prompt, strip_prompts
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Source

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.column_kinds import Kinds, count_kinds, count_values
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import View, digest
+from rlhf_core.data.source import Kinds, View, count_kinds, count_values, digest
 from rlhf_core.errors import InputError, library_words, reading
 from rlhf_core.tokenizer.options import text_problem
 

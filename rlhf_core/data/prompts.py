@@ -1,17 +1,17 @@
-"""Encode prompts for rollouts, with the other columns for the reward functions."""
+"""Encode prompts for rollouts, with the columns for reward functions; or the rows that episodes begin with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
-from rlhf_core.data import conversations
+from rlhf_core.data import columns
 from rlhf_core.data.cache import (
     Arrays,
     Ragged,
@@ -103,7 +103,7 @@ def encode_prompts(
     if reserved:
         taken = ", ".join(map(repr, reserved))
         raise InputError(f"{records.name}: rename column {taken}: reward functions are called with that name")
-    chat = [conversations.is_chat(source, "prompt") for source in records.sources]
+    chat = [columns.is_chat(source, "prompt") for source in records.sources]
     if len(set(chat)) > 1:
         names = [records.sources[chat.index(kind)].name for kind in (True, False)]
         raise InputError(
@@ -129,18 +129,18 @@ def encode_prompts(
 def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
     """Tokenise every row; an empty text has no ids if the tokenizer adds no special tokens."""
     if "prompt" not in source.columns:
-        raise conversations.missing_columns(source, ("prompt",), ACCEPTED, *FORMATS)
+        raise columns.missing_columns(source, ("prompt",), ACCEPTED, *FORMATS)
     if chat:
-        conversations.require_template(source, encoder)
+        columns.require_template(source, encoder)
     problems = Problems()
     texts: list[tuple[str, bool]] = []
     notes = Notes(NOTES)
     for i, row in enumerate(source.rows):
-        if problem := conversations.cell_problem(row, "prompt", chat):
+        if problem := columns.cell_problem(row, "prompt", chat):
             problems.add(f"{source.where(i)}: {problem}")
             continue
         try:
-            tools, kwargs = conversations.tools_of(row), conversations.kwargs_of(row)
+            tools, kwargs = columns.tools_of(row), columns.kwargs_of(row)
             texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools, kwargs=kwargs))
             if chat:
                 notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs)
@@ -164,7 +164,7 @@ def _add_prompts(source: Source) -> Source:
         return source
     problems = Problems()
     for i, row in enumerate(source.rows):
-        problem = conversations.cell_problem(row, "messages", chat=True)
+        problem = columns.cell_problem(row, "messages", chat=True)
         if problem or not _without_last_replies(row):
             wrong = problem or "'messages' has no turn to reply to"
             problems.add(f"{source.where(i)}: {wrong}")
@@ -184,3 +184,67 @@ def _without_last_replies(row: Mapping[str, Any]) -> list[Any]:
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
     return turns
+
+
+@dataclass(frozen=True)
+class EpisodeRows:
+    """Rows of a dataset in the place of `Prompts`: an environment makes each prompt when its episode begins.
+
+    max_prompt_length: tokens; no prompt is longer.
+    """
+
+    records: Records
+    max_prompt_length: int
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @cached_property
+    def places(self) -> Places:
+        return Places(self.records, np.arange(len(self)))
+
+    def where(self, i: int) -> str:
+        """Name row `i`, such as "tasks.jsonl row 17"."""
+        return self.places[i]
+
+    def row(self, i: int) -> Mapping[str, Any]:
+        """Return row `i` as in the data."""
+        row: Mapping[str, Any] = self.records[i]
+        return row
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """int64 [rows]: index of each row in the records."""
+        return self.places.rows
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64 [rows]: the most tokens that each prompt may have."""
+        return np.full(len(self), self.max_prompt_length, np.int64)
+
+    @cached_property
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """Every column but `prompt`, for the reward functions, one value per row, None where a row lacks it; and
+        `environment_rewards`, of which there are none before the episodes.
+        """
+        names = [name for name in self.records.columns if name != "prompt"]
+        columns: dict[str, Sequence[Any]] = {name: cells(self.records, self.rows, name) for name in names}
+        return {**columns, "environment_rewards": [None] * len(self)}
+
+    chat = True
+    """Completions are conversations."""
+
+    @property
+    def raw(self) -> Sequence[Any]:
+        """Each row's prompt as messages, as an environment may begin with it."""
+        return mapped(self.records, _as_turns)
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """Hash each row, uint64 [rows]."""
+        return np.fromiter((row_digest(row) for row in self.records), np.uint64, len(self))
+
+
+def _as_turns(row: Mapping[str, Any]) -> Any:
+    """Return a row's prompt as messages; a row without one gives an empty message."""
+    prompt = row.get("prompt") or ""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

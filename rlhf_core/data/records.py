@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.column_kinds import Kinds, count_values
-from rlhf_core.data.column_mapping import normalise_conversations, rename_columns
+from rlhf_core.data.columns import normalise_conversations, rename_columns
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Records, Source, digest, json_text
+from rlhf_core.data.source import Kinds, Records, Source, count_values, digest, json_text
 from rlhf_core.errors import InputError, library_words, reading, suggest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data.cache import ENDS, NAMES, ROWS, Arrays, Ragged, TokenCache, digest64, unknown_id
-from rlhf_core.data.conversations import skips_template
+from rlhf_core.data.columns import skips_template
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Places, Records, Source
 from rlhf_core.errors import InputError
@@ -102,7 +102,7 @@ class Selection:
         places += [self.source.where(i) for i in np.flatnonzero(which).tolist()]
 
     def cut(self, limit: int, mode: str, unknown: int | None) -> None:
-        """Cut the sequences to their last ("keep_end") or first ("keep_start") `limit` tokens, and their facts anew."""
+        """Cut the sequences to `limit` tokens by `Limit.truncation_mode`, and recompute their facts."""
         which = self.used & (self.longest > limit)
         for column, name in enumerate(self.names):
             over = np.maximum(self.lengths(name) - limit, 0)

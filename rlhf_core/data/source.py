@@ -1,4 +1,4 @@
-"""Numbered rows of one file or dataset, and of several as one sequence."""
+"""Numbered rows of one file or dataset with counts of what their columns hold, and of several as one sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.column_kinds import Kind, Kinds, count_kinds
 from rlhf_core.runtime.signals import stop_if_asked
+from rlhf_core.tokenizer.options import is_parts
 
 CHUNK = 2048
 """Rows in memory as objects at a time, while a source is encoded."""
@@ -241,3 +241,118 @@ def json_text(value: Any) -> str:
 def _to_plain(value: Any) -> Any:
     """Convert a value that JSON cannot represent; an array becomes a list, since its `str` omits elements."""
     return value.tolist() if hasattr(value, "tolist") else f"{type(value).__qualname__} {value}"
+
+
+CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+"""Columns that may hold conversations."""
+ROLES = {"human": "user", "gpt": "assistant"}
+"""{ShareGPT's role: the role that chat templates know}."""
+
+
+@dataclass
+class Kind:
+    """Counts of the values of a column; nulls are not counted."""
+
+    texts: int = 0
+    lists: int = 0
+    text_first: bool = False
+    """Whether the first value is a text."""
+    json_texts: int = 0
+    """Texts that are a conversation's JSON."""
+    python_texts: int = 0
+    """Texts that are a conversation's `str()` in Python, which is not JSON."""
+    sharegpt: int = 0
+    """Conversations in ShareGPT's format: messages have `from` and `value`, or roles of `ROLES`."""
+    parts: int = 0
+    """Conversations in which a content is a list of parts."""
+    others: int = 0
+    """Values that are neither text nor list, nor null."""
+
+    @property
+    def total(self) -> int:
+        return self.texts + self.lists + self.others
+
+    @property
+    def chat(self) -> bool:
+        """Whether the column holds conversations: most values are lists, or half of them and the first one."""
+        return self.lists > self.texts or (self.lists == self.texts > 0 and not self.text_first)
+
+
+Kinds = dict[str, Kind]
+"""Counts by column, in order of appearance."""
+
+
+def count_values(kinds: Kinds, row: Mapping[Any, Any]) -> None:
+    """Add the values of a row to the counts."""
+    for name, value in row.items():
+        kind = kinds.get(name)
+        if kind is None:
+            kind = kinds[name] = Kind()
+        if isinstance(value, str):
+            kind.text_first |= kind.texts == kind.lists == 0
+            kind.texts += 1
+            messages: Any = parse_conversation(value)
+            kind.json_texts += messages is not None
+            kind.python_texts += messages is None and is_python_literal(value)
+        elif isinstance(value, Sequence | np.ndarray):
+            kind.lists += 1
+            messages = (
+                value if len(value) and not isinstance(value[0], str | int | float | np.number) else None
+            )
+        else:
+            kind.others += value is not None
+            continue
+        if messages is not None:  # in every column, because it may be renamed
+            kind.sharegpt += is_sharegpt(messages)
+            kind.parts += has_parts(messages)
+
+
+def count_kinds(rows: Iterable[Mapping[Any, Any]]) -> Kinds:
+    kinds: Kinds = {}
+    for row in rows:
+        count_values(kinds, row)
+    return kinds
+
+
+def parse_conversation(text: str) -> list[Any] | None:
+    """Parse a text as a conversation's JSON; None for any other text."""
+    start = text[:200].lstrip()
+    if not start.startswith("[") or not start[1:].lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if value and all(map(_is_message, value)) else None
+
+
+def is_python_literal(text: str) -> bool:
+    """Whether a text is the Python repr of messages, as pandas writes them to CSV files."""
+    return text[:2] == "[{" and text[2:8] in ("'role'", "'from'", "'conte") and "}" in text[-9:]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= set(value))
+
+
+def is_sharegpt(messages: Any) -> bool:
+    """Whether a conversation is in ShareGPT's format."""
+    return any(
+        isinstance(message, Mapping)
+        and (has_sharegpt_keys(message) or (isinstance(role := message.get("role"), str) and role in ROLES))
+        for message in messages
+    )
+
+
+def has_parts(messages: Any) -> bool:
+    """Whether a content in a conversation, or in a list of them, is a list of parts."""
+    return any(
+        is_parts(message.get("content", message.get("value")))
+        if isinstance(message, Mapping)
+        else is_parts(message) and has_parts(message)
+        for message in messages
+    )
+
+
+def has_sharegpt_keys(message: Mapping[Any, Any]) -> bool:
+    return "role" not in message and {"from", "value"} <= set(message)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rlhf_core import data
 from rlhf_core.data import preferences, prompts, texts
-from rlhf_core.data.column_mapping import mapping_hint
+from rlhf_core.data.columns import mapping_hint
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, suggest

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import conversations as cells
+from rlhf_core.data import columns as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts

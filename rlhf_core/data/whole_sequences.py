@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.data import conversations as cells
+from rlhf_core.data import columns as cells
 from rlhf_core.data.best_of_n import completion_lists, parse_candidates
-from rlhf_core.data.preferences import FAMILIES, parse_pairs, repeats_prompt, strip_prompts
+from rlhf_core.data.preferences import FAMILIES, parse_pairs, read_token_ids, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.row_selection import Notes, refuse_repeats
 from rlhf_core.data.source import CHUNK, Records, Source
 from rlhf_core.data.texts import read_columns
-from rlhf_core.data.token_ids import read_token_ids
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Turns, join
 

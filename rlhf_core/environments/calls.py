@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.contracts import LARGEST_REWARD, Turn
-from rlhf_core.data.conversations import message_problem
+from rlhf_core.data.columns import message_problem
 from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, Stopped, error_line
 from rlhf_core.hidden import scrub

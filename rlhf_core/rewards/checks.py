@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.contracts import Forecast, RewardInputs
-from rlhf_core.data.conversations import is_chat
+from rlhf_core.data.columns import is_chat
 from rlhf_core.data.source import cells
 from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named

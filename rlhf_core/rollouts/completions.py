@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
 from rlhf_core.data import EpisodeRows, Prompts
-from rlhf_core.data.conversations import is_blank
+from rlhf_core.data.columns import is_blank
 from rlhf_core.environments import Episode
 from rlhf_core.errors import RunError
 from rlhf_core.rewards.reward import Reward, score

@@ -17,7 +17,7 @@ from rlhf_core import data
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import Component, TrainerConfig
 from rlhf_core.contracts import SAMPLER, SamplerInputs
-from rlhf_core.data.conversations import require_conversations
+from rlhf_core.data.columns import require_conversations
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.models import (
     Head,

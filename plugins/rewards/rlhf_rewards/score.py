@@ -16,9 +16,8 @@ import numpy as np
 from rlhf_core import data
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.data import Records
-from rlhf_core.data import conversations as cells
 from rlhf_core.data.best_of_n import completion_lists
-from rlhf_core.data.column_mapping import prompts_as_turns
+from rlhf_core.data.columns import prompts_as_turns, skips_template
 from rlhf_core.errors import UNREADABLE, InputError, suggest
 from rlhf_core.runtime.files import attempt, flush, make_directory, open_stream, require_writable
 from rlhf_core.runtime.row_output import number, row_text, write_text
@@ -93,7 +92,7 @@ def _warn_untemplated(records: Records, lists: Sequence[str | None], scorer: Sco
     for source, listed in zip(records.sources, lists, strict=True):
         names = [name for name in ("chosen", "rejected", "completion") if name in source.columns]
         names = [] if listed == "texts" else names
-        if listed != "conversations" and cells.skips_template(source, scorer.encoder, "prompt", *names):
+        if listed != "conversations" and skips_template(source, scorer.encoder, "prompt", *names):
             warnings.warn(
                 f"{source.name}: plain texts skip the model's chat template, as if it was trained on such texts; for a "
                 "chat model add --chat, which makes a user's turn of the prompt and a reply of each completion",

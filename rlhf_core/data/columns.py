@@ -1,0 +1,460 @@
+"""Rename and convert the columns of a source, and check cells that hold texts or conversations."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.data.source import (
+    CONVERSATIONS,
+    ROLES,
+    Source,
+    digest,
+    has_sharegpt_keys,
+    is_python_literal,
+    is_sharegpt,
+    mapped,
+    parse_conversation,
+)
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.encoding import Encoder, Turns
+from rlhf_core.tokenizer.options import is_parts, kwargs_problem, parts_problem, with_joined_parts
+
+COLUMNS = (
+    *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
+    *("chat_template_kwargs", "input_ids_chosen", "input_ids_rejected", "attention_mask_chosen"),
+    *("attention_mask_rejected", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids"),
+    *("chosen_mask", "rejected_mask", "chosen_attention_mask", "rejected_attention_mask", "prompt_ids"),
+    *(
+        "prompt_input_ids",
+        "input_ids_prompt",
+        "attention_mask_prompt",
+        "prompt_attention_mask",
+        "prompt_mask",
+    ),
+)
+"""The columns that this package reads; reward functions may read others."""
+
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "prompt": ("instruction", "question", "query", "problem", "input", "user"),
+    "completion": ("output", "response", "answer", "target", "assistant", "completions"),
+    "chosen": ("chosen_response", "response_chosen", "preferred", "better", "accepted", "positive"),
+    "rejected": ("rejected_response", "response_rejected", "dispreferred", "worse", "declined", "negative"),
+    "messages": (),
+    "text": ("content", "document"),
+}
+"""{column: names that published datasets have for it, in order of precedence}."""
+
+
+def mapping_hint(source: Source, *formats: tuple[str, ...]) -> str:
+    """Return a sentence with the line that makes a source's columns one of these formats; "" if none fits.
+
+    formats: the columns that each needs. Conversations are found by their form; Alpaca's `input` joins its instruction.
+    """
+    if field := _wrapped_rows(source):
+        rows = source.rows[0][field]
+        inner = _mapping(Source(source.name, rows, range(len(rows)), ""), formats)
+        table = f'path = {json.dumps(source.name)}, field = "{field}"'
+        table += f", columns = {_as_toml(inner)}" if inner else ""
+        return f" The rows are in the list '{field}': in a stage write train_data = {{ {table} }}."
+    mapping = _mapping(source, formats)
+    return f" In a stage write columns = {_as_toml(mapping)}." if mapping else ""
+
+
+def _wrapped_rows(source: Source) -> str | None:
+    """Name the column of a single row that holds all rows as a list; None if there is none."""
+    if len(source.rows) != 1:
+        return None
+    lists = {name: value for name, value in source.rows[0].items() if name not in (*COLUMNS, "conversations")}
+    return next(
+        (name for name, value in lists.items() if _holds(value, lambda row: not _is_message(row))), None
+    )
+
+
+def _holds(value: Any, of: Callable[[Mapping[str, Any]], bool]) -> bool:
+    """Whether a value is a list of objects that all are `of` a kind."""
+    return (
+        is_parts(value) and len(value) > 0 and all(isinstance(item, Mapping) and of(item) for item in value)
+    )
+
+
+def _mapping(source: Source, formats: Sequence[tuple[str, ...]]) -> dict[str, str | list[str]]:
+    """Return the `columns` that make a source one of the formats; {} if none fits."""
+    have = source.columns
+    for wanted in formats:
+        mapping: dict[str, str | list[str]] = {}
+        for ours in wanted:
+            free = [name for name in have if name not in mapping.values() and name not in COLUMNS]
+            names = [name for name in SYNONYMS[ours] if name in free]
+            if ours == "messages":
+                names = [name for name in free if _holds(source.rows[0].get(name), _is_message)]
+            if ours in have:
+                continue
+            if not names:
+                break
+            joined = names[0] == "instruction" and "input" in free
+            mapping[ours] = ["instruction", "input"] if joined else names[0]
+        else:
+            return mapping
+    return {}
+
+
+def _is_message(item: Mapping[str, Any]) -> bool:
+    return {"role", "content"} <= set(item) or {"from", "value"} <= set(item)
+
+
+def _as_toml(mapping: Mapping[str, str | list[str]]) -> str:
+    return f"{{ {', '.join(f'{name} = {json.dumps(theirs)}' for name, theirs in mapping.items())} }}"
+
+
+def rename_columns(source: Source, columns: Any) -> Source:
+    """Rename columns of a source. columns: {name that this package reads: name in the data}.
+
+    Texts of several columns, given as a list, become one, with an empty line between those that are not empty.
+    Raises InputError for a missing column, and where two columns would share a name.
+    """
+    listed = {
+        ours: [theirs] if isinstance(theirs, str) else theirs
+        for ours, theirs in (columns.items() if isinstance(columns, Mapping) else ())
+    }
+    if not listed or not all(
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+        for names in listed.values()
+    ):
+        raise InputError(
+            f'columns of {source.name} is {columns!r}: give a table such as {{ prompt = "question" }}'
+        )
+    have = source.columns
+    used = [name for names in listed.values() for name in names]
+    problems = [
+        f"{source.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
+        f"{suggest(theirs, have)}"
+        for ours, names in listed.items()
+        for theirs in names
+        if theirs not in have
+    ]
+    taken = [ours for ours in listed if ours in have and ours not in used]
+    problems += [
+        f"columns.{ours} of {source.name} names '{', '.join(listed[ours])}', but there is a column '{ours}' too: give "
+        f'that one another name, {{ {ours}_before = "{ours}" }}'
+        for ours in taken
+    ]
+    if len(set(used)) < len(used):
+        problems.append(f"columns of {source.name} names one column twice")
+    for ours in listed:
+        if ours not in COLUMNS and (close := difflib.get_close_matches(ours, COLUMNS, n=1, cutoff=0.8)):
+            problems.append(
+                f"columns.{ours} of {source.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
+            )
+    if problems:
+        raise InputError(*problems)
+    names = {theirs[0]: ours for ours, theirs in listed.items()}
+    gone = {name for theirs in listed.values() for name in theirs[1:]}
+    return replace(
+        source,
+        rows=mapped(source.rows, partial(_rename_row, listed)),
+        fingerprint=digest(source.fingerprint, "columns", *(f"{k}={v}" for k, v in sorted(columns.items()))),
+        known_kinds={names.get(name, name): kind for name, kind in source.kinds.items() if name not in gone},
+        origin=source.original,
+    )
+
+
+def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
+    new = {theirs: (ours, names) for ours, names in listed.items() for theirs in names}
+    renamed: dict[str, Any] = {}
+    for name, value in row.items():
+        ours, names = new.get(name, (name, (name,)))
+        if ours not in renamed:
+            renamed[ours] = value if len(names) == 1 else _joined([row.get(each) for each in names])
+    return renamed
+
+
+def _joined(values: list[Any]) -> Any:
+    """Join texts with an empty line; return other values as they are, which no reader takes."""
+    if not all(isinstance(value, str | None) for value in values):
+        return values
+    return "\n\n".join(value for value in values if value and value.strip())
+
+
+def normalise_conversations(source: Source) -> Source:
+    """Convert a source's conversations to lists of messages with `role` and `content`.
+
+    Converts a column `conversations` if there is no `messages`, messages with `from` and `value` or with the roles
+    human and gpt, conversations stored as JSON text, and contents that are lists of text parts; lists each conversion
+    in `remarks`. Raises InputError if some but not most texts of a column are such JSON.
+    """
+    kinds, names, remarks = source.kinds, dict[str, str](), list[str]()
+    chats = {name: kinds[name] for name in CONVERSATIONS if name in kinds}
+    if "messages" not in kinds and (kind := chats.get("conversations")) and (kind.lists or kind.json_texts):
+        names["conversations"] = "messages"
+        remarks.append("column 'conversations' is read as 'messages'")
+    for name, kind in chats.items():
+        said = names.get(name, name)
+        if kind.python_texts:
+            raise InputError(
+                f"{_first_place(source, name, is_python_literal)}: '{name}' is a conversation in Python's notation, "
+                "with single quotes: write it with json.dumps"
+            )
+        if 0 < kind.json_texts * 2 < kind.texts:
+            place = _first_place(source, name, lambda text: parse_conversation(text) is not None)
+            raise InputError(
+                f"{place}: '{name}' is the JSON of a conversation, and most others are plain texts: write "
+                "conversations in all rows, or in none"
+            )
+        if kind.json_texts:
+            remarks.append(f"column '{said}' holds conversations as JSON, which are read")
+    if any(kind.sharegpt for kind in chats.values()):
+        roles = " and ".join(f"'{theirs}' as '{ours}'" for theirs, ours in ROLES.items())
+        remarks.append(
+            f"messages have ShareGPT's form: 'from' is read as 'role', 'value' as 'content', {roles}"
+        )
+    if parts := [f"'{names.get(name, name)}'" for name, kind in chats.items() if kind.parts]:
+        remarks.append(f"contents that are lists of text parts ({', '.join(parts)}) are read as one text")
+    if not remarks:
+        return source
+    converted = {
+        names.get(name, name): replace(
+            kind, texts=kind.texts - kind.json_texts, lists=kind.lists + kind.json_texts, text_first=False
+        )
+        if name in chats and kind.json_texts
+        else kind
+        for name, kind in kinds.items()
+    }
+
+    def normalise(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            names.get(name, name): _normalised(value) if name in chats else value
+            for name, value in row.items()
+        }
+
+    rows = mapped(source.rows, normalise)
+    return replace(source, rows=rows, known_kinds=converted, remarks=(*source.remarks, *remarks))
+
+
+def _normalised(value: Any) -> Any:
+    """Convert a conversation to messages with `role` and `content`; return any other value unchanged."""
+    if isinstance(value, str):
+        value = value if (parsed := parse_conversation(value)) is None else parsed
+    if not is_parts(value):
+        return value
+    return join_contents([convert_message(item) for item in value] if is_sharegpt(value) else value)
+
+
+def _first_place(source: Source, name: str, applies: Callable[[str], bool]) -> str:
+    """Name the row of the column's first text that matches `applies`."""
+    rows = (i for i, row in enumerate(source.rows) if isinstance(row.get(name), str) and applies(row[name]))
+    return source.where(next(rows))
+
+
+def join_contents(messages: Any) -> Any:
+    """Apply `with_joined_parts` to a conversation, or to a list of them; return any other value unchanged."""
+    if not is_parts(messages):
+        return messages
+    return [join_contents(item) if is_parts(item) else with_joined_parts(item) for item in messages]
+
+
+def convert_message(message: Any) -> Any:
+    """Convert a message from ShareGPT's format; return any other value unchanged."""
+    if not isinstance(message, Mapping):
+        return message
+    if has_sharegpt_keys(message):
+        names = {"from": "role", "value": "content"}
+        message = {names.get(key, key): value for key, value in message.items()}
+    role = message.get("role")
+    return {**message, "role": ROLES[role]} if isinstance(role, str) and role in ROLES else message
+
+
+def prompts_as_turns(source: Source) -> Source:
+    """Make a user's turn of every prompt that is a text, so that its completions are replies in a conversation.
+
+    Raises InputError if there are no prompts.
+    """
+    kind = source.kinds.get("prompt")
+    if kind is None:
+        raise InputError(
+            f"{source.name} has no column 'prompt' to make a user's turn of; it has {', '.join(source.columns)}"
+        )
+    return replace(
+        source,
+        rows=mapped(source.rows, _prompt_as_turn),
+        fingerprint=digest(source.fingerprint, "prompts as turns"),
+        known_kinds={**source.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)},
+        origin=source.original,
+    )
+
+
+def _prompt_as_turn(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    prompt = row.get("prompt")
+    return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else row
+
+
+FOR_TEMPLATES = ("tools", "chat_template_kwargs")
+"""Columns of a conversation that go to its chat template."""
+
+
+def message_problem(value: Any) -> str | None:
+    """Describe what is wrong with a conversation, or return None."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+        return f"is {type_name(value)}, not a list of messages"
+    if not len(value):
+        return "is an empty conversation"
+    for i, message in enumerate(value, 1):
+        if not isinstance(message, Mapping):
+            return f"message {i} is {type_name(message)}, not an object with role and content"
+        if not isinstance(message.get("role"), str):
+            return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
+        if is_parts(content):
+            if problem := parts_problem(content):
+                return f"message {i}: {problem}"
+        elif content is not None and not isinstance(content, str):
+            return f"message {i}'s content is {type_name(content)}, not text"
+        calls = message.get("tool_calls")
+        if calls is not None and not _is_object_list(calls):
+            return f"message {i}'s tool_calls is {type_name(calls)}, not a list of objects"
+    return None
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Read the JSON schemas of the tools that the row's conversation may call, a list or its JSON text.
+
+    Raises InputError for anything else.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"'tools' is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+            ) from error
+        except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
+            raise InputError(
+                "'tools' cannot be read: it is nested too deeply, or has too long a number"
+            ) from error
+    if tools is None or isinstance(tools, str):
+        return None
+    if not _is_object_list(tools):
+        raise InputError(f"'tools' is {type_name(tools)}, not a list of objects")
+    return list(tools) or None
+
+
+def kwargs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read the row's `chat_template_kwargs`, variables for the template: an object or its JSON text.
+
+    Raises InputError for anything else.
+    """
+    kwargs = row.get("chat_template_kwargs")
+    if isinstance(kwargs, str) and kwargs.strip():
+        try:
+            kwargs = json.loads(kwargs)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"'chat_template_kwargs' is not JSON: {kwargs!r}") from error
+    if kwargs is None or isinstance(kwargs, str):
+        return None
+    if problem := kwargs_problem(kwargs):
+        raise InputError(f"'chat_template_kwargs' {problem}")
+    return dict(kwargs) or None
+
+
+def _is_object_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray) and all(isinstance(item, Mapping) for item in value)
+
+
+def type_name(value: Any) -> str:
+    """Name a value's type in the terms of a data file."""
+    names = {type(None): "null", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    if isinstance(value, Mapping):
+        return "an object"
+    return names.get(type(value), "a list" if isinstance(value, list | tuple) else type(value).__name__)
+
+
+def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
+    """Describe what is wrong with a cell that must hold a text, or with `chat` a conversation; None if nothing is."""
+    value = row.get(column)
+    if column not in row:
+        return f"has no '{column}' (it has {', '.join(map(str, row)) or 'nothing'})"
+    if value is None:
+        return f"'{column}' is null"
+    if chat:
+        problem = message_problem(value)
+        return problem and f"'{column}' {problem}"
+    return None if isinstance(value, str) else f"'{column}' is {type_name(value)}, not text"
+
+
+def is_chat(source: Source, column: str) -> bool:
+    """Whether a column holds conversations, by `Kind.chat`."""
+    return source.kind(column).chat
+
+
+def require_conversations(sources: Sequence[Source], option: str = "system_prompt") -> None:
+    """Raise InputError for sources without conversations, to which a system prompt cannot be added."""
+    problems = [
+        f"{option}: {source.name} has plain texts, not conversations, and a system message needs a conversation. "
+        f'Write the rows as messages, {{"role": "user", "content": …}}, or leave out {option}'
+        for source in sources
+        if not any(is_chat(source, name) for name in CONVERSATIONS if name in source.columns)
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
+def skips_template(source: Source, encoder: Encoder | None, *columns: str) -> bool:
+    """Whether these columns hold plain texts although the tokenizer has a chat template."""
+    if encoder is None or encoder.template is None or not set(columns) <= set(source.columns):
+        return False
+    return not any(is_chat(source, name) for name in columns)
+
+
+def is_blank(turns: Turns) -> bool:
+    """Whether a completion, or the last turn of one, is only white space."""
+    if isinstance(turns, str):
+        return not turns.strip()
+    last = turns[-1] if len(turns) else {}
+    return not (last.get("content") or "").strip() and not last.get("tool_calls")
+
+
+def is_answered(turns: Turns) -> bool:
+    """Whether a conversation has an assistant turn; texts count as answered."""
+    return isinstance(turns, str) or any(turn["role"] == "assistant" for turn in turns)
+
+
+def unanswered_problem(row: Mapping[str, Any], column: str, purpose: str = "judged") -> str | None:
+    """Describe a conversation without an assistant turn as a problem, or return None."""
+    if is_answered(row[column]):
+        return None
+    roles = ", ".join(dict.fromkeys(turn["role"] for turn in row[column]))
+    return f"'{column}' has no assistant turn, the reply to be {purpose} (its roles: {roles})"
+
+
+def missing_columns(
+    source: Source, wanted: Sequence[str], accepted: str, *formats: tuple[str, ...]
+) -> InputError:
+    """Make the error for missing columns. accepted: the formats that would work. formats: as in `mapping_hint`."""
+    columns = source.columns
+    absent = [column for column in wanted if column not in columns]
+    hints = mapping_hint(source, *formats) or "".join(suggest(column, columns) for column in absent)
+    listed = ", ".join(f"'{column}'" for column in absent)
+    return InputError(
+        f"{source.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"
+    )
+
+
+def require_template(source: Source, encoder: Encoder) -> None:
+    """Raise InputError if the tokenizer has no valid chat template for the source's conversations."""
+    if encoder.template is None:
+        raise InputError(
+            f"{source.name} has conversations, and the tokenizer has no chat template: set "
+            'chat_template = "plain" or a template file, or put chat_template.jinja beside the tokenizer\'s files'
+        )
+    if problem := encoder.chat.problem():
+        raise InputError(problem)
