@@ -11,6 +11,7 @@ checkpoints/
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from orbax.checkpoint import v1
 
 from rlhf_core.artifacts import describe_files, find_damage
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.runtime.agreement import broadcast_numbers
+from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import (
     INTACT,
     attempt,
@@ -182,6 +183,7 @@ class Checkpoints:
         cannot be deleted.
         """
         self.wait()
+        _say_failures_once()
         arrays_of_state = leaves(state)
         copies = {f"arrays/{name}": copy_array(name, array) for name, array in (arrays or {}).items()}
         shapes = {name: shape(leaf) for name, leaf in arrays_of_state.items()}
@@ -275,35 +277,31 @@ class Checkpoints:
 
     def _newest_whole(self) -> int | None:
         """Find the newest whole checkpoint on the first process, as others may see a shared disk at other times."""
-        chosen, problems, refusal = -1, [], ""
+        step, damaged, unreadable = None, [], ""
         if jax.process_index() == 0 and self.directory.is_dir():
             self._recover()
-            for step in reversed(self.steps()):
+            for each in reversed(self.steps()):
                 try:
-                    problem = _problem(self.directory / str(step))
+                    problem = _problem(self.directory / str(each))
                 except PermissionError as error:  # it may be whole, so an older one is no replacement
-                    refusal = f"{error.filename} cannot be read: {disk_reason(error)}"
+                    unreadable = f"{error.filename} cannot be read: {disk_reason(error)}"
                     break
                 if problem is None:
-                    chosen = step
+                    step = each
                     break
-                problems.append(problem)
-                self._damaged.add(step)
-        if refusal:
-            chosen = -3
-        elif problems and chosen < 0:
-            chosen = -2
-        chosen = int(broadcast_numbers(np.int32(chosen)))
-        if chosen == -3:
-            raise RunError(refusal or f"{self.directory} cannot be read by the first process, which says why")
-        if chosen == -2:
+                damaged.append(problem)
+                self._damaged.add(each)
+        step, damaged, unreadable = json.loads(broadcast_text(json.dumps([step, damaged, unreadable])))
+        if unreadable:
+            raise RunError(unreadable)
+        if damaged and step is None:
             raise RunError(
-                f"none of the checkpoints in {self.directory} is whole: {'; '.join(problems)}. "
+                f"none of the checkpoints in {self.directory} is whole: {'; '.join(damaged)}. "
                 "Delete that directory to start this stage from its beginning."
             )
-        for problem in problems:
-            warnings.warn(f"damaged checkpoint: {problem}; going on from step {chosen}", stacklevel=3)
-        return None if chosen < 0 else chosen
+        for problem in damaged if jax.process_index() == 0 else ():
+            warnings.warn(f"damaged checkpoint: {problem}; going on from step {step}", stacklevel=3)
+        return step
 
     def _require(self, step: int) -> None:
         """Raise RunError on every process if the checkpoint of `step` is not whole."""
@@ -313,10 +311,8 @@ class Checkpoints:
                 problem = _problem(self.directory / str(step))
             except PermissionError as error:
                 problem = f"{error.filename} cannot be read: {disk_reason(error)}"
-        if not broadcast_numbers(np.int32(problem is None)):
-            raise RunError(
-                f"the checkpoint of step {step} is damaged: {problem or self.directory / str(step)}"
-            )
+        if problem := json.loads(broadcast_text(json.dumps(problem))):
+            raise RunError(f"the checkpoint of step {step} is damaged: {problem}")
 
     def _retire(self, newest: int, protect: int | None) -> list[str]:
         """Delete surplus and damaged checkpoints after `newest` was written; never delete `newest` or `protect`.
@@ -378,25 +374,19 @@ def _problem(directory: Path) -> str | None:
     return problems[0] if problems else None
 
 
-def _not_a_second_report(record: logging.LogRecord) -> bool:
-    """Drop the tracebacks that orbax's threads log for a failed save, since the save itself raises the same error."""
-    return "_SignalingThread.run() raised an exception" not in str(record.msg)
+@functools.cache
+def _say_failures_once() -> None:
+    """Keep orbax's threads from printing tracebacks of a failed save, since the save itself raises the same error.
 
-
-def _without_late_writes(show: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Wrap a hook for exceptions that nothing can catch: drop those of writes that end after another one failed.
-
-    The event loop in which orbax waited for tensorstore's writes is closed by then, which each of them reports.
+    Called at the first save, so that no import changes these two globals.
     """
+    show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        frame = unraisable.exc_traceback and unraisable.exc_traceback.tb_frame
-        late = frame is not None and frame.f_code.co_name == "call_soon_threadsafe"
-        if not (late and str(unraisable.exc_value) == "Event loop is closed"):
+        # Writes that end after another one failed find the event loop closed that waited for them.
+        if "Event loop is closed" not in str(unraisable.exc_value):
             show(unraisable)
 
-    return hook
-
-
-logging.getLogger("absl").addFilter(_not_a_second_report)
-sys.unraisablehook = _without_late_writes(sys.unraisablehook)
+    sys.unraisablehook = hook
+    failed = "_SignalingThread.run() raised an exception"
+    logging.getLogger("absl").addFilter(lambda record: failed not in str(record.msg))

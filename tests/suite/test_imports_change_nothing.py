@@ -46,9 +46,6 @@ for package in sorted({point.module.partition(".")[0] for point in points}):
         if found.name.rpartition(".")[2] not in ("__main__", "child"):
             importlib.import_module(found.name)
 after = state()
-for each in (before, after):  # set by checkpoint.py
-    each["hooks"].pop("unraisablehook")
-    each["logging"].pop("absl", None)
 print(json.dumps({name: [before[name], after[name]] for name in after if before[name] != after[name]}))
 """
 
