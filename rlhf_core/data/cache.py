@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import date
 from functools import cached_property
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
-from rlhf_core.data.source import Source, digest, json_text
+from rlhf_core.data.source import Source, digest
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
@@ -282,8 +282,3 @@ def combine_digests(*columns: NDArray[Any]) -> NDArray[np.uint64]:
     parts = [np.ascontiguousarray(column).reshape(len(column), -1).view(np.uint64) for column in columns]
     table = np.concatenate(parts, 1)
     return np.fromiter((digest64(row) for row in table), np.uint64, len(table))
-
-
-def row_digest(row: Mapping[str, Any]) -> int:
-    """Hash a row's columns that are not null, in any order, to 64 bits."""
-    return digest64(json_text({name: row[name] for name in sorted(row) if row[name] is not None}).encode())

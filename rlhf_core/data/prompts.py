@@ -16,10 +16,8 @@ from rlhf_core.data.cache import (
     Arrays,
     Ragged,
     TokenCache,
-    combine_digests,
     fingerprint_of,
     flatten,
-    row_digest,
 )
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.row_selection import Form, Limit, Notes, select
@@ -45,7 +43,7 @@ class Prompts:
     columns: dict[str, Sequence[Any]]
     """The other columns, one value per prompt, None where a row lacks it."""
     digests: NDArray[np.uint64]
-    """[prompts, 2]: digest of each prompt's tokens, and of its row."""
+    """[prompts, 1]: digest of each prompt's tokens."""
     report: Report
     places: Places
 
@@ -74,11 +72,7 @@ class Prompts:
     @property
     def fingerprint(self) -> str:
         """Hash of the prompts' tokens, in order."""
-        return fingerprint_of(self.digests[:, 0])
-
-    def row_digests(self) -> NDArray[np.uint64]:
-        """Hash each prompt's tokens and its columns for the reward functions, uint64 [prompts]."""
-        return combine_digests(self.digests)
+        return fingerprint_of(self.digests)
 
 
 def encode_prompts(
@@ -114,13 +108,12 @@ def encode_prompts(
     limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
     chosen = select(records, TokenCache("prompts", encoder), form, limit)
     rows = chosen.places.rows
-    row_digests = chosen.values(lambda rows: rows.arrays["row_digest"])
     return Prompts(
         chosen.sequences("ids"),
         cells(records, rows, "prompt"),
         chat[0],
         {name: cells(records, rows, name) for name in records.columns if name != "prompt"},
-        np.concatenate([chosen.digests, row_digests[:, None]], 1),
+        chosen.digests,
         chosen.report,
         chosen.places,
     )
@@ -147,8 +140,7 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.raise_if_any()
-    row_digests = np.fromiter((row_digest(row) for row in source.rows), np.uint64, len(source.rows))
-    return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays(), "row_digest": row_digests}
+    return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays()}
 
 
 def as_prompts(records: Records) -> Records:
@@ -238,10 +230,6 @@ class EpisodeRows:
     def raw(self) -> Sequence[Any]:
         """Each row's prompt as messages, as an environment may begin with it."""
         return mapped(self.records, _as_turns)
-
-    def row_digests(self) -> NDArray[np.uint64]:
-        """Hash each row, uint64 [rows]."""
-        return np.fromiter((row_digest(row) for row in self.records), np.uint64, len(self))
 
 
 def _as_turns(row: Mapping[str, Any]) -> Any:
