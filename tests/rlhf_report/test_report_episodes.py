@@ -131,7 +131,7 @@ DAMAGED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", DAMAGED, ids=str)
 def test_damaged_samples_do_not_end_the_report(changes: Mapping[str, Any], tmp_path: Path) -> None:
-    page = page_of(tmp_path, [episode(1.0, **changes)])
+    page = page_of(tmp_path, [episode(1.0, **changes), episode(2.0)])
     assert len(page.of("ol")) == 5
 
 

@@ -14,7 +14,7 @@ import pytest
 import rlhf_report as reporting
 from rlhf_report import charts
 from rlhf_report.comparison import names
-from rlhf_report.diagram import pictures, references
+from rlhf_report.diagram import picture, references
 from rlhf_report.run_reader import Points, draw, parts, read_run
 
 from rlhf_core.plugins.component import load_file
@@ -155,13 +155,10 @@ def test_where_the_time_went(tmp_path: Path) -> None:
 def test_the_picture_shows_what_flows(tmp_path: Path) -> None:
     stages = read_run(make_run(tmp_path / "run")).stages
     assert references(stages) == [("rm", "policy", "reward")]
-    across, down = pictures(stages)
-    assert across is not None
-    for picture in (across, down):
-        assert [box.name for box in picture.boxes] == ["rm", "policy"]
-        assert all(0 <= box.x < picture.width and 0 <= box.y < picture.height for box in picture.boxes)
-    assert across.boxes[1].x > across.boxes[0].x
-    assert down.boxes[1].y > down.boxes[0].y
+    drawn = picture(stages)
+    assert [box.name for box in drawn.boxes] == ["rm", "policy"]
+    assert all(0 <= box.x < drawn.width and 0 <= box.y < drawn.height for box in drawn.boxes)
+    assert drawn.boxes[1].x > drawn.boxes[0].x
 
 
 def test_a_pipeline_with_a_line_past_a_stage() -> None:
@@ -174,11 +171,10 @@ def test_a_pipeline_with_a_line_past_a_stage() -> None:
         SimpleNamespace(name=n, trainer="t", state="done", config=c, updates=1, seconds=1.0)
         for n, c in configs.items()
     ]
-    across, down = pictures(stages)
-    assert across is not None
-    assert sorted(arrow.label for arrow in across.arrows) == ["model", "model", "reward"]
-    assert [box.y for box in across.boxes] == [1.0, 1.0, 1.0]
-    assert all(arrow.x < down.width and arrow.y < down.height for arrow in down.arrows)
+    drawn = picture(stages)
+    assert sorted(arrow.label for arrow in drawn.arrows) == ["model", "model", "reward"]
+    assert [box.y for box in drawn.boxes] == [1.0, 1.0, 1.0]
+    assert all(arrow.x < drawn.width and arrow.y < drawn.height for arrow in drawn.arrows)
 
 
 def test_every_metric_is_in_one_chart() -> None:

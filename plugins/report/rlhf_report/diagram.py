@@ -14,8 +14,6 @@ from rlhf_report.run_reader import StageRun
 WIDTH, HEIGHT = 208, 96
 ACROSS, BETWEEN = 92, 26
 LANE = 26
-MOST_ACROSS = 4
-"""Most boxes side by side; a longer pipeline is drawn downwards on every screen."""
 
 
 @dataclass(frozen=True)
@@ -63,78 +61,43 @@ def references(stages: Sequence[StageRun]) -> list[tuple[str, str, str]]:
     return [(a, b, ", ".join(dict.fromkeys(names))) for (a, b), names in uses.items()]
 
 
-def pictures(stages: Sequence[StageRun]) -> tuple[Picture | None, Picture]:
-    """Return the picture across, for wide screens (None with too many stages), and down, for narrow ones."""
+def picture(stages: Sequence[StageRun]) -> Picture:
+    """Return the picture of at least one stage: columns in the order of what flows, from left to right."""
     edges = references(stages)
     depth: dict[str, int] = {}
-    for stage in stages:  # in the order they run, so that references point back
-        depth[stage.name] = 1 + max((depth.get(a, -1) for a, b, _ in edges if b == stage.name), default=-1)
-    columns = max(depth.values(), default=0) + 1
-    across = _picture(stages, depth, edges, down=False) if columns <= MOST_ACROSS else None
-    order = {stage.name: i for i, stage in enumerate(stages)}
-    return across, _picture(stages, order, edges, down=True)
-
-
-def _picture(
-    stages: Sequence[StageRun],
-    place: Mapping[str, int],
-    edges: Sequence[tuple[str, str, str]],
-    *,
-    down: bool,
-) -> Picture:
     at: dict[str, tuple[float, float]] = {}
-    beside: dict[int, int] = {}
-    for stage in stages:
-        i, j = place[stage.name], beside.get(place[stage.name], 0)
-        beside[i] = j + 1
-        at[stage.name] = (
-            (1.0, 1.0 + i * (HEIGHT + BETWEEN + 14))
-            if down
-            else (1.0 + i * (WIDTH + ACROSS), 1.0 + j * (HEIGHT + BETWEEN))
-        )
+    for stage in stages:  # in the order they run, so that references point back
+        column = 1 + max((depth.get(a, -1) for a, b, _ in edges if b == stage.name), default=-1)
+        row = list(depth.values()).count(column)
+        depth[stage.name] = column
+        at[stage.name] = 1.0 + column * (WIDTH + ACROSS), 1.0 + row * (HEIGHT + BETWEEN)
     right = max(x for x, _ in at.values()) + WIDTH
     bottom = max(y for _, y in at.values()) + HEIGHT
     arrows, lanes = [], 0
     for a, b, label in edges:
-        if place[b] - place[a] == 1:
-            arrows.append(_straight(at[a], at[b], label, down))
-            continue
-        lanes += 1
-        edge = (right if down else bottom) + lanes * LANE
-        arrows.append(_around(at[a], at[b], label, edge, down))
-    extra = lanes * LANE + (44 if lanes and down else 14 if lanes else 1)
-    boxes = tuple(
-        Box(*at[stage.name], stage.name, stage.trainer, stage.state, _lines(stage)) for stage in stages
-    )
-    width, height = (right + extra, bottom + 1) if down else (right + 1, bottom + extra)
-    return Picture(width, height, boxes, tuple(arrows))
+        if depth[b] - depth[a] == 1:
+            arrows.append(_straight(at[a], at[b], label))
+        else:
+            lanes += 1
+            arrows.append(_around(at[a], at[b], label, bottom + lanes * LANE))
+    boxes = tuple(Box(*at[each.name], each.name, each.trainer, each.state, _lines(each)) for each in stages)
+    return Picture(right + 1, bottom + lanes * LANE + (14 if lanes else 1), boxes, tuple(arrows))
 
 
-def _straight(a: tuple[float, float], b: tuple[float, float], label: str, down: bool) -> Arrow:
-    if down:
-        x, y1, y2 = a[0] + WIDTH / 2, a[1] + HEIGHT, b[1]
-        return Arrow(f"M{x:g} {y1:g}V{y2 - 2:g}", label, x + 8, (y1 + y2) / 2 + 4)
+def _straight(a: tuple[float, float], b: tuple[float, float], label: str) -> Arrow:
     x1, y1, x2, y2 = a[0] + WIDTH, a[1] + HEIGHT / 2, b[0], b[1] + HEIGHT / 2
     middle = (x1 + x2) / 2
     path = f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2 - 2:g} {y2:g}"
     return Arrow(path, label, middle, (y1 + y2) / 2 - 8)
 
 
-def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: float, down: bool) -> Arrow:
-    """Draw an arrow around the boxes in between, in its own lane."""
+def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: float) -> Arrow:
+    """Draw an arrow below the boxes in between, in its own lane."""
     r = 8
-    if down:
-        x, y1, y2 = a[0] + WIDTH, a[1] + HEIGHT * 0.6, b[1] + HEIGHT * 0.4
-        path = (
-            f"M{x:g} {y1:g}H{lane - r:g}Q{lane:g} {y1:g} {lane:g} {y1 + r:g}"
-            f"V{y2 - r:g}Q{lane:g} {y2:g} {lane - r:g} {y2:g}H{x + 2:g}"
-        )
-        return Arrow(path, label, lane + 6, (y1 + y2) / 2)
     y, x1, x2 = a[1] + HEIGHT, a[0] + WIDTH * 0.6, b[0] + WIDTH * 0.4
-    far = b[1] + HEIGHT
     path = (
         f"M{x1:g} {y:g}V{lane - r:g}Q{x1:g} {lane:g} {x1 + r:g} {lane:g}"
-        f"H{x2 - r:g}Q{x2:g} {lane:g} {x2:g} {lane - r:g}V{far + 2:g}"
+        f"H{x2 - r:g}Q{x2:g} {lane:g} {x2:g} {lane - r:g}V{b[1] + HEIGHT + 2:g}"
     )
     return Arrow(path, label, (x1 + x2) / 2, lane - 6)
 

@@ -21,8 +21,7 @@ from markupsafe import Markup, escape
 from rlhf_core.config.toml import to_toml
 from rlhf_report import charts, samples
 from rlhf_report.charts import Chart, Line, band, bars, clock, histogram, lines, number, reliability
-from rlhf_report.diagram import pictures
-from rlhf_report.json_values import table
+from rlhf_report.diagram import picture
 from rlhf_report.run_reader import Part, Points, Run, StageRun, parts
 from rlhf_report.samples import Completions, RolloutGroups
 from rlhf_report.summary import summary
@@ -179,7 +178,6 @@ def page(run: Run) -> str:
     views: list[StageView] = []
     for stage in run.stages:
         views.append(_view(stage, run, made, cut, [view.id for view in views]))
-    across, down = pictures(run.stages) if run.stages else (None, None)
     began = [stage.sessions[0].began for stage in run.stages if stage.sessions]
     return render(
         "report.html.j2",
@@ -187,8 +185,7 @@ def page(run: Run) -> str:
         title=run.name,
         run=run,
         stages=views,
-        across=across,
-        down=down,
+        picture=picture(run.stages) if run.stages else None,
         began=datetime.fromtimestamp(min(began)).astimezone().strftime("%d %B %Y, %H:%M") if began else "",
         machine=machine(run),
         versions=versions(run),
@@ -215,7 +212,7 @@ def machine(run: Run) -> str:
 def versions(run: Run) -> str:
     """Return `rlhf-core 0.1.0, …` of the last stage that began."""
     for stage in reversed(run.stages):
-        if recorded := table(stage.record.get("versions")):
+        if recorded := stage.record.get("versions"):
             return ", ".join(f"{name} {version}" for name, version in recorded.items())
     return ""
 

@@ -19,9 +19,17 @@ from numpy.typing import NDArray
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.errors import InputError
 from rlhf_core.stage import events
-from rlhf_report.json_values import number, table, text
 
 Floats = NDArray[np.float64]
+LARGEST = float(np.finfo(np.float32).max)
+"""Charts use float32: larger numbers count as not finite."""
+
+
+def number(value: Any) -> float | None:
+    """Return a finite float; None for everything else, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= LARGEST else None  # False for NaN
 
 
 @dataclass(frozen=True)
@@ -205,8 +213,8 @@ def read_run(path: str | Path) -> Run:
 def _stage_tables(written: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
     """Return {name: table} of the stages in the resolved pipeline, leaving out invalid names."""
     stages = written.get("stage", [])
-    tables = [table(stage) for stage in stages] if isinstance(stages, list) else []
-    by_name = {name: stage for stage in tables if STAGE_NAME.fullmatch(name := text(stage.get("name")))}
+    tables = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    by_name = {name: stage for stage in tables if STAGE_NAME.fullmatch(name := str(stage.get("name", "")))}
     if not isinstance(stages, list) or len(by_name) != len(stages):
         problems.append(f"{RESOLVED}: not every stage in it has a unique name")
     return by_name
@@ -278,7 +286,9 @@ def _stage(
         state=state,
         message=message,
         config={
-            k: v for k, v in {**config, **table(record.get("config"))}.items() if k not in ("name", "trainer")
+            k: v
+            for k, v in {**config, **(record.get("config") or {})}.items()
+            if k not in ("name", "trainer")
         },
         record=record,
         sessions=sessions,
@@ -295,7 +305,7 @@ def _state(
     alone = not record and not ended  # a trainer called from Python writes neither
     if record.get("state") == "done" or (alone and any(path.glob(f"artifacts/*/{MANIFEST}"))):
         return "done", ""
-    if (how := text(ended.get("event"))) in BROKEN_OFF:
+    if (how := str(ended.get("event", ""))) in BROKEN_OFF:
         return ("failed" if how == "failed" else "stopped"), str(ended.get("message", ""))
     if alone and not (path / "metrics.jsonl").is_file():
         return "not begun", ""
@@ -308,7 +318,7 @@ def _sessions(
     """Reconstruct a stage's sessions from the events; without events, from stage.json."""
     sessions: list[Session] = []
     for event in log:
-        when, what = float(event["time"]), text(event.get("event"))
+        when, what = float(event["time"]), str(event.get("event", ""))
         if what in ("begun", "continued"):
             sessions.append(Session(when, None))
         elif what != "warning" and sessions and sessions[-1].ended is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_report.json_values import number, numbers, table
-from rlhf_report.json_values import text as as_text
 from rlhf_report.run_reader import StageRun, json_object, rows
 
 MOST = 16
@@ -227,10 +225,8 @@ LONGEST_CELL = 300
 MOST_MESSAGES = 60
 """Messages of an episode to show."""
 PERCENTILES = (5, 25, 50, 75, 95)
-
-
-BIN = ("confidence", "right", "pairs")
-"""Fields of a calibration bin."""
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What a row or file of another form than is written raises."""
 
 
 @dataclass(frozen=True)
@@ -325,12 +321,12 @@ def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
     scores: dict[tuple[str, str, str, str], list[tuple[int, float, float]]] = {}
     for step in _ends(stage, files, problems):
         for row in rows(files[step], problems):
-            chosen, rejected = number(row.get("chosen_score")), number(row.get("rejected_score"))
-            if chosen is not None and rejected is not None:
-                name = Path(_shown(row.get("row"))).name
-                prompt, *replies = (_shown(row.get(part)) for part in ("prompt", "chosen", "rejected"))
-                key = (name, prompt, replies[0], replies[1])
-                scores.setdefault(key, []).append((step, chosen, rejected))
+            if all(isinstance(row.get(f"{side}_score"), float) for side in ("chosen", "rejected")):
+                prompt, chosen, rejected = (
+                    _shown(row.get(part)) for part in ("prompt", "chosen", "rejected")
+                )
+                key = (Path(_shown(row.get("row"))).name, prompt, chosen, rejected)
+                scores.setdefault(key, []).append((step, row["chosen_score"], row["rejected_score"]))
     return [ScoredPair(*texts, tuple(pair_scores)) for texts, pair_scores in scores.items()]
 
 
@@ -342,30 +338,23 @@ def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
     files = _numbered(stage.dir / "evaluations", "*.json")
     results = []
     for step in _ends(stage, files, problems):
-        row = _evaluation(files[step])
-        if row is None:
+        try:
+            results.append({"step": step, **_evaluation(json.loads(files[step].read_bytes()))})
+        except (OSError, *DAMAGED):
             problems.append(f"{stage.name}/evaluations/{files[step].name} is not readable")
-        else:
-            results.append({"step": step, **row})
     return results
 
 
-def _evaluation(path: Path) -> dict[str, Any] | None:
-    """Return what one evaluation's file has; None if the file is damaged."""
-    try:
-        row = table(json.loads(path.read_bytes()))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if isinstance(rewards := row.get("prompt_rewards"), list):
-        return {"prompt_rewards": [number(value) for value in rewards]}
-    scores, listed = table(row.get("scores")), row.get("calibration")
-    edges = numbers(scores.get("edges"))
-    if not edges or not isinstance(listed, list):
-        return None
-    counts = {side: numbers(scores.get(side), len(edges) - 1) for side in ("chosen", "rejected")}
-    bins = [{key: number(table(row_bin).get(key)) for key in BIN} for row_bin in listed]
-    if None in counts.values() or any(None in b.values() or (b["pairs"] or 0) < 0 for b in bins):
-        return None
+def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
+    if "prompt_rewards" in content:
+        return {"prompt_rewards": [None if x is None else float(x) for x in content["prompt_rewards"]]}
+    edges = [float(x) for x in content["scores"]["edges"]]
+    counts = {side: [float(x) for x in content["scores"][side]] for side in ("chosen", "rejected")}
+    if any(len(count) != len(edges) - 1 for count in counts.values()):
+        raise ValueError
+    bins = [
+        {key: float(row[key]) for key in ("confidence", "right", "pairs")} for row in content["calibration"]
+    ]
     return {"scores": {"edges": edges, **counts}, "calibration": bins}
 
 
@@ -376,45 +365,59 @@ def _numbered(directory: Path, pattern: str) -> dict[int, Path]:
 
 
 def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
+    """Yield the completions of a file; name it once in `problems` if some have another form."""
+    odd = 0
     for row in rows(path, problems):
-        if "completion" not in row:
-            continue
-        reward = number(row.get("reward"))
-        rewards = {name: number(value) for name, value in table(row.get("rewards")).items()}
-        columns = table(row.get("columns"))
-        yield Text(
-            _shown(row.get("prompt")),
-            _shown(_reply(row["completion"])),
-            reward,
-            {} if list(rewards.values()) == [reward] else rewards,
-            _count(row.get("length")),
-            row.get("finished") is not False,
-            columns={name: _shown(_written(value), LONGEST_CELL) for name, value in columns.items()},
-            advantage=number(row.get("advantage")),
-            **_episode(row),
-        )
+        try:
+            if "completion" in row:
+                yield _text(row)
+        except DAMAGED:
+            odd += 1
+    if odd:
+        problems.append(f"{path.parent.name}/{path.name}: {odd} damaged row{'s' * (odd > 1)} left out")
+
+
+def _text(row: Mapping[str, Any]) -> Text:
+    reward = _optional(float, row.get("reward"))
+    rewards = {name: _optional(float, value) for name, value in (row.get("rewards") or {}).items()}
+    columns = row.get("columns") or {}
+    return Text(
+        _shown(row.get("prompt")),
+        _shown(_reply(row["completion"])),
+        reward,
+        {} if list(rewards.values()) == [reward] else rewards,
+        _optional(int, row.get("length")),
+        row.get("finished") is not False,
+        columns={name: _shown(_written(value), LONGEST_CELL) for name, value in columns.items()},
+        advantage=_optional(float, row.get("advantage")),
+        **(_episode(row) if "turns" in row else {}),
+    )
+
+
+def _optional(make: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else make(value)
 
 
 def _reply(completion: Any) -> Any:
     """Return the content of a reply that is a single message of the assistant, without its role."""
-    said = [table(message) for message in _listed(completion)]
-    plain = len(said) == 1 and said[0].get("role") == "assistant" and isinstance(said[0].get("content"), str)
-    return said[0]["content"] if plain else completion
+    if isinstance(completion, list) and len(completion) == 1:
+        (message,) = completion
+        if message["role"] == "assistant" and isinstance(message.get("content"), str):
+            return message["content"]
+    return completion
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Text` that only an episode has; {} for another completion."""
-    if not isinstance(row.get("turns"), list):
-        return {}
-    turns = [table(turn) for turn in row["turns"]]
-    asked = [_message(message) for message in _listed(row.get("prompt"))]
-    said = [_message(message) for message in _listed(row["completion"])]
+    """Return the fields of `Text` that only an episode has."""
+    turns = row["turns"]
+    asked = [_message(message) for message in row["prompt"]]
+    said = [_message(message) for message in row["completion"]]
     assistant = [i for i, message in enumerate(said) if message.role == "assistant"]
-    recorded = [i for turn in turns if (i := _count(turn.get("message"))) in assistant]
+    recorded = [turn["message"] for turn in turns if turn.get("message") in assistant]
     written = recorded if len(recorded) == len(turns) else assistant
     if len(written) == len(turns):  # else it is not known which of them the environment added
         for place, (i, turn) in enumerate(zip(written, turns, strict=True), 1):
-            tokens, reward = _count(turn.get("tokens")), number(turn.get("reward"))
+            tokens, reward = _optional(int, turn.get("tokens")), _optional(float, turn.get("reward"))
             said[i] = replace(said[i], turn=place, tokens=tokens, reward=reward)
         for i in set(assistant) - set(written):
             said[i] = replace(said[i], added=True)
@@ -423,32 +426,22 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
         "messages": tuple(shown[:MOST_MESSAGES]),
         "asked": len(asked),
         "left_out": max(len(shown) - MOST_MESSAGES, 0),
-        "failure": _shown(as_text(row.get("failure"))),
+        "failure": _shown(row.get("failure")),
     }
 
 
-def _message(value: Any) -> Message:
-    message = table(value)
-    role = " ".join(filter(None, (as_text(message.get("role")), as_text(message.get("name")))))
-    calls = [table(table(call).get("function")) for call in _listed(message.get("tool_calls"))]
+def _message(message: Mapping[str, Any]) -> Message:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
     return Message(
-        role,
+        " ".join(filter(None, (message["role"], message.get("name")))),
         _shown(message.get("content")),
         tuple(_shown(f"{call.get('name')}({_written(call.get('arguments'))})") for call in calls),
-        tuple(_shown(error) for error in _listed(message.get("call_errors"))),
+        tuple(map(_shown, message.get("call_errors") or ())),
     )
 
 
 def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _count(value: Any) -> int | None:
-    return None if (count := number(value)) is None else int(count)
 
 
 def _shown(value: Any, longest: int = LONGEST) -> str:
