@@ -15,16 +15,14 @@ import numpy as np
 from rlhf_core.contracts import LARGEST_REWARD, Turn
 from rlhf_core.data.columns import message_problem
 from rlhf_core.environments.worker_call import call_environment
-from rlhf_core.errors import InputError, Stopped, error_line
+from rlhf_core.errors import InputError, Stopped
 from rlhf_core.hidden import scrub
 from rlhf_core.tokenizer.options import with_joined_parts
 from rlhf_core.workers import (
-    DiedError,
     Pool,
-    RaisedError,
-    TooSlowError,
     UnsendableError,
     awaited,
+    describe_failure,
     outcome_of,
     start_async,
 )
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import Environment
     from rlhf_core.environments.options import EnvironmentOptions
 
-HERE = str(Path(__file__).parent.parent)
 METHODS = ("reset", "step")
 OWN_METRICS = ("turns", "failed", "cut_ratio", "observation_tokens")
 """Metrics that `Episodes.measure` computes, as episodes/NAME."""
@@ -109,13 +106,9 @@ class EnvironmentCalls:
         return scrub(f"environment '{self.name}': {method} {self._how(error)}")
 
     def _how(self, error: BaseException) -> str:
-        if isinstance(error, TooSlowError):
-            return f"took longer than its timeout of {self.options.timeout:g} s"
-        if isinstance(error, DiedError):
-            return f"could not be called: {error}"
-        if isinstance(error, RaisedError | EpisodeError):
+        if isinstance(error, EpisodeError):
             return str(error)
-        return error_line(error, HERE)
+        return describe_failure(error, self.options.timeout)
 
 
 async def _awaited(environment: Any, method: str, arguments: Sequence[Any]) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from rlhf_core.errors import InputError, Stopped, code_location, said_by, sugges
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins.component import load_function
 from rlhf_core.runtime.caches import cached
+from rlhf_core.workers import is_async
 
 LONGEST = 300
 """Characters of what a tool raised that the policy gets."""
@@ -87,7 +88,7 @@ class ToolEnvironment:
         """
         self._tools = open_tools(tools)
         self.tools = [tool.schema for tool in self._tools.values()]
-        self.asynchronous = any(_is_async(tool.function) for tool in self._tools.values())
+        self.asynchronous = any(is_async(tool.function) for tool in self._tools.values())
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
         """Return the row's `prompt`: messages, or a text as the user's message. Raises InputError without one."""
@@ -151,11 +152,6 @@ class ToolEnvironment:
             return _Answer.failed(
                 name, f"{name} raised {type(error).__name__}: {said_by(error)}".rstrip(": ")
             )
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    call = getattr(function, "func", function)
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
 
 def _run_at_once(work: Coroutine[Any, Any, Turn]) -> Turn:

@@ -21,17 +21,18 @@ from pydantic import Field
 
 from rlhf_core.config import Component
 from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
-from rlhf_core.errors import InputError, NonFiniteError, RunError, error_line, suggest
+from rlhf_core.errors import InputError, NonFiniteError, RunError, suggest
 from rlhf_core.hidden import remember_attributes, scrub
 from rlhf_core.rewards.worker_call import MetricLog, NotNumeric, WorkerCall, plain_values
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import (
     DiedError,
     Pool,
-    RaisedError,
     TooSlowError,
     UnsendableError,
     awaited,
+    describe_failure,
+    is_async,
     outcome_of,
     start_async,
 )
@@ -60,7 +61,6 @@ ELSEWHERE = {
 Outcome = np.ndarray | BaseException | None
 """Outcome of a call: float64 [N], the exception it raised, or None where another process makes the call."""
 DONE, SKIPPED, STOPPED = 0, 1, 2
-HERE = str(Path(__file__).parent.parent)
 SECONDS_TO_FIND_ROW = 5.0
 
 
@@ -116,8 +116,7 @@ class Reward:
     @property
     def asynchronous(self) -> bool:
         """Return whether it is called, and cancelled, on the event loop."""
-        call = getattr(self.function, "func", self.function)
-        return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+        return is_async(self.function)
 
     @property
     def in_workers(self) -> bool:
@@ -454,16 +453,9 @@ def _state(reward: Reward, outcome: Outcome) -> int:
 
 def failure(reward: Reward, outcome: Outcome) -> str:
     """Describe a failed call, starting with the reward's name."""
-    if isinstance(outcome, TooSlowError):
-        how = f"took longer than its timeout of {reward.timeout:g} s"
-    elif isinstance(outcome, DiedError):
-        how = f"could not be called: {outcome}"
-    elif isinstance(outcome, RaisedError):
-        how = str(outcome)
-    elif isinstance(outcome, BaseException):
-        how = error_line(outcome, HERE)
-    else:
-        how = "failed in another process, whose output says why"
+    how = "failed in another process, whose output says why"
+    if isinstance(outcome, BaseException):
+        how = describe_failure(outcome, reward.timeout)
     return scrub(f"reward '{reward.label}' {how}")
 
 

@@ -1,6 +1,7 @@
 """Run slow or untrusted user code: in a pool of processes, or on an event loop in a thread of its own."""
 
 from rlhf_core.workers.event_loop import awaited as awaited
+from rlhf_core.workers.event_loop import is_async as is_async
 from rlhf_core.workers.event_loop import outcome_of as outcome_of
 from rlhf_core.workers.event_loop import run_async as run_async
 from rlhf_core.workers.event_loop import start_async as start_async
@@ -11,4 +12,5 @@ from rlhf_core.workers.pool import Pool as Pool
 from rlhf_core.workers.pool import RaisedError as RaisedError
 from rlhf_core.workers.pool import TooSlowError as TooSlowError
 from rlhf_core.workers.pool import cores as cores
+from rlhf_core.workers.pool import describe_failure as describe_failure
 from rlhf_core.workers.stage_end import close as close

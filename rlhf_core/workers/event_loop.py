@@ -45,6 +45,12 @@ def start_async(work: Coroutine[Any, Any, T], seconds: float | None = None) -> F
     return call.future
 
 
+def is_async(function: Any) -> bool:
+    """Return whether a call of a function, a `functools.partial` of one, or a callable object is a coroutine."""
+    call = getattr(function, "func", function)
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+
+
 async def awaited(value: Any) -> Any:
     """Await a value until it is none that can be awaited."""
     while inspect.isawaitable(value):

@@ -16,12 +16,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import RunError
+from rlhf_core.errors import RunError, error_line
 from rlhf_core.hidden import known
 from rlhf_core.workers import stage_end
 from rlhf_core.workers.child import LARGEST_REPLY
 from rlhf_core.workers.pickling import dumps
 
+CORE = str(Path(__file__).parent.parent)
 CHILD = str(Path(__file__).with_name("child.py"))
 ATTEMPTS, STARTS = 3, 6
 """How often to make a call, and to start a process for it, before giving up on processes that die."""
@@ -45,6 +46,15 @@ class RaisedError(Exception):
     def __init__(self, text: str, type_name: str = "") -> None:
         super().__init__(text)
         self.type_name = type_name
+
+
+def describe_failure(error: BaseException, timeout: float | None) -> str:
+    """Describe how a call of user code failed, as what follows its name. timeout: the limit of the call, seconds."""
+    if isinstance(error, TooSlowError):
+        return f"took longer than its timeout of {timeout:g} s"
+    if isinstance(error, DiedError):
+        return f"could not be called: {error}"
+    return str(error) if isinstance(error, RaisedError) else error_line(error, CORE)
 
 
 def cores() -> int:

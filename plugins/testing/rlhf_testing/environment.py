@@ -21,12 +21,13 @@ import numpy as np
 from rlhf_core import plugins
 from rlhf_core.contracts import ENVIRONMENT, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions
-from rlhf_core.environments.calls import HERE, EpisodeError, checked_messages, checked_turn
+from rlhf_core.environments.calls import EpisodeError, checked_messages, checked_turn
 from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.plugins.component import make_entry
 from rlhf_core.workers import DiedError, Pool, RaisedError, UnsendableError
 from rlhf_core.workers.pickling import dumps
+from rlhf_core.workers.pool import CORE
 from rlhf_testing.findings import KITS, Broken, Findings
 
 Message = Mapping[str, Any]
@@ -212,7 +213,7 @@ class _Episode:
         try:
             value = self.calls.wait_for(self.environment, method, *arguments)[1]
         except (EpisodeError, InputError) as error:
-            what = str(error) if isinstance(error, EpisodeError) else error_line(error, KITS, HERE)
+            what = str(error) if isinstance(error, EpisodeError) else error_line(error, KITS, CORE)
             raise Broken(f"in {place} it {what}") from error
         if self.given != self.row and not self.changed:
             self.changed.append(f"{method} changes the row")

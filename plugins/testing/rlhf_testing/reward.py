@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import LARGEST_REWARD, REWARD
-from rlhf_core.errors import error_line, suggest
-from rlhf_core.rewards.checks import HERE
+from rlhf_core.errors import suggest
 from rlhf_core.rewards.reward import LOG
 from rlhf_core.rewards.worker_call import MetricLog, NotNumeric, plain_values
-from rlhf_core.workers import awaited, outcome_of, start_async
+from rlhf_core.workers import awaited, describe_failure, outcome_of, start_async
 from rlhf_testing.findings import Broken, Findings, make_component, require_close
 from rlhf_testing.fixtures import a_stage
 
@@ -120,7 +119,7 @@ def _call(reward: Any, arguments: Mapping[str, Any]) -> Any:
     if isinstance(value, Exception):
         raise value
     if isinstance(value, BaseException):
-        raise Broken(error_line(value, HERE))
+        raise Broken(describe_failure(value, None))
     return value
 
 
