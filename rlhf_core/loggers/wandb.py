@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import netrc
 import os
 import secrets
@@ -14,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
 
-from rlhf_core.artifacts import write_atomic
+from rlhf_core.config.secrets import public_table
 from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.runtime.files import write_atomic
 
 if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
     from rlhf_core.stage import Stage
 
 Mode = Literal["online", "offline", "disabled"]
@@ -41,7 +42,7 @@ class Wandb:
     _run: Any = field(default=None, init=False, repr=False)
 
     @hookimpl
-    def rlhf_stage_start(self, stage: Stage) -> None:
+    def rlhf_stage_start(self, stage: Stage, config: TrainerConfig) -> None:
         if not stage.is_main:
             return
         mode = self._mode()
@@ -50,12 +51,12 @@ class Wandb:
             import wandb
 
             try:
-                self._run = self._begin(wandb, stage, mode)
+                self._run = self._begin(wandb, stage, config, mode)
             except Exception as error:  # such as a key that is refused, or no network
                 if mode != "online":
                     raise
                 mode, reason = "offline", f"wandb could not go online ({' '.join(str(error).split())})"
-                self._run = self._begin(wandb, stage, mode)
+                self._run = self._begin(wandb, stage, config, mode)
         except Exception as error:
             warnings.warn(f"wandb did not start, continuing without it: {error}", stacklevel=2)
             return
@@ -68,7 +69,7 @@ class Wandb:
             else:
                 stage.say(f"wandb is offline, as asked. To upload the run: wandb sync {files}")
 
-    def _begin(self, wandb: Any, stage: Stage, mode: Any) -> Any:
+    def _begin(self, wandb: Any, stage: Stage, config: TrainerConfig, mode: Any) -> Any:
         return wandb.init(
             project=self.project,
             entity=self.entity,
@@ -79,7 +80,7 @@ class Wandb:
             resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
             mode=mode,
             dir=str(stage.dir),
-            config=_config(stage),
+            config={**public_table(config, stage.registry), "stage": stage.name, "seed": stage.seed},
             settings=wandb.Settings(silent=True, console="off"),
         )
 
@@ -115,13 +116,6 @@ def _run_id(stage: Stage) -> str:
     if not path.exists():
         write_atomic(path, secrets.token_hex(8) + "\n")
     return path.read_text().strip()
-
-
-def _config(stage: Stage) -> dict[str, Any]:
-    """Return the stage's resolved configuration if the pipeline wrote one."""
-    path = stage.dir / "stage.json"
-    config = json.loads(path.read_text()).get("config") if path.exists() else None
-    return {**(config or {}), "stage": stage.name, "seed": stage.seed}
 
 
 def _has_key() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
@@ -100,20 +99,18 @@ def require_shared_directory(directory: Path, field: str = "dir") -> None:
     """
     if jax.process_count() == 1:
         return
-    token = secrets.token_hex(8)
+    shared = directory / f".shared-{broadcast_text(secrets.token_hex(8))}"
     if jax.process_index() == 0:
-        (directory / f".shared-{token}").touch()
-    token = broadcast_text(token)
-    seen, until = False, time.monotonic() + SHARED_SECONDS
-    while not seen and time.monotonic() < until:
-        seen = (directory / f".shared-{token}").exists()
-        time.sleep(0 if seen else 0.1)
+        shared.touch()
+    wait_for_all("the shared directory")
+    until = time.monotonic() + SHARED_SECONDS
+    while not shared.exists() and time.monotonic() < until:
+        time.sleep(0.1)
     here = f"{directory} on {socket.gethostname()}"
-    views = gather_texts("" if seen else here)
+    views, first = gather_texts("" if shared.exists() else here), broadcast_text(here)
     if jax.process_index() == 0:
         with suppress(OSError):
-            os.unlink(directory / f".shared-{token}")
-    first = broadcast_text(here)
+            shared.unlink()
     problems = [
         f"{field}: process {number} does not find in {view} what process 0 wrote to {first}; give a run directory "
         "that all processes share, under the same path"

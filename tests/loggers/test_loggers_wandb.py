@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf_sft import SFTConfig
 
+from rlhf_core import plugins
 from rlhf_core.loggers import Wandb
 from rlhf_core.stage import Stage
 
 wandb = pytest.importorskip("wandb")
+CONFIG = SFTConfig(learning_rate=1e-6, logger=[{"name": "wandb", "project": "demo"}])
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +32,11 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def stage(tmp_path: Path) -> Stage:
     directory = tmp_path / "first" / "policy"
     directory.mkdir(parents=True)
-    (directory / "stage.json").write_text(
-        json.dumps({"config": {"learning_rate": 1e-6, "loss": {"name": "dapo"}}})
-    )
-    return Stage("policy", directory, 3, None, True, None, None)  # type: ignore[arg-type]
+    return Stage("policy", directory, 3, None, True, plugins.load().registry, None)
 
 
 def play(logger: Wandb, stage: Stage, steps: range) -> Any:
-    logger.rlhf_stage_start(stage=stage)
+    logger.rlhf_stage_start(stage=stage, config=CONFIG)
     run = logger._run
     for step in steps:
         logger.rlhf_step_end(step=step, metrics={"completions/mean_length": float(step), "kl": float("nan")})
@@ -61,7 +60,7 @@ def test_offline_without_a_key_says_how_to_upload_and_is_continued(
     assert first.id == second.id == (stage.dir / "wandb_run_id.txt").read_text().strip()
     assert (first.name, first.group, first.project) == ("first/policy", "first", "demo")
     assert first.config["learning_rate"] == 1e-6
-    assert first.config["loss"] == {"name": "dapo"}
+    assert first.config["logger"] == [{"name": "wandb", "project": "demo"}]
     files = list((stage.dir / "wandb").glob(f"offline-run-*-{first.id}/run-{first.id}.wandb"))
     assert files
     written = b"".join(path.read_bytes() for path in files)
@@ -109,7 +108,7 @@ def test_failing_to_start_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(wandb, "init", fail)
     logger = Wandb(mode="offline")
     with pytest.warns(UserWarning, match="wandb did not start, continuing without it: no route to host"):
-        logger.rlhf_stage_start(stage=stage)
+        logger.rlhf_stage_start(stage=stage, config=CONFIG)
     logger.rlhf_step_end(step=1, metrics={"loss": 1.0})
     logger.rlhf_stage_end(error=None)
 
@@ -141,7 +140,7 @@ def test_a_disabled_wandb_says_nothing(stage: Stage, capfd: pytest.CaptureFixtur
 def test_a_missing_wandb_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.warns(UserWarning, match="wandb did not start"):
-        Wandb().rlhf_stage_start(stage=stage)
+        Wandb().rlhf_stage_start(stage=stage, config=CONFIG)
 
 
 def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
