@@ -17,13 +17,13 @@ from rlhf_topologies import interpreters
 from rlhf_topologies.check import candidate_table
 from rlhf_topologies.chips import CHIPS, Topology, machines, parse
 from rlhf_topologies.compile import describe
+from rlhf_topologies.roofline import expected
 from rlhf_topologies.suggest import (
     COMPILED,
     STEPS,
     Candidate,
     Search,
     StageForecast,
-    expected,
     meshes,
     more_steps,
     suggest,

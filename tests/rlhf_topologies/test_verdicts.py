@@ -10,7 +10,8 @@ import pytest
 from rlhf_topologies.check import lines, program_table
 from rlhf_topologies.chips import CHIPS, parse
 from rlhf_topologies.hlo import Counts
-from rlhf_topologies.verdicts import bound, judge_stage
+from rlhf_topologies.roofline import bound
+from rlhf_topologies.verdicts import judge_stage
 
 from rlhf_core.models import DECODER
 from rlhf_core.models.loading import complete_table, describe

@@ -1,7 +1,7 @@
 """Find a mesh, remat, micro-batches and a sampling mesh that fit: ranked by arithmetic, the best of them compiled.
 
 Shapes give the bytes of a stage's state exactly, `training.memory.pass_bytes` estimates what programs hold beside it,
-and `expected` their time. Where the compiler counts more, its ratio corrects the estimates from then on.
+and `roofline.expected` their time. Where the compiler counts more, its ratio corrects the estimates from then on.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any
 
 from rlhf_core import plugins
 from rlhf_core.config.toml import to_value
-from rlhf_core.contracts import Program, ProgramShape, StagePrograms
+from rlhf_core.contracts import Program, StagePrograms
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AXES, make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
-from rlhf_core.training.programs import token_weights
+from rlhf_core.training.memory import pass_bytes, with_remat
 from rlhf_topologies.chips import Topology, machines
 from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
-from rlhf_topologies.verdicts import Bound
+from rlhf_topologies.roofline import expected
 
 COMPILED = 3
 """Candidates that are compiled, at most."""
@@ -36,10 +35,6 @@ REMAT, STEPS, TENSOR = "remat", "gradient_accumulation_steps", "sampling.mesh.te
 """The fields that are chosen, besides the mesh."""
 TRIES = 12
 """Numbers of micro-batches, at most, each twice the one before."""
-SCORES = {"train": 20, "read": 6}
-"""Times that a pass reads or writes attention's logits, float32."""
-WIDTHS = {"train": 120, "read": 40}
-"""Values per token that each layer reads or writes besides, in multiples of the hidden size."""
 Settings = Mapping[str, Mapping[str, Any]]
 """{stage: {dotted field: value}}."""
 
@@ -343,59 +338,3 @@ def _remats(described: StagePrograms) -> list[str | None]:
         program.shape.model for program in described.programs if program.shape and program.work == "train"
     ]
     return list(REMATS) if models and all(hasattr(model.config, "remat") for model in models) else [None]
-
-
-def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], topology: Topology) -> Bound:
-    """Estimate the bound of a program from its shape alone, to compare settings before anything is compiled.
-
-    mesh: {axis: devices}. Counted are the products of weights and of attention, what is read and written for them, and
-    what devices send: gathered weights, reduced gradients and sums of activations.
-    """
-    config, weights = shape.model.config, token_weights(shape.model)
-    layers, heads = getattr(config, "num_layers", 1), getattr(config, "num_heads", 1)
-    width, tensor = shape.model.hidden_size, shape.tensor or mesh["tensor"]
-    if program.work == "sample" and not program.steps:  # it moves the weights
-        return _bound(topology, {"tensor": shape.memory or 0}, {"tensor": topology.machine})
-    if program.work == "sample":
-        rows = program.steps * shape.rows / topology.count
-        sums = 4 * layers * width * rows * (tensor - 1)  # two of bfloat16 per layer
-        once = program.steps * ((shape.memory if shape.step_bytes is None else shape.step_bytes) or 0)
-        return _bound(topology, {"tensor": sums}, {"tensor": tensor}, 2 * weights * rows, once)
-    trains = program.work == "train"
-    again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"
-    passes = 3 + again if trains else 1
-    rows = -(-shape.rows // (mesh["data"] * mesh["fsdp"]))
-    tokens = rows * shape.time
-    logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
-    size = getattr(config, "head_dim", width // heads)
-    memory = passes * 2 * weights / tensor + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
-    if getattr(config, "attention", None) is None:  # other kernels keep logits out of memory
-        memory += 4 * SCORES[program.work] * logits
-    sent = {
-        "tensor": 8 * layers * tokens * width * (passes - trains),
-        "fsdp": 2 * weights / tensor * (3 if trains else 1),
-        "data": 8 * weights / tensor / mesh["fsdp"] if trains else 0,
-    }
-    sent = {axis: size * (mesh[axis] - 1) / mesh[axis] for axis, size in sent.items()}
-    return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
-
-
-def _bound(
-    topology: Topology,
-    sent: Mapping[str, float],
-    mesh: Mapping[str, int],
-    flops: float = 0.0,
-    memory: float = 0.0,
-) -> Bound:
-    """Bound the time of what a device computes, reads and sends along the axes of a mesh.
-
-    An axis that reaches beyond a machine sends through the network.
-    """
-    chip, reach, link, network = topology.chip, 1, 0.0, 0.0
-    for axis in ("tensor", "fsdp", "data"):
-        reach *= mesh.get(axis, 1)
-        if reach > topology.machine and chip.network:
-            network += sent.get(axis, 0) / chip.network
-        else:
-            link += sent.get(axis, 0) / chip.link
-    return Bound(flops / chip.flops["bf16"], memory / chip.memory_bandwidth, link, network)

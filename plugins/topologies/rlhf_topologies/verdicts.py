@@ -1,51 +1,20 @@
-"""Judge compiled programs: whether a stage fits its devices, how fast it can be at most, and what would help.
-
-A program takes at least the time of the slowest of what it computes, reads and sends, each at the data sheet's full
-speed and all of them at the same time (the roofline, Williams et al. 2009): a run is slower.
-"""
+"""Judge compiled programs: whether a stage fits its devices, how fast it can be at most, and what would help."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_topologies.chips import Chip, Topology
+from rlhf_topologies.chips import Topology
 from rlhf_topologies.hlo import Counts
+from rlhf_topologies.roofline import Bound, bound
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """In the message of a compiler that refuses a program for its memory, as the TPU's does."""
 FORWARD, TRAINING = 2, 6
 """Operations per parameter and token of a forward pass, and of one with its backward pass."""
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Seconds that each part takes at least."""
-
-    compute: float = 0.0
-    memory: float = 0.0
-    link: float = 0.0
-    network: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute, self.memory, self.link, self.network)
-
-    @property
-    def by(self) -> str:
-        """Return what sets the bound: "compute", "memory", "link" or "network"."""
-        return max(("compute", "memory", "link", "network"), key=lambda name: getattr(self, name))
-
-
-def bound(counts: Counts, chip: Chip) -> Bound:
-    """Bound the time of what one device does. A dtype that the chip's table lacks is as fast as float32."""
-    compute = sum(
-        flops / chip.flops.get(dtype, chip.flops["f32"]) for dtype, flops in counts.products.items()
-    )
-    network = counts.network / chip.network if chip.network else 0.0
-    return Bound(compute, counts.bytes / chip.memory_bandwidth, counts.sent / chip.link, network)
 
 
 def judge_stage(

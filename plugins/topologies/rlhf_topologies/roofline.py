@@ -1,0 +1,108 @@
+"""The least time that a program takes on a chip: the slowest of what it computes, reads, and sends.
+
+Each is taken at the data sheet's full speed, and all of them at the same time (Williams et al. 2009): a run is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf_core.training.memory import remat_of
+from rlhf_core.training.programs import token_weights
+from rlhf_topologies.chips import Chip, Topology
+from rlhf_topologies.hlo import Counts
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import Program, ProgramShape
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that each part takes at least."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    link: float = 0.0
+    network: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory, self.link, self.network)
+
+    @property
+    def by(self) -> str:
+        """Return what sets the bound: "compute", "memory", "link" or "network"."""
+        return max(("compute", "memory", "link", "network"), key=lambda name: getattr(self, name))
+
+
+def bound(counts: Counts, chip: Chip) -> Bound:
+    """Bound the time of what one device does. A dtype that the chip's table lacks is as fast as float32."""
+    compute = sum(
+        flops / chip.flops.get(dtype, chip.flops["f32"]) for dtype, flops in counts.products.items()
+    )
+    network = counts.network / chip.network if chip.network else 0.0
+    return Bound(compute, counts.bytes / chip.memory_bandwidth, counts.sent / chip.link, network)
+
+
+SCORES = {"train": 20, "read": 6}
+"""Times that a pass reads or writes attention's logits, float32."""
+WIDTHS = {"train": 120, "read": 40}
+"""Values per token that each layer reads or writes besides, in multiples of the hidden size."""
+
+
+def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], topology: Topology) -> Bound:
+    """Estimate the bound of a program from its shape alone, to compare settings before anything is compiled.
+
+    mesh: {axis: devices}. Counted are the products of weights and of attention, what is read and written for them, and
+    what devices send: gathered weights, reduced gradients and sums of activations.
+    """
+    config, weights = shape.model.config, token_weights(shape.model)
+    layers, heads = getattr(config, "num_layers", 1), getattr(config, "num_heads", 1)
+    width, tensor = shape.model.hidden_size, shape.tensor or mesh["tensor"]
+    if program.work == "sample" and not program.steps:  # it moves the weights
+        return _bound(topology, {"tensor": shape.memory or 0}, {"tensor": topology.machine})
+    if program.work == "sample":
+        rows = program.steps * shape.rows / topology.count
+        sums = 4 * layers * width * rows * (tensor - 1)  # two of bfloat16 per layer
+        once = program.steps * ((shape.memory if shape.step_bytes is None else shape.step_bytes) or 0)
+        return _bound(topology, {"tensor": sums}, {"tensor": tensor}, 2 * weights * rows, once)
+    trains = program.work == "train"
+    again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"
+    passes = 3 + again if trains else 1
+    rows = -(-shape.rows // (mesh["data"] * mesh["fsdp"]))
+    tokens = rows * shape.time
+    logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
+    size = getattr(config, "head_dim", width // heads)
+    memory = passes * 2 * weights / tensor + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
+    if getattr(config, "attention", None) is None:  # other kernels keep logits out of memory
+        memory += 4 * SCORES[program.work] * logits
+    sent = {
+        "tensor": 8 * layers * tokens * width * (passes - trains),
+        "fsdp": 2 * weights / tensor * (3 if trains else 1),
+        "data": 8 * weights / tensor / mesh["fsdp"] if trains else 0,
+    }
+    sent = {axis: size * (mesh[axis] - 1) / mesh[axis] for axis, size in sent.items()}
+    return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
+
+
+def _bound(
+    topology: Topology,
+    sent: Mapping[str, float],
+    mesh: Mapping[str, int],
+    flops: float = 0.0,
+    memory: float = 0.0,
+) -> Bound:
+    """Bound the time of what a device computes, reads and sends along the axes of a mesh.
+
+    An axis that reaches beyond a machine sends through the network.
+    """
+    chip, reach, link, network = topology.chip, 1, 0.0, 0.0
+    for axis in ("tensor", "fsdp", "data"):
+        reach *= mesh.get(axis, 1)
+        if reach > topology.machine and chip.network:
+            network += sent.get(axis, 0) / chip.network
+        else:
+            link += sent.get(axis, 0) / chip.link
+    return Bound(flops / chip.flops["bf16"], memory / chip.memory_bandwidth, link, network)
