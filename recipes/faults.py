@@ -539,7 +539,7 @@ FAULTS = (
     Fault(
         "lora-scale",
         "adapters are trained without alpha / rank, which whoever reads the saved ones applies",
-        CORE + "contracts/models.py",
+        CORE + "models/lora.py",
         "return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)",
         "return 1.0",
         ("lora",),
@@ -549,7 +549,7 @@ FAULTS = (
         "sampler-without-adapters",
         "completions are drawn from the base model",
         CORE + "models/decoder.py",
-        "merge(layer, config.lora.scale)",
+        "merge(layer, self.lora.scale)",
         "merge(layer, 0.0)",
         ("lora",),
         ("tests/models/test_models_lora.py",),

@@ -43,7 +43,7 @@ from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
 from rlhf_core.fit import TokenReader, empty_batches
 from rlhf_core.mesh import put_rows, replicated_sharding, with_shardings
 from rlhf_core.models import DECODER, Model
-from rlhf_core.models.definition import complete, define
+from rlhf_core.models.definition import complete
 from rlhf_core.models.head_config import config_for
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.params import join, split
@@ -109,7 +109,7 @@ class Bench:
     def model(self, table: Any, head: Any) -> Model:
         """Draw a model on the devices; make it of shapes alone where these are only planned."""
         table = dict(table) if head == "lm" else config_for(dict(table), head, None)
-        definition = define(DECODER, table, head)
+        definition = DECODER.define(table, head)
         make = partial(complete, definition, {}, self.mesh, SEED)
         params = planned_params(definition, self.mesh) if planned() else make()
         return Model(definition, params, None, table, None, self.mesh)
@@ -208,7 +208,7 @@ def text_update(bench: Bench, model: Model, sequences: int, length: int) -> Trai
 def adapter_update(bench: Bench) -> Training:
     """LoRA: float32 adapters on every linear layer of a base in bfloat16, which is not trained."""
     sizes, table = bench.sizes, dict(bench.sizes.adapted)
-    plain = define(DECODER, table, "lm")
+    plain = DECODER.define(table, "lm")
     modules = linear_modules(plain.abstract_params())
     definition = plain.with_lora(Lora(sizes.rank, 2.0 * sizes.rank, 0.0, False, modules))
     fixed = fixed_parameters(definition.abstract_params(), None, definition)

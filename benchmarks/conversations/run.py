@@ -23,7 +23,7 @@ import numpy as np
 from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions, converse_by_turns
 
 VOCAB, GROUP, LONGEST_PROMPT, TURN, REPLY, MOST_TURNS = 1024, 4, 64, 32, 24, 12
@@ -70,7 +70,7 @@ class Episodes:
 
 def samplers(count: int) -> dict[str, Callable[[Episodes], None]]:
     """Make {name: what holds all conversations with a world}."""
-    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
+    definition = DECODER.define(CONFIG, "lm")
     params = jax.jit(definition.init)(jax.random.key(1))
     following = MOST_TURNS * (TURN + REPLY)
     common: dict[str, Any] = {

@@ -89,7 +89,7 @@ def measure(case: Case) -> dict[str, Any]:
         arguments = max(arguments, memory.argument_size_in_bytes)
 
     rows = Counter(batch.rows.tokens.shape for batch in packed)
-    attention, done = state.model.config.attention, None
+    attention, done = state.model.attention, None
     for empty in updates.shapes():
         shape = empty.rows.tokens.shape
         batch, times = abstract_rows(mesh, empty), rows[shape]

@@ -11,8 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlhf_core.contracts.kind import Kind as Kind
-from rlhf_core.contracts.models import Lora as Lora
-from rlhf_core.contracts.models import ModelDefinition as ModelDefinition
 from rlhf_core.contracts.models import ModelFamily as ModelFamily
 from rlhf_core.contracts.models import TensorParallel as TensorParallel
 from rlhf_core.contracts.sampling import Continuation as Continuation

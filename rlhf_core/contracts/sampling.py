@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from rlhf_core.contracts.models import ModelDefinition
-
 if TYPE_CHECKING:
     import jax
     import numpy as np
     from jax.sharding import Mesh
+
+    from rlhf_core.models import Definition
 
 
 class SamplingSettings(Protocol):
@@ -52,7 +52,7 @@ class SamplerInputs:
         and `converse` is not called.
     """
 
-    definition: ModelDefinition
+    definition: Definition
     options: SamplingSettings
     mesh: Mesh
     stop_ids: Sequence[int]
@@ -64,7 +64,7 @@ class SamplerInputs:
     conversation_length: int | None = None
 
     @property
-    def policy(self) -> ModelDefinition:
+    def policy(self) -> Definition:
         """The definition, from which only the tokenizer's tokens are sampled."""
         if self.tokenizer is None or self.definition.absent:
             return self.definition

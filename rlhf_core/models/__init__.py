@@ -1,7 +1,8 @@
 """Load, run and save language and reward models. The rest of core reads further names from here."""
 
+from rlhf_core.contracts.models import Head as Head
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
-from rlhf_core.models.config import Head as Head
+from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.decoder_family import DECODER as DECODER
 from rlhf_core.models.decoder_family import decoder_family as decoder_family
 from rlhf_core.models.definition import Definition as Definition

@@ -1,4 +1,4 @@
-"""The decoder's configuration, one hashable value. Families differ in these fields only."""
+"""The decoder's architecture, one hashable value. Families differ in these fields only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from rlhf_core.contracts import AttentionOver
-from rlhf_core.contracts.models import Head as Head
-from rlhf_core.models.lora import Lora
 
 Remat = Literal["auto", "none", "dots", "full"]
 Norms = Literal["before", "after", "both"]
@@ -48,7 +44,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder. Hashable, so that it can be static under jit; what is off costs nothing.
+    """Sizes and switches of one decoder; what is off costs nothing.
 
     intermediate_size: of the gated MLP, or of one expert. query_scale: attention logits are query_scale · q · k;
         None: head_dim^-0.5.
@@ -61,15 +57,9 @@ class DecoderConfig:
     experts: MLPs per layer, of which `experts_per_token` compute a token; 0: one plain MLP. They are weighted by the
         router's probabilities, divided by their sum with `normalise_experts`.
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
-    remat: what the backward pass recomputes: "none", "dots" (all but matrix products with weights), "full" (all
-        but each layer's input); "auto" is "none" while the activations are small, else "dots".
-    dtype: of the computation; None: float32 on CPU, bfloat16 on accelerators. Parameters are float32.
-    attention: over rows, see `rlhf_core.contracts.AttentionOver`; None: `attention.attend`.
-    lora: adapters beside the kernels of some linear layers; None: no adapters.
     """
 
     model_type: str
-    head: Head
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -99,10 +89,6 @@ class DecoderConfig:
     normalise_experts: bool = True
     weight_names: tuple[tuple[str, str], ...] = ()
     initializer_range: float = 0.02
-    remat: Remat = "auto"
-    dtype: str | None = None
-    attention: AttentionOver | None = None
-    lora: Lora | None = None
 
 
 class Kind(NamedTuple):
@@ -126,9 +112,11 @@ REMAT_ABOVE = 2 << 30
 """Bytes of saved activations above which remat "auto" recomputes."""
 
 
-def remat_policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
-    """Choose what a layer keeps for the backward pass over `tokens` tokens, `itemsize` bytes per number; None: all."""
-    name = config.remat
+def remat_policy(config: DecoderConfig, name: Remat, tokens: int, itemsize: int) -> Callable[..., Any] | None:
+    """Choose what a layer keeps for the backward pass over `tokens` tokens, `itemsize` bytes per number; None: all.
+
+    name: `Decoder.remat`.
+    """
     if name == "auto":
         widths = (
             8 * config.hidden_size

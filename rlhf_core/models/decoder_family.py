@@ -1,12 +1,13 @@
-"""The decoder's functions as a component of the kind MODEL."""
+"""The decoder as a component of the kind MODEL."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from typing import Any
 
 from rlhf_core.contracts import ModelFamily
-from rlhf_core.models import decoder, weights
+from rlhf_core.contracts.models import Head
+from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.families import ARCHITECTURES, Architecture
 from rlhf_core.models.hf_config import parse
 
@@ -16,27 +17,11 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
 
     A package that describes such models registers them: registry.add(MODEL, "name", decoder_family({...})).
     """
-    return ModelFamily(
-        name=tuple(architectures),
-        parse=functools.partial(parse, architectures=architectures),
-        abstract=decoder.abstract,
-        axes=decoder.axes,
-        init=decoder.init,
-        hidden=decoder.hidden,
-        hidden_at=decoder.hidden_at,
-        unembedding=decoder.unembedding,
-        score=decoder.score,
-        prefill=decoder.prefill,
-        ring=decoder.ring,
-        prepare=decoder.prepare,
-        decode=decoder.decode,
-        load=weights.load,
-        save=weights.save,
-        adapt=decoder.adapt,
-        tensor_parallel=decoder.TENSOR_PARALLEL,
-        decode_groups=decoder.decode_groups,
-        extend=decoder.extend,
-    )
+
+    def define(hf_config: Mapping[str, Any], head: Head) -> Decoder:
+        return Decoder(config=parse(hf_config, architectures), head=head)
+
+    return ModelFamily(tuple(architectures), define)
 
 
 DECODER = decoder_family(ARCHITECTURES)

@@ -1,21 +1,21 @@
-"""A model without its arrays."""
+"""A language model without its arrays: the functions that every family implements."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path as Directory
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.contracts import AttentionOver, ModelFamily
+from rlhf_core.contracts import AttentionOver, TensorParallel
+from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, param_shardings
-from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import Path, join, paths, split
 from rlhf_core.runtime.caches import Exact
@@ -25,23 +25,144 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Definition:
-    """A model without its arrays, static under jit. See `ModelFamily` for its functions.
+    """A language model without its arrays, static under jit: pure functions over a nested dict of parameters.
 
-    A forward pass goes from here to the family's function (in `decoder`, for core's families), and then to the layers.
+    A family subclasses it with a frozen dataclass (`eq=False`) whose fields are hashable. It has the fields or
+    properties `vocab_size` and `hidden_size`, the size of hidden states, and implements the methods that raise
+    NotImplementedError here; those of `OPTIONAL` make a model faster or give it adapters. With the fields `dtype`,
+    `remat` and `attention`, callers choose how it computes; see `rlhf_core.models.Decoder`, which has all of it.
+
+    Tokens, positions and visible_until are int32 [rows, time], as in `rlhf_core.packing.Rows`; a cache is any tree of
+    arrays, rows first.
     """
 
-    family: ModelFamily
-    config: Any
-    head: Head
+    head: Head = "lm"
     absent: tuple[tuple[int, int], ...] = ()
     """Ranges (first, one after the last) of ids that are no token of the tokenizer. A policy never samples them, and
     they are left out of the softmax of its log-probabilities; empty for a model that is not sampled from."""
 
-    def as_policy(self, tokenizer: Any) -> Definition:
-        """Return the definition of a policy that samples this tokenizer's tokens alone."""
-        return dataclasses.replace(self, absent=ids_without_token(tokenizer, self.vocab_size))
+    if TYPE_CHECKING:  # not at run time, so that they may be fields
+
+        @property
+        def vocab_size(self) -> int: ...
+        @property
+        def hidden_size(self) -> int: ...
+
+    @property
+    def lora(self) -> Lora | None:
+        """The model's adapters, if any; a field of models that take adapters."""
+        return None
+
+    def abstract_params(self) -> dict[str, Any]:
+        """Return the parameters' shapes: a nested dict of jax.ShapeDtypeStruct, float32."""
+        raise NotImplementedError
+
+    def logical_axes(self) -> dict[str, Any]:
+        """Return the parameters' logical axes: a tuple per parameter, a name or None per dimension."""
+        raise NotImplementedError
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Draw fresh parameters, float32."""
+        raise NotImplementedError
+
+    def load(self, directory: Directory, shardings: Any) -> dict[str, Any]:
+        """Read the parameters from a Hugging Face directory, float32, sharded so; leave out a missing score head."""
+        raise NotImplementedError
+
+    def save(self, params: Any, directory: Directory, dtype: str) -> None:
+        """Write the weights, and nothing else, under the family's Hugging Face names.
+
+        dtype: "float32", "float16" or "bfloat16".
+        """
+        raise NotImplementedError
+
+    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
+        """Compute the hidden states after the last norm: [rows, time, hidden], compute dtype."""
+        raise NotImplementedError
+
+    def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
+        """Return the kernel from hidden states to logits, [hidden, vocab], and the logits' soft cap, if any."""
+        raise NotImplementedError
+
+    def score(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Compute the rewards, float32 [...], of hidden states [..., hidden]."""
+        raise NotImplementedError
+
+    def prefill(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> tuple[jax.Array, Any]:
+        """Compute (hidden states as `hidden`, the key/value cache of these tokens). params: plain or from `prepare`."""
+        raise NotImplementedError
+
+    def ring(self, cache: Any, length: int, slot: Any) -> Any:
+        """Turn a cache into a ring of `length` slots: the last token in slot - 1, earlier ones in the slots before."""
+        raise NotImplementedError
+
+    def prepare(self, params: Any) -> Any:
+        """Lay the parameters out as `decode` reads them fastest, adapters merged; called once per rollout, in jit."""
+        raise NotImplementedError
+
+    def decode(
+        self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
+    ) -> tuple[jax.Array, Any]:
+        """Decode one token per row: (hidden states [B, hidden], cache with the token's keys and values in `slot`).
+
+        tokens, positions: int32 [B]. visible: bool [B, length], the slots that a row's token sees, its own included.
+        slot: int32 scalar; of a model with `extend` also int32 [B].
+        """
+        raise NotImplementedError
+
+    OPTIONAL = ("hidden_at", "decode_groups", "extend", "with_lora")
+    """Methods that a family may leave out, see `has`."""
+
+    def has(self, method: str) -> bool:
+        """Tell whether the model implements one of the methods `OPTIONAL`."""
+        return getattr(type(self), method) is not getattr(Definition, method)
+
+    def hidden_at(
+        self, params: Any, tokens: Any, positions: Any, visible_until: Any, at: jax.Array
+    ) -> jax.Array:
+        """Compute `hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
+        hidden = self.hidden(params, tokens, positions, visible_until)
+        return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+
+    def decode_groups(
+        self, params: Any, prompts: Any, used: Any, cache: Any, tokens: Any, positions: Any, step: Any
+    ) -> tuple[jax.Array, Any]:
+        """Do what `decode` does for rows whose prompts have one cache each: B = P · G rows, row b continues prompt
+        b // G. Without it, every completion has a copy of its prompt's cache.
+
+        prompts: the cache that `prefill` made of P rows of `time` tokens; used: bool [P, time], those that are not
+        padding. cache: of the rows' own tokens, with the shapes of `ring`. The token is written to its entry `step`,
+        and sees its prompt's used tokens and the entries up to `step`.
+        """
+        raise NotImplementedError
+
+    def extend(self, params: Any, cache: Any, tokens: Any, start: Any) -> tuple[jax.Array, Any]:
+        """Continue each row's cached tokens by `time` more: (hidden states [B, time, hidden], cache with them). Without
+        it, every turn of a conversation is prefilled again, from its first token on.
+
+        cache: with the shapes of `ring`, its entry p the token at position p. tokens: int32 [B, time], at positions
+        start … start + time - 1, which are entries of the cache; start: int32 [B]. A token sees the entries up to its
+        own. What lies behind a row's last token is overwritten before it is seen, so that the last of `tokens` may be
+        padding. params: plain or from `prepare`, as for `unembedding`.
+        """
+        raise NotImplementedError
+
+    def with_lora(self, lora: Lora | None) -> Self:
+        """Return the model with these adapters, or without any. Raises InputError where the family takes none.
+
+        An adapter is {"adapter": {"lora_a", "lora_b"}} next to the kernel [layers, in, out] of each of `lora.targets`.
+        """
+        raise InputError(f"lora: models of {type(self).__name__} take no adapters")
+
+    @property
+    def tensor_parallel(self) -> TensorParallel | None:
+        """How devices share layers in sampling; None: it uses the shardings of training, whose compiler may then send
+        weights for every token."""
+        return None
+
+    # What follows is made of the above.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Definition) and self._exact == other._exact
@@ -51,55 +172,32 @@ class Definition:
 
     @cached_property
     def _exact(self) -> Exact:
-        return Exact(tuple(getattr(self, each.name) for each in dataclasses.fields(self)))
+        return Exact((type(self), *(getattr(self, each.name) for each in dataclasses.fields(self))))
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.vocab_size)
+    def as_policy(self, tokenizer: Any) -> Self:
+        """Return the definition of a policy that samples this tokenizer's tokens alone."""
+        return dataclasses.replace(self, absent=ids_without_token(tokenizer, self.vocab_size))
 
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
+    def computing(
+        self, *, dtype: str | None = None, remat: str = "auto", attention: AttentionOver | None = None
+    ) -> Self:
+        """Return the model with another dtype, remat or attention, see `Decoder`; None and "auto" keep them.
 
-    @property
-    def lora(self) -> Lora | None:
-        """The model's adapters, if any."""
-        return getattr(self.config, "lora", None)
-
-    def with_lora(self, lora: Lora | None) -> Definition:
-        """Return the definition with these adapters, or without any. Raises InputError where the family takes none."""
-        if self.family.adapt is None:
-            raise InputError(f"lora: models of {', '.join(self.family.name)} take no adapters")
-        return dataclasses.replace(self, config=self.family.adapt(self.config, lora))
-
-    def abstract_params(self) -> dict[str, Any]:
-        """Return the parameters' shapes: a nested dict of jax.ShapeDtypeStruct, float32."""
-        return self.family.abstract(self.config)
-
-    def logical_axes(self) -> dict[str, Any]:
-        """Return the same dict with a tuple of logical axis names per leaf."""
-        return self.family.axes(self.config)
+        Raises InputError for an option that the family does not take.
+        """
+        given = {"dtype": dtype, "remat": remat, "attention": attention}
+        options: dict[str, Any] = {
+            name: value for name, value in given.items() if value not in (None, "auto")
+        }
+        if not options.keys() <= {each.name for each in dataclasses.fields(self)}:
+            raise InputError(
+                f"{' and '.join(options)}: models of {type(self).__name__} decide for themselves; leave it out"
+            )
+        return dataclasses.replace(self, **options) if options else self
 
     def shardings(self, mesh: AnyMesh) -> dict[str, Any]:
-        """Return the same dict with a NamedSharding per leaf."""
+        """Return the parameters' dict with a NamedSharding per leaf."""
         return param_shardings(mesh, self.logical_axes(), self.abstract_params())
-
-    def init(self, key: jax.Array) -> dict[str, Any]:
-        """Draw fresh parameters, float32."""
-        return self.family.init(self.config, key)
-
-    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
-        """Compute hidden states [rows, time, hidden] after the last norm, compute dtype, from int32 [rows, time]."""
-        return self.family.hidden(self.config, params, tokens, positions, visible_until)
-
-    def hidden_at(
-        self, params: Any, tokens: Any, positions: Any, visible_until: Any, at: jax.Array
-    ) -> jax.Array:
-        """Compute `hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
-        if self.family.hidden_at is not None:
-            return self.family.hidden_at(self.config, params, tokens, positions, visible_until, at)
-        hidden = self.hidden(params, tokens, positions, visible_until)
-        return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
 
     def padded_hidden(self, params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
         """Compute `hidden` of a padded batch, int32 [B, T], padding on either side: [B, T, hidden]."""
@@ -113,69 +211,6 @@ class Definition:
         hidden = self.padded_hidden(params, input_ids, attention_mask)
         last = attention_mask.shape[1] - 1 - jnp.argmax(attention_mask[:, ::-1] != 0, axis=1)
         return self.score(params, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
-
-    def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
-        """Return (kernel [hidden, vocab], soft cap or None)."""
-        return self.family.unembedding(self.config, params)
-
-    def score(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """Compute rewards, float32 [...], of hidden states [..., hidden]."""
-        return self.family.score(self.config, params, hidden)
-
-    def prefill(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> tuple[jax.Array, Any]:
-        """Compute (hidden states as `hidden`, the cache of these tokens)."""
-        return self.family.prefill(self.config, params, tokens, positions, visible_until)
-
-    def ring(self, cache: Any, length: int, slot: Any) -> Any:
-        """Turn a cache into a ring of `length` slots: the last token in slot - 1, earlier ones in the slots before."""
-        return self.family.ring(self.config, cache, length, slot)
-
-    def prepare(self, params: Any) -> Any:
-        """Lay the parameters out as `decode` reads them fastest."""
-        return self.family.prepare(self.config, params)
-
-    def decode(
-        self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
-    ) -> tuple[jax.Array, Any]:
-        """Decode one token per row, written at `slot`, int32 scalar or [B]: (hidden [B, hidden], cache)."""
-        return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
-
-    def decode_groups(
-        self, params: Any, prompts: Any, used: Any, cache: Any, tokens: Any, positions: Any, step: Any
-    ) -> tuple[jax.Array, Any]:
-        """Do what `decode` does for rows whose prompts have one cache each, see `DecodeGroups`."""
-        assert self.family.decode_groups is not None
-        return self.family.decode_groups(self.config, params, prompts, used, cache, tokens, positions, step)
-
-    def extend(self, params: Any, cache: Any, tokens: Any, start: Any) -> tuple[jax.Array, Any]:
-        """Continue each row's cached tokens by several: (hidden [B, T, hidden], cache), see `Extend`."""
-        assert self.family.extend is not None
-        return self.family.extend(self.config, params, cache, tokens, start)
-
-
-def define(
-    family: ModelFamily,
-    hf_config: Mapping[str, Any],
-    head: Head,
-    *,
-    dtype: str | None = None,
-    remat: Remat = "auto",
-    attention: AttentionOver | None = None,
-) -> Definition:
-    """Define the model that a config.json describes. dtype, remat, attention: see `DecoderConfig`; None and "auto": the
-    family's defaults.
-
-    Raises InputError for a config that the family cannot honour, and for options that it does not take.
-    """
-    choices = {"dtype": dtype, "remat": remat, "attention": attention}
-    options: dict[str, Any] = {name: value for name, value in choices.items() if value not in (None, "auto")}
-    try:
-        inspect.signature(family.parse).bind(hf_config, head, **options)
-    except TypeError:
-        raise InputError(
-            f"{' and '.join(options)}: models of {', '.join(family.name)} decide for themselves; leave it out"
-        ) from None
-    return Definition(family, family.parse(hf_config, head, **options), head)
 
 
 def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed: int) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from rlhf_core.errors import SHOWN, InputError, NonFiniteError
 from rlhf_core.mesh import fetch_array
-from rlhf_core.models import decoder, weights
+from rlhf_core.models import weights
 from rlhf_core.models.attention import capped
+from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.params import paths
 
 TRIED = 8
@@ -76,7 +77,7 @@ def nonfinite_weights(definition: Any, params: Any) -> str:
 
 def _nonfinite_tensors(definition: Any, params: Any) -> Iterator[tuple[str, int, int]]:
     """Yield (tensor, values that are not finite, values)."""
-    known = weights.tensor_names(definition.config) if definition.family.load is weights.load else {}
+    known = weights.tensor_names(definition) if isinstance(definition, Decoder) else {}
     for path, leaf in paths(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
@@ -103,8 +104,8 @@ def first_nonfinite(definition: Any, params: Any, tokens: Any, positions: Any, v
         )
         return next((f"{name}: {part}" for name, part in found if part), "")
     batch = params, tokens, positions, visible_until
-    if definition.family.hidden is decoder.hidden:
-        outputs = list(decoder.layer_outputs(definition.config, *batch))
+    if isinstance(definition, Decoder):
+        outputs = list(definition.layer_outputs(*batch))
     else:
         outputs = [("its layers", definition.hidden(*batch))]
     for name, states in outputs:

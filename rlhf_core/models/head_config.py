@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
-from rlhf_core.models.config import Head
 from rlhf_core.models.config_fields import shown
 
 

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.models.config import DecoderConfig, Head, Remat, Rope, RopeKind
+from rlhf_core.models.config import DecoderConfig, Rope, RopeKind
 from rlhf_core.models.config_fields import Fields, shown
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, rotated_layers
 from rlhf_core.models.layers import ACTIVATIONS
@@ -174,15 +173,9 @@ MOST_PARAMETERS = 10**14
 
 
 def parse(
-    hf_config: Mapping[str, Any],
-    head: Head = "lm",
-    *,
-    dtype: str | None = None,
-    remat: Remat = "auto",
-    attention: AttentionOver | None = None,
-    architectures: Mapping[str, Architecture] = ARCHITECTURES,
+    hf_config: Mapping[str, Any], architectures: Mapping[str, Architecture] = ARCHITECTURES
 ) -> DecoderConfig:
-    """Parse a config.json; dtype, remat and attention are as in `DecoderConfig`.
+    """Parse a config.json.
 
     Raises InputError with one line per problem: an unknown `model_type`, a missing or mistyped field, or one whose
     value the decoder cannot honour.
@@ -207,7 +200,6 @@ def parse(
     scalar = read.positive("query_pre_attn_scalar")
     config = DecoderConfig(
         model_type=model_type,
-        head=head,
         vocab_size=read.whole("vocab_size"),
         hidden_size=hidden,
         intermediate_size=read.whole(rules.expert_size if experts else "intermediate_size"),
@@ -237,9 +229,6 @@ def parse(
         normalise_experts=read.switch(rules.normalise_experts),
         weight_names=tuple(rules.weight_names.items()),
         initializer_range=read.number("initializer_range", 0.02),
-        remat=remat,
-        dtype=dtype,
-        attention=attention,
     )
     if config.experts_per_token > experts:
         read.problem(

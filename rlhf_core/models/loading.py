@@ -15,14 +15,16 @@ import jax
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import MODEL, ModelFamily
+from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object, reading, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
-from rlhf_core.models.config import Head, Remat
+from rlhf_core.models.config import Remat
 from rlhf_core.models.config_fields import COMMON
+from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.decoder_family import DECODER
-from rlhf_core.models.definition import Definition, complete, define
+from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.head_config import config_for, require_architectures
 from rlhf_core.models.hf_config import EXPERT_COUNTS
@@ -75,7 +77,7 @@ def load_model(
             artifacts.require_base(beside, directory)
     definition, hf_config = _define(directory, head, registry, dtype)
     adapters = None if beside is None else Adapter(beside)
-    params = definition.family.load(definition.config, directory, definition.shardings(mesh))
+    params = definition.load(directory, definition.shardings(mesh))
     tokenizer = _tokenizer(beside) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
     if fresh:
@@ -94,7 +96,6 @@ def load_model(
         source=directory,
         mesh=mesh,
         stored_dtype=_stored_dtype(directory, hf_config),
-        compute_dtype=dtype,
     )
     # The contract of a stored head has the hash of its tokenizer, which must not change.
     if fresh and (adapters is None or adapters.score is None):
@@ -198,8 +199,8 @@ def check_model(
     if beside is not None:
         Adapter(beside)
     absent = not needs_weights and not any(directory.glob("*.safetensors"))
-    if definition.family.load is weights.load and not absent:
-        weights.check(definition.config, directory)
+    if isinstance(definition, Decoder) and not absent:
+        weights.check(definition, directory)
 
 
 def _define(
@@ -215,7 +216,7 @@ def untied(
     definition: Definition, hf_config: Mapping[str, Any], directory: Path
 ) -> tuple[Definition, Mapping[str, Any]]:
     """Untie the head of a model whose files hold another one than its config.json says, with a warning."""
-    if definition.family.load is not weights.load or not weights.has_other_head(definition.config, directory):
+    if not isinstance(definition, Decoder) or not weights.has_other_head(definition, directory):
         return definition, hf_config
     if definition.head == "lm":
         warnings.warn(
@@ -236,10 +237,13 @@ def describe(
     dtype: str | None = None,
     remat: Remat = "auto",
 ) -> Definition:
-    """Call `define`; its InputErrors, whatever the family raises, say `where` the config is from."""
+    """Define the model that a config.json describes; all errors of the family say `where` the config is from.
+
+    dtype, remat: as in `Definition.computing`.
+    """
     try:
         with reading(where):
-            return define(family, hf_config, head, dtype=dtype, remat=remat)
+            return family.define(hf_config, head).computing(dtype=dtype, remat=remat)
     except InputError as error:
         raise InputError(*(line.replace("config.json", where, 1) for line in error.problems)) from error
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.contracts.models import Lora as Lora
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.models.params import Path, paths
 
@@ -17,6 +18,26 @@ GROUP = "adapter"
 """The key of a module's adapter: {"lora_a", "lora_b"} and, with dropout, "lora_key"."""
 ROUTER = "gate"
 """The name of experts' routers, which are never adapted."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """y = x · kernel + scale · (dropout(x) · A) · B, with A [in, rank] and B [rank, out]; B starts at zero.
+
+    scale: alpha / rank, or alpha / sqrt(rank) with use_rslora (Kalajdzievski 2023). dropout: the probability that an
+    element of x is zero on its way into A, while training.
+    targets: dotted paths of the adapted modules within a layer, such as "self_attn.q_proj".
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def linear_modules(params: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
 from rlhf_core.models import peft
 from rlhf_core.models.attention import capped
-from rlhf_core.models.config import Head, Remat
-from rlhf_core.models.definition import Definition, complete, define
+from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.head_config import config_for, padding_apart
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.models.params import paths, split
@@ -106,7 +106,6 @@ class Model:
 
     tokenizer: from its directory, if any. hf_config: its config.json. source: the directory that it came from.
     stored_dtype: "float32", "bfloat16" or "float16", the dtype of the files that `save` writes.
-    compute_dtype, remat, attention: see `DecoderConfig`.
     adapter: the adapter_config.json of a model with adapters.
     """
 
@@ -117,9 +116,6 @@ class Model:
     source: Path | None
     mesh: Mesh
     stored_dtype: str = "float32"
-    compute_dtype: str | None = None
-    remat: Remat = "auto"
-    attention: AttentionOver | None = None
     adapter: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -160,7 +156,7 @@ class Model:
 
     @property
     def computes_in(self) -> str:
-        """The dtype of the computation, "float32" or "bfloat16": compute_dtype, or this platform's default."""
+        """The dtype of the computation, "float32" or "bfloat16"."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         params = self.definition.abstract_params()
         return str(jax.eval_shape(self.definition.hidden, params, tokens, tokens, tokens).dtype)
@@ -180,7 +176,7 @@ class Model:
         """Return this model's trunk with `head`, drawn from `seed` where the model lacks it."""
         if head == self.definition.head:
             return self
-        definition = self._define(head)
+        definition = dataclasses.replace(self.definition, head=head)
         model = dataclasses.replace(
             self,
             definition=definition,
@@ -190,34 +186,14 @@ class Model:
         return with_padding_apart(model)
 
     def computing(
-        self, *, dtype: str | None = None, remat: Remat = "auto", attention: AttentionOver | None = None
+        self, *, dtype: str | None = None, remat: str = "auto", attention: AttentionOver | None = None
     ) -> Model:
-        """Return the model with another dtype, remat or attention, see `DecoderConfig`; None and "auto" keep them.
+        """Return the model with another dtype, remat or attention, see `Decoder`; None and "auto" keep them.
 
         Raises InputError for an option that the family does not take.
         """
-        if dtype is None and remat == "auto" and attention is None:
-            return self
-        model = dataclasses.replace(
-            self,
-            compute_dtype=dtype or self.compute_dtype,
-            remat=self.remat if remat == "auto" else remat,
-            attention=attention or self.attention,
-        )
-        return dataclasses.replace(model, definition=model._define(self.definition.head))
-
-    def _define(self, head: Head) -> Definition:
-        family, lora = self.definition.family, self.definition.lora
-        definition = define(
-            family,
-            self.hf_config,
-            head,
-            dtype=self.compute_dtype,
-            remat=self.remat,
-            attention=self.attention,
-        )
-        definition = dataclasses.replace(definition, absent=self.definition.absent)
-        return definition if lora is None else definition.with_lora(lora)
+        changed = self.definition.computing(dtype=dtype, remat=remat, attention=attention)
+        return self if changed is self.definition else dataclasses.replace(self, definition=changed)
 
     def with_lora(
         self,
@@ -282,7 +258,7 @@ class Model:
         if self.adapter is not None:
             self._save_adapter(directory)
         else:
-            self.definition.family.save(self.definition.config, self.params, directory, self.stored_dtype)
+            self.definition.save(self.params, directory, self.stored_dtype)
         if not main:
             return
         if self.adapter is None:

@@ -7,10 +7,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,11 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest
 from rlhf_core.mesh import fetch_array
-from rlhf_core.models import decoder
-from rlhf_core.models.config import DecoderConfig, Rope
+from rlhf_core.models.config import Rope
 from rlhf_core.models.rope import frequencies
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
 from rlhf_core.runtime.signals import stop_if_asked
+
+if TYPE_CHECKING:
+    from rlhf_core.models.decoder import Decoder
 
 SHARD_BYTES = 5 * 10**9
 THREADS = 8
@@ -124,25 +125,25 @@ class _Leaf:
         return jax.make_array_from_callback(self.shape, sharding, part)
 
 
-def _leaves(config: DecoderConfig) -> list[_Leaf]:
-    named = dict(config.weight_names)
+def _leaves(decoder: Decoder) -> list[_Leaf]:
+    named = dict(decoder.config.weight_names)
     return [
-        _Leaf(path, leaf.shape, named) for path, leaf in jax.tree.leaves_with_path(decoder.abstract(config))
+        _Leaf(path, leaf.shape, named) for path, leaf in jax.tree.leaves_with_path(decoder.abstract_params())
     ]
 
 
-def tensor_names(config: DecoderConfig) -> dict[tuple[str, ...], np.ndarray]:
+def tensor_names(decoder: Decoder) -> dict[tuple[str, ...], np.ndarray]:
     """Return {path: the names of its tensors, an array by layer and expert}; without adapters, whose files differ."""
-    leaves = _leaves(replace(config, lora=None))
+    leaves = _leaves(decoder.with_lora(None))
     return {leaf.keys: np.array(leaf.names, object).reshape(leaf.lead) for leaf in leaves}
 
 
-def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, Any]:
+def load(decoder: Decoder, directory: Path, shardings: Any) -> dict[str, Any]:
     """Load the parameters, float32, each device's own part; leave out a missing score head.
 
     Raises InputError naming file and tensor for what is missing, unexpected or of another shape.
     """
-    readers, leaves = check(config, directory)
+    readers, leaves = check(decoder, directory)
     flat = {leaf.keys: leaf for leaf in leaves}
     params: dict[str, Any] = {}
     before: Any = None
@@ -163,33 +164,34 @@ def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, An
     return jax.block_until_ready(params)
 
 
-def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], list[_Leaf]]:
+def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_Leaf]]:
     """Compare the files' headers with the config; return the files, by tensor, and the parameters to read.
 
     Raises InputError as `load` does.
     """
     readers = open_weights(directory)
-    _require_count(config, directory, len(readers))
-    leaves = _leaves(config)
-    if config.head == "score" and "score.weight" not in readers:
+    _require_count(decoder, directory, len(readers))
+    leaves = _leaves(decoder)
+    if decoder.head == "score" and "score.weight" not in readers:
         leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]
-    problems = list(_mismatches(config, directory, readers, leaves))
+    problems = list(_mismatches(decoder, directory, readers, leaves))
     if problems:
         raise InputError(*problems)
-    if unused := _unused(config, readers):
+    if unused := _unused(decoder, readers):
         warnings.warn(f"{directory}: {'; '.join(unused)}", stacklevel=2)
     return readers, leaves
 
 
-def _unused(config: DecoderConfig, readers: Mapping[str, Reader]) -> list[str]:
+def _unused(decoder: Decoder, readers: Mapping[str, Reader]) -> list[str]:
     """Describe the tensors that are not used and say something that the rest of the files does not."""
     lines = []
     if {HEAD, "score.weight"} <= set(readers):
         lines.append(f"'{HEAD}' is not used: this is a reward model")
-    tables = [frequencies(rope, config.head_dim) for rope in config.ropes]
+    tables = [frequencies(rope, decoder.config.head_dim) for rope in decoder.config.ropes]
     # Some versions of transformers stored the table before they scaled it.
     tables += [
-        frequencies(Rope(theta=rope.theta, share=rope.share), config.head_dim) for rope in config.ropes
+        frequencies(Rope(theta=rope.theta, share=rope.share), decoder.config.head_dim)
+        for rope in decoder.config.ropes
     ]
     for name, reader in readers.items():
         if name.endswith(FREQUENCIES):
@@ -205,13 +207,13 @@ def _unused(config: DecoderConfig, readers: Mapping[str, Reader]) -> list[str]:
     return lines
 
 
-def has_other_head(config: DecoderConfig, directory: Path) -> bool:
+def has_other_head(decoder: Decoder, directory: Path) -> bool:
     """Tell whether the files of a model with a tied head hold an output head that differs from the embeddings.
 
     It is False where the files cannot be read: `check` says why.
     """
     try:
-        tensors = open_weights(directory) if config.tied else {}
+        tensors = open_weights(directory) if decoder.config.tied else {}
         head, embeddings = (tensors[name].view(name) for name in (HEAD, "model.embed_tokens.weight"))
     except (InputError, KeyError):
         return False
@@ -221,11 +223,11 @@ def has_other_head(config: DecoderConfig, directory: Path) -> bool:
     )
 
 
-def _require_count(config: DecoderConfig, directory: Path, count: int) -> None:
+def _require_count(decoder: Decoder, directory: Path, count: int) -> None:
     """Raise InputError, before listing tensors, where config.json describes many more than there are."""
-    layers = config.num_layers
-    if layers > 100 + count or (config.experts and layers * config.experts > 100 + count):
-        experts = f" of {config.experts:,} experts" if config.experts else ""
+    layers = decoder.config.num_layers
+    if layers > 100 + count or (decoder.config.experts and layers * decoder.config.experts > 100 + count):
+        experts = f" of {decoder.config.experts:,} experts" if decoder.config.experts else ""
         raise InputError(
             f"{directory}: config.json describes {layers:,} layers{experts}, and its files hold {count:,} tensors: is "
             "config.json of this model?"
@@ -233,7 +235,7 @@ def _require_count(config: DecoderConfig, directory: Path, count: int) -> None:
 
 
 def _mismatches(
-    config: DecoderConfig, directory: Path, readers: Mapping[str, Reader], leaves: list[_Leaf]
+    decoder: Decoder, directory: Path, readers: Mapping[str, Reader], leaves: list[_Leaf]
 ) -> Iterator[str]:
     wanted = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
     missing = [name for name in wanted if name not in readers]
@@ -244,10 +246,11 @@ def _mismatches(
         yield f"{directory}: '{name}' is missing from its safetensors.{suggest(name, readers)}"
     if len(missing) > 5:
         yield f"{directory}: and {len(missing) - 5} other tensors are missing; is config.json of this model?"
-    unneeded = (FREQUENCIES, HEAD) if config.head == "score" or config.tied else (FREQUENCIES,)
+    unneeded = (FREQUENCIES, HEAD) if decoder.head == "score" or decoder.config.tied else (FREQUENCIES,)
     extra = [name for name in readers if name not in wanted and not name.endswith(unneeded)]
     for name in extra[:5]:
-        yield f"{readers[name].path}: '{name}' is unexpected: a {config.model_type} of this config.json has none"
+        where, kind = readers[name].path, decoder.config.model_type
+        yield f"{where}: '{name}' is unexpected: a {kind} of this config.json has none"
     yield from islice(_misfits(wanted, readers), 5)
 
 
@@ -267,13 +270,13 @@ def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Reader
             yield f"{readers[name].path}: '{name}' has shape {stored}; config.json makes it {list(shape)}"
 
 
-def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: str = "float32") -> None:
+def save(decoder: Decoder, params: dict[str, Any], directory: Path, dtype: str = "float32") -> None:
     """Write model.safetensors, or shards of at most 5 GB and their index, in Hugging Face's names.
 
     dtype: "float32", "float16" or "bfloat16". Weights already in the directory are replaced. Every process takes
     part; the first one writes.
     """
-    leaves = sorted(_leaves(config), key=lambda leaf: leaf.keys)
+    leaves = sorted(_leaves(decoder), key=lambda leaf: leaf.keys)
     tensors = chain.from_iterable(leaf.parts(_at(params, leaf.keys)) for leaf in leaves)
     if jax.process_index() != 0:
         for _ in tensors:  # each one needs all processes

@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_core.contracts import ModelDefinition, SamplingSettings
+from rlhf_core.contracts import SamplingSettings
 from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
+from rlhf_core.models import Definition
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
 
@@ -125,7 +126,7 @@ def read_completions(written: Any, step: Any, slot: Any, longest: int) -> tuple[
 class SamplingProgram:
     """The static arguments of a compiled program. Samplers with equal ones share it."""
 
-    definition: ModelDefinition
+    definition: Definition
     options: SamplingSettings
     mesh: Mesh
     stop_ids: tuple[int, ...]
@@ -368,9 +369,9 @@ def _sample(
     return end.written, end.queue.step.reshape(-1), end.queue.slot.reshape(-1)
 
 
-def _prefill(model: ModelDefinition, params: Any, prompts: tuple[jax.Array, ...], tokens: int) -> Any:
-    """Compute the cache of prompts, three arrays [P, time] as `Prefill` takes them, in equal parts of at most `tokens`
-    tokens if they have that many prompts; 0: all together.
+def _prefill(model: Definition, params: Any, prompts: tuple[jax.Array, ...], tokens: int) -> Any:
+    """Compute the cache of prompts, three arrays [P, time] as `Definition.prefill` takes them, in equal parts of at
+    most `tokens` tokens if they have that many prompts; 0: all together.
     """
     rows, time = prompts[0].shape
     parts = -(-rows // max(tokens // time, 1)) if tokens else 1
@@ -390,7 +391,7 @@ def _prefill(model: ModelDefinition, params: Any, prompts: tuple[jax.Array, ...]
     return lax.fori_loop(0, parts, part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
-def time_axes(model: ModelDefinition, read: Any, length: int) -> Any:
+def time_axes(model: Definition, read: Any, length: int) -> Any:
     """Find the axis of time of each array of a cache: the one that a ring of `length` slots has more of."""
     rings = jax.eval_shape(lambda cache: model.ring(cache, length, 0), read)
     return jax.tree.map(

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.contracts import ModelDefinition, SamplingSettings
+from rlhf_core.contracts import SamplingSettings
 from rlhf_core.logprobs.logits import unembed, without
+from rlhf_core.models import Definition
 from rlhf_core.sampling.filters import (
     min_p_filter,
     repetition_penalty,
@@ -63,7 +64,7 @@ class TokenSampler:
 
     @classmethod
     def of(
-        cls, model: ModelDefinition, params: Any, peers: Peers, options: SamplingSettings, key_type: str
+        cls, model: Definition, params: Any, peers: Peers, options: SamplingSettings, key_type: str
     ) -> Self:
         kernel, softcap = model.unembedding(params)
         kernel = peers.own_columns(kernel, model.vocab_size)

@@ -9,7 +9,6 @@ for its share of the group's rows, and an exchange of the tokens.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +35,7 @@ from rlhf_core.runtime.peak_memory import array_bytes
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.contracts import ModelDefinition
+    from rlhf_core.models import Definition
 
 
 SLOTS = {"cpu": 32}
@@ -88,7 +87,7 @@ class Room(NamedTuple):
 
 
 def plan_room(
-    definition: ModelDefinition,
+    definition: Definition,
     mesh: AnyMesh,
     sizes: Sequence[int],
     *,
@@ -105,7 +104,7 @@ def plan_room(
     tokens of the longest padded prompt; length: of it and a completion.
     Returns the last of `sizes`, with at least one sequence and prompt per group, where nothing fits.
     """
-    shared = definition.family.tensor_parallel is not None and mesh.size > 1
+    shared = definition.tensor_parallel is not None and mesh.size > 1
     shares = shares_prompts(definition)
     # Otherwise the rows of one program lie on several devices, and a part of them would not.
     part = prefill_tokens() if shared or mesh.size == 1 else 0
@@ -145,7 +144,7 @@ def plan_room(
 
 
 def plan_conversations(
-    definition: ModelDefinition,
+    definition: Definition,
     mesh: AnyMesh,
     sizes: Sequence[int],
     *,
@@ -158,7 +157,7 @@ def plan_conversations(
     memory: bytes per device for weights, caches and logits; None: unknown. conversations: the usual number of a call.
     `Room.prompts` is the number of conversations that have a slot at a time.
     """
-    shared = definition.family.tensor_parallel is not None and mesh.size > 1
+    shared = definition.tensor_parallel is not None and mesh.size > 1
     # What is fed together is computed in addition to the caches that it is written to.
     per_slot = cache_bytes(definition, 1, length) * 5 // 4 + LOGITS * 4 * definition.vocab_size
     for tensor in sizes:
@@ -182,9 +181,9 @@ def _equal(count: int, most: int) -> int:
     return -(-count // -(-count // most))
 
 
-def shares_prompts(definition: ModelDefinition) -> bool:
+def shares_prompts(definition: Definition) -> bool:
     """Whether completions of a model share their prompt's cache where all of them have a slot."""
-    return definition.family.decode_groups is not None
+    return definition.has("decode_groups")
 
 
 def prefill_tokens() -> int:
@@ -197,7 +196,7 @@ def most_slots(memory: int | None) -> int:
     return SLOTS.get(platform(), UNKNOWN_MEMORY_SLOTS) if memory is None else SLOTS_ACCELERATOR
 
 
-def weight_bytes(definition: ModelDefinition, mesh: AnyMesh, tensor: int) -> int:
+def weight_bytes(definition: Definition, mesh: AnyMesh, tensor: int) -> int:
     """Count the bytes per device of the parameters in the sampler's layout."""
     planned = planned_mesh(mesh.size, fsdp=1, tensor=tensor)
     return sum(
@@ -206,36 +205,34 @@ def weight_bytes(definition: ModelDefinition, mesh: AnyMesh, tensor: int) -> int
     )
 
 
-def prepared_bytes(definition: ModelDefinition) -> int:
+def prepared_bytes(definition: Definition) -> int:
     """Count the bytes of the parameters as the program on one device lays them out."""
-    family = definition.family
-    prepare = functools.partial(family.prepare, definition.config)
-    return array_bytes(jax.eval_shape(prepare, family.abstract(definition.config)))
+    return array_bytes(jax.eval_shape(definition.prepare, definition.abstract_params()))
 
 
-def cache_bytes(definition: ModelDefinition, sequences: int, length: int) -> int:
+def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
     """Count the bytes of the KV cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
     tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
 
     def cache(params: Any, tokens: Any) -> Any:
         return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
 
-    made = jax.eval_shape(cache, definition.family.abstract(definition.config), tokens)
+    made = jax.eval_shape(cache, definition.abstract_params(), tokens)
     return sequences * array_bytes(made)
 
 
-def sampling_mesh(definition: ModelDefinition, mesh: Mesh, tensor: int) -> Mesh | None:
+def sampling_mesh(definition: Definition, mesh: Mesh, tensor: int) -> Mesh | None:
     """Make the mesh of the sampler over the devices of `mesh`: `tensor` of them share layers, next to each other.
 
     Returns None where the parameters stay as they are trained: on one device, and for families without
     `tensor_parallel`.
     """
-    if mesh.size == 1 or definition.family.tensor_parallel is None:
+    if mesh.size == 1 or definition.tensor_parallel is None:
         return None
     return make_mesh(fsdp=1, tensor=tensor, devices=mesh.devices.reshape(-1).tolist())
 
 
-def allowed_sizes(definition: ModelDefinition, mesh: Mesh, tensor: int | None) -> list[int]:
+def allowed_sizes(definition: Definition, mesh: Mesh, tensor: int | None) -> list[int]:
     """List the sizes that `tensor` may have. Raises InputError for a size asked for that is not among them."""
     sizes = tensor_sizes(definition, mesh)
     if tensor is not None and tensor not in sizes:
@@ -246,10 +243,10 @@ def allowed_sizes(definition: ModelDefinition, mesh: Mesh, tensor: int | None) -
     return sizes if tensor is None else [tensor]
 
 
-def tensor_sizes(definition: ModelDefinition, mesh: Mesh) -> list[int]:
+def tensor_sizes(definition: Definition, mesh: Mesh) -> list[int]:
     """List the sizes that `tensor` can have, ascending; devices that share layers are linked."""
-    parallel = definition.family.tensor_parallel
-    most = 1 if parallel is None else parallel.divides(definition.config)
+    parallel = definition.tensor_parallel
+    most = 1 if parallel is None else parallel.divides
     linked = linked_devices(mesh)
     return [n for n in range(1, linked + 1) if linked % n == 0 and most % n == 0]
 
@@ -266,33 +263,32 @@ def linked_devices(mesh: Mesh) -> int:
 
 
 @cached
-def _prepared(definition: ModelDefinition, mesh: AnyMesh, shared: bool) -> tuple[Any, Any]:
+def _prepared(definition: Definition, mesh: AnyMesh, shared: bool) -> tuple[Any, Any]:
     """Return (the function from parameters as they are trained to the sampler's, shapes of its result with shardings).
 
-    shared: whether devices share layers; otherwise the mesh has one device, and `PrepareParams` is the function.
+    shared: whether devices share layers; otherwise the mesh has one device, and `Definition.prepare` is the function.
     """
-    family, config = definition.family, definition.config
-    parallel = family.tensor_parallel if shared else None
-    prepare = functools.partial(family.prepare if parallel is None else parallel.prepare, config)
-    abstract = jax.eval_shape(prepare, family.abstract(config))
+    parallel = definition.tensor_parallel if shared else None
+    prepare = definition.prepare if parallel is None else parallel.prepare
+    abstract = jax.eval_shape(prepare, definition.abstract_params())
     if parallel is None:
         placed = jax.tree.map(lambda _: replicated_sharding(mesh), abstract)
     else:
-        placed = param_shardings(mesh, parallel.axes(config), abstract)
+        placed = param_shardings(mesh, parallel.axes, abstract)
     return prepare, with_shardings(abstract, placed)
 
 
-def abstract_weights(definition: ModelDefinition, mesh: AnyMesh, *, shared: bool = True) -> Any:
+def abstract_weights(definition: Definition, mesh: AnyMesh, *, shared: bool = True) -> Any:
     """Describe the parameters that `move_weights` returns."""
     return _prepared(definition, mesh, shared)[1]
 
 
-def param_specs(definition: ModelDefinition, mesh: AnyMesh) -> Any:
+def param_specs(definition: Definition, mesh: AnyMesh) -> Any:
     return jax.tree.map(lambda x: x.sharding.spec, abstract_weights(definition, mesh))
 
 
 @cached
-def move_weights(definition: ModelDefinition, mesh: Mesh, shared: bool = True) -> Any:
+def move_weights(definition: Definition, mesh: Mesh, shared: bool = True) -> Any:
     """Return the jitted function from parameters as they are trained to the sampler's layout on `mesh`."""
     prepare, abstract = _prepared(definition, mesh, shared)
     return jax.jit(prepare, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))

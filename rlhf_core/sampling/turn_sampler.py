@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding
 
 from rlhf_core.contracts import (
     PARAMETERS,
-    ModelDefinition,
     Program,
     ProgramShape,
     SamplerInputs,
     World,
 )
 from rlhf_core.mesh import abstract_rows
+from rlhf_core.models import Definition
 from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-def keeps_caches(definition: ModelDefinition, mesh: Mesh) -> bool:
+def keeps_caches(definition: Definition, mesh: Mesh) -> bool:
     """Return whether the caches of a model's conversations can stay on the devices of `mesh` from turn to turn."""
-    family = definition.family
-    return family.extend is not None and (mesh.size == 1 or family.tensor_parallel is not None)
+    return definition.has("extend") and (mesh.size == 1 or definition.tensor_parallel is not None)
 
 
 class ConversationSampler:

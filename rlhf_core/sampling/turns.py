@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from rlhf_core.contracts import ModelDefinition, SamplingSettings
+from rlhf_core.contracts import SamplingSettings
 from rlhf_core.mesh import AXES, ROW_AXES, replicated_sharding, row_multiple
+from rlhf_core.models import Definition
 from rlhf_core.sampling.loop import empty_cache, put, take, time_axes
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
@@ -50,7 +51,7 @@ def cache_length(tokens: int) -> int:
 class TurnsProgram:
     """The static arguments of the compiled programs."""
 
-    definition: ModelDefinition
+    definition: Definition
     options: SamplingSettings
     mesh: Mesh
     stop_ids: tuple[int, ...]
@@ -60,7 +61,7 @@ class TurnsProgram:
     """Entries of a slot's cache, see `cache_length`."""
     key_type: str
     shared_layers: bool
-    """Whether devices share layers, see `sampling.placement`; otherwise `PrepareParams` made the weights."""
+    """Whether devices share layers, see `sampling.placement`; otherwise `Definition.prepare` made the weights."""
 
     @property
     def shards(self) -> int:

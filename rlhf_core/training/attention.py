@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.mesh import rows_per_device
-from rlhf_core.models import DECODER
+from rlhf_core.models import Decoder
 from rlhf_core.models.attention_blocks import attend_blocks, in_blocks
 from rlhf_core.models.attention_pallas import LARGEST_HEAD, attend_pallas
 from rlhf_core.models.attention_plan import Blocks, visible_blocks
@@ -66,7 +66,7 @@ def choose_attention(
             return model
         chosen, name, why = attend_pallas, "pallas", reason
     # Several devices would have to agree in every layer on the blocks to visit.
-    elif stage.devices().size > 1 or model.definition.family is not DECODER:
+    elif stage.devices().size > 1 or not isinstance(model.definition, Decoder):
         return model
     else:
         chosen = attend_blocks
@@ -84,9 +84,9 @@ def choose_attention(
 
 def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | None:
     """Return why rows of this layout take the kernels `pallas` on an accelerator; None: dense attention suits them."""
-    config = definition.config
-    if definition.family is not DECODER or config.head_dim > LARGEST_HEAD:
+    if not isinstance(definition, Decoder) or definition.config.head_dim > LARGEST_HEAD:
         return None
+    config = definition.config
     heads = -(-config.num_heads // mesh.shape["tensor"])
     layers = config.num_layers if remat_of(definition, (max(layout.rows), max(layout.time))) == "none" else 1
     logits = max(

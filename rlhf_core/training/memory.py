@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,8 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
 from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
 from rlhf_core.mesh import AnyMesh, rows_per_device, with_shardings
-from rlhf_core.models import Definition, Head, Model, find_family, peft
+from rlhf_core.models import Decoder, Definition, Head, Model, find_family, peft
 from rlhf_core.models.config import remat_policy
-from rlhf_core.models.decoder import compute_dtype
 from rlhf_core.models.loading import complete_table, describe, untied
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.models.params import join, split
@@ -74,7 +72,7 @@ def definition_of(
 ) -> tuple[Definition, Mapping[str, Any]] | None:
     """Return the definition and config.json of `model`, a table of sizes or a local directory; None for others.
 
-    dtype, remat: of the computation, see `DecoderConfig`; without dtype, COMPUTE where the family has a choice.
+    dtype, remat: of the computation, see `Decoder`; without dtype, COMPUTE where the family has a choice.
     Raises InputError, as loading would, for what cannot be built.
     """
     directory = None
@@ -89,10 +87,10 @@ def definition_of(
     else:
         return None
     family = find_family(hf_config.get("model_type"), registry, where=file)
-    # Planned devices have the family's default for their platform.
-    if dtype is None and planned() is None and "dtype" in inspect.signature(family.parse).parameters:
-        dtype = COMPUTE
     definition = describe(family, hf_config, head, file, dtype=dtype, remat=remat)
+    # Planned devices have the family's default for their platform.
+    if dtype is None and planned() is None and hasattr(definition, "dtype"):
+        definition = definition.computing(dtype=COMPUTE)
     return (definition, hf_config) if directory is None else untied(definition, hf_config, directory)
 
 
@@ -104,18 +102,17 @@ def model_of_shapes(
     adapters: whether it gets those of `config.lora`. Its definition is None where nothing local describes the model.
     """
     tokenizer = stage.inputs.get("tokenizer")
-    options: dict[str, Any] = {"compute_dtype": config.dtype, "remat": config.remat}
     described = definition_of(source, head, tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
     if described is None:
         absent: Any = None
-        return Model(absent, {}, tokenizer, {}, None, absent, **options)
+        return Model(absent, {}, tokenizer, {}, None, absent)
     definition, hf_config = described
     if adapters and config.lora is not None:
         modules = linear_modules(definition.abstract_params())
         definition = definition.with_lora(asked_lora(config.lora, modules))
     params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
     model_mesh: Any = mesh
-    return Model(definition, params, tokenizer, hf_config, None, model_mesh, **options)
+    return Model(definition, params, tokenizer, hf_config, None, model_mesh)
 
 
 def _config_directory(directory: Path) -> Path | None:
@@ -178,18 +175,20 @@ def pass_bytes(
     """
     rows = -(-shape[0] // (mesh["data"] * mesh["fsdp"]))
     part = _share_of(definition, mesh["tensor"])
-    layers = getattr(part.config, "num_layers", 0)
-    if not layers:  # of a family that is not known
+    if not isinstance(part, Decoder):
         return (
             saved_bytes(part, (rows, shape[1]))
             if trains
             else rows * shape[1] * part.hidden_size * SCORING_WIDTHS * 4
         )
     remat = remat_of(definition, shape)
-    layer = _layer_bytes(part, (rows, shape[1]), "none") if hasattr(part.config, "remat") else 0
+    layer = _layer_bytes(part, (rows, shape[1]), "none")
     kept = layer if remat == "none" else _layer_bytes(part, (rows, shape[1]), remat)
     inside = layer * FORWARD_SHARE if not trains else 0 if remat == "none" else layer
-    return round(MERGED * (kept * layers * trains + inside) + _head_bytes(part, rows * shape[1], trains))
+    return round(
+        MERGED * (kept * part.config.num_layers * trains + inside)
+        + _head_bytes(part, rows * shape[1], trains)
+    )
 
 
 def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
@@ -201,45 +200,47 @@ def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
     return words * part.hidden_size * (6 if trains else 2) + 2 * logits
 
 
-def _layer_bytes(part: Definition, shape: tuple[int, int], remat: str) -> int:
+def _layer_bytes(part: Decoder, shape: tuple[int, int], remat: str) -> int:
     """Count the bytes that each layer saves: those of two layers less those of one."""
     return _layer_bytes_on(platform(), part, shape, remat)
 
 
 @cached
-def _layer_bytes_on(_: str, part: Definition, shape: tuple[int, int], remat: str) -> int:
+def _layer_bytes_on(_: str, part: Decoder, shape: tuple[int, int], remat: str) -> int:
     """Do what `_layer_bytes` does; the platform, which a family's default dtype depends on, is part of the key."""
 
     def saved(layers: int) -> int:
-        config = part.config
-        names = {"windows", "layer_ropes"} & {each.name for each in fields(config)}
-        first = {name: getattr(config, name)[:layers] for name in names}
-        changed = replace(config, num_layers=layers, remat=remat, **first)
-        return saved_bytes(replace(part, config=changed), shape)
+        c = part.config
+        windows, ropes = c.windows[:layers], c.layer_ropes[:layers]
+        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes)
+        changed = replace(part, config=config).computing(remat=remat)
+        return saved_bytes(changed, shape)
 
     return saved(2) - saved(1)
 
 
 def _share_of(definition: Definition, tensor: int) -> Definition:
     """Return the model of one of `tensor` devices that share each layer."""
+    if tensor == 1 or not isinstance(definition, Decoder):
+        return definition
     names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-    sizes = {name: getattr(definition.config, name, 0) for name in names}
-    divided = {name: max(size // tensor, 1) for name, size in sizes.items() if size}
-    return replace(definition, config=replace(definition.config, **divided)) if tensor > 1 else definition
+    divided = {name: max(getattr(definition.config, name) // tensor, 1) for name in names}
+    return replace(definition, config=replace(definition.config, **divided))
 
 
 def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
     """Return what "auto" stands for on a micro-batch of rows × time tokens, else the setting."""
-    remat = getattr(definition.config, "remat", "none")
-    if remat != "auto":
-        return str(remat)
-    itemsize = compute_dtype(definition.config).itemsize
-    return "none" if remat_policy(definition.config, shape[0] * shape[1], itemsize) is None else "dots"
+    if not isinstance(definition, Decoder):
+        return "none"
+    if definition.remat != "auto":
+        return definition.remat
+    tokens, itemsize = shape[0] * shape[1], definition.compute_dtype.itemsize
+    return "none" if remat_policy(definition.config, "auto", tokens, itemsize) is None else "dots"
 
 
 def with_remat(definition: Definition, remat: str) -> Definition:
     """Return the definition with another setting of remat."""
-    return replace(definition, config=replace(definition.config, remat=remat))
+    return definition.computing(remat=remat)
 
 
 def state_bytes(

@@ -76,16 +76,7 @@ def planned_model(config: TrainerConfig, stage: Stage, head: Head) -> Model | No
             asked_lora(config.lora, linear_modules(definition.abstract_params()))
         )
     mesh = stage.devices()
-    return Model(
-        definition,
-        planned_params(definition, mesh),
-        tokenizer,
-        hf_config,
-        None,
-        mesh,
-        compute_dtype=config.dtype,
-        remat=config.remat,
-    )
+    return Model(definition, planned_params(definition, mesh), tokenizer, hf_config, None, mesh)
 
 
 def built_programs(
@@ -290,7 +281,7 @@ def token_weights(definition: Definition) -> int:
     """Count the parameters that each token is multiplied with: all but the embedding table, unless that is the head's,
     too, and of experts those that a token is sent to.
     """
-    config = definition.config
+    config = getattr(definition, "config", None)
     is_head = definition.head == "lm" and getattr(config, "tied", False)
     experts, used = getattr(config, "experts", 0), getattr(config, "experts_per_token", 0)
     total = 0.0

@@ -17,7 +17,6 @@ import pytest
 from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.hf_config import parse
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import split
 from rlhf_core.objective import trained_logps, trained_weight
@@ -38,7 +37,7 @@ MESHES = {"one device": (1, 1, 1), "eight devices": (2, 2, 2)}
 
 def definition(name: str) -> Definition:
     """Define a model in an accelerator's dtype."""
-    made = Definition(DECODER, parse(cases.FAMILIES[name], dtype="bfloat16"), "lm")
+    made = DECODER.define(cases.FAMILIES[name], "lm").computing(dtype="bfloat16")
     return made.with_lora(Lora(2, 4.0, 0.1, False, ADAPTED)) if "adapters" in name else made
 
 

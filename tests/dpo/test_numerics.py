@@ -9,7 +9,7 @@ from rlhf_dpo.losses import Ipo, Sigmoid
 from rlhf_dpo.objective import objective, pair_loss
 
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import DECODER
 from rlhf_core.packing.rows import Layout, Tree, pack, tree
 from rlhf_core.plugins.component import load_file
 from rlhf_core.step import accumulate
@@ -32,7 +32,7 @@ BETA = 0.2
 ONE = Layout((64,), (20,), (16,), (64,))
 SHORT = Layout((32, 64), (3, 2), (4, 8), (32, 64))
 PADDED = Layout((32,), (4,), (2,), (32,))
-MODEL = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
+MODEL = DECODER.define(CONFIG, "lm")
 
 
 @pytest.fixture(scope="module")

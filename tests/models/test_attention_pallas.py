@@ -23,7 +23,7 @@ from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import make_mesh, over_parts, planned_mesh, row_sharding
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import DECODER
 from rlhf_core.models.attention import attend
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.models.attention_plan import Blocks, visible_blocks, visits
@@ -263,7 +263,7 @@ def test_auto_takes_kernels_where_dense_attention_does_not_fit(monkeypatch: pyte
     """Heads of an 8B model, one row per device, layers recomputed: 10.7 GB at 8,192 tokens, 42.9 GB at 16,384."""
     sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2}
     table = {"model_type": "llama", "intermediate_size": 64, "vocab_size": 64, **sizes}
-    definition = Definition(DECODER, DECODER.parse(table, "lm", remat="full"), "lm")
+    definition = DECODER.define(table, "lm").computing(remat="full")
     mesh = planned_mesh(8, 1, 8)
 
     def why(time: int, mesh: Any = mesh) -> str | None:

@@ -49,7 +49,7 @@ def empty(definition: Definition, params: Any, rows: int) -> Any:
 )
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; prepared parameters and plain ones."""
-    definition = Definition(DECODER, DECODER.parse({**SIZES, **FAMILIES[name]}, "lm"), "lm")
+    definition = DECODER.define({**SIZES, **FAMILIES[name]}, "lm")
     params = jax.jit(definition.init)(jax.random.key(0))
     extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
     rng = np.random.default_rng(0)

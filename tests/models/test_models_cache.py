@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.models import decoder
-from rlhf_core.models.hf_config import parse
+from rlhf_core.models import DECODER, Decoder, decoder
 
 SIZES = {
     "hidden_size": 16,
@@ -50,12 +49,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 KEPT = ("gemma2", "phi3, partial")
 """Windows and soft caps; fused projections. Several rotary embeddings are decoded in test_extend.py."""
-hidden = jax.jit(decoder.hidden, static_argnums=0)
-prepare = jax.jit(decoder.prepare, static_argnums=0)
-prefill = jax.jit(decoder.prefill, static_argnums=0)
-ring = jax.jit(decoder.ring, static_argnums=(0, 2))
-decode = jax.jit(decoder.decode, static_argnums=0)
-decode_groups = jax.jit(decoder.decode_groups, static_argnums=0)
+hidden = jax.jit(Decoder.hidden, static_argnums=0)
+prepare = jax.jit(Decoder.prepare, static_argnums=0)
+prefill = jax.jit(Decoder.prefill, static_argnums=0)
+ring = jax.jit(Decoder.ring, static_argnums=(0, 2))
+decode = jax.jit(Decoder.decode, static_argnums=0)
+decode_groups = jax.jit(Decoder.decode_groups, static_argnums=0)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,8 @@ decode_groups = jax.jit(decoder.decode_groups, static_argnums=0)
 )
 def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
     """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
-    config = parse(SIZES | FAMILIES[name])
-    params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
+    model = DECODER.define(SIZES | FAMILIES[name], "lm")
+    params = jax.jit(Decoder.init, static_argnums=0)(model, jax.random.key(0))
     draw = np.random.default_rng(0)
     lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
     prompts = draw.integers(0, 31, (2, time)).astype(np.int32)
@@ -74,29 +73,27 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
     until = np.where(mask, time, 0).astype(np.int32)
 
-    states, read = prefill(config, params, prompts, positions, until)
-    assert [x.shape for x in read.keys] == [(2, 2, config.head_dim, time)] * 3
-    assert [x.shape for x in read.values] == [(2, 2, time, config.head_dim)] * 3
-    np.testing.assert_allclose(
-        states, hidden(config, params, prompts, positions, until), rtol=1e-5, atol=1e-6
-    )
-    cache = ring(config, jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read), length, np.int32(first))
+    states, read = prefill(model, params, prompts, positions, until)
+    assert [x.shape for x in read.keys] == [(2, 2, model.config.head_dim, time)] * 3
+    assert [x.shape for x in read.values] == [(2, 2, time, model.config.head_dim)] * 3
+    np.testing.assert_allclose(states, hidden(model, params, prompts, positions, until), rtol=1e-5, atol=1e-6)
+    cache = ring(model, jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read), length, np.int32(first))
 
-    heads = (2 * copies, config.num_kv_heads)
+    heads = (2 * copies, model.config.num_kv_heads)
     own = decoder.Cache(
-        (np.zeros((*heads, config.head_dim, steps), np.float32),) * 3,
-        (np.zeros((*heads, steps, config.head_dim), np.float32),) * 3,
+        (np.zeros((*heads, model.config.head_dim, steps), np.float32),) * 3,
+        (np.zeros((*heads, steps, model.config.head_dim), np.float32),) * 3,
         np.zeros((2 * copies, steps), np.int32),
     )
 
-    found, of_groups, used, prepared = [], [], params, prepare(config, params)
+    found, of_groups, used, prepared = [], [], params, prepare(model, params)
     for i in range(steps):
         slot = (first + i) % length
         at = np.repeat(lengths, copies).astype(np.int32) + i
         seen = (slot - np.arange(length)) % length <= at[:, None]
-        state, cache = decode(config, used, cache, completions[:, i], at, seen, np.int32(slot))
+        state, cache = decode(model, used, cache, completions[:, i], at, seen, np.int32(slot))
         found.append(np.asarray(state))
-        state, own = decode_groups(config, used, read, mask, own, completions[:, i], at, np.int32(i))
+        state, own = decode_groups(model, used, read, mask, own, completions[:, i], at, np.int32(i))
         of_groups.append(np.asarray(state))
         used = prepared  # only the first token goes through plain parameters
     for each in (decode, decode_groups):
@@ -106,7 +103,7 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
         whole = np.r_[prompts[row // copies][mask[row // copies]], completions[row]]
         place, end = np.arange(length, dtype=np.int32)[None], len(whole)
         whole = np.pad(whole, (0, length - end))[None]  # of one length: compiled once
-        expected = hidden(config, params, whole, place, np.where(place < end, end, 0).astype(np.int32))
+        expected = hidden(model, params, whole, place, np.where(place < end, end, 0).astype(np.int32))
         expected = expected[0, end - steps : end]
         for each in (found, of_groups):
             np.testing.assert_allclose(np.stack(each, 1)[row], expected, rtol=1e-4, atol=1e-5)
@@ -117,12 +114,12 @@ def test_projections_that_one_device_joins_compute_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels and biases of one input; experts stay apart."""
-    config = parse(SIZES | FAMILIES[name] | {"num_hidden_layers": 1})
+    model = DECODER.define(SIZES | FAMILIES[name] | {"num_hidden_layers": 1}, "lm")
     draw = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), decoder.abstract(config))
-    apart = decoder.prepare(config, params)
+    params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
+    apart = model.prepare(params)
     monkeypatch.setattr(decoder, "device_count", lambda: 1)
-    joined = decoder.prepare(config, params)
+    joined = model.prepare(params)
     (before,), (layer,) = apart["layers"], joined["layers"]
     assert set(layer["self_attn"]) == {"qkv_proj", "o_proj"}
     if name == "mixtral":
@@ -131,5 +128,5 @@ def test_projections_that_one_device_joins_compute_the_same(
         assert set(layer["mlp"]) == {"gate_up_proj", "down_proj"}
     tokens, until = draw.integers(0, 31, (2, 5)).astype(np.int32), np.full((2, 5), 5, np.int32)
     positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
-    states, expected = (prefill(config, each, tokens, positions, until)[0] for each in (joined, apart))
+    states, expected = (prefill(model, each, tokens, positions, until)[0] for each in (joined, apart))
     np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-6)

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from rlhf_core import optimizers
-from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, load_model
-from rlhf_core.models.definition import define
 from rlhf_core.plugins.component import load_file
 from rlhf_core.training.memory import definition_of, training_bytes
 
@@ -83,18 +81,18 @@ def test_heads_adapters_and_merging_keep_it(written: Callable[[str], Path]) -> N
     half = model.computing(dtype="bfloat16").computing(remat="full")
     adapted = half.with_lora(rank=2)
     for each in (half, adapted, half.with_head("score"), adapted.with_head("score"), adapted.merged()):
-        config = each.definition.config
-        assert (config.dtype, config.remat) == ("bfloat16", "full")
+        model = each.definition
+        assert (model.dtype, model.remat) == ("bfloat16", "full")
     other = adapted.computing(remat="dots")
     assert other.definition.lora == adapted.definition.lora
-    assert other.definition.config.remat == "dots"
+    assert other.definition.remat == "dots"
     assert half.computing() is half
-    assert half.computing(dtype="float32", remat="none").definition.config.dtype == "float32"
+    assert half.computing(dtype="float32", remat="none").definition.dtype == "float32"
 
 
 def gradient(remat: str, dtype: str = "float32") -> tuple[Any, int]:
     """(the gradient of a loss, the bytes that its program needs beside arguments and results)."""
-    definition = define(DECODER, DEEP, "lm", dtype=dtype, remat=remat)  # type: ignore[arg-type]
+    definition = DECODER.define(DEEP, "lm").computing(dtype=dtype, remat=remat)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 36, TOKENS), jnp.int32)
     places = jnp.broadcast_to(jnp.arange(TOKENS[1], dtype=jnp.int32), TOKENS)
 
@@ -133,12 +131,11 @@ def test_the_forecast_counts_both() -> None:
 
 
 def test_a_family_that_takes_no_such_option() -> None:
-    stranger = ModelFamily(
-        **{name: getattr(DECODER, name) for name in ModelFamily.__dataclass_fields__}
-        | {"name": ("own",), "parse": lambda hf_config, head: hf_config}
-    )
-    assert define(stranger, {}, "lm") == Definition(stranger, {}, "lm")
-    with pytest.raises(InputError, match="dtype: models of own decide for themselves; leave it out"):
-        define(stranger, {}, "lm", dtype="bfloat16")
-    with pytest.raises(InputError, match="dtype and remat: models of own"):
-        define(stranger, {}, "lm", dtype="bfloat16", remat="full")
+    class Own(Definition):
+        pass
+
+    assert Own().computing() == Own()
+    with pytest.raises(InputError, match="dtype: models of Own decide for themselves; leave it out"):
+        Own().computing(dtype="bfloat16")
+    with pytest.raises(InputError, match="dtype and remat: models of Own"):
+        Own().computing(dtype="bfloat16", remat="full")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import Architecture, decoder_family, find_family, fresh_model, load_model
+from rlhf_core.models import DECODER, Architecture, decoder_family, find_family, fresh_model, load_model
 from rlhf_core.models.config import Rope
-from rlhf_core.models.decoder import abstract, hidden, prefill, ring
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.hf_config import parse
 
@@ -120,13 +118,13 @@ def test_the_magnitude_of_yarn_and_longrope() -> None:
 
 def test_longrope_refuses_rows_that_it_would_turn_otherwise() -> None:
     long = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
-    config = parse(of("phi3", rope_scaling=long, original_max_position_embeddings=8))
-    params, rows = abstract(config), jax.ShapeDtypeStruct((1, 9), np.int32)
-    assert jax.eval_shape(partial(hidden, config), params, *[jax.ShapeDtypeStruct((1, 8), np.int32)] * 3)
+    model = DECODER.define(of("phi3", rope_scaling=long, original_max_position_embeddings=8), "lm")
+    params, rows = model.abstract_params(), jax.ShapeDtypeStruct((1, 9), np.int32)
+    assert jax.eval_shape(model.hidden, params, *[jax.ShapeDtypeStruct((1, 8), np.int32)] * 3)
     with pytest.raises(InputError, match=r"rows of 9 tokens .* original_max_position_embeddings .* 8"):
-        jax.eval_shape(partial(hidden, config), params, rows, rows, rows)
+        jax.eval_shape(model.hidden, params, rows, rows, rows)
     with pytest.raises(InputError, match="rows of 12 tokens"):
-        jax.eval_shape(lambda p, x: ring(config, prefill(config, p, *[x[:, :4]] * 3)[1], 12, 0), params, rows)
+        jax.eval_shape(lambda p, x: model.ring(model.prefill(p, *[x[:, :4]] * 3)[1], 12, 0), params, rows)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_a_stranger_registers_a_family(tmp_path: Path) -> None:
     family = decoder_family({"new": own})
     registry: Any = SimpleNamespace(get=lambda kind, name: family, names=lambda kind: ["new"])
     assert find_family("new", registry) is family
-    config = family.parse(of("new"), "lm")
+    config = family.define(of("new"), "lm").config  # type: ignore[attr-defined]
     assert (config.windows, config.norms, config.tied) == ((7, 7), "after", True)
     made = fresh_model(of("new"), registry=registry)
     made.save(tmp_path)
@@ -281,4 +279,4 @@ def test_a_stranger_registers_a_family(tmp_path: Path) -> None:
     again = load_model(tmp_path, registry=registry)
     jax.tree.map(np.testing.assert_array_equal, again.params, made.params)
     with pytest.raises(InputError, match="'llama' is not supported; the decoder reads new"):
-        family.parse(LLAMA, "lm")
+        family.define(LLAMA, "lm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import decoder
+from rlhf_core.models import Decoder
 from rlhf_core.plugins.component import load_file
 
 reference: Any = load_file(Path(__file__).with_name("test_models_reference.py"))
@@ -35,23 +36,23 @@ KEPT = ("smollm3",)
     ids=str,
 )
 def test_value_and_gradient_are_those_of_all_tokens_read_there(name: str, changes: dict[str, Any]) -> None:
-    config, params = reference.make(name, **changes)
+    model, params = reference.make(name, **changes)
     draw = np.random.default_rng(1)
-    tokens = draw.integers(0, config.vocab_size, (2, 14)).astype(np.int32)
-    weight = draw.standard_normal((2, 3, config.hidden_size)).astype(np.float32)
+    tokens = draw.integers(0, model.vocab_size, (2, 14)).astype(np.int32)
+    weight = draw.standard_normal((2, 3, model.hidden_size)).astype(np.float32)
 
     def few(p: Any) -> tuple[jax.Array, jax.Array]:
-        states = decoder.hidden_at(config, p, tokens, POSITIONS, UNTIL, jnp.asarray(AT))
+        states = model.hidden_at(p, tokens, POSITIONS, UNTIL, jnp.asarray(AT))
         return (states * weight).sum(), states
 
     def read(p: Any) -> tuple[jax.Array, jax.Array]:
-        states = decoder.hidden(config, p, tokens, POSITIONS, UNTIL)
+        states = model.hidden(p, tokens, POSITIONS, UNTIL)
         states = jnp.stack([states[row, AT[row]] for row in range(2)])
         return (states * weight).sum(), states
 
     (_, states), gradient = jax.jit(jax.value_and_grad(few, has_aux=True))(params)
     (_, expected), wanted = jax.jit(jax.value_and_grad(read, has_aux=True))(params)
-    assert states.shape == (2, 3, config.hidden_size)
+    assert states.shape == (2, 3, model.hidden_size)
     np.testing.assert_allclose(states, expected, rtol=1e-4, atol=1e-5)
     for (path, leaf), other in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted), strict=True):
         scale = np.abs(other).max() + 1e-6
@@ -59,11 +60,12 @@ def test_value_and_gradient_are_those_of_all_tokens_read_there(name: str, change
 
 
 def test_a_model_of_one_layer() -> None:
-    config, params = reference.make("qwen3")
-    one = decoder.replace(config, num_layers=1, windows=config.windows[:1])
+    model, params = reference.make("qwen3")
+    config = replace(model.config, num_layers=1, windows=model.config.windows[:1])
+    one = replace(model, config=config)
     params = {**params, "layers": jax.tree.map(lambda leaf: np.asarray(leaf)[:1], params["layers"])}
     tokens = np.arange(28, dtype=np.int32).reshape(2, 14)
-    hidden_at = jax.jit(decoder.hidden_at, static_argnums=0)
+    hidden_at = jax.jit(Decoder.hidden_at, static_argnums=0)
     states = hidden_at(one, params, tokens, POSITIONS, UNTIL, AT)
     whole = np.asarray(reference.hidden(one, params, tokens, POSITIONS, UNTIL))
     np.testing.assert_allclose(states, np.stack([whole[r, AT[r]] for r in range(2)]), rtol=1e-4, atol=1e-5)

@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition, Model, find_family, fresh_model, load_model, model
+from rlhf_core.models import DECODER, Model, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.head_config import padding_apart
-from rlhf_core.models.hf_config import parse
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 
 TABLE: dict[str, Any] = {
@@ -208,9 +207,7 @@ def test_calls_of_one_shape_are_traced_once() -> None:
     made.logits(ids, ids)
     before = model._logits._cache_size()
     made.with_params(jax.tree.map(lambda x: x + 1, made.params)).logits(ids, ids)
-    Model(Definition(DECODER, parse(made.hf_config), "lm"), made.params, None, {}, None, made.mesh).logits(
-        ids, ids
-    )
+    Model(DECODER.define(made.hf_config, "lm"), made.params, None, {}, None, made.mesh).logits(ids, ids)
     assert model._logits._cache_size() == before
 
 

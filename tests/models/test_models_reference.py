@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import decoder
+from rlhf_core.models import DECODER, Decoder
 from rlhf_core.models.attention import attend, query_block
-from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.hf_config import parse
 from rlhf_core.plugins.component import load_file
 
 reference: Any = load_file(Path(__file__).parents[1] / "shared" / "decoder_reference.py")
-hidden = jax.jit(decoder.hidden, static_argnums=0)
+hidden = jax.jit(Decoder.hidden, static_argnums=0)
 BASE = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -103,19 +100,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, **changes: Any) -> tuple[DecoderConfig, dict[str, Any]]:
-    """A config and parameters in which nothing is 0 or 1, so that no term can be left out unnoticed.
+def make(name: str, **changes: Any) -> tuple[Decoder, dict[str, Any]]:
+    """A model and parameters in which nothing is 0 or 1, so that no term can be left out unnoticed.
 
     Norms and biases have a mean other than 0, matrices have not: deep layers would see one direction only.
     """
-    config = dataclasses.replace(parse(CONFIGS[name]), **changes)
+    model = DECODER.define(CONFIGS[name], "lm").computing(**changes)
     draw = np.random.default_rng(0)
 
     def value(path: Any, leaf: Any) -> jax.Array:
         mean = 0.0 if path[-1].key in ("kernel", "embedding") else 0.2
         return jnp.asarray(mean + 0.3 * draw.standard_normal(leaf.shape), jnp.float32)
 
-    return config, jax.tree.map_with_path(value, decoder.abstract(config))
+    return model, jax.tree.map_with_path(value, model.abstract_params())
 
 
 SECOND = ("llama", "linear rope", "qwen2")
@@ -126,22 +123,22 @@ SECOND = ("llama", "linear rope", "qwen2")
     "name", [pytest.param(name, marks=pytest.mark.long) if name in SECOND else name for name in CONFIGS]
 )
 def test_hidden_and_head_equal_the_reference(name: str) -> None:
-    config, params = make(name)
+    model, params = make(name)
     draw = np.random.default_rng(1)
-    tokens = draw.integers(0, config.vocab_size, (2, 14)).astype(np.int32)
+    tokens = draw.integers(0, model.vocab_size, (2, 14)).astype(np.int32)
     # Row 0: unused, then a tree of a prompt of 4 and branches of 3 and 4. Row 1: two sequences, then unused.
     until = np.array([[0] + [12] * 4 + [8] * 3 + [12] * 4 + [0] * 2, [5] * 5 + [12] * 7 + [0] * 2], np.int32)
     positions = np.array([[0, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 0, 0], [*range(5), *range(7), 0, 0]], np.int32)
     used = until > 0
-    found = np.asarray(hidden(config, params, tokens, positions, until))
+    found = np.asarray(hidden(model, params, tokens, positions, until))
     assert np.isfinite(found).all()
     for row in range(2):
         seen = reference.visible(until[row])
         expected = reference.hidden(CONFIGS[name], params, tokens[row], positions[row], seen)
         np.testing.assert_allclose(found[row][used[row]], expected[used[row]], rtol=2e-4, atol=2e-5)
-    kernel, cap = decoder.unembedding(config, params)
+    kernel, cap = model.unembedding(params)
     assert cap == CONFIGS[name].get("final_logit_softcapping")
-    source = params["embed_tokens"]["embedding"].T if config.tied else params["lm_head"]["kernel"]
+    source = params["embed_tokens"]["embedding"].T if model.config.tied else params["lm_head"]["kernel"]
     np.testing.assert_array_equal(kernel, source)
 
 
@@ -184,10 +181,10 @@ def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
 
     The second branch is further from the prompt by index than a window is wide, by position it is not.
     """
-    config, params = make(name)
+    model, params = make(name)
     draw = np.random.default_rng(3)
     prompt, first, second = (draw.integers(0, 37, n).astype(np.int32) for n in (5, 3, 6))
-    weight = draw.standard_normal((14, config.hidden_size)).astype(np.float32)
+    weight = draw.standard_normal((14, model.hidden_size)).astype(np.float32)
 
     def pad(x: np.ndarray, size: int) -> np.ndarray:
         return np.pad(x, (0, size - len(x)))
@@ -204,10 +201,10 @@ def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
     )
 
     def loss_packed(p: Any) -> jax.Array:
-        return (hidden(config, p, *packed)[0, 5:] * weight[5:]).sum()
+        return (hidden(model, p, *packed)[0, 5:] * weight[5:]).sum()
 
     def loss_apart(p: Any) -> jax.Array:
-        h = hidden(config, p, *apart)
+        h = hidden(model, p, *apart)
         return (h[0, 5:8] * weight[5:8]).sum() + (h[1, 5:11] * weight[8:]).sum()
 
     one, two = (jax.jit(jax.value_and_grad(f))(params) for f in (loss_packed, loss_apart))
@@ -220,9 +217,9 @@ def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
 
 
 def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
-    config, params = make("llama")
+    model, params = make("llama")
     zeros = np.zeros((2, 6), np.int32)
-    loss = jax.jit(jax.value_and_grad(lambda p: decoder.hidden(config, p, zeros, zeros, zeros).sum()))
+    loss = jax.jit(jax.value_and_grad(lambda p: model.hidden(p, zeros, zeros, zeros).sum()))
     value, gradient = loss(params)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
@@ -232,11 +229,11 @@ def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
 def test_recomputation_changes_no_gradient() -> None:
     gradients = []
     for remat in ("none", "full", "auto"):
-        config, params = make("qwen2 with windows", remat=remat)
+        model, params = make("qwen2 with windows", remat=remat)
         tokens = np.arange(12, dtype=np.int32)[None]
         until = np.full((1, 12), 12, np.int32)
         gradients.append(
-            jax.jit(jax.grad(lambda p, c=config, t=tokens, u=until: jnp.square(hidden(c, p, t, t, u)).sum()))(
+            jax.jit(jax.grad(lambda p, c=model, t=tokens, u=until: jnp.square(hidden(c, p, t, t, u)).sum()))(
                 params
             )
         )
@@ -245,12 +242,12 @@ def test_recomputation_changes_no_gradient() -> None:
 
 
 def test_the_reward_head_and_the_initial_values() -> None:
-    config = parse(CONFIGS["llama"] | {"initializer_range": 0.05}, "score")
-    params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
+    model = DECODER.define(CONFIGS["llama"] | {"initializer_range": 0.05}, "score")
+    params = jax.jit(model.init)(jax.random.key(0))
     assert "lm_head" not in params
     assert params["score"]["kernel"].shape == (24, 1)
     states = np.random.default_rng(0).standard_normal((3, 2, 24)).astype(np.float32)
-    found = decoder.score(config, params, jnp.asarray(states, jnp.bfloat16))
+    found = model.score(params, jnp.asarray(states, jnp.bfloat16))
     assert found.dtype == jnp.float32
     rounded = np.asarray(jnp.asarray(states, jnp.bfloat16), np.float64)
     np.testing.assert_allclose(
@@ -264,16 +261,16 @@ def test_the_reward_head_and_the_initial_values() -> None:
 
 
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters() -> None:
-    config, params = make("qwen3", dtype="bfloat16")
+    model, params = make("qwen3", dtype="bfloat16")
     tokens = np.arange(9, dtype=np.int32)[None]
     until = np.full((1, 9), 9, np.int32)
 
     def loss(p: Any) -> tuple[jax.Array, jax.Array]:
-        states = decoder.hidden(config, p, tokens, tokens, until)
+        states = model.hidden(p, tokens, tokens, until)
         return states.sum().astype(jnp.float32), states
 
     gradient, half = jax.jit(jax.grad(loss, has_aux=True))(params)
-    whole = hidden(dataclasses.replace(config, dtype="float32"), params, tokens, tokens, until)
+    whole = hidden(model.computing(dtype="float32"), params, tokens, tokens, until)
     assert half.dtype == jnp.bfloat16
     assert whole.dtype == jnp.float32
     difference = np.abs(np.asarray(half, np.float32) - np.asarray(whole))

@@ -7,7 +7,7 @@ run of several updates, as TRL's RewardTrainer does them, recomputed in float64 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from rlhf_reward import evaluation_step, training_step
 
 from rlhf_core import create_state
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model
-from rlhf_core.models.model import Definition
+from rlhf_core.models import Definition, Model
 
 CHOSEN, REJECTED = np.array([2.0, 0.5, -1.0]), np.array([1.0, 1.5, -1.0])
 MARGIN = np.array([0.5, 0.0, 1.0])
@@ -35,24 +34,24 @@ METRICS = {
 }
 
 
-class Config(NamedTuple):
-    """What the lookup model's family reads from a config.json."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Lookup(Definition):
+    """A model whose score is its last token's entry in a table."""
 
     vocab_size: int
     hidden_size: int = 1
 
+    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
+        states: jax.Array = params["table"][tokens][..., None]
+        return states
 
-LOOKUP = dataclasses.replace(
-    DECODER,
-    name=("lookup",),
-    hidden=lambda config, params, tokens, positions, visible_until: params["table"][tokens][..., None],
-    score=lambda config, params, hidden: hidden[..., 0].astype(jnp.float32),
-)
+    def score(self, params: Any, hidden: jax.Array) -> jax.Array:
+        return hidden[..., 0].astype(jnp.float32)
 
 
 def make_state(table: np.ndarray, tx: optax.GradientTransformation) -> Any:
     """Token i scores table[i]."""
-    definition = Definition(LOOKUP, Config(len(table)), "score")
+    definition = Lookup(head="score", vocab_size=len(table))
     params = {"table": jnp.asarray(table, jnp.float32)}
     mesh = make_mesh(devices=jax.devices()[:1])
     params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

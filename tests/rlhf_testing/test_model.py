@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import ModelFamily
-from rlhf_core.models import DECODER
+from rlhf_core.models import DECODER, Decoder, Definition
 from rlhf_core.plugins.component import load_file
 from rlhf_core.testing import check_model
 
@@ -23,75 +22,80 @@ ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
 """One layer suffices for the kit to find a defect, and compiles in half the time of two."""
 
 
-def changed(**functions: Any) -> ModelFamily:
-    if "hidden" in functions:
-        functions.setdefault("hidden_at", None)
-    return dataclasses.replace(DECODER, **functions)
+def changed(**methods: Any) -> ModelFamily:
+    if "hidden" in methods:
+        methods.setdefault("hidden_at", Definition.hidden_at)
+    kind: Any = type("Changed", (Decoder,), methods)
+
+    def define(hf_config: Any, head: Any) -> Any:
+        return kind(config=DECODER.define(hf_config, head).config, head=head)  # type: ignore[attr-defined]
+
+    return ModelFamily(DECODER.name, define)
 
 
 @functools.cache
-def of_numpy(config: Any) -> Any:
+def of_numpy(model: Any) -> Any:
     draw = np.random.default_rng(0)
-    return jax.tree.map(lambda x: draw.normal(0, 0.3, x.shape).astype(np.float32), DECODER.abstract(config))
+    return jax.tree.map(lambda x: draw.normal(0, 0.3, x.shape).astype(np.float32), model.abstract_params())
 
 
-def drawn(config: Any, key: Any) -> Any:
+def drawn(model: Any, key: Any) -> Any:
     """Parameters that are there already: the kit would compile for every family how they are drawn."""
-    return jax.tree.map(jnp.asarray, of_numpy(config))
+    return jax.tree.map(jnp.asarray, of_numpy(model))
 
 
-def half(config: Any, key: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn(config, key))
+def half(model: Any, key: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn(model, key))
 
 
-def unnamed(config: Any) -> Any:
-    return DECODER.axes(config) | {"norm": {"scale": ()}}
+def unnamed(model: Any) -> Any:
+    return Decoder.logical_axes(model) | {"norm": {"scale": ()}}
 
 
-def infinite(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
-    return DECODER.hidden(config, params, tokens, *where) / 0
+def infinite(model: Any, params: Any, tokens: Any, *where: Any) -> Any:
+    return Decoder.hidden(model, params, tokens, *where) / 0
 
 
-def counting_places(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
+def counting_places(model: Any, params: Any, tokens: Any, *where: Any) -> Any:
     """Use positions in the row in place of those in the sequence."""
-    states = DECODER.hidden(config, params, tokens, *where)
+    states = Decoder.hidden(model, params, tokens, *where)
     return states + 0.1 * jnp.maximum(jnp.arange(tokens.shape[1]) - 6, 0)[None, :, None]
 
 
-def seeing_the_row(config: Any, params: Any, tokens: Any, positions: Any, until: Any) -> Any:
+def seeing_the_row(model: Any, params: Any, tokens: Any, positions: Any, until: Any) -> Any:
     """See all earlier tokens of the row, even of other sequences."""
-    return DECODER.hidden(config, params, tokens, positions, jnp.where(until > 0, tokens.shape[1], 0))
+    return Decoder.hidden(model, params, tokens, positions, jnp.where(until > 0, tokens.shape[1], 0))
 
 
-def seeing_the_end(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
-    states = DECODER.hidden(config, params, tokens, *where)
+def seeing_the_end(model: Any, params: Any, tokens: Any, *where: Any) -> Any:
+    states = Decoder.hidden(model, params, tokens, *where)
     return states + 0.1 * jnp.tanh(states.sum(1, keepdims=True))
 
 
-def the_next(config: Any, *given: Any) -> Any:
-    return DECODER.hidden_at(config, *given[:-1], given[-1] + 1)
+def the_next(model: Any, *given: Any) -> Any:
+    return Decoder.hidden_at(model, *given[:-1], given[-1] + 1)
 
 
-def other_decode(config: Any, *given: Any) -> Any:
-    hidden, cache = DECODER.decode(config, *given)
+def other_decode(model: Any, *given: Any) -> Any:
+    hidden, cache = Decoder.decode(model, *given)
     return 1.01 * hidden, cache
 
 
-def other_groups(config: Any, *given: Any) -> Any:
-    hidden, cache = DECODER.decode_groups(config, *given)
+def other_groups(model: Any, *given: Any) -> Any:
+    hidden, cache = Decoder.decode_groups(model, *given)
     return 1.01 * hidden, cache
 
 
-def other_extension(config: Any, params: Any, cache: Any, tokens: Any, start: Any) -> Any:
-    return DECODER.extend(config, params, cache, tokens, start + 1)  # type: ignore[misc]
+def other_extension(model: Any, params: Any, cache: Any, tokens: Any, start: Any) -> Any:
+    return Decoder.extend(model, params, cache, tokens, start + 1)
 
 
-def column(config: Any, params: Any, hidden: Any) -> Any:
-    return DECODER.score(config, params, hidden)[..., None]
+def column(model: Any, params: Any, hidden: Any) -> Any:
+    return Decoder.score(model, params, hidden)[..., None]
 
 
-def rounded(config: Any, params: Any, directory: Any, dtype: str) -> None:
-    DECODER.save(config, params, directory, "bfloat16")
+def rounded(model: Any, params: Any, directory: Any, dtype: str) -> None:
+    Decoder.save(model, params, directory, "bfloat16")
 
 
 ONE_OF_EACH = changed(
@@ -104,9 +108,9 @@ ONE_OF_EACH = changed(
 )
 """Several defects, of which the kit finds each; `make test` looks for them in one go."""
 MUTANTS: dict[str, tuple[set[str], Any]] = {
-    "no family": ({"component"}, DECODER.init),
+    "no family": ({"component"}, Decoder.init),
     "half": ({"parameters"}, changed(init=half)),
-    "unnamed": ({"parameters"}, changed(init=drawn, axes=unnamed)),
+    "unnamed": ({"parameters"}, changed(init=drawn, logical_axes=unnamed)),
     "infinite": ({"finite"}, changed(init=drawn, hidden=infinite)),
     "one of each": (
         {"padding", "packing", "some tokens", "cache", "score", "saving"},

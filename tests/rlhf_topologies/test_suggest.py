@@ -58,7 +58,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def model(remat: str = "full", **changes: Any) -> Definition:
-    return Definition(DECODER, DECODER.parse({**SIZES, **changes}, "lm", dtype="bfloat16", remat=remat), "lm")
+    return DECODER.define({**SIZES, **changes}, "lm").computing(dtype="bfloat16", remat=remat)
 
 
 def here(topology: Topology) -> list[Any]:

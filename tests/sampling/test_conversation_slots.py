@@ -14,7 +14,7 @@ from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import DECODER
 from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, placement, turns
 from rlhf_core.sampling.conversations import Conversation, Schedule
@@ -37,7 +37,7 @@ CONFIG = {
     "vocab_size": VOCAB,
     "initializer_range": 0.4,
 }
-DEFINITION = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
+DEFINITION = DECODER.define(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
 
 
@@ -224,7 +224,7 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str) -> None:
-    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
+    definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
     program = TurnsProgram(definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False)
     weights = placement.abstract_weights(definition, mesh, shared=False)

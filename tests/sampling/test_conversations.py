@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from rlhf_core import sampling
 from rlhf_core.contracts import Continuation, SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import DECODER, Decoder, Definition
 from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, converse_by_turns, placement
 from rlhf_core.sampling.slot_devices import Devices
@@ -46,8 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def define(name: str, **changes: Any) -> Definition:
-    family = dataclasses.replace(DECODER, **changes)
-    return Definition(family, DECODER.parse({**SIZES, **FAMILIES[name]}, "lm"), "lm")
+    made = DECODER.define({**SIZES, **FAMILIES[name]}, "lm")
+    return type("Changed", (Decoder,), changes)(config=made.config) if changes else made  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -172,7 +171,7 @@ def test_a_mesh_changes_nothing(
 @pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_a_family_that_cannot_extend_caches_takes_whole_calls(axes: dict[str, int], hold: Any) -> None:
     devices = jax.devices()[: 8 if len(axes) > 1 else 1]
-    found = hold(mesh=make_mesh(**axes, devices=devices), changes={"extend": None})
+    found = hold(mesh=make_mesh(**axes, devices=devices), changes={"extend": Definition.extend})
     worlds.assert_same(found, hold())
 
 
@@ -253,7 +252,7 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any, monkeypatch:
     scripts = [Script(*replies) for _ in range(3)]
     # A family that cannot extend caches takes whole calls by itself: with one program for these and the expected ones.
     monkeypatch.setattr(sampling, "SHORTEST_BUCKET", LONGEST_PROMPT + FOLLOWING)
-    whole_calls = {"changes": {"extend": None}}
+    whole_calls = {"changes": {"extend": Definition.extend}}
     for script, changes in zip(scripts, ({}, whole_calls, {**whole_calls, "by_turns": True}), strict=True):
         hold(world=script, **changes, **options)
     *cut, whole = (script.said for script in scripts)

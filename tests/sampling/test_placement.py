@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @functools.cache
 def model(name: str) -> tuple[Definition, Any]:
     config = {**SIZES, **FAMILIES[name]}
-    definition = Definition(DECODER, DECODER.parse(config, "lm"), "lm")
+    definition = DECODER.define(config, "lm")
     return definition, jax.jit(definition.init)(jax.random.key(1))
 
 
@@ -172,7 +172,7 @@ PER_TOKEN = 32 * 2 * 8 * 128 * 2
 
 
 def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> Room:
-    definition = Definition(DECODER, DECODER.parse(LLAMA_8B, "lm", dtype="bfloat16"), "lm")
+    definition = DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16")
     return plan_room(
         definition,
         planned_mesh(8, fsdp=8),
@@ -222,7 +222,7 @@ def test_what_is_planned_fits_and_fewer_calls_would_not(
 
 def test_completions_of_one_prompt_take_turns_where_they_do_not_all_fit() -> None:
     room = plan_room(
-        Definition(DECODER, DECODER.parse(LLAMA_8B, "lm", dtype="bfloat16"), "lm"),
+        DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16"),
         planned_mesh(1),
         [1],
         memory=20 * 10**9,

@@ -36,7 +36,7 @@ CONFIG = {
 
 @functools.cache
 def model() -> tuple[Definition, Any]:
-    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
+    definition = DECODER.define(CONFIG, "lm")
     return definition, jax.jit(definition.init)(jax.random.key(1))
 
 
@@ -351,7 +351,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
-    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
+    definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
     options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
     program = loop.SamplingProgram(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")

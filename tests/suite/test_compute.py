@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import load_model
-from rlhf_core.models.definition import Definition
+from rlhf_core.models import Decoder
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
 
     def spied(original: Any) -> Any:
-        def hidden(definition: Definition, *arguments: Any) -> jax.Array:
+        def hidden(definition: Decoder, *arguments: Any) -> jax.Array:
             states: jax.Array = original(definition, *arguments)
-            seen.append((str(states.dtype), definition.config.remat))
+            seen.append((str(states.dtype), definition.remat))
             return states
 
         return hidden
 
     for name in ("hidden", "hidden_at"):
-        monkeypatch.setattr(Definition, name, spied(getattr(Definition, name)))
+        monkeypatch.setattr(Decoder, name, spied(getattr(Decoder, name)))
     return seen
 
 

@@ -53,7 +53,7 @@ PADDED = Layout((32,), (4,), (2,), (32,))  # a tree a row, or part of one
 
 
 def definition(head: str) -> Definition:
-    return Definition(DECODER, DECODER.parse(CONFIG, head), head)
+    return DECODER.define(CONFIG, head)
 
 
 @cache

@@ -22,7 +22,7 @@ import pytest
 from rlhf_core import TRAINER, LossOutput, RunError, installed_registry, run_pipeline
 from rlhf_core.contracts import PairInputs
 from rlhf_core.metrics import Mean
-from rlhf_core.models import Definition
+from rlhf_core.models import Decoder
 from rlhf_core.plugins.component import load_file
 from rlhf_core.runtime import caches, devices
 from rlhf_core.runtime.caches import Exact, cached, own_run
@@ -231,9 +231,9 @@ def test_values_that_compare_equal_are_told_apart_by_type_and_sign(made: Callabl
 
 def test_definitions_of_models_are_told_apart_by_type(tiny: Any) -> None:
     """They are static arguments of programs, and keys of the sampler's and the scorer's."""
-    definition = tiny.make_model().definition
-    family, head = definition.family, definition.head
-    one, other, same = (Definition(family, Options(keep), head) for keep in (1, 1.0, 1))
+    config = tiny.make_model().definition.config
+    eps = (config.norm_eps, 1, 1.0, 1)
+    _, one, other, same = (Decoder(config=dataclasses.replace(config, norm_eps=x)) for x in eps)
     assert one != other
     assert one != dataclasses.replace(one, absent=((3, 5),))
     assert one == same

@@ -15,7 +15,6 @@ from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import make_mesh, replicated_sharding
 from rlhf_core.models import Definition
-from rlhf_core.models.definition import define
 from rlhf_core.models.params import paths
 from rlhf_testing.findings import Broken, Findings, make_component, require_close, require_finite
 from rlhf_testing.fixtures import MODEL_TABLE
@@ -32,7 +31,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     drawn below its vocab_size. Weights should be large enough that differences show: initializer_range 0.3.
 
     component: it can be registered.
-    parameters: `abstract`, `axes` and `init` describe the same tree, float32.
+    parameters: `abstract_params`, `logical_axes` and `init` describe the same tree, float32.
     finite: hidden states and their gradient.
     padding: unused positions before and after a sequence change nothing.
     packing: other sequences in a row change nothing, and two sequences may share a prefix.
@@ -48,7 +47,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     make_component(findings, MODEL, family)
     config = dict(MODEL_TABLE | {"vocab_size": 36, "initializer_range": 0.3, "model_type": family.name[0]})
     config = config if hf_config is None else dict(hf_config)
-    definition = define(family, config, "lm")
+    definition = family.define(config, "lm")
     params = _parameters(findings, definition)
     findings.stop_if_broken()
     draw = np.random.default_rng(0)
@@ -112,7 +111,7 @@ def _parameters(findings: Findings, definition: Definition) -> Any:
         if drawn != described:
             path = next(p for p in {**drawn, **described} if drawn.get(p) != described.get(p))
             raise Broken(
-                f"'{'.'.join(path)}': init makes {drawn.get(path, 'nothing')}, abstract says "
+                f"'{'.'.join(path)}': init makes {drawn.get(path, 'nothing')}, abstract_params says "
                 f"{described.get(path, 'nothing')}"
             )
         wrong = [p for p, (_, dtype) in drawn.items() if dtype != "float32"]
@@ -183,12 +182,12 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
         )
         for row in state:
             require_close(row, whole[i], f"decode of token {i}, in slot {slot} of {length}", rtol=1e-4)
-        if definition.family.decode_groups is None:
+        if not definition.has("decode_groups"):
             continue
         state, own = shared(prepared, read, until > 0, own, *pair, np.int32(i - prompt))
         for row in state:
             require_close(row, whole[i], f"decode_groups of token {i}", rtol=1e-4)
-    if definition.family.extend is not None:
+    if definition.has("extend"):
         _extended(definition, prepared, jax.tree.map(jnp.zeros_like, cache), tokens, whole)
     kernel, softcap = definition.unembedding(params)
     logits = unembed(state, kernel.astype(state.dtype), softcap)
@@ -219,7 +218,7 @@ def _extended(definition: Definition, prepared: Any, cache: Any, tokens: Any, wh
 
 
 def _score(family: ModelFamily, config: Mapping[str, Any], states: Any) -> None:
-    definition = define(family, config, "score")
+    definition = family.define(config, "score")
     scores = definition.score(definition.init(jax.random.key(2)), jnp.asarray(states))
     if scores.shape != states.shape[:-1] or scores.dtype != jnp.float32:
         raise Broken(
@@ -232,8 +231,8 @@ def _score(family: ModelFamily, config: Mapping[str, Any], states: Any) -> None:
 def _saving(definition: Definition, params: Any) -> None:
     mesh = make_mesh(devices=jax.devices()[:1])
     with tempfile.TemporaryDirectory() as directory:
-        definition.family.save(definition.config, params, Path(directory), "float32")
-        read = definition.family.load(definition.config, Path(directory), definition.shardings(mesh))
+        definition.save(params, Path(directory), "float32")
+        read = definition.load(Path(directory), definition.shardings(mesh))
     before, after = dict(paths(params)), dict(paths(read))
     if set(before) != set(after):
         raise Broken(

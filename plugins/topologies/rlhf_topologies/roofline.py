@@ -58,7 +58,7 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     mesh: {axis: devices}. Counted are the products of weights and of attention, what is read and written for them, and
     what devices send: gathered weights, reduced gradients and sums of activations.
     """
-    config, weights = shape.model.config, token_weights(shape.model)
+    config, weights = getattr(shape.model, "config", None), token_weights(shape.model)
     layers, heads = getattr(config, "num_layers", 1), getattr(config, "num_heads", 1)
     width, tensor = shape.model.hidden_size, shape.tensor or mesh["tensor"]
     if program.work == "sample" and not program.steps:  # it moves the weights
@@ -76,7 +76,7 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
     size = getattr(config, "head_dim", width // heads)
     memory = passes * 2 * weights / tensor + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
-    if getattr(config, "attention", None) is None:  # other kernels keep logits out of memory
+    if getattr(shape.model, "attention", None) is None:  # other kernels keep logits out of memory
         memory += 4 * SCORES[program.work] * logits
     sent = {
         "tensor": 8 * layers * tokens * width * (passes - trains),

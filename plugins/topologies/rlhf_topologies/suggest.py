@@ -337,4 +337,4 @@ def _remats(described: StagePrograms) -> list[str | None]:
     models = [
         program.shape.model for program in described.programs if program.shape and program.work == "train"
     ]
-    return list(REMATS) if models and all(hasattr(model.config, "remat") for model in models) else [None]
+    return list(REMATS) if models and all(hasattr(model, "remat") for model in models) else [None]
