@@ -43,7 +43,7 @@ TASKS = (
     Task(
         "Open a model",
         "",
-        "load_model open_model Model ModelFamily Definition Rows",
+        "load_model open_model Model ModelFamily Definition nnx_family nnx_model Rows",
     ),
     Task(
         "Make rows",

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf_core.logprobs.by_tokens import over_tokens
 from rlhf_core.logprobs.by_vocabulary import over_vocabulary
-from rlhf_core.logprobs.logits import Settings
+from rlhf_core.logprobs.logits import Settings, without
 from rlhf_core.logprobs.logits import unembed as unembed
 from rlhf_core.mesh import row_parts
 from rlhf_core.runtime.devices import device_count, platform
@@ -35,7 +35,7 @@ BLOCK_WORDS = 128
 
 def token_logps(
     hidden: jax.Array,
-    kernel: jax.Array,
+    kernel: jax.Array | None,
     targets: jax.Array | np.ndarray,
     *,
     temperature: float = 1.0,
@@ -48,7 +48,7 @@ def token_logps(
     """Compute log p(target) and the entropy of p, where p = softmax(cap(hidden · kernel) / temperature), in nats.
 
     hidden: float32 or bfloat16 [rows, K, D], each one the state that predicts its target.
-    kernel: float32 or bfloat16 [D, V], the unembedding.
+    kernel: float32 or bfloat16 [D, V], the unembedding; None where `hidden` are the logits, before the temperature.
     targets: int32 [rows, K] in [0, V), or -1: results are 0, without gradient.
     temperature: positive. softcap: cap(x) = softcap · tanh(x / softcap); None: cap(x) = x.
     chunk: tokens per row whose logits are in memory at once. block: words of the vocabulary for which the logits of all
@@ -65,6 +65,8 @@ def token_logps(
     Chunks run along K and never across rows: rows that are sharded over a mesh stay where they are.
     Raises ValueError for shapes that do not fit and a temperature, softcap, chunk or block that is not positive.
     """
+    if kernel is None:
+        return _of_logits(hidden, jnp.asarray(targets, jnp.int32), temperature, entropy, absent)
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[-1] != kernel.shape[0]:
         raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {hidden.shape}, {kernel.shape}")
     if tuple(targets.shape) != hidden.shape[:2]:
@@ -87,6 +89,21 @@ def token_logps(
     return (over_vocabulary if blocks else over_tokens)(
         hidden, kernel, jnp.asarray(targets, jnp.int32), settings
     )
+
+
+def _of_logits(
+    logits: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+    entropy: bool,
+    absent: tuple[tuple[int, int], ...],
+) -> tuple[jax.Array, jax.Array]:
+    scaled = without(logits.astype(jnp.float32) / temperature, absent, logits.shape[-1])
+    log_p = jax.nn.log_softmax(scaled)
+    used = targets >= 0
+    chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    mean = -(jnp.exp(log_p) * log_p).sum(-1) if entropy else jnp.zeros_like(chosen)
+    return jnp.where(used, chosen, 0.0), jnp.where(used, mean, 0.0)
 
 
 def block_size(tokens: int, vocab: int) -> int:

@@ -41,8 +41,13 @@ def without(logits: jax.Array, absent: tuple[tuple[int, int], ...], words: int, 
     return jnp.where(here, NEVER, logits)
 
 
-def unembed(hidden: jax.Array, kernel: jax.Array, softcap: float | None = None) -> jax.Array:
-    """Compute logits, float32 [..., V], of hidden states [..., D], as `token_logps` does at temperature 1."""
+def unembed(hidden: jax.Array, kernel: jax.Array | None, softcap: float | None = None) -> jax.Array:
+    """Compute logits, float32 [..., V], of hidden states [..., D], as `token_logps` does at temperature 1.
+
+    kernel: None where `hidden` are logits.
+    """
+    if kernel is None:
+        return hidden.astype(jnp.float32)
     kernel = kernel.astype(hidden.dtype)
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -7,6 +7,8 @@ from rlhf_core.models.decoder_family import DECODER as DECODER
 from rlhf_core.models.decoder_family import decoder_family as decoder_family
 from rlhf_core.models.definition import Definition as Definition
 from rlhf_core.models.families import Architecture as Architecture
+from rlhf_core.models.flax_modules import nnx_family as nnx_family
+from rlhf_core.models.flax_modules import nnx_model as nnx_model
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import find_family as find_family
@@ -19,4 +21,6 @@ from rlhf_core.models.model import Model as Model
 __all__ = [
     "Definition",
     "Model",
+    "nnx_family",
+    "nnx_model",
 ]

@@ -16,6 +16,7 @@ from rlhf_core.contracts import AttentionOver, TensorParallel
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, param_shardings
+from rlhf_core.models.attention import capped
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import Path, join, paths, split
 from rlhf_core.runtime.caches import Exact
@@ -82,8 +83,11 @@ class Definition:
         """Compute the hidden states after the last norm: [rows, time, hidden], compute dtype."""
         raise NotImplementedError
 
-    def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
-        """Return the kernel from hidden states to logits, [hidden, vocab], and the logits' soft cap, if any."""
+    def unembedding(self, params: Any) -> tuple[jax.Array | None, float | None]:
+        """Return the kernel from hidden states to logits, [hidden, vocab], and the logits' soft cap, if any.
+
+        The kernel is None where hidden states are logits already.
+        """
         raise NotImplementedError
 
     def score(self, params: Any, hidden: jax.Array) -> jax.Array:
@@ -205,6 +209,18 @@ class Definition:
         positions = jnp.maximum(jnp.cumsum(attended, axis=1, dtype=jnp.int32) - 1, 0)
         visible_until = jnp.where(attended, attention_mask.shape[1], 0).astype(jnp.int32)
         return self.hidden(params, input_ids, positions, visible_until)
+
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Compute logits, float32 [B, T, vocab], of hidden states [B, T, hidden]."""
+        kernel, cap = self.unembedding(params)
+        if kernel is None:
+            return hidden.astype(jnp.float32)
+        kernel = kernel.astype(hidden.dtype)
+        return capped(jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32), cap)
+
+    def padded_logits(self, params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Compute logits, float32 [B, T, vocab], of a padded batch, meaningless where the mask is 0."""
+        return self.logits(params, self.padded_hidden(params, input_ids, attention_mask))
 
     def padded_scores(self, params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
         """Compute rewards, float32 [B], of a padded batch at each row's last attended token."""

@@ -15,7 +15,6 @@ import numpy as np
 from rlhf_core.errors import SHOWN, InputError, NonFiniteError
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import weights
-from rlhf_core.models.attention import capped
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.params import paths
 
@@ -113,13 +112,8 @@ def first_nonfinite(definition: Any, params: Any, tokens: Any, positions: Any, v
             return name
     if definition.head == "score":
         return "" if _finite(definition.score(params, states)) else "its reward head"
-    kernel, cap = definition.unembedding(params)
     for start in range(0, states.shape[1], CHUNK):  # the logits of all tokens may be larger than the model
-        part = states[:, start : start + CHUNK]
-        logits = jnp.einsum(
-            "btd,dv->btv", part, kernel.astype(part.dtype), preferred_element_type=jnp.float32
-        )
-        if not _finite(capped(logits, cap)):
+        if not _finite(definition.logits(params, states[:, start : start + CHUNK])):
             return "its head, the logits"
     return ""
 

@@ -21,7 +21,6 @@ from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
 from rlhf_core.models import peft
-from rlhf_core.models.attention import capped
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.head_config import config_for, padding_apart
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
@@ -160,6 +159,12 @@ class Model:
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         params = self.definition.abstract_params()
         return str(jax.eval_shape(self.definition.hidden, params, tokens, tokens, tokens).dtype)
+
+    def nnx(self) -> Any:
+        """Return the model as a flax nnx.Module that shares its arrays, see `flax_modules.NnxModel`."""
+        from rlhf_core.models.flax_modules import NnxModel  # imports this module
+
+        return NnxModel(self.definition, self.params)
 
     def as_stored(self, params: Any) -> Any:
         """Round parameters as `save` does, to `stored_dtype`, to evaluate the model that will be saved.
@@ -339,14 +344,5 @@ def require_own_parameters(definition: Definition, params: Any) -> None:
         warnings.warn(f"save: the model's files have no place for {listed}", stacklevel=4)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(definition: Definition, params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-    hidden = definition.padded_hidden(params, ids, mask)
-    kernel, cap = definition.unembedding(params)
-    logits = jnp.einsum(
-        "btd,dv->btv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
-    return capped(logits, cap)
-
-
+_logits = functools.partial(jax.jit, static_argnums=0)(Definition.padded_logits)
 _scores = functools.partial(jax.jit, static_argnums=0)(Definition.padded_scores)

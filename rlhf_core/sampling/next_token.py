@@ -54,7 +54,7 @@ class Stops(NamedTuple):
 class TokenSampler:
     """Samples tokens from hidden states; of the devices that share layers, each for its part of the rows."""
 
-    kernel: jax.Array
+    kernel: jax.Array | None
     softcap: float | None
     peers: Peers
     vocab_size: int
@@ -67,7 +67,8 @@ class TokenSampler:
         cls, model: Definition, params: Any, peers: Peers, options: SamplingSettings, key_type: str
     ) -> Self:
         kernel, softcap = model.unembedding(params)
-        kernel = peers.own_columns(kernel, model.vocab_size)
+        if kernel is not None:
+            kernel = peers.own_columns(kernel, model.vocab_size)
         return cls(kernel, softcap, peers, model.vocab_size, model.absent, options, key_type)
 
     def sample(
@@ -78,10 +79,10 @@ class TokenSampler:
         keys: uint32 [B, words], each row's key; drawn: int32 [B], the number of the token in its completion. seen: bool
         [B, V], the tokens that the repetition penalty applies to; None without one.
         """
-        if self.kernel.shape[1] < self.vocab_size:
-            logits = self.peers.exchange(unembed(hidden, self.kernel.astype(hidden.dtype), self.softcap))
+        if self.kernel is not None and self.kernel.shape[1] < self.vocab_size:
+            logits = self.peers.exchange(unembed(hidden, self.kernel, self.softcap))
         else:
-            logits = unembed(self.peers.own_rows(hidden), self.kernel.astype(hidden.dtype), self.softcap)
+            logits = unembed(self.peers.own_rows(hidden), self.kernel, self.softcap)
         logits = without(logits, self.absent, self.vocab_size)
         own_keys, own_drawn, seen = self.peers.own_rows((keys, drawn, seen))
         sampled = _choose(logits, _uniforms(own_keys, own_drawn, self.key_type), self.options, seen)

@@ -72,7 +72,8 @@ def _head(model: Definition, params: Any, batch: Packed) -> Head:
     rows = batch.rows
     at = jnp.take_along_axis(rows.parent, jnp.maximum(batch.trained, 0), axis=1)
     hidden = model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, jnp.maximum(at, 0))
-    return Head(hidden, *model.unembedding(params))
+    kernel, cap = model.unembedding(params)
+    return Head(hidden, jnp.eye(model.vocab_size) if kernel is None else kernel, cap)
 
 
 def open_divergence(config: DistillConfig, stage: Stage) -> Divergence:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.contracts import MODEL, ModelFamily
+from rlhf_core.errors import InputError
 from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import make_mesh, replicated_sharding
 from rlhf_core.models import Definition
@@ -39,7 +40,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     some tokens: `hidden_at` returns the same states as `hidden`.
     cache: `prefill`, `ring` and `decode`, `decode_groups` and `extend` give the same states as `hidden` on the whole
         sequence.
-    score: one number per position.
+    score: one number per position, of families with a reward head.
     saving: `load` returns what `save` wrote, bit for bit.
     mesh: all available devices give the same.
     """
@@ -190,7 +191,7 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
     if definition.has("extend"):
         _extended(definition, prepared, jax.tree.map(jnp.zeros_like, cache), tokens, whole)
     kernel, softcap = definition.unembedding(params)
-    logits = unembed(state, kernel.astype(state.dtype), softcap)
+    logits = unembed(state, kernel, softcap)
     if logits.shape != (2, definition.vocab_size):
         raise Broken(
             f"unembedding gives logits {list(logits.shape)} for 2 states; the kernel must be [hidden, vocab]"
@@ -218,7 +219,10 @@ def _extended(definition: Definition, prepared: Any, cache: Any, tokens: Any, wh
 
 
 def _score(family: ModelFamily, config: Mapping[str, Any], states: Any) -> None:
-    definition = family.define(config, "score")
+    try:
+        definition = family.define(config, "score")
+    except InputError:  # it has no reward head
+        return
     scores = definition.score(definition.init(jax.random.key(2)), jnp.asarray(states))
     if scores.shape != states.shape[:-1] or scores.dtype != jnp.float32:
         raise Broken(

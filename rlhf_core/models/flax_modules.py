@@ -1,0 +1,241 @@
+"""Models as flax modules, and flax modules as models."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rlhf_core.contracts import ModelFamily
+from rlhf_core.contracts.models import Head
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import fetch_array, make_mesh
+from rlhf_core.models import weights
+from rlhf_core.models.definition import Definition
+from rlhf_core.models.model import Model
+from rlhf_core.models.params import paths
+from rlhf_core.models.safetensors import Writer
+from rlhf_core.runtime.caches import cached
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Make = Callable[[Mapping[str, Any], nnx.Rngs], nnx.Module]
+"""(config.json, rngs) → a module with `__call__(input_ids, positions, attention_mask)` → logits."""
+
+
+def nnx_family(model_type: str, make: Make) -> ModelFamily:
+    """Make the family of the models that `make` builds from a config.json and nnx.Rngs: registry.add(MODEL, …).
+
+    A module is called with input_ids and positions, int32 [B, T], and attention_mask, bool [B, T, T], which tells which
+    tokens a token sees; it returns logits, [B, T, vocab]. A row may hold several sequences: the mask and the positions
+    alone tell them apart, so that a module must use no others. All its state is nnx.Param, float32; parameters have the
+    module's own names in model.safetensors. Without a cache, sampling runs the module over the whole row for every
+    token. There is no reward head.
+    """
+
+    def define(hf_config: Mapping[str, Any], head: Head) -> Definition:
+        if head != "lm":
+            raise InputError(f"config.json: models of '{model_type}' return logits; they have no reward head")
+        model = NnxDefinition(make, json.dumps(dict(hf_config), sort_keys=True))
+        _describe(make, model.hf_config)  # checks the module
+        return model
+
+    return ModelFamily((model_type,), define)
+
+
+def nnx_model(
+    module: nnx.Module,
+    *,
+    tokenizer: Any | None = None,
+    mesh: Mesh | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Model:
+    """Make a model of a flax module and its parameters, as `nnx_family` describes modules.
+
+    mesh: the devices for the parameters; default: one device. config: the fields of config.json, for a family that
+    reads what is saved; default: the module's class as `model_type`.
+    """
+    fields = {"model_type": type(module).__name__} if config is None else dict(config)
+    definition = nnx_family(fields["model_type"], lambda *_: module).define(fields, "lm")
+    params = _named(nnx.state(module, nnx.Param))
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    params = jax.device_put(params, definition.shardings(mesh))
+    return Model(definition, params, tokenizer, fields, None, mesh)
+
+
+class _Tokens(NamedTuple):
+    """What takes the place of a cache: the tokens so far, int32 [B, S]."""
+
+    tokens: jax.Array
+    positions: jax.Array
+
+
+@dataclass(frozen=True, eq=False)
+class NnxDefinition(Definition):
+    """A flax module as a model, whose hidden states are its logits.
+
+    make: see `nnx_family`; hf_config: its argument, as JSON.
+    """
+
+    make: Make
+    hf_config: str
+
+    @property
+    def vocab_size(self) -> int:
+        at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        return int(jax.eval_shape(self.hidden, self.abstract_params(), at, at, at).shape[-1])
+
+    hidden_size = vocab_size
+
+    def abstract_params(self) -> dict[str, Any]:
+        return _describe(self.make, self.hf_config)[1]
+
+    def logical_axes(self) -> dict[str, Any]:
+        return jax.tree.map(lambda leaf: (None,) * leaf.ndim, self.abstract_params())
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        return _named(nnx.state(self.make(json.loads(self.hf_config), nnx.Rngs(key)), nnx.Param))
+
+    def load(self, directory: Path, shardings: Any) -> dict[str, Any]:
+        readers, params = weights.open_weights(directory), self.abstract_params()
+        expected = {".".join(path): leaf.shape for path, leaf in paths(params)}
+        stored = {name: tuple(reader.header[name]["shape"]) for name, reader in readers.items()}
+        if problems := sorted(expected.items() ^ stored.items()):
+            name = problems[0][0]
+            raise InputError(
+                f"{directory}: '{name}' has the shape {stored.get(name, 'of no tensor')} in the files, and "
+                f"{expected.get(name, 'of no parameter')} in the module"
+            )
+
+        def read(path: Any, sharding: Any) -> jax.Array:
+            name = ".".join(entry.key for entry in path)
+            return jax.device_put(np.asarray(readers[name].view(name), np.float32), sharding)
+
+        loaded: dict[str, Any] = jax.tree.map_with_path(read, shardings)
+        return loaded
+
+    def save(self, params: Any, directory: Path, dtype: str) -> None:
+        named = {".".join(path): leaf for path, leaf in paths(params)}
+        writes = jax.process_index() == 0
+        if writes:
+            for old in [*directory.glob("model*.safetensors"), directory / weights.INDEX]:
+                old.unlink(missing_ok=True)
+            shapes = {name: leaf.shape for name, leaf in named.items()}
+            with Writer(directory, shapes, dtype, weights.SHARD_BYTES) as writer:
+                for name, leaf in named.items():
+                    writer.put(name, fetch_array(leaf))
+        else:
+            for leaf in named.values():  # each one needs all processes
+                fetch_array(leaf)
+
+    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
+        """Compute the logits, float32 [rows, time, vocab]."""
+        at = jnp.arange(tokens.shape[1])
+        seen = (at <= at[:, None]) & (at[:, None] < visible_until[:, None])
+        return self._call(params, tokens, positions, seen)
+
+    def _call(self, params: Any, tokens: Any, positions: Any, seen: Any) -> jax.Array:
+        module = nnx.merge(_describe(self.make, self.hf_config)[0], nnx.restore_int_paths(params))
+        # A softmax over nothing would be NaN in places that nobody reads, and its gradient everywhere.
+        seen = seen | jnp.eye(tokens.shape[1], dtype=bool)
+        logits: jax.Array = module(tokens, positions=positions, attention_mask=seen)
+        return logits.astype(jnp.float32)
+
+    def unembedding(self, params: Any) -> tuple[None, None]:
+        return None, None
+
+    def prefill(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> tuple[jax.Array, Any]:
+        return self.hidden(params, tokens, positions, visible_until), _Tokens(tokens, positions)
+
+    def ring(self, cache: _Tokens, length: int, slot: Any) -> _Tokens:
+        fill = ((0, 0), (length - cache.tokens.shape[1], 0))
+        return jax.tree.map(lambda x: jnp.roll(jnp.pad(x, fill), slot, axis=1), cache)
+
+    def prepare(self, params: Any) -> Any:
+        return params
+
+    def decode(
+        self, params: Any, cache: _Tokens, tokens: Any, positions: Any, visible: Any, slot: Any
+    ) -> tuple[jax.Array, Any]:
+        new = _Tokens(tokens, positions)
+        cache = jax.tree.map(lambda x, y: x.at[:, slot].set(y), cache, new)
+        earlier = cache.positions[:, None] <= cache.positions[:, :, None]
+        logits = self._call(params, *cache, earlier & visible[:, None])
+        return logits[:, slot], cache
+
+
+@cached
+def _describe(make: Make, hf_config: str) -> tuple[Any, dict[str, Any]]:
+    """Return a module without its arrays, and their shapes.
+
+    Raises InputError for a module that is not as `nnx_family` describes.
+    """
+    module = nnx.eval_shape(lambda: make(json.loads(hf_config), nnx.Rngs(0)))
+    name = type(module).__name__
+    try:
+        inspect.signature(module).bind(None, positions=None, attention_mask=None)
+    except TypeError as error:
+        raise InputError(
+            f"{name}: its __call__ must take (input_ids, positions, attention_mask), the mask bool [B, T, T]: {error}"
+        ) from None
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    other = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
+    if other:
+        raise InputError(
+            f"{name}: '{other[0]}' is no nnx.Param; a model keeps no other state: make dropout without rngs"
+        )
+    shapes = _named(params)
+    for path, leaf in paths(shapes):
+        if leaf.dtype != jnp.float32:
+            raise InputError(f"{name}: '{'.'.join(path)}' is {leaf.dtype}; make it with param_dtype float32")
+    return graph, shapes
+
+
+def _named(state: Any) -> dict[str, Any]:
+    """Turn a state into a nested dict with texts for keys; `nnx.restore_int_paths` turns numbers back."""
+
+    def named(tree: Any) -> Any:
+        return {str(k): named(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
+
+    pure: dict[str, Any] = named(nnx.to_pure_dict(state))
+    return pure
+
+
+class NnxModel(nnx.Module):
+    """A model as a flax module: its parameters are attributes with the names of `Model.params`.
+
+    `nnx.state`, `nnx.split`, `nnx.merge` and `nnx.grad` see the arrays of the model. definition: static.
+    """
+
+    def __init__(self, definition: Definition, params: Mapping[str, Any]) -> None:
+        self.definition = definition
+        for name, value in params.items():
+            setattr(self, name, _variables(value))
+
+    def __call__(self, input_ids: Any, attention_mask: Any | None = None) -> jax.Array:
+        """Compute logits, float32 [B, T, vocab], as `Model.logits`; of a reward model the scores, float32 [B].
+
+        attention_mask: integers [B, T], padding on either side; None: all tokens are attended.
+        """
+        ids = jnp.asarray(input_ids, jnp.int32)
+        mask = jnp.ones_like(ids) if attention_mask is None else jnp.asarray(attention_mask, jnp.int32)
+        params = nnx.to_pure_dict(nnx.state(self))
+        if self.definition.head == "score":
+            return self.definition.padded_scores(params, ids, mask)
+        return self.definition.padded_logits(params, ids, mask)
+
+
+def _variables(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return nnx.Dict({name: _variables(inner) for name, inner in value.items()})
+    # A key of dropout is an integer, which has no gradient.
+    return nnx.Param(value) if jnp.issubdtype(value.dtype, jnp.floating) else nnx.Variable(value)

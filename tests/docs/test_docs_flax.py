@@ -1,0 +1,24 @@
+"""docs/how-to/flax.md is followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlhf_core.models.safetensors import Reader
+from rlhf_core.plugins.component import load_file
+
+documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+
+
+def test_the_page_can_be_followed(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    documents.on_one_device(monkeypatch)
+    tiny.make_model().save(tmp_path / "MODEL")
+    tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(8))
+    documents.follow(documents.REPOSITORY / "docs/how-to/flax.md")
+    reader = Reader(tmp_path / "runs/small/base/artifacts/model/model.safetensors")
+    assert "layers.0.query.kernel" in reader.header

@@ -1,0 +1,162 @@
+"""Models as flax modules, and flax modules as models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from rlhf_core import SamplerInputs, create_state, load_model
+from rlhf_core.errors import InputError
+from rlhf_core.models import Definition, Model, nnx_family, nnx_model
+from rlhf_core.models.params import paths
+from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core.testing import check_model
+
+IDS = np.array([[5, 9, 4, 7], [8, 3, 3, 0]], np.int32)
+MASK = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
+SIZES = {"model_type": "small", "vocab_size": 31, "hidden_size": 16}
+
+
+class Small(nnx.Module):
+    def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
+        width = config["hidden_size"]
+        self.words = nnx.Embed(config["vocab_size"], width, rngs=rngs)
+        self.places = nnx.Embed(64, width, rngs=rngs)
+        self.layers = nnx.List([nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False)])
+
+    def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        x = self.words(input_ids) + self.places(positions)
+        for layer in self.layers:
+            x = x + layer(x, mask=attention_mask[:, None])
+        return self.words.attend(x)
+
+
+class Wrapped(nnx.Module):
+    """The decoder within a stranger's module: its logits and gradients are known."""
+
+    def __init__(self, model: Model) -> None:
+        self.inner, self.definition = model.nnx(), model.definition
+
+    def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        params = nnx.to_pure_dict(nnx.state(self.inner))
+        time = input_ids.shape[1]
+        until = jnp.max(jnp.where(attention_mask, jnp.arange(1, time + 1)[:, None], 0), axis=1)
+        return self.definition.logits(params, self.definition.hidden(params, input_ids, positions, until))
+
+
+def loss(logits: jax.Array) -> jax.Array:
+    return jnp.square(jnp.where(MASK[..., None] > 0, logits, 0.0)).mean()
+
+
+def close(found: Any, expected: Any) -> None:
+    for (path, one), (_, two) in zip(paths(found), paths(expected), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6, err_msg=".".join(path))
+
+
+def by_decoder(model: Model) -> tuple[jax.Array, Any]:
+    def of(params: Any) -> jax.Array:
+        return loss(model.definition.padded_logits(params, IDS, MASK))
+
+    value, gradient = jax.value_and_grad(of)(model.params)
+    return value, gradient
+
+
+def test_a_model_as_a_module_has_its_arrays_values_and_gradients(tiny: ModuleType) -> None:
+    model = tiny.make_model()
+    module = model.nnx()
+    state = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    assert all(one is two for (_, one), (_, two) in zip(paths(state), paths(model.params), strict=True))
+    np.testing.assert_allclose(module(IDS, MASK), model.logits(IDS, MASK), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(module(IDS), model.logits(IDS, np.ones_like(IDS)), rtol=1e-4, atol=1e-5)
+    value, gradient = nnx.value_and_grad(lambda module: loss(module(IDS, MASK)))(module)
+    expected, wanted = by_decoder(model)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    close(nnx.to_pure_dict(gradient), wanted)
+    graph, split = nnx.split(module)
+    np.testing.assert_allclose(nnx.merge(graph, split)(IDS), module(IDS))
+    scores = tiny.make_model("score")
+    np.testing.assert_allclose(scores.nnx()(IDS, MASK), scores.scores(IDS, MASK), rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_as_a_model_has_its_values_and_gradients(tiny: ModuleType) -> None:
+    model = tiny.make_model()
+    made = nnx_model(Wrapped(model), tokenizer=model.tokenizer)
+    assert made.definition.vocab_size == model.definition.vocab_size
+    np.testing.assert_allclose(
+        np.where(MASK[..., None], made.logits(IDS, MASK), 0),
+        np.where(MASK[..., None], model.logits(IDS, MASK), 0),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    found, expected = by_decoder(made), by_decoder(model)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    close(found[1]["inner"], expected[1])
+    state = create_state(made, optax.sgd(1e-2))
+    assert state.params["inner"].keys() == model.params.keys()
+
+
+def test_the_kit_finds_nothing() -> None:
+    check_model(nnx_family("small", Small), SIZES)
+
+
+def test_it_is_saved_and_loaded_and_samples_the_likeliest_tokens(tmp_path: Path) -> None:
+    module = Small(SIZES, nnx.Rngs(2))
+    model = nnx_model(module, config=SIZES)
+    model.save(tmp_path)
+    family = nnx_family("small", Small)
+    registry: Any = SimpleNamespace(get=lambda kind, name: family, names=lambda kind: ["small"])
+    again = load_model(tmp_path, registry=registry)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+    options = SamplingOptions(temperature=0.0, max_completion_length=4)
+    sampler = Sampler(
+        SamplerInputs(
+            again.definition, options, again.mesh, stop_ids=(), prompts_per_call=2, max_prompt_length=4
+        )
+    )
+    prompts = [IDS[0], IDS[1, :2]]
+    rollouts = sampler(again.params, prompts, jax.random.key(0))
+    for prompt, tokens in zip(prompts, rollouts.tokens, strict=True):
+        ids = list(prompt)
+        for _ in range(4):
+            row = jnp.asarray([ids])
+            at = jnp.arange(len(ids))
+            ids.append(int(module(row, at[None], (at <= at[:, None])[None])[0, -1].argmax()))
+        assert ids[len(prompt) :] == tokens.tolist()
+
+
+def test_modules_that_cannot_be_models_are_refused() -> None:
+    class NoMask(Small):
+        def __call__(self, input_ids: Any) -> Any:  # type: ignore[override]
+            return input_ids
+
+    class Noisy(Small):
+        def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
+            super().__init__(config, rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    class Half(Small):
+        def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
+            super().__init__(config, rngs)
+            self.words = nnx.Embed(31, 16, rngs=rngs, param_dtype=jnp.bfloat16)
+
+    def define(kind: Any, head: Any = "lm") -> Definition:
+        return nnx_family("small", kind).define(SIZES, head)
+
+    for kind, words in (
+        (NoMask, r"must take \(input_ids, positions, attention_mask\)"),
+        (Noisy, r"'dropout\.rngs\.\w+\.?\w*' is no nnx\.Param"),
+        (Half, r"'words\.embedding' is bfloat16"),
+    ):
+        with pytest.raises(InputError, match=words):
+            define(kind)
+    with pytest.raises(InputError, match="no reward head"):
+        define(Small, "score")
