@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from rlhf_core.errors import InputError as InputError
     from rlhf_core.errors import RunError as RunError
     from rlhf_core.models import load_model as load_model
+    from rlhf_core.models import nnx_family as nnx_family
+    from rlhf_core.models import nnx_model as nnx_model
     from rlhf_core.pipeline import run_pipeline as run_pipeline
     from rlhf_core.plugins import installed_registry as installed_registry
     from rlhf_core.plugins.hooks import hookimpl as hookimpl
@@ -71,7 +73,7 @@ _HOMES = {
     "installed_registry": "plugins",
     "Stage": "stage",
     "hookimpl": "plugins.hooks",
-    "load_model": "models",
+    **dict.fromkeys(("load_model", "nnx_family", "nnx_model"), "models"),
     "run_pipeline": "pipeline",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -21,6 +21,4 @@ from rlhf_core.models.model import Model as Model
 __all__ = [
     "Definition",
     "Model",
-    "nnx_family",
-    "nnx_model",
 ]
