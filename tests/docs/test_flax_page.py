@@ -1,4 +1,4 @@
-"""docs/how-to/flax.md is followed."""
+"""examples/flax/README.md is followed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_the_page_can_be_followed(tiny: ModuleType, tmp_path: Path, monkeypatch:
     documents.on_one_device(monkeypatch)
     tiny.make_model().save(tmp_path / "MODEL")
     tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(8))
-    documents.follow(documents.REPOSITORY / "docs/how-to/flax.md")
+    documents.follow(documents.REPOSITORY / "examples/flax/README.md")
     reader = Reader(tmp_path / "runs/small/base/artifacts/model/model.safetensors")
     assert "layers.0.query.kernel" in reader.header
