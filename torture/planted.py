@@ -291,7 +291,7 @@ MUTANTS = (
         "hash-of-old-content",
         "a hash is remembered by size and time of modification alone",
         "rlhf_core/stage/identity.py",
-        "stat.st_ctime_ns, ",
+        " {stat.st_ctime_ns}",
         "",
         "T9",
         "files: another content, size and time as before",

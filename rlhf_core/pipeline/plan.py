@@ -147,15 +147,12 @@ def _stage(
             given = written.to_dict()
         except InputError as error:
             problems += error.problems
-    inputs: dict[str, Input] = {}
 
     def kinds(dotted: str) -> tuple[str, ...]:
         return () if trainer is None else _kinds(trainer.config, given, host, dotted)
 
-    replaced = {
-        key: _references(key, value, key, where, outputs, known, inputs, problems, kinds)
-        for key, value in given.items()
-    }
+    fields = _Fields(where, outputs, kinds, known, problems)
+    replaced = {key: fields.resolve(key, value, key) for key, value in given.items()}
     known.outputs[table.name] = outputs
     for name in outputs or ():  # of two stages with one name, already a problem, the first counts
         known.models.setdefault(f"{table.name}.{name}", replaced.get("model"))
@@ -172,7 +169,7 @@ def _stage(
         config=config,
         written=written,
         preview=config if source == config.model else config.replace(model=source),
-        inputs=inputs,
+        inputs=fields.inputs,
         dir=file.dir / table.name,
         seed=file.seed if config.seed is None else config.seed,
     )
@@ -204,69 +201,64 @@ def _with_default_names(config: type[TrainerConfig], given: Mapping[str, Any]) -
     return table
 
 
-def _references(
-    key: str,
-    value: Any,
-    dotted: str,
-    where: str,
-    outputs: Mapping[str, str] | None,
-    known: _Known,
-    inputs: dict[str, Input],
-    problems: list[str],
-    kinds: Callable[[str], tuple[str, ...]],
-    *,
-    inside: bool = False,
-) -> Any:
-    """Replace STAGE.OUTPUT in model fields by paths, and add every input to `inputs`.
+@dataclass
+class _Fields:
+    """The fields of one stage, while its references are resolved.
 
-    kinds: returns the kinds of artifact that the field at a dotted path takes; none: any.
+    where: the stage, in messages. outputs: of its trainer; None where that is unknown. kinds: returns the kinds of
+    artifact that the field at a dotted path takes; none: any.
     """
-    if isinstance(value, Mapping):
-        return {
-            k: _references(
-                k, v, f"{dotted}.{k}", where, outputs, known, inputs, problems, kinds, inside=key != "model"
-            )
-            for k, v in value.items()
-        }
-    if isinstance(value, list):
-        return [
-            _references(key, v, f"{dotted}[{i}]", where, outputs, known, inputs, problems, kinds, inside=True)
-            for i, v in enumerate(value)
-        ]
-    if not isinstance(value, str):
-        return value
-    file, colon, _ = value.partition(":")
-    path = Path(file if colon and file.endswith(".py") else value)
-    if not is_model_field(key):
-        if path.is_absolute() and exists(path) and key != "save_directory":
-            inputs[dotted] = Input(path)
-        return value
-    reference, kind = None, None
-    if not path.is_absolute():
-        reference, problem = _find(value, known)
-        if problem:
-            problems.append(f"{where}.{dotted}: {problem}")
-        if reference is None:
+
+    where: str
+    outputs: Mapping[str, str] | None
+    kinds: Callable[[str], tuple[str, ...]]
+    known: _Known
+    problems: list[str]
+    inputs: dict[str, Input] = field(default_factory=dict)
+
+    def resolve(self, key: str, value: Any, dotted: str, *, inside: bool = False) -> Any:
+        """Replace STAGE.OUTPUT in model fields by paths, and add every input to `inputs`."""
+        if isinstance(value, Mapping):
+            return {k: self.resolve(k, v, f"{dotted}.{k}", inside=key != "model") for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.resolve(key, v, f"{dotted}[{i}]", inside=True) for i, v in enumerate(value)]
+        if not isinstance(value, str):
             return value
-        stage, _, output = value.partition(".")
-        kind = (known.outputs[stage] or {})[output]
-        path = known.dir / stage / "artifacts" / output
-    elif exists(path):
-        kind = _artifact_kind(path)
-    else:
+        if is_model_field(key):
+            return self._model(value, dotted, of_reward=inside and key == "model")
+        file, colon, _ = value.partition(":")
+        path = Path(file if colon and file.endswith(".py") else value)
+        if path.is_absolute() and exists(path) and key != "save_directory":
+            self.inputs[dotted] = Input(path)
         return value
-    if dotted == "model" and outputs is not None and kind not in (None, LANGUAGE_MODEL, *outputs.values()):
-        problems.append(
-            f"{where}.model: {value} is a {kind}; a trainer that makes a {' and a '.join(outputs.values())} "
-            f"starts from a {LANGUAGE_MODEL}"
-        )
-    if inside and dotted.startswith(f"{REWARD.name}s[") and key == "model" and not (takes := kinds(dotted)):
-        if kind not in (None, REWARD_MODEL):
-            problems.append(f"{where}.{dotted}: {value} is a {kind}; a reward needs a {REWARD_MODEL}")
-    elif dotted != "model" and kind is not None and (takes := kinds(dotted)) and kind not in takes:
-        problems.append(f"{where}.{dotted}: {value} is a {kind}; this field needs a {' or a '.join(takes)}")
-    inputs[dotted] = Input(path, reference)
-    return str(path)
+
+    def _model(self, value: str, dotted: str, *, of_reward: bool) -> str:
+        reference, kind, path = None, None, Path(value)
+        if not path.is_absolute():
+            reference, problem = _find(value, self.known)
+            if problem:
+                self.problems.append(f"{self.where}.{dotted}: {problem}")
+            if reference is None:
+                return value
+            stage, _, output = value.partition(".")
+            kind = (self.known.outputs[stage] or {})[output]
+            path = self.known.dir / stage / "artifacts" / output
+        elif exists(path):
+            kind = _artifact_kind(path)
+        else:
+            return value
+        takes = self.kinds(dotted)
+        needs = f"this field needs a {' or a '.join(takes)}"
+        if dotted == "model":
+            makes = () if self.outputs is None else tuple(self.outputs.values())
+            takes = (LANGUAGE_MODEL, *makes) if self.outputs is not None else ()
+            needs = f"a trainer that makes a {' and a '.join(makes)} starts from a {LANGUAGE_MODEL}"
+        elif of_reward and dotted.startswith(f"{REWARD.name}s[") and not takes:
+            takes, needs = (REWARD_MODEL,), f"a reward needs a {REWARD_MODEL}"
+        if kind is not None and takes and kind not in takes:
+            self.problems.append(f"{self.where}.{dotted}: {value} is a {kind}; {needs}")
+        self.inputs[dotted] = Input(path, reference)
+        return str(path)
 
 
 def _find(value: str, known: _Known) -> tuple[str | None, str | None]:

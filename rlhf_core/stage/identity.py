@@ -205,7 +205,7 @@ def identify(path: Path) -> str:
     For an artifact only the manifest is read, which has the hash of each file; see `artifacts.identity`.
     """
     if path.is_file():
-        return _Hashes.open().of([path])[0]
+        return hash_files([path])[0]
     if (path / artifacts.MANIFEST).is_file():
         return artifacts.identity(path)
     files = sorted(itertools.islice(_visible_files(path), MOST_FILES + 1))
@@ -214,7 +214,7 @@ def identify(path: Path) -> str:
             f"{path} is a directory of more than {MOST_FILES:,} files: give a data file, a directory that `datasets` "
             "saved, or the directory of a model"
         )
-    hashes = _Hashes.open().of(files)
+    hashes = hash_files(files)
     names = (file.relative_to(path).as_posix() for file in files)
     return digest(*(f"{name}\0{content}" for name, content in zip(names, hashes, strict=True)))
 
@@ -226,53 +226,39 @@ def _visible_files(directory: Path) -> Iterator[Path]:
         yield from (file for file in visible if os.path.isfile(file))  # False where it may not be looked at
 
 
-class _Hashes:
-    """Cache hashes of large files on disk, by size, inode, and the times of modification and of change.
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """Return the SHA-256 of each file's bytes.
 
-    A program may set the first of these times, as `rsync --times` does; the second is the kernel's.
+    Hashes of large files are kept on disk by path, size, inode, and the times of modification and of change. A program
+    may set the first of these times, as `rsync --times` does; the second is the kernel's.
     """
+    file = runtime.cache_root() / "hashes.json"
+    try:
+        known = dict(unseal(file.read_bytes())["files"])
+    except UNREADABLE:  # missing or damaged: hashes are computed again
+        known = {}
+    added: dict[str, str] = {}
 
-    def __init__(self, file: Path, cached: dict[str, list[Any]]) -> None:
-        self.file, self.cached = file, cached
-
-    @classmethod
-    def open(cls) -> _Hashes:
-        file = runtime.cache_root() / "hashes.json"
-        try:
-            cached = unseal(file.read_bytes())["files"]
-        except UNREADABLE:  # missing or damaged: hashes are computed again
-            cached = {}
-        return cls(file, cached)
-
-    def of(self, paths: Sequence[Path]) -> list[str]:
-        """Return the SHA-256 of each file's bytes."""
-        with ThreadPoolExecutor(8) as pool:
-            try:
-                results = list(pool.map(self._hash, paths))
-            except OSError as error:
-                raise InputError(f"{error.filename} cannot be read: {disk_reason(error)}") from error
-        added = {key: entry for _, key, entry in results if entry is not None}
-        if added:
-            self._save(added)
-        return [content for content, _, _ in results]
-
-    def _hash(self, path: Path) -> tuple[str, str, list[Any] | None]:
-        """Return (hash, key, new cache entry or None)."""
-        key, stat = str(path.resolve()), path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        entry = self.cached.get(key)
-        if isinstance(entry, list) and entry[:-1] == stamp:
-            return str(entry[-1]), key, None
+    def hash_of(path: Path) -> str:
+        stat = path.stat()
+        key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        if key in known:
+            return str(known[key])
         content = artifacts.hash_file(path)
         settled = time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_SECONDS
-        cacheable = stat.st_size >= SMALL and settled
-        return content, key, [*stamp, content] if cacheable else None
+        if stat.st_size >= SMALL and settled:
+            added[key] = content
+        return content
 
-    def _save(self, added: Mapping[str, list[Any]]) -> None:
-        latest = {**_Hashes.open().cached, **added}  # another process may have added some
-        files = dict(list(latest.items())[-MOST_CACHED:])
+    with ThreadPoolExecutor(8) as pool:
+        try:
+            hashes = list(pool.map(hash_of, paths))
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be read: {disk_reason(error)}") from error
+    if added:
         with suppress(OSError, RunError):  # the cache only saves time
-            write_atomic(self.file, seal({"files": files}))
+            write_atomic(file, seal({"files": dict(list({**known, **added}.items())[-MOST_CACHED:])}))
+    return hashes
 
 
 def of_rows(data: Any) -> str:
