@@ -34,6 +34,7 @@ class Progress:
 
     def __init__(self, stage: Stage, config: TrainerConfig, updates: UpdateSource) -> None:
         self.stage, self.config, self.updates = stage, config, updates
+        self.total = updates.total  # as planned: rollouts of several rounds may end the epochs earlier
         self.checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
         self.metrics: dict[str, float] = {}
         self.tokens = 0
@@ -56,7 +57,7 @@ class Progress:
         """Raise InputError where a checkpoint belongs to another run. Called before its state is read."""
         stage, host = self.stage, saved.host
         fix = f"restore those, use another directory, or delete {stage.dir}"
-        request = Request(stage.name, stage.dir, self.record, fix=fix, total=self.updates.total)
+        request = Request(stage.name, stage.dir, self.record, fix=fix, total=self.total)
         decision = decide(Begun(host["record"], made=saved.step, total=host["total"]), request)
         problems = list(decision.reasons)
         if host["rows"] != len(self.updates.data):
@@ -94,7 +95,7 @@ class Progress:
             "updates": host,
             "record": dict(self.record),
             "rows": len(self.updates.data),
-            "total": self.updates.total,
+            "total": self.total,
             "tokens": self.tokens,
             "elapsed": self.elapsed,
             "window": self.window.to_json(),

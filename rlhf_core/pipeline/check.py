@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
+from rlhf_core.config import Component, TrainerConfig
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import (
@@ -18,8 +20,8 @@ from rlhf_core.pipeline import (
     warn_of_readers,
 )
 from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.forecast import components, inputs_line, short_path, stage_forecasts
-from rlhf_core.pipeline.plan import plan
+from rlhf_core.pipeline.forecast import stage_forecasts
+from rlhf_core.pipeline.plan import StagePlan, plan
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.stage.record import StageRecord, read_records
 
@@ -81,7 +83,7 @@ def check(
                 for line in decision.warnings
             ]
             states |= {
-                name: f"taken over from {short_path(str(stage.source))}" for name, stage in reused.items()
+                name: f"taken over from {_short_path(str(stage.source))}" for name, stage in reused.items()
             }
             done = {name for name, decision in decisions.items() if decision.action == "skip"}
             require_inputs(planned, only, {*done, *reused})
@@ -105,12 +107,53 @@ def check(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for stage in planned.stages:
-        lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
+        lines = [_inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *_components(stage.written)]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
     if not as_json:
-        echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
+        echo(f"{pipeline} → {_short_path(str(planned.dir))}\n")
         show(table)
         for line in notes:
             echo(line)
     if on is not None:
         check_on(pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json)
+
+
+def _components(config: TrainerConfig) -> list[str]:
+    """Return one line with the components that the file names, field by field; no line where it names none."""
+    fields = []
+    for field in config.model_fields_set:
+        value = getattr(config, field)
+        values = value if isinstance(value, list | tuple) else [value]
+        names = [Path(item.name).name for item in values if isinstance(item, Component)]
+        fields += [f"{field} {', '.join(names)}"] if names else []
+    return ["; ".join(sorted(fields))] if fields else []
+
+
+def _inputs_line(stage: StagePlan) -> str:
+    """Return one line with a stage's trainer, model and data."""
+    data = _data(stage.written.train_data)
+    return f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
+
+
+def _model(stage: StagePlan) -> str:
+    model = stage.written.model
+    if isinstance(model, Mapping):
+        shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
+        return f"a fresh {model.get('model_type', 'model')} ({shape})"
+    return "" if model is None else _short_path(str(model))
+
+
+def _data(data: Any) -> str:
+    if isinstance(data, list):
+        return ", ".join(_data(part) for part in data)
+    if isinstance(data, Mapping):
+        return _short_path(str(data.get("path", data.get("name", ""))))
+    return "" if data is None else _short_path(str(data))
+
+
+def _short_path(path: str) -> str:
+    """Return a path relative to the current directory if it is inside, as the user would type it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

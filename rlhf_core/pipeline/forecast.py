@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_core.config import Component
 from rlhf_core.contracts import TRAINER, Forecast, StagePrograms
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, suggest_file
 from rlhf_core.stage import Stage
@@ -208,44 +207,3 @@ def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | No
     if stage in earlier:
         return earlier[stage]
     return model if Path(model).is_dir() else None
-
-
-def components(config: TrainerConfig) -> list[str]:
-    """Return one line with the components that the file names, field by field; no line where it names none."""
-    fields = []
-    for field in config.model_fields_set:
-        value = getattr(config, field)
-        values = value if isinstance(value, list | tuple) else [value]
-        names = [Path(item.name).name for item in values if isinstance(item, Component)]
-        fields += [f"{field} {', '.join(names)}"] if names else []
-    return ["; ".join(sorted(fields))] if fields else []
-
-
-def inputs_line(stage: StagePlan) -> str:
-    """Return one line with a stage's trainer, model and data."""
-    data = _data(stage.written.train_data)
-    return f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
-
-
-def _model(stage: StagePlan) -> str:
-    model = stage.written.model
-    if isinstance(model, Mapping):
-        shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
-        return f"a fresh {model.get('model_type', 'model')} ({shape})"
-    return "" if model is None else short_path(str(model))
-
-
-def _data(data: Any) -> str:
-    if isinstance(data, list):
-        return ", ".join(_data(part) for part in data)
-    if isinstance(data, Mapping):
-        return short_path(str(data.get("path", data.get("name", ""))))
-    return "" if data is None else short_path(str(data))
-
-
-def short_path(path: str) -> str:
-    """Return a path relative to the current directory if it is inside, as the user would type it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path

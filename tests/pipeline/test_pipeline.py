@@ -82,11 +82,12 @@ def test_resolved_file_runs_the_same_stages(pipeline: Path, fake: ModuleType) ->
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        ("policy.size=5", "stage 'policy'.size: then 3, now 5"),
-        ("policy.loss.temperature=2.0", "stage 'policy'.loss.temperature: then not given, now 2.0"),
+        (
+            "policy.size=5",
+            r"(?s)stage 'policy'.size: then 3, now 5.*use another --dir, or delete .*runs/a/policy",
+        ),
         ("policy.model=rm.model", "stage 'policy'.model"),
         ("seed=8", "stage 'base'.seed: then 7, now 8"),
-        ("policy.seed=4", "stage 'policy'.seed: then 3, now 4"),
     ],
 )
 def test_a_changed_stage_is_refused_before_anything_runs(
@@ -94,16 +95,9 @@ def test_a_changed_stage_is_refused_before_anything_runs(
 ) -> None:
     go(pipeline, fake)
     fake.EVENTS.clear()
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=shown):
         go(pipeline, fake, change)
-    assert shown in str(caught.value)
     assert fake.EVENTS == []
-
-
-def test_refusal_says_what_to_do(pipeline: Path, fake: ModuleType) -> None:
-    go(pipeline, fake)
-    with pytest.raises(InputError, match=r"use another --dir, or delete .*runs/a/policy"):
-        go(pipeline, fake, "policy.size=5")
 
 
 def test_changed_data_is_refused_and_moved_data_is_not(pipeline: Path, fake: ModuleType) -> None:
@@ -136,11 +130,6 @@ def test_the_same_artifact_made_by_other_versions_is_the_same(pipeline: Path, fa
     artifacts.write_manifest(path.parent, manifest)
     with pytest.raises(InputError, match=r"stage 'rm'.model: the contents of base.model have changed"):
         go(pipeline, fake)
-
-
-def test_watching_differently_is_no_change(pipeline: Path, fake: ModuleType) -> None:
-    go(pipeline, fake)
-    assert go(pipeline, fake, "base.log_steps=1", "base.progress_bar_type=json").stages["base"].skipped
 
 
 def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType) -> None:
@@ -339,19 +328,6 @@ def test_a_stage_that_runs_anew_under_one_that_is_done(
     assert said in ended.warned
     with pytest.warns(UserWarning, match=said):
         assert go(pipeline, fake).stages["policy"].skipped
-
-
-def test_settings_that_may_change_are_said_where_a_stage_goes_on(pipeline: Path, fake: ModuleType) -> None:
-    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)
-    with pytest.raises(RunError, match="told to fail"):
-        go(pipeline, fake, "rm.fail=error")
-    with (
-        pytest.warns(
-            UserWarning, match=r"stage 'rm' continues with other settings: log_steps: then 10, now 3"
-        ),
-        pytest.raises(RunError, match="told to fail"),
-    ):
-        go(pipeline, fake, "rm.fail=error", "rm.log_steps=3")
 
 
 def test_a_secret_is_not_compared(pipeline: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""A checkpoint belongs to one run: of the same record, of as many rows, and of a length that its rates allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core import TrainerConfig
+from rlhf_core.checkpoint import Restored
+from rlhf_core.errors import InputError
+from rlhf_core.fit.progress import Progress
+
+CONFIG: dict[str, Any] = {"scheduler": "linear", "num_train_epochs": 2}
+
+
+def progress(directory: Path, *, total: int = 8, rows: int = 5, **changes: Any) -> Progress:
+    config = {**CONFIG, **changes}
+    record = {"trainer": "sft", "seed": 0, "config": config, "inputs": {}, "code": {}, "versions": {}}
+    stage: Any = SimpleNamespace(name="policy", dir=directory, experiment=record)
+    updates: Any = SimpleNamespace(total=total, data=range(rows))
+    return Progress(stage, TrainerConfig(), updates)
+
+
+def checkpoint(of: Progress, step: int = 6) -> Restored:
+    """What `Progress.save` writes, as far as it is compared."""
+    host = {"record": dict(of.record), "rows": len(of.updates.data), "total": of.total}
+    return Restored(step, None, host, {})
+
+
+def test_a_run_whose_epochs_ended_early_continues(tmp_path: Path) -> None:
+    """Rollouts of several rounds take the prompts of the epochs in fewer updates than were planned."""
+    first = progress(tmp_path)
+    first.updates.total = 6
+    progress(tmp_path).require_same(checkpoint(first))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 4}, r"stage 'policy'\.train_data: it had 5 rows for training and has 4 now"),
+        (
+            {"total": 9, "num_train_epochs": 3},
+            r'num_train_epochs: then 2, now 3: scheduler = "linear" spreads',
+        ),
+        (
+            {"learning_rate": 1.0},
+            r"learning_rate: then not given, now 1\.0\n.*use another directory, or delete",
+        ),
+        ({"total": 5}, "it has made 6 updates, more than the 5 that are asked for"),
+    ],
+)
+def test_another_run_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        progress(tmp_path, **changes).require_same(checkpoint(progress(tmp_path)))
