@@ -141,3 +141,21 @@ def require_output(out: Any, shape: tuple[int, ...], element: str) -> None:
         )
     if not isinstance(out.metrics, Mapping):
         raise Broken(f"its metrics are a {type(out.metrics).__name__}; return a dict of names and arrays")
+
+
+def check_outputs(findings: Findings, loss: Any, inputs: Any, used: Any, element: str) -> None:
+    """Check `dtype`, `metrics` and `repeatable` of a loss whose output has the right shape. used: bool, same shape."""
+    out = loss(inputs)
+    with findings.property("dtype"):
+        if out.loss.dtype != jnp.float32:
+            raise Broken(f"the loss is {out.loss.dtype}; return float32")
+    with findings.property("metrics"):
+        for name, x in out.metrics.items():
+            if jnp.shape(x) != used.shape:
+                raise Broken(
+                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per {element}, {list(used.shape)}; "
+                    "the trainer takes the mean"
+                )
+            require_finite(np.asarray(x, np.float32)[used], f"'{name}'")
+    with findings.property("repeatable"):
+        require_close(loss(inputs).loss, out.loss, "called again with the same inputs", rtol=0.0)

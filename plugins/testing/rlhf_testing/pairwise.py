@@ -15,6 +15,7 @@ from rlhf_testing.findings import (
     Broken,
     Findings,
     check_hash,
+    check_outputs,
     make_component,
     require_close,
     require_finite,
@@ -51,7 +52,7 @@ def check_pairwise_loss(loss: Any) -> None:
     with findings.property("output"):
         require_output(loss(base), base.chosen.shape, "pair")
     findings.stop_if_broken()
-    _outputs(findings, loss, base)
+    check_outputs(findings, loss, base, np.ones(base.chosen.shape, bool), "pair")
     run = _program(findings, loss, base)
     zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
     cases = {
@@ -103,22 +104,6 @@ def _program(findings: Findings, loss: Any, base: PairInputs) -> Measured:
 
 def _pairs(chosen: Any, rejected: Any, margin: Any) -> PairInputs:
     return PairInputs(*(jnp.asarray(np.array(x), jnp.float32) for x in (chosen, rejected, margin)))
-
-
-def _outputs(findings: Findings, loss: Any, base: PairInputs) -> None:
-    out = loss(base)
-    with findings.property("dtype"):
-        if out.loss.dtype != jnp.float32:
-            raise Broken(f"the loss is {out.loss.dtype}; return float32")
-    with findings.property("metrics"):
-        for name, x in out.metrics.items():
-            if jnp.shape(x) != base.chosen.shape:
-                raise Broken(
-                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per pair; the trainer takes the mean"
-                )
-            require_finite(np.asarray(x, np.float32), f"'{name}'")
-    with findings.property("repeatable"):
-        require_close(loss(base).loss, out.loss, "called again with the same inputs", rtol=0.0)
 
 
 def _independent(run: Measured, base: PairInputs) -> None:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import POLICY_LOSS, LossOutput, PolicyInputs
+from rlhf_core.contracts import POLICY_LOSS, PolicyInputs
 from rlhf_core.errors import InputError
 from rlhf_testing.findings import (
     Broken,
     Findings,
     check_hash,
+    check_outputs,
     make_component,
     require_close,
     require_finite,
@@ -60,7 +61,7 @@ def check_policy_loss(loss: Any) -> None:
     with findings.property("output"):
         require_output(loss(base), base.mask.shape, "token")
     findings.stop_if_broken()
-    _outputs(findings, loss, base)
+    check_outputs(findings, loss, base, _used(base), "token")
     run = _program(findings, loss, base)
     value, gradient = run(base)
     for name, inputs in cases(base).items():
@@ -145,24 +146,6 @@ def _program(findings: Findings, loss: Any, base: PolicyInputs) -> Measured:
         return tuple(np.where(_used(inputs), x, 0) for x in (value, gradient))  # type: ignore[return-value]
 
     return run
-
-
-def _outputs(findings: Findings, loss: Any, base: PolicyInputs) -> None:
-    out: LossOutput = loss(base)
-    with findings.property("dtype"):
-        if out.loss.dtype != jnp.float32:
-            raise Broken(f"the loss is {out.loss.dtype}; return float32")
-    with findings.property("metrics"):
-        metrics: Mapping[str, Any] = out.metrics
-        for name, x in metrics.items():
-            if jnp.shape(x) != base.mask.shape:
-                raise Broken(
-                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per token, {list(base.mask.shape)}; "
-                    "the trainer takes the mean"
-                )
-            require_finite(np.asarray(x, np.float32)[_used(base)], f"'{name}'")
-    with findings.property("repeatable"):
-        require_close(loss(base).loss, out.loss, "called again with the same inputs", rtol=0.0)
 
 
 def _layouts(findings: Findings, run: Measured, base: PolicyInputs, value: Array, gradient: Array) -> None:
