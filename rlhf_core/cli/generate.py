@@ -130,7 +130,7 @@ def generate(
     loaded = load_model(base or model, adapter=base and model, registry=registry)
     if loaded.tokenizer is None:
         raise InputError(
-            f"{model}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
+            f"{model}: no tokenizer files; add tokenizer.json and tokenizer_config.json next to config.json"
         )
     loaded = dataclasses.replace(
         loaded, tokenizer=with_template_and_stop_ids(loaded.tokenizer, chat_template, loaded.source)

@@ -25,7 +25,7 @@ def for_other_libraries(model: Model, contract: Contract) -> Model:
     Warns where transformers' `apply_chat_template` would still make other tokens of a conversation.
     """
     tokenizer: Any = copy.deepcopy(model.tokenizer)
-    tokenizer.name_or_path = ""  # it is no longer that of its directory, whose files would be copied
+    tokenizer.name_or_path = ""  # or the files of its directory would be copied
     if contract.max_length is not None:
         tokenizer.model_max_length = contract.max_length
     tokenizer.truncation_side = "left" if contract.truncation_mode == "keep_end" else "right"
@@ -36,9 +36,9 @@ def for_other_libraries(model: Model, contract: Contract) -> Model:
     if templates := templates_of(tokenizer):
         written = {name: _self_contained(text, encoder, contract) for name, text in templates.items()}
         tokenizer.chat_template = written if set(written) - {"default"} else written["default"]
-        ours = encoder.whole([PROBE[:1]], [PROBE[1:]])[0].tolist()
+        trained = encoder.whole([PROBE[:1]], [PROBE[1:]])[0].tolist()
         theirs = tokenizer.apply_chat_template(PROBE, return_dict=False)
-        if ours != theirs:
+        if trained != theirs:
             warnings.warn(
                 "apply_chat_template of the exported tokenizer makes other tokens of a conversation than the reward "
                 "model was trained on, so its scores differ there; score with the artifact",

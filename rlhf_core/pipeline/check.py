@@ -92,7 +92,7 @@ def check(
     mesh = None
     if devices is not None:
         try:
-            # A search chooses the mesh, whatever the file says.
+            # A search chooses the mesh and ignores the one in the file.
             mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if suggest else planned.mesh))
         except InputError as error:
             problems += error.problems

@@ -1,4 +1,4 @@
-"""The kit for advantages finds each defect, and only that; ours have none."""
+"""The kit for advantages finds each defect, and only that; the built-in ones have none."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ MUTANTS: list[tuple[str, Any, str]] = [
     ("repeatable", Today, "read neither global random numbers nor a clock"),
     ("repeatable", Seconds, "where that cannot be, give the class `deterministic = False`"),
     ("repeatable", Sets, "in another process, reset returned [{"),
-    ("repeatable", Hashes, "use hashlib instead of hash(): Python seeds them anew in each process"),
+    ("repeatable", Hashes, "use hashlib instead of hash(): Python seeds them differently in each process"),
     (
         "odd completions",
         FirstWord,

@@ -1,4 +1,4 @@
-"""The kit for model families finds each defect; ours has none."""
+"""The kit for model families finds each defect; the built-in one has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kits for loggers, optimizers and datasets find each defect, and only that; ours have none."""
+"""The kits for loggers, optimizers and datasets find each defect, and only that; the built-in ones have none."""
 
 from __future__ import annotations
 

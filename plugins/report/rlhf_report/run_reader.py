@@ -113,7 +113,7 @@ def draw(points: Points, stretches: int) -> Drawn:
 
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-"""A stage's name is that of a directory."""
+"""A stage's name, which is the name of its directory."""
 RESOLVED = "pipeline.resolved.toml"
 State = Literal["done", "failed", "stopped", "interrupted", "running", "not begun"]
 BROKEN_OFF = {"failed", "stopped"}

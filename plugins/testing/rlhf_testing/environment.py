@@ -69,8 +69,8 @@ def check_environment(
         is not async and cannot be sent to the worker process that the limit needs. options: the environment's own.
 
     component: it can be registered; makes a new object for each episode, with `reset` and `step`; `tools` are schemas.
-    reset: it returns messages, the last of which is to be replied to.
-    step: it returns a `Turn` of messages and finite numbers, and messages wherever the episode goes on.
+    reset: it returns messages, the last of them one to reply to.
+    step: it returns a `Turn` of messages and finite numbers, and messages unless the episode is over.
     end: every episode ends.
     inputs: neither the row nor a completion is changed.
     apart: episodes share no state, one after the other or held in turns.
@@ -300,7 +300,7 @@ def _require_same_elsewhere(
         if difference := _first_difference(held[number].first, held[number].turns, first, turns):
             raise Broken(
                 f"in another process, {difference}; iterate over sorted(…) instead of a set, and use hashlib instead "
-                "of hash(): Python seeds them anew in each process"
+                "of hash(): Python seeds them differently in each process"
             )
 
 

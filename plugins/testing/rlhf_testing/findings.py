@@ -1,4 +1,4 @@
-"""Collect the properties that a component breaks, and report them at once."""
+"""Collect every property that a component breaks, and report them together."""
 
 from __future__ import annotations
 

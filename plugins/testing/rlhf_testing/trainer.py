@@ -180,7 +180,7 @@ def _interrupted(findings: Findings, case: Case, whole: Ran) -> None:
             changed = sorted(file for file in {*files, *others} if files.get(file) != others.get(file))
             if changed:
                 raise Broken(
-                    f"'{name}' of an interrupted run differs in {', '.join(changed)}; whatever changes from "
+                    f"'{name}' of an interrupted run differs in {', '.join(changed)}; everything that changes from "
                     "update to update (order of the data, random keys, counters) belongs in the checkpoint"
                 )
         before, after = dict(map(clockless, whole.rows)), dict(map(clockless, rest.rows))
