@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_rewards.score import score as score_file
+from rlhf_rewards.commands import score as score_file
 
 from rlhf_core import RunError, SamplerInputs, data, load_model
 from rlhf_core.contracts import RewardInputs

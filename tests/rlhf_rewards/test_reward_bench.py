@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_rewards.commands import score
 from rlhf_rewards.reward_bench import (
     SECTIONS,
     Estimate,
@@ -22,12 +23,11 @@ from rlhf_rewards.reward_bench import (
     ties_score,
     weighted_mean,
 )
-from rlhf_rewards.score import score
 
 from rlhf_core import data, scoring
 from rlhf_core.data import whole_sequences
 from rlhf_core.errors import InputError
-from rlhf_core.scoring import ScoredPart, Scorer
+from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer.encoding import Encoder
 
 NAN = math.nan
@@ -235,10 +235,10 @@ def test_an_interrupted_summary_goes_on(tiny, model, letters, tmp_path, capsys, 
         monkeypatch.setattr(module, "CHUNK", 2)
     real = Summary.add
 
-    def stop_at_row_7(self, rows, part):
+    def stop_at_row_7(self, rows):
         if any(row.get("id") == "tied:0" for row in rows):
             raise KeyboardInterrupt
-        real(self, rows, part)
+        real(self, rows)
 
     monkeypatch.setattr(Summary, "add", stop_at_row_7)
     with pytest.raises(KeyboardInterrupt):
@@ -246,7 +246,7 @@ def test_an_interrupted_summary_goes_on(tiny, model, letters, tmp_path, capsys, 
     monkeypatch.setattr(Summary, "add", real)
     score(model, file, tmp_path / "parts.jsonl")
     captured = capsys.readouterr()
-    assert "resuming after 6 rows" in captured.err
+    assert "resuming after 8 rows" in captured.err
     assert captured.out == printed
     assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
@@ -286,13 +286,11 @@ def test_pairs_by_subset(tiny, model, letters, tmp_path, capsys):
         score(model, file, tmp_path / "out.jsonl", subset="domian")
 
 
-def test_numbers_in_a_summary_of_scores_that_are_not_finite() -> None:
+def test_rows_whose_scores_are_missing_are_not_counted() -> None:
     summary = Summary("subset")
-    cells = {name: np.full(3, None, object) for name in ("chosen_scores", "rejected_scores")}
-    cells["chosen_scores"][0], cells["rejected_scores"][0] = np.array([1.0]), np.array([0.0, math.inf])
-    cells["chosen_scores"][1], cells["rejected_scores"][1] = np.array([1.0]), np.array([0.0, -1.0])
-    summary.add([{"subset": "a"}] * 3, ScoredPart(cells, []))
-    assert (summary.subsets["a"].rows, summary.subsets["a"].credit) == (1, 1.0)
+    scores = ([1.0], [0.0, None]), ([1.0], [0.0, -1.0]), (None, None)
+    summary.add([{"subset": "a", "chosen_scores": c, "rejected_scores": r} for c, r in scores])
+    assert (summary.rows, summary.subsets["a"].rows, summary.subsets["a"].credit) == (3, 1, 1.0)
 
 
 USER = {"role": "user", "content": "m"}

@@ -8,7 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rlhf_rewards.score import score
+from rlhf_rewards.commands import score
 
 from rlhf_core import scoring
 from rlhf_core.data import whole_sequences

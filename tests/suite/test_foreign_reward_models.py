@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig, RewardTrainer
-from rlhf_rewards.score import score
+from rlhf_rewards.commands import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,19 @@
-"""Declare `rlhf score`; what it needs is imported when it runs."""
+"""`rlhf score`. What it needs is imported when it runs: `rlhf --help` imports this module."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rlhf_core.data import Records
+    from rlhf_core.scoring import Scorer
 
 Plugins = Annotated[
     list[Path] | None,
@@ -55,16 +63,71 @@ def score(
     plugin: Plugins = None,
 ) -> None:
     """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
-    from rlhf_rewards.score import score as write_scores
+    from rlhf_core import data, plugins, runtime
+    from rlhf_core.data.best_of_n import completion_lists
+    from rlhf_core.data.columns import prompts_as_turns
+    from rlhf_core.errors import InputError, suggest
+    from rlhf_core.runtime.files import open_stream, require_writable
+    from rlhf_core.runtime.row_output import for_reader, row_text
+    from rlhf_core.runtime.terminal import echo
+    from rlhf_core.scoring import Scorer, warn_unread
+    from rlhf_rewards.reward_bench import Summary, check_ties
+    from rlhf_rewards.score import Unfinished, identity_of, with_scores
 
-    write_scores(
-        model,
-        file,
-        output,
-        normalize=normalize,
-        prompt_repeated=prompt_repeated,
-        chat=chat,
-        subset=subset,
-        base=base,
-        plugins=plugin or (),
-    )
+    require_writable(output, file)
+    runtime.prepare()
+    registry = plugins.load(files=plugin or ()).registry
+    records = data.load(str(file), registry=registry)
+    if subset is not None and subset not in records.columns:
+        raise InputError(
+            f"--subset {subset}: {records.name} has no such column; it has {', '.join(records.columns)}."
+            f"{suggest(subset, records.columns)}"
+        )
+    summary = Summary(subset or "subset")
+    lists = [completion_lists(source) for source in records.sources]
+    if any(lists) and summary.column in records.columns:
+        check_ties(records, summary.column)
+    scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
+    read = data.Records([prompts_as_turns(source) for source in records.sources]) if chat else records
+    _warn_untemplated(read, lists, scorer)
+    stream = None if output is None else open_stream(output)
+    unfinished, unread = None, []
+    if output is not None and stream is None:
+        settings = [model, normalize, base, prompt_repeated, chat]
+        unfinished = Unfinished(output, identity_of(scorer, records, settings), scorer)
+        summary.add(unfinished.open())
+        if summary.rows:
+            echo(f"{output}: resuming after {summary.rows:,} rows that were scored before", err=True)
+        unread = unfinished.unread
+    done = unfinished.parts if unfinished else 0
+    with stream or nullcontext():
+        for part in scorer.score_parts(read, prompt_repeated=prompt_repeated, skip=done):
+            count = len(next(iter(part.scores.values())))
+            rows = with_scores(records[summary.rows : summary.rows + count], part)
+            text = "".join(map(row_text, rows))
+            if unfinished is not None:
+                unfinished.write(text, part.unread)
+            else:
+                (stream or sys.stdout).write(text if stream else for_reader(text))
+                unread += part.unread
+            summary.add(rows)
+    if unfinished is not None:
+        unfinished.finish()
+    warn_unread(unread)
+    for line in summary.lines():
+        echo(line, err=unfinished is None)
+
+
+def _warn_untemplated(records: Records, lists: Sequence[str | None], scorer: Scorer) -> None:
+    """Warn about plain texts, if the model's tokenizer has a chat template."""
+    from rlhf_core.data.columns import skips_template
+
+    for source, listed in zip(records.sources, lists, strict=True):
+        names = [name for name in ("chosen", "rejected", "completion") if name in source.columns]
+        names = [] if listed == "texts" else names
+        if listed != "conversations" and skips_template(source, scorer.encoder, "prompt", *names):
+            warnings.warn(
+                f"{source.name}: plain texts skip the model's chat template, as if it was trained on such texts; for a "
+                "chat model add --chat, which makes a user's turn of the prompt and a reply of each completion",
+                stacklevel=3,
+            )

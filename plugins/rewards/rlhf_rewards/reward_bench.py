@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlhf_core.data import Records
-    from rlhf_core.scoring import ScoredPart
 
 SECTIONS = {
     "Chat": {
@@ -205,38 +204,33 @@ class Tally:
 
 @dataclass
 class Summary:
-    """Counts of the rows scored so far; JSON in a resumed command's state."""
+    """Counts of the rows scored so far."""
 
     column: str
     """Name of the column with a row's subset."""
+    rows: int = 0
+    """Including those that compare nothing or have no score."""
     unit: str = ""
     """"pairs", or "prompts" for lists of completions; empty for rows that compare nothing."""
     subsets: dict[str, Tally] = field(default_factory=dict)
     """By subset, in order of appearance; rows that name none are under ""."""
     ties: list[TiesRow] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Invert `to_dict`."""
-        self.unit, self.ties = saved["unit"], [TiesRow(*row) for row in saved["ties"]]
-        self.subsets = {name: Tally(**tally) for name, tally in saved["subsets"].items()}
-
-    def add(self, rows: Sequence[Mapping[str, Any]], part: ScoredPart) -> None:
-        """Count rows with their scores; those without a score are left out."""
-        listed = "chosen_scores" in part.scores
-        if not listed and "chosen_score" not in part.scores:
-            return
-        self.unit = "prompts" if listed else "pairs"
-        for row, *scores in zip(rows, *part.scores.values(), strict=True):
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Count rows with their scores, as `rlhf score` writes them; those without a score are in no subset."""
+        self.rows += len(rows)
+        for row in rows:
+            listed = "chosen_scores" in row
+            if not listed and "chosen_score" not in row:
+                continue
+            self.unit = "prompts" if listed else "pairs"
             name = row.get(self.column)
-            name = "" if name is None else str(name)
-            tally = self.subsets.setdefault(name, Tally())
-            if any(side is None or not np.isfinite(side).all() for side in scores):
+            tally = self.subsets.setdefault("" if name is None else str(name), Tally())
+            sides = [row[f"{side}_score{'s' * listed}"] for side in ("chosen", "rejected")]
+            if any(score is None for side in sides for score in (side if isinstance(side, list) else [side])):
                 continue
             tally.rows += 1
-            chosen, rejected = (np.asarray(side, np.float64) for side in scores)
+            chosen, rejected = (np.asarray(side, np.float64) for side in sides)
             if not listed:
                 tally.credit += float(chosen > rejected)
                 tally.tied += int(chosen == rejected)
