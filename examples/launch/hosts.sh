@@ -16,7 +16,7 @@ done
 code=0
 for pid in "${pids[@]}"; do
     while stopped=; wait "$pid"; ended=$?; [ $stopped ]; do :; done    # a signal ends `wait`, not the process
-    case $ended,$code in           # the most telling: 2, else a failure, else 75, else 0
+    case $ended,$code in           # the first of: 2, a failure, 75, 0
         0,*|*,2) ;;
         2,*) code=2 ;;
         75,0) code=75 ;;
