@@ -88,41 +88,12 @@ class Min(NamedTuple):
         return self.minimum
 
 
-class Moments(NamedTuple):
-    """Standard deviation (n - 1), merged by Chan's parallel formula; 0 for a single element, NaN for none."""
-
-    count: Any
-    mean: Any
-    squares: Any
-
-    @classmethod
-    def of(cls, x: Any, weight: Any = None) -> Moments:
-        x = jnp.asarray(x, jnp.float32)
-        weight = jnp.ones_like(x) if weight is None else jnp.broadcast_to(weight, x.shape).astype(jnp.float32)
-        x = jnp.where(weight != 0, x, 0.0)
-        count = jnp.sum(weight)
-        mean = jnp.sum(x * weight) / jnp.maximum(count, 1.0)
-        return cls(count, mean, jnp.sum(weight * jnp.square(x - mean)))
-
-    def merge(self, other: Moments) -> Moments:
-        count = self.count + other.count
-        safe = _library(count).maximum(count, 1.0)
-        delta = other.mean - self.mean
-        squares = self.squares + other.squares + delta * delta * self.count * other.count / safe
-        # Divided first, so that the factor is exactly 0 or 1 if one side is empty.
-        return Moments(count, self.mean + delta * (other.count / safe), squares)
-
-    def result(self) -> Any:
-        xp = _library(self.count)
-        return xp.where(self.count != 0, xp.sqrt(self.squares / xp.maximum(self.count - 1.0, 1.0)), math.nan)
-
-
 def _library(x: Any) -> Any:
     """Choose jax for metrics on the device and numpy for fetched ones, which merge without waking the device."""
     return jnp if isinstance(x, jax.Array) else np
 
 
-Metric: TypeAlias = Sum | Mean | Max | Min | Moments
+Metric: TypeAlias = Sum | Mean | Max | Min
 """A metric that merges over micro-batches."""
 Metrics: TypeAlias = Mapping[str, Metric]
 
@@ -155,5 +126,5 @@ def to_json(metrics: Metrics) -> dict[str, list[Any]]:
 
 def from_json(stored: Mapping[str, list[Any]]) -> dict[str, Metric]:
     """Restore metrics from what `to_json` returned."""
-    kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Sum, Mean, Max, Min, Moments)}
+    kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Sum, Mean, Max, Min)}
     return {name: kinds[kind](*map(np.float32, numbers)) for name, (kind, *numbers) in stored.items()}

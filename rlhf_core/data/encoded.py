@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.cache import Ragged, combine_digests, digest64, fingerprint_of
+from rlhf_core.data.cache import Ragged, combine_digests, fingerprint_of
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Places, View, cells
 from rlhf_core.packing.rows import Tree, tree
@@ -174,13 +175,12 @@ class Texts:
     @property
     def fingerprint(self) -> str:
         """Hash of what is trained on: tokens, weights and values, in order."""
-        return fingerprint_of(self.row_digests())
-
-    def row_digests(self) -> NDArray[np.uint64]:
-        """Hash what is trained on in each row, uint64 [texts]: tokens, which of them are learned, and values."""
-        learned = np.fromiter((digest64(row.view(np.uint8)) for row in self.learned), np.uint64, len(self))
-        values = (column.astype(np.float64) for column in self.values.values())
-        return combine_digests(self.digests, learned, *values)
+        content = hashlib.sha256(self.digests.astype("<u8").tobytes())
+        for learned in self.learned:
+            content.update(learned.tobytes())
+        for column in self.values.values():
+            content.update(column.astype("<f4").tobytes())
+        return content.hexdigest()
 
 
 class _TextTrees(Trees):

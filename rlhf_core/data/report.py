@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Annotated, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ class Report:
     """Counts of rows by outcome; each list holds names of rows such as "prefs.jsonl row 17".
 
     `total` is kept + filtered + empty + identical + alike_once_cut. Rows in the other lists are kept, and may be in
-    several of them.
+    several of them. An annotation says what a message calls the rows.
     """
 
     unit: str
@@ -26,39 +27,43 @@ class Report:
     """Maximum tokens per row."""
     total: int = 0
     kept: int = 0
-    filtered: list[str] = field(default_factory=list)
-    """Dropped because they are over the limit."""
-    truncated: list[str] = field(default_factory=list)
-    """Cut to the limit."""
-    empty: list[str] = field(default_factory=list)
-    """Dropped because there is nothing to train on."""
-    identical: list[str] = field(default_factory=list)
-    """Dropped because chosen and rejected are the same tokens, so that the pair teaches nothing."""
-    alike_once_cut: list[str] = field(default_factory=list)
-    """Dropped because chosen and rejected became the same tokens when they were cut to the limit."""
-    doubled: list[str] = field(default_factory=list)
-    """A completion repeats the prompt at its start, in a file where most do not."""
-    after_reply: list[str] = field(default_factory=list)
-    """The conversation continues after its last reply; those turns are ignored."""
-    left_out: list[str] = field(default_factory=list)
+    filtered: Annotated[list[str], "over {limit:,} tokens filtered"] = field(default_factory=list)
+    truncated: Annotated[list[str], "over {limit:,} tokens cut"] = field(default_factory=list)
+    empty: Annotated[list[str], "empty dropped"] = field(default_factory=list)
+    """There is nothing to train on."""
+    identical: Annotated[list[str], "with chosen and rejected alike dropped"] = field(default_factory=list)
+    """Both are the same tokens, so that the pair teaches nothing."""
+    alike_once_cut: Annotated[list[str], "with chosen and rejected alike once cut dropped"] = field(
+        default_factory=list
+    )
+    doubled: Annotated[list[str], "with the prompt again in a completion"] = field(default_factory=list)
+    """In a file where most do not have it."""
+    after_reply: Annotated[list[str], "that continue after the last reply"] = field(default_factory=list)
+    """Those turns are ignored."""
+    left_out: Annotated[list[str], "that lose something in the chat template"] = field(default_factory=list)
     """The chat template omits or alters a message, or omits the tools."""
-    ignored_fields: list[str] = field(default_factory=list)
-    """Messages have fields that the chat template does not write."""
-    unlike: list[str] = field(default_factory=list)
+    ignored_fields: Annotated[list[str], "with fields that the chat template does not write{fields}"] = field(
+        default_factory=list
+    )
+    unlike: Annotated[list[str], "whose reply does not follow the generation prompt"] = field(
+        default_factory=list
+    )
     """The chat template renders the prompt differently once a reply follows, so sampling sees another prompt than
     training."""
-    unlearned: list[str] = field(default_factory=list)
+    unlearned: Annotated[list[str], "whose earlier replies are not all learned"] = field(default_factory=list)
     """The chat template renders an earlier reply differently in later turns, so that reply is not learned."""
-    unread: list[str] = field(default_factory=list)
-    """The row has a margin, which the trainer does not use; the trainer fills this list."""
-    reversed: list[str] = field(default_factory=list)
-    """An earlier row has the same completions with the opposite preference."""
-    unknown: list[str] = field(default_factory=list)
-    """Some text is outside the tokenizer's vocabulary and becomes its unknown token."""
-    untemplated: list[str] = field(default_factory=list)
-    """The row is plain text, so the tokenizer's chat template is not applied."""
-    duplicates: list[str] = field(default_factory=list)
-    """The row has the same tokens as an earlier one; repeats caused by `weight` do not count."""
+    unread: Annotated[list[str], "whose margin is not read"] = field(default_factory=list)
+    """The trainer fills this list."""
+    reversed: Annotated[list[str], "that reverse an earlier row"] = field(default_factory=list)
+    unknown: Annotated[list[str], "with words that the tokenizer does not know"] = field(default_factory=list)
+    """Some text becomes the tokenizer's unknown token."""
+    untemplated: Annotated[
+        list[str],
+        "plain texts that skip the chat template: for a chat model write messages, "
+        '[{{"role": "user", "content": …}}]',
+    ] = field(default_factory=list)
+    duplicates: Annotated[list[str], "the same as an earlier row"] = field(default_factory=list)
+    """The same tokens; repeats caused by `weight` do not count."""
     read_as: list[str] = field(default_factory=list)
     """Descriptions of columns that are renamed or converted on reading."""
     not_read: list[str] = field(default_factory=list)
@@ -103,33 +108,13 @@ class Report:
 
     def _categories(self) -> list[tuple[str, list[str], bool]]:
         """List the non-empty categories: (count and label, rows, whether they are over the limit)."""
-        over = f"over {self.limit or 0:,} tokens"
         counts = ", ".join(f"{name} in {count:,}" for name, count in self.field_counts.items())
-        named = f" [{counts}]" if counts else ""
-        categories = [
-            (f"{over} filtered", self.filtered, True),
-            (f"{over} cut", self.truncated, True),
-            ("empty dropped", self.empty, False),
-            ("with chosen and rejected alike dropped", self.identical, False),
-            ("with chosen and rejected alike once cut dropped", self.alike_once_cut, False),
-            ("with the prompt again in a completion", self.doubled, False),
-            ("that go on after the last reply", self.after_reply, False),
-            ("that lose something in the chat template", self.left_out, False),
-            (f"with fields that the chat template does not write{named}", self.ignored_fields, False),
-            ("whose reply does not follow the generation prompt", self.unlike, False),
-            ("whose earlier replies are not all learned", self.unlearned, False),
-            ("whose margin is not read", self.unread, False),
-            ("that reverse an earlier row", self.reversed, False),
-            ("with words that the tokenizer does not know", self.unknown, False),
-            (
-                "plain texts that skip the chat template: for a chat model write messages, "
-                '[{"role": "user", "content": …}]',
-                self.untemplated,
-                False,
-            ),
-            ("the same as an earlier row", self.duplicates, False),
+        words = {"limit": self.limit or 0, "fields": f" [{counts}]" if counts else ""}
+        return [
+            (f"{len(rows):,} {label.format(**words)}", rows, name in ("filtered", "truncated"))
+            for name, label in LABELS.items()
+            if (rows := getattr(self, name))
         ]
-        return [(f"{len(rows):,} {label}", rows, long) for label, rows, long in categories if rows]
 
     def _share(self, rows: Sequence[str]) -> str:
         percent = 100 * len(rows) / self.total
@@ -163,6 +148,14 @@ class Report:
             f"{name}: all {self.total:,} {self.unit} are over {self.limit:,} tokens ({spread}): set "
             f'{setting} = {longest}, or overlong = "truncate"'
         )
+
+
+LABELS = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Report, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+"""{list of rows: what a message says of them, after their number}."""
 
 
 def shorten(places: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data.report import Report
+from rlhf_core.data.summary import Characters
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.tokenizer.encoding import Encoder
 
@@ -39,14 +40,14 @@ def section(page, title):
         ("Conversations", data.encode_texts, "max_length"),
     ],
 )
-def test_each_row_is_a_layout(title, encode, limit, page, tiny):
+def test_each_row_is_a_layout(title, encode, limit, page):
     (block,) = blocks(section(page, title), "json")
     options = {
         limit: None,
         "chat_template": "{{ tools or '' }}{% for m in messages %}{{ m | tojson }}{% endfor %}",
     }
     for row in map(json.loads, block.splitlines()):
-        encoded = encode(data.load([row]), tiny.make_tokenizer(), **options)
+        encoded = encode(data.load([row]), Characters(), **options)
         assert (len(encoded), encoded.report.doubled) == (1, [])
 
 

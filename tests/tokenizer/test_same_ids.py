@@ -247,7 +247,7 @@ def test_what_stands_after_the_last_reply_is_read_nowhere(scorer):
     longer = [*turns, chat.user("more?")]
     judge, read = scorer(case)
     judge.score_completions([None], [longer])
-    with pytest.warns(UserWarning, match="dataset: 1 that go on after the last reply: dataset row 1"):
+    with pytest.warns(UserWarning, match="dataset: 1 that continue after the last reply: dataset row 1"):
         judge.score_rows(data.load([{"messages": longer}]))
     records = data.load([{"chosen": longer, "rejected": [*case.prompt, chat.assistant("b")]}])
     pairs = data.encode_pairs(records, case.tokenizer, max_length=None)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rlhf_core.packing import Packed
     from rlhf_dpo.losses import DPOLoss
 
-SAME = "same"
-"""A value per sequence: 1 where the chosen and the rejected completion are the same tokens."""
 Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
 """(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""
 
@@ -70,9 +68,5 @@ def objective(
     """
     values = batch.sequence_values
     logps = sequence_logps(model, params, batch)
-    if SAME in values:
-        # A sequence's place in its row changes the last bits, and equal completions must tie.
-        chosen = jnp.repeat(logps[:, 0::2], 2, axis=1)
-        logps = jnp.where(values[SAME] > 0, chosen, logps)
     pairs = inputs_of(logps, values["reference"], values["tokens"], beta)
     return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.fit import per_sequence
-from rlhf_dpo.objective import SAME, sequence_logps
+from rlhf_dpo.objective import sequence_logps
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -32,15 +32,13 @@ class PairSet:
     """Encoded pairs as trees, with values of both completions of each."""
 
     trees: Trees
-    """With the values `tokens`, `reference` and `SAME` per sequence, which are rows of the arrays below."""
+    """With the values `tokens` and `reference` per sequence, which are rows of the arrays below."""
     digests: NDArray[np.uint64]
     """uint64 [pairs]: see `Pairs.row_digests`."""
     reference: NDArray[np.float32]
     """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where not computed yet."""
     tokens: NDArray[np.float32]
     """float32 [pairs, 2]: tokens of each completion."""
-    same: NDArray[np.bool_]
-    """bool [pairs]: both completions are the same tokens."""
 
     @classmethod
     def of(cls, pairs: Pairs) -> PairSet:
@@ -54,13 +52,9 @@ class PairSet:
 
         def with_values(i: int, tree: Tree) -> Tree:
             # Views, so that packing sees references that are computed later.
-            mark = np.full(2, same[i], np.float32)
-            values = {"reference": reference[i], "tokens": tokens[i], SAME: mark}
-            return tree._replace(sequence_values=values)
+            return tree._replace(sequence_values={"reference": reference[i], "tokens": tokens[i]})
 
-        same = (pairs.digests[:, 0] == pairs.digests[:, 1]) & (lengths[:, 0] == lengths[:, 1])
-        same &= pairs.starts[:, 0] == pairs.starts[:, 1]
-        return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens, same)
+        return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens)
 
 
 class Reader:
@@ -78,11 +72,7 @@ class Reader:
         """Return float32 [n, 2], nats: of the chosen and of the rejected completion. which: instead of the reader's."""
         which = self.which if which is None else which
         trees = self.pairs.trees[which]
-        logps = per_sequence(self._logps, params, trees, self.layout, self._mesh, group=2).reshape(-1, 2)
-        # A sequence's place in its row changes the last bits, and equal completions must tie.
-        same = self.pairs.same[which]
-        logps[same, 1] = logps[same, 0]
-        return logps
+        return per_sequence(self._logps, params, trees, self.layout, self._mesh, group=2).reshape(-1, 2)
 
 
 @dataclass

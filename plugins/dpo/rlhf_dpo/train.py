@@ -13,12 +13,12 @@ from rlhf_core.training import Build, Context, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
-from rlhf_dpo.objective import SAME, objective, pair_loss
+from rlhf_dpo.objective import objective, pair_loss
 from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference
 
 ROWS: dict[str, Any] = {
     "reads_tokens": True,
-    "sequence_names": ("reference", "tokens", SAME),
+    "sequence_names": ("reference", "tokens"),
     "group": 2,
 }
 """How pairs lie in rows."""

@@ -41,7 +41,6 @@ class Evaluation:
         self.pairs, self.held_out, self.stored = pairs, held_out, model.as_stored
         self.margins = pairs.margins[:count].astype(np.float32)
         lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)[:count]
-        self.same = (pairs.digests[:count, 0] == pairs.digests[:count, 1]) & (lengths[:, 0] == lengths[:, 1])
         self.lengths = lengths - held_out.trees.prefixes[:, None]
         self.subsets = [None if x is None or x == "" else str(x) for x in pairs.column("subset")[:count]]
         self._score = partial(sequence_scores, model.definition)
@@ -63,10 +62,7 @@ class Evaluation:
         return self._cached[1:]
 
     def _gather(self, params: Any) -> NDArray[np.float32]:
-        scores = self.held_out.per_sequence(self._score, params).reshape(-1, 2)
-        # A sequence's place in its row changes the last bits, and equal sequences must tie.
-        scores[self.same, 1] = scores[self.same, 0]
-        return scores
+        return self.held_out.per_sequence(self._score, params).reshape(-1, 2)
 
     def _metrics(self, scores: NDArray[np.float32]) -> dict[str, float]:
         chosen, rejected = scores[:, 0], scores[:, 1]

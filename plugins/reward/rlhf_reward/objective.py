@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlhf_core import PairInputs
 from rlhf_core.metrics import Max, Mean, Metric, Min
@@ -16,10 +15,8 @@ from rlhf_core.objective import loss_output, sequence_scores
 if TYPE_CHECKING:
     from rlhf_core import PairwiseLoss
     from rlhf_core.models import Definition
-    from rlhf_core.packing import Packed, Tree, Trees
+    from rlhf_core.packing import Packed
 
-SAME = "same"
-"""A value per sequence: 1 where the chosen and the rejected sequence are the same tokens."""
 Measure: TypeAlias = Callable[[PairInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
 """(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""
 
@@ -53,26 +50,12 @@ def pair_loss(
     }
 
 
-def mark_equal_pairs(trees: Trees) -> Trees:
-    """Mark the pairs of two equal sequences with the sequence value `SAME`."""
-
-    def mark(i: int, tree: Tree) -> Tree:
-        chosen, rejected = tree.branches
-        same = np.full(2, np.array_equal(chosen, rejected), np.float32)
-        return tree._replace(sequence_values={**tree.sequence_values, SAME: same})
-
-    return trees.changed(mark)
-
-
 def objective(
     model: Definition, measure: Measure, params: Any, batch: Packed
 ) -> tuple[Mean, Mapping[str, Metric]]:
     """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair."""
     scores = sequence_scores(model, params, batch)
     chosen, rejected = scores[:, 0::2], scores[:, 1::2]
-    if SAME in batch.sequence_values:
-        # A sequence's place in its row changes the last bits, and equal sequences must tie.
-        rejected = jnp.where(batch.sequence_values[SAME][:, 1::2] > 0, chosen, rejected)
     pairs = PairInputs(
         chosen=chosen.reshape(-1),
         rejected=rejected.reshape(-1),

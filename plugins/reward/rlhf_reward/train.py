@@ -15,9 +15,9 @@ from rlhf_core.objective import sequence_scores
 from rlhf_core.training import Build, Context, python_trainer, scoring_contract
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite
-from rlhf_reward.objective import SAME, mark_equal_pairs, objective, pair_loss
+from rlhf_reward.objective import objective, pair_loss
 
-ROWS: dict[str, Any] = {"reads_tokens": False, "sequence_names": ("margin", SAME), "group": 2}
+ROWS: dict[str, Any] = {"reads_tokens": False, "sequence_names": ("margin",), "group": 2}
 """How pairs lie in rows."""
 STATISTICS_PAIRS = 128
 """Training pairs for the stored mean and deviation of scores where there is no evaluation data."""
@@ -33,7 +33,7 @@ def build(config: RewardConfig, context: Context) -> Build:
 
     model = context.model("score")
     train = context.pairs("train_data", read_at=config.read_at)
-    trees = mark_equal_pairs(train.trees())
+    trees = train.trees()
     model, updates = context.updates(model, train, trees, **ROWS)
     evaluate = preview = None
     if (pairs := context.pairs("eval_data", read_at=config.read_at)) is not None:
