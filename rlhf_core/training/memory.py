@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
-from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
 from rlhf_core.mesh import AnyMesh, rows_per_device, with_shardings
 from rlhf_core.models import Decoder, Definition, Head, Model, find_family, peft
 from rlhf_core.models.config import remat_policy
@@ -22,8 +20,7 @@ from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
-from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.devices import planned, platform
+from rlhf_core.runtime.devices import planned
 from rlhf_core.runtime.peak_memory import array_bytes, device_memory, format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 from rlhf_core.training.open import asked_lora
@@ -158,76 +155,6 @@ def saved_bytes(
     return sum(_size(*residual) for residual in residuals)
 
 
-FORWARD_SHARE = 0.6
-"""Of what a layer computes with, what lies in memory at once where nothing is saved for a backward pass."""
-MERGED = 0.85
-"""Of what layers save, what the compiler keeps; the rest it computes again from its neighbours."""
-
-
-def pass_bytes(
-    definition: Definition, shape: tuple[int, int], mesh: Mapping[str, int], *, trains: bool
-) -> int:
-    """Estimate the bytes per device that a pass over a micro-batch takes beside parameters and gradients.
-
-    shape: rows and time of the micro-batch. mesh: {axis: devices}. trains: forward and backward; else forward alone.
-    A device computes its rows, and with `tensor` its heads, columns of MLPs and words. At once lie in memory: what all
-    layers save, what one layer computes with, its weights gathered, and what the head reads.
-    """
-    rows = -(-shape[0] // (mesh["data"] * mesh["fsdp"]))
-    part = _share_of(definition, mesh["tensor"])
-    if not isinstance(part, Decoder):
-        return (
-            saved_bytes(part, (rows, shape[1]))
-            if trains
-            else rows * shape[1] * part.hidden_size * SCORING_WIDTHS * 4
-        )
-    remat = remat_of(definition, shape)
-    layer = _layer_bytes(part, (rows, shape[1]), "none")
-    kept = layer if remat == "none" else _layer_bytes(part, (rows, shape[1]), remat)
-    inside = layer * FORWARD_SHARE if not trains else 0 if remat == "none" else layer
-    return round(
-        MERGED * (kept * part.config.num_layers * trains + inside)
-        + _head_bytes(part, rows * shape[1], trains)
-    )
-
-
-def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
-    """Estimate what the head takes: its weights in the compute dtype, their gradient, and logits of some tokens."""
-    if part.head == "score":
-        return 0
-    words = part.vocab_size
-    logits = 4 * min(tokens * words, max(CHUNK_BYTES_ACCELERATOR // 4, CHUNK_TOKENS * words))
-    return words * part.hidden_size * (6 if trains else 2) + 2 * logits
-
-
-def _layer_bytes(part: Decoder, shape: tuple[int, int], remat: str) -> int:
-    """Count the bytes that each layer saves: those of two layers less those of one."""
-    return _layer_bytes_on(platform(), part, shape, remat)
-
-
-@cached
-def _layer_bytes_on(_: str, part: Decoder, shape: tuple[int, int], remat: str) -> int:
-    """Do what `_layer_bytes` does; the platform, which a family's default dtype depends on, is part of the key."""
-
-    def saved(layers: int) -> int:
-        c = part.config
-        windows, ropes = c.windows[:layers], c.layer_ropes[:layers]
-        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes)
-        changed = replace(part, config=config).computing(remat=remat)
-        return saved_bytes(changed, shape)
-
-    return saved(2) - saved(1)
-
-
-def _share_of(definition: Definition, tensor: int) -> Definition:
-    """Return the model of one of `tensor` devices that share each layer."""
-    if tensor == 1 or not isinstance(definition, Decoder):
-        return definition
-    names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-    divided = {name: max(getattr(definition.config, name) // tensor, 1) for name in names}
-    return replace(definition, config=replace(definition.config, **divided))
-
-
 def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
     """Return what "auto" stands for on a micro-batch of rows × time tokens, else the setting."""
     if not isinstance(definition, Decoder):
@@ -236,11 +163,6 @@ def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
         return definition.remat
     tokens, itemsize = shape[0] * shape[1], definition.compute_dtype.itemsize
     return "none" if remat_policy(definition.config, "auto", tokens, itemsize) is None else "dots"
-
-
-def with_remat(definition: Definition, remat: str) -> Definition:
-    """Return the definition with another setting of remat."""
-    return definition.computing(remat=remat)
 
 
 def state_bytes(

@@ -17,6 +17,7 @@ from rlhf_topologies import interpreters
 from rlhf_topologies.check import candidate_table
 from rlhf_topologies.chips import CHIPS, Topology, machines, parse
 from rlhf_topologies.compile import describe
+from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.roofline import expected
 from rlhf_topologies.suggest import (
     COMPILED,
@@ -37,7 +38,7 @@ from rlhf_core.models import DECODER, Definition
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
-from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
+from rlhf_core.training.memory import remat_of
 
 GB = 10**9
 SIZES = {
@@ -108,7 +109,6 @@ def test_remat_trades_memory() -> None:
     auto = model("auto")
     assert remat_of(auto, (2, 64)) == "none"
     assert remat_of(auto, (2**18, 64)) == "dots"
-    assert with_remat(auto, "full") == model("full")
 
 
 def test_time_of_products_by_hand() -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rlhf_topologies.pass_memory import pass_bytes
 
 from rlhf_core import TRAINER, LossOutput, RunError, installed_registry, run_pipeline
 from rlhf_core.contracts import PairInputs
@@ -28,7 +29,6 @@ from rlhf_core.runtime import caches, devices
 from rlhf_core.runtime.caches import Exact, cached, own_run
 from rlhf_core.state import TrainState
 from rlhf_core.training import PaddedObjective
-from rlhf_core.training.memory import pass_bytes
 
 PROBE = """
 import os

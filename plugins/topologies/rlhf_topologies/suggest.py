@@ -1,6 +1,6 @@
 """Find a mesh, remat, micro-batches and a sampling mesh that fit: ranked by arithmetic, the best of them compiled.
 
-Shapes give the bytes of a stage's state exactly, `training.memory.pass_bytes` estimates what programs hold beside it,
+Shapes give the bytes of a stage's state exactly, `pass_memory.pass_bytes` estimates what programs hold beside it,
 and `roofline.expected` their time. Where the compiler counts more, its ratio corrects the estimates from then on.
 """
 
@@ -21,9 +21,9 @@ from rlhf_core.mesh import AXES, make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.training.memory import pass_bytes, with_remat
 from rlhf_topologies.chips import Topology, machines
 from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
+from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.roofline import expected
 
 COMPILED = 3
@@ -281,7 +281,7 @@ class Search:
                 size = gradients if program.work == "update" else (1 + several) * gradients if trains else 0
                 if shape is not None:
                     if remat is not None and trains:
-                        shape = shape._replace(model=with_remat(shape.model, remat))
+                        shape = shape._replace(model=shape.model.computing(remat=remat))
                     batch = (shape.rows, shape.time)
                     if shape.memory is None and program.work != "sample":
                         size += pass_bytes(shape.model, batch, mesh, trains=trains)

@@ -1,0 +1,78 @@
+"""Estimate what a pass over a micro-batch takes in a device's memory, without compiling it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
+from rlhf_core.models import Decoder, Definition
+from rlhf_core.runtime.devices import platform
+from rlhf_core.training.memory import SCORING_WIDTHS, remat_of, saved_bytes
+
+FORWARD_SHARE = 0.6
+"""Of what a layer computes with, what lies in memory at once where nothing is saved for a backward pass."""
+MERGED = 0.85
+"""Of what layers save, what the compiler keeps; the rest it computes again from its neighbours."""
+
+
+def pass_bytes(
+    definition: Definition, shape: tuple[int, int], mesh: Mapping[str, int], *, trains: bool
+) -> int:
+    """Estimate the bytes per device that a pass over a micro-batch takes beside parameters and gradients.
+
+    shape: rows and time of the micro-batch. mesh: {axis: devices}. trains: forward and backward; else forward alone.
+    A device computes its rows, and with `tensor` its heads, columns of MLPs and words. At once lie in memory: what all
+    layers save, what one layer computes with, its weights gathered, and what the head reads.
+    """
+    rows = -(-shape[0] // (mesh["data"] * mesh["fsdp"]))
+    part = _share_of(definition, mesh["tensor"])
+    if not isinstance(part, Decoder):
+        return (
+            saved_bytes(part, (rows, shape[1]))
+            if trains
+            else rows * shape[1] * part.hidden_size * SCORING_WIDTHS * 4
+        )
+    remat = remat_of(definition, shape)
+    layer, kept = (_layer_bytes(part, (rows, shape[1]), each, platform()) for each in ("none", remat))
+    inside = layer * FORWARD_SHARE if not trains else 0 if remat == "none" else layer
+    return round(
+        MERGED * (kept * part.config.num_layers * trains + inside)
+        + _head_bytes(part, rows * shape[1], trains)
+    )
+
+
+def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
+    """Estimate what the head takes: its weights in the compute dtype, their gradient, and logits of some tokens."""
+    if part.head == "score":
+        return 0
+    words = part.vocab_size
+    logits = 4 * min(tokens * words, max(CHUNK_BYTES_ACCELERATOR // 4, CHUNK_TOKENS * words))
+    return words * part.hidden_size * (6 if trains else 2) + 2 * logits
+
+
+@cache
+def _layer_bytes(part: Decoder, shape: tuple[int, int], remat: str, platform: str) -> int:
+    """Count the bytes that each layer saves: those of two layers less those of one.
+
+    platform: what the default dtype of a family depends on.
+    """
+
+    def saved(layers: int) -> int:
+        c = part.config
+        windows, ropes = c.windows[:layers], c.layer_ropes[:layers]
+        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes)
+        changed = replace(part, config=config).computing(remat=remat)
+        return saved_bytes(changed, shape)
+
+    return saved(2) - saved(1)
+
+
+def _share_of(definition: Definition, tensor: int) -> Definition:
+    """Return the model of one of `tensor` devices that share each layer."""
+    if tensor == 1 or not isinstance(definition, Decoder):
+        return definition
+    names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    divided = {name: max(getattr(definition.config, name) // tensor, 1) for name in names}
+    return replace(definition, config=replace(definition.config, **divided))
