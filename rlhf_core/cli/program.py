@@ -145,7 +145,7 @@ def check(
     json: Annotated[bool, typer.Option("--json", help="With --on: for programs.")] = False,
 ) -> None:
     """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
-    from rlhf_core.pipeline.check import check
+    from rlhf_core.pipeline.check import Target, check
 
     check(
         pipeline,
@@ -155,10 +155,7 @@ def check(
         reuse=reuse,
         only=only or (),
         accept=accept or (),
-        devices=devices,
-        on=on,
-        suggest=suggest,
-        as_json=json,
+        target=Target(devices, on, suggest, json),
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
@@ -25,6 +25,45 @@ from rlhf_core.pipeline.plan import StagePlan, plan
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.stage.record import StageRecord, read_records
 
+if TYPE_CHECKING:
+    from rlhf_core.plugins import Host
+
+
+class Target(NamedTuple):
+    """The devices that a check is for, which need not exist.
+
+    devices: their number, to forecast memory for, per device; None: memory in total. on: devices to compile every
+    program for, such as "h100:8". suggest: search for a mesh and settings that fit these, or a chip's fewest. as_json:
+    print what was found about these devices, and nothing else, as JSON.
+    """
+
+    devices: int | None = None
+    on: str | None = None
+    suggest: bool = False
+    as_json: bool = False
+
+    def resolve(self, host: Host) -> tuple[int | None, Callable[..., None] | None]:
+        """Return the number of devices, and the function that compiles for them.
+
+        Raises InputError for flags that do not go together, and without a distribution that compiles.
+        """
+        if self.on is None:
+            if self.as_json or self.suggest:
+                flag = "--json" if self.as_json else "--suggest"
+                raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
+            return self.devices, None
+        answer = host.hook.rlhf_check_on(on=self.on, suggest=self.suggest)
+        if answer is None:
+            raise InputError(
+                "rlhf check: --on needs the distribution rlhf-topologies: pip install rlhf-topologies"
+            )
+        count, check_on = answer
+        if self.devices is not None and (self.suggest or self.devices != count):
+            raise InputError(
+                f"rlhf check: --on {self.on} has {count} devices; leave out --devices {self.devices}"
+            )
+        return count, check_on
+
 
 def check(
     pipeline: Path,
@@ -35,35 +74,16 @@ def check(
     reuse: Path | None = None,
     only: Sequence[str] = (),
     accept: Sequence[str] = (),
-    devices: int | None = None,
-    on: str | None = None,
-    suggest: bool = False,
-    as_json: bool = False,
+    target: Target = Target(),  # noqa: B008  (immutable)
 ) -> None:
     """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
 
-    reuse, only, accept: see `rlhf_core.run_pipeline`. devices: number of devices to forecast memory for, per device;
-    None: memory in total. on: devices to compile every program for, such as "h100:8". suggest: search for a mesh and
-    settings that fit these, or a chip's fewest. as_json: print what was found about these devices, and nothing else, as
-    JSON.
+    reuse, only, accept: see `rlhf_core.run_pipeline`.
     """
-    for flag in [
-        name for name, asked in (("--json", as_json), ("--suggest", suggest)) if asked and on is None
-    ]:
-        raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
-    if on is not None and only:
+    if target.on is not None and only:
         raise InputError("rlhf check: --on compiles every stage; leave out --only")
     host = plugin_loading.load(files=list(plugins))
-    if on is not None:
-        answer = host.hook.rlhf_check_on(on=on, suggest=suggest)
-        if answer is None:
-            raise InputError(
-                "rlhf check: --on needs the distribution rlhf-topologies: pip install rlhf-topologies"
-            )
-        count, check_on = answer
-        if devices is not None and (suggest or devices != count):
-            raise InputError(f"rlhf check: --on {on} has {count} devices; leave out --devices {devices}")
-        devices = count
+    devices, check_on = target.resolve(host)
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     states: dict[str, str] = {}
@@ -93,7 +113,7 @@ def check(
     if devices is not None:
         try:
             # A search chooses the mesh and ignores the one in the file.
-            mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if suggest else planned.mesh))
+            mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if target.suggest else planned.mesh))
         except InputError as error:
             problems += error.problems
     try:
@@ -109,13 +129,13 @@ def check(
     for stage in planned.stages:
         lines = [_inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *_components(stage.written)]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
-    if not as_json:
+    if not target.as_json:
         echo(f"{pipeline} → {_short_path(str(planned.dir))}\n")
         show(table)
         for line in notes:
             echo(line)
-    if on is not None:
-        check_on(pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json)
+    if check_on is not None:
+        check_on(pipeline, target.on, sets=sets, plugins=plugins, dir=dir, json_output=target.as_json)
 
 
 def _components(config: TrainerConfig) -> list[str]:

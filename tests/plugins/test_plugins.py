@@ -361,8 +361,8 @@ def test_a_half_uninstalled_distribution_is_a_warning(world: World, left: str) -
 def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rlhf_core.pipeline.check import check
+    from rlhf_core.pipeline.check import Target, check
 
     monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "topologies")
     with pytest.raises(InputError, match="pip install rlhf-topologies"):
-        check(Path("pipeline.toml"), on="h100:8")
+        check(Path("pipeline.toml"), target=Target(on="h100:8"))
