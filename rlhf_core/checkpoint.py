@@ -101,7 +101,7 @@ def scalar(x: Any) -> Any:
     """Convert a numpy number to a Python number, for JSON. Raises TypeError for anything else."""
     if isinstance(x, np.generic):
         return x.item()
-    raise TypeError(f"a checkpoint cannot keep {x!r}; make it a number, a text, or an array beside them")
+    raise TypeError(f"a checkpoint cannot keep {x!r}; make it a number, a text, or one of the arrays")
 
 
 FORMAT = 1
@@ -175,9 +175,9 @@ class Checkpoints:
         """Save a state, replacing a checkpoint of the same step; return as soon as its arrays may be donated.
 
         state: any pytree of jax arrays, typed keys included. host: JSON. arrays: numpy arrays of any shape, copied
-        here. protect: a step whose checkpoint is retained beside the newest. block: return only when the checkpoint is
+        here. protect: a step whose checkpoint is kept besides the newest. block: return only when the checkpoint is
         on disk. before: called on the main process, in another thread, before the checkpoint appears; it must flush to
-        disk whatever a run that resumes from the checkpoint relies on.
+        disk what a run that resumes from the checkpoint relies on.
 
         Raises RunError if the disk is full or not writable, leaving older checkpoints untouched. Warns if an older one
         cannot be deleted.
@@ -236,10 +236,7 @@ class Checkpoints:
         saved from another tree, shape or dtype.
         """
         self.wait()
-        if step is None:
-            step = self._newest_whole()
-        else:
-            self._require(step)
+        step = self._choose(step)
         if step is None:
             return None
         directory = self.directory / str(step)
@@ -263,7 +260,7 @@ class Checkpoints:
         return Restored(step, state, saved["host"], arrays)
 
     def wait(self) -> None:
-        """Wait until the running save is on disk. Raises whatever made the save fail."""
+        """Wait until the running save is on disk. Raises what made the save fail."""
         pending, self._pending = self._pending, None
         for line in () if pending is None else pending.result():
             warnings.warn(line, stacklevel=3)
@@ -275,12 +272,15 @@ class Checkpoints:
         finally:
             self._pool.shutdown()
 
-    def _newest_whole(self) -> int | None:
-        """Find the newest whole checkpoint on the first process, as others may see a shared disk at other times."""
+    def _choose(self, wanted: int | None) -> int | None:
+        """Return the wanted step, or that of the newest whole checkpoint; None if there is no checkpoint at all.
+
+        The first process looks, as others may see a shared disk at other times.
+        """
         step, damaged, unreadable = None, [], ""
         if jax.process_index() == 0 and self.directory.is_dir():
             self._recover()
-            for each in reversed(self.steps()):
+            for each in reversed(self.steps()) if wanted is None else [wanted]:
                 try:
                     problem = _problem(self.directory / str(each))
                 except PermissionError as error:  # it may be whole, so an older one is no replacement
@@ -294,25 +294,18 @@ class Checkpoints:
         step, damaged, unreadable = json.loads(broadcast_text(json.dumps([step, damaged, unreadable])))
         if unreadable:
             raise RunError(unreadable)
-        if damaged and step is None:
+        if step is None and wanted is not None:
+            raise RunError(
+                f"the checkpoint of step {wanted} is damaged: {'; '.join(damaged) or self.directory}"
+            )
+        if step is None and damaged:
             raise RunError(
                 f"none of the checkpoints in {self.directory} is whole: {'; '.join(damaged)}. "
                 "Delete that directory to start this stage from its beginning."
             )
         for problem in damaged if jax.process_index() == 0 else ():
-            warnings.warn(f"damaged checkpoint: {problem}; going on from step {step}", stacklevel=3)
+            warnings.warn(f"damaged checkpoint: {problem}; resuming from step {step}", stacklevel=3)
         return step
-
-    def _require(self, step: int) -> None:
-        """Raise RunError on every process if the checkpoint of `step` is not whole."""
-        problem = None
-        if jax.process_index() == 0:
-            try:
-                problem = _problem(self.directory / str(step))
-            except PermissionError as error:
-                problem = f"{error.filename} cannot be read: {disk_reason(error)}"
-        if problem := json.loads(broadcast_text(json.dumps(problem))):
-            raise RunError(f"the checkpoint of step {step} is damaged: {problem}")
 
     def _retire(self, newest: int, protect: int | None) -> list[str]:
         """Delete surplus and damaged checkpoints after `newest` was written; never delete `newest` or `protect`.

@@ -210,7 +210,7 @@ class Judge:
         stage, step, problems = directory.name, -1, []
         try:
             record = StageRecord(directory, stage)
-            newest = checkpoint.Checkpoints(directory / "checkpoints", keep=None)._newest_whole()
+            newest = checkpoint.Checkpoints(directory / "checkpoints", keep=None)._choose(None)
             if promised is not None and (newest is None or newest < promised):
                 problems.append(
                     f"stage '{stage}' has lost its checkpoint at update {promised}; it finds {newest}"

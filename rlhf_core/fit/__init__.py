@@ -84,7 +84,7 @@ def fit(
     """Run `updates.total` updates, continuing from the stage's newest whole checkpoint.
 
     objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, logged with the prefix `eval_`, every
-    `evaluation_steps` updates and at the end; an error after the first update becomes a warning, and training goes on.
+    `evaluation_steps` updates and at the end; an error after the first update becomes a warning.
     preview: called with the number of updates done and the state before the first update and, without `evaluate`, after
     the last; a RunError after training becomes a warning. after_update: called with the number of updates done and the
     state every `after_update_steps` updates; the loop first waits until their loss and gradient are known to be finite.
@@ -262,7 +262,7 @@ class _Run:
     def stopped(self, count: int) -> Stopped:
         return Stopped(
             f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}, state saved; "
-            "the same command goes on from here"
+            "rerun the same command to resume"
         )
 
     def compare(self, count: int, state: TrainState, metrics: Mapping[str, float]) -> bool:

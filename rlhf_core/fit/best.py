@@ -118,7 +118,7 @@ class Best:
         except RunError as error:
             raise RunError(
                 f"stage '{self.stage.name}': the best evaluation was that after update {step}, but {error}. "
-                f"Delete {self.stage.dir} to train it anew."
+                f"Delete {self.stage.dir} to train it again."
             ) from error
         assert restored is not None
         return last.with_trained(restored.state)

@@ -63,7 +63,7 @@ class Progress:
         if host["rows"] != len(self.updates.data):
             problems.append(
                 f"stage '{stage.name}'.train_data: it had {host['rows']:,} rows for training and has "
-                f"{len(self.updates.data):,} now; give back the rows that were added or left out"
+                f"{len(self.updates.data):,} now; restore the rows that were removed, or remove those that were added"
             )
         if problems:
             raise InputError(*problems)

@@ -198,13 +198,13 @@ def reusable_stages(plan: Plan, host: Host, run: Path | None) -> tuple[dict[str,
 
 
 def warn_of_readers(plan: Plan, records: Mapping[str, StageRecord]) -> None:
-    """Warn of stages that run anew although others, which are not new, have read what they made before."""
+    """Warn of new stages whose earlier output a stage that is not new has read."""
     new = {name for name, record in records.items() if not record.then}
     for stage in plan.stages:
         for source in sorted(_reads(stage) & new) if stage.name not in new else ():
             warnings.warn(
-                f"stage '{source}' runs anew, and stage '{stage.name}' has read what it made before: if that "
-                f"changes, '{stage.name}' is refused then; delete {stage.dir} to run it anew too",
+                f"stage '{source}' runs again, and stage '{stage.name}' has read what it made before: if that "
+                f"changes, '{stage.name}' is refused then; delete {stage.dir} to rerun it too",
                 stacklevel=2,
             )
 
@@ -221,7 +221,7 @@ def _request(plan: Plan, stage: StagePlan, host: Host, accept: Collection[str]) 
         stage.dir,
         identity.of_pipeline(stage.trainer_name, stage.seed, stage.written, inputs, host.registry),
         _reads(stage),
-        f"restore those, use another --dir, or delete {stage.dir} to run it anew; --dir NEW --reuse {plan.dir} "
+        f"restore those, use another --dir, or delete {stage.dir} to rerun it; --dir NEW --reuse {plan.dir} "
         "takes over the stages that have not changed",
         frozenset(accept),
     )

@@ -37,7 +37,7 @@ SPELLINGS = {
     "reward_funcs": "rewards",
 }
 INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks", "accept")
-"""Arguments of a trainer class beside its config."""
+"""Arguments of a trainer class besides its config."""
 
 
 def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
@@ -128,7 +128,7 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
         inputs={name: value for name, value in inputs.items() if value is not None},
         template_date=day_begun(directory),  # before a record of this start is written
     )
-    fix = f"restore those, use another save_directory, or delete {directory} to train anew"
+    fix = f"restore those, use another save_directory, or delete {directory} to train again"
 
     requests: list[Request] = []
 

@@ -142,7 +142,7 @@ def decide_all(requests: Sequence[Request], begun: Mapping[str, Begun | None]) -
         if stale and decision.action not in ("begin", "refuse"):
             line = (
                 f"stage '{request.name}' was begun with '{stale[0]}' as it was, which would be trained further: "
-                f"delete {request.dir} to run it anew afterwards, or use another --dir"
+                f"delete {request.dir} to rerun it afterwards, or use another --dir"
             )
             decision = decision._replace(action="refuse", reasons=(line,))
         decisions[request.name] = decision

@@ -80,7 +80,7 @@ def run_stage(
         try:
             outputs = read_outputs(trainer, stage)
         except RunError as error:
-            raise InputError(f"{error}; it was done before: delete {stage.dir} to run it anew") from error
+            raise InputError(f"{error}; it was done before: delete {stage.dir} to rerun it") from error
         record.require_outputs(outputs)
         if decision.accepted and stage.is_main:
             record.keep_done(now)
@@ -220,10 +220,8 @@ def read_outputs(trainer: Trainer, stage: Stage, *, verify: bool = True) -> dict
     return outputs
 
 
-GOES_ON = (
-    "The same command goes on from the newest checkpoint, or begins the stage again where there is none."
-)
-FINISHED = "The stage is trained and saved: the same command goes on after it."
+RESUMES = "Rerun the same command to resume from the newest checkpoint, or to start the stage over if there is none."
+FINISHED = "The stage is trained and saved: rerun the same command to continue after it."
 
 
 @contextmanager
@@ -247,7 +245,7 @@ def _raise_with_owner(
         return
     message = f"stage '{arguments['stage'].name}': {_owner(impl)} {error_line(error, HERE)} in {hook}"
     if arguments.get("error") is None:  # else an earlier error has ended the stage
-        message += f". {FINISHED if hook == 'rlhf_stage_end' else GOES_ON}"
+        message += f". {FINISHED if hook == 'rlhf_stage_end' else RESUMES}"
     raise RunError(message) from error
 
 

@@ -144,7 +144,7 @@ class StageRecord:
         identities = self.then.get("results", {}).get("artifacts", {})
         problems = [
             f"stage '{self.name}': output '{name}' in {artifact.path} is not what the stage wrote there; it was done "
-            f"before: delete {self.dir} to run it anew"
+            f"before: delete {self.dir} to rerun it"
             for name, artifact in outputs.items()
             if name in identities and artifacts.identity(artifact.path) != identities[name]
         ]

@@ -247,7 +247,7 @@ def test_damage_falls_back_and_says_so(tmp_path: Path, harm: str) -> None:
         victim.unlink()
     else:
         victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match=r"damaged checkpoint: .*/2/.*going on from step 1"):
+    with pytest.warns(UserWarning, match=r"damaged checkpoint: .*/2/.*resuming from step 1"):
         restored = found.restore(abstract(make_state()))
     assert restored is not None
     assert (restored.step, restored.host) == (1, {"n": 1})
@@ -286,7 +286,7 @@ def test_a_checkpoint_in_the_place_of_another_step_is_told(tmp_path: Path) -> No
         found.save(step, make_state(step), host={"n": step}, block=True)
     shutil.rmtree(tmp_path / "2")
     shutil.copytree(tmp_path / "1", tmp_path / "2")
-    with pytest.warns(UserWarning, match=r"/2 holds the checkpoint of step 1; going on from step 1"):
+    with pytest.warns(UserWarning, match=r"/2 holds the checkpoint of step 1; resuming from step 1"):
         restored = found.restore(abstract(make_state()))
     found.close()
     assert restored is not None
@@ -298,7 +298,7 @@ def test_a_damaged_later_step_does_not_push_out_a_whole_one(tmp_path: Path) -> N
     for step in (10, 20):
         found.save(step, make_state(step), host={}, block=True)
     flip(largest(tmp_path / "20" / "state"))
-    with pytest.warns(UserWarning, match="going on from step 10"):
+    with pytest.warns(UserWarning, match="resuming from step 10"):
         found.restore(abstract(make_state()))
     found.save(15, make_state(15), host={}, block=True)
     found.close()

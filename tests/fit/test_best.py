@@ -184,7 +184,7 @@ def test_a_best_state_that_is_damaged_is_one_clear_error(kept: Any) -> None:
     assert re.fullmatch(
         r"stage 'rm': the best evaluation was that after update 1, but the checkpoint of step 1 is damaged: "
         r"\S+/1/state/\S+ is missing or has another size than when it was written\. "
-        r"Delete \S+ to train it anew\.",
+        r"Delete \S+ to train it again\.",
         str(caught.value),
     )
     assert kept.checkpoints.steps() == [1, 2]

@@ -317,13 +317,13 @@ def test_a_finished_stage_is_extended_unless_later_ones_have_read_it(
         go(pipeline, fake, "base.max_training_steps=3")
 
 
-def test_a_stage_that_runs_anew_under_one_that_is_done(
+def test_a_stage_that_runs_again_before_one_that_is_done(
     pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
 ) -> None:
     """It may end with the same model, so that it is not refused."""
     go(pipeline, fake)
     shutil.rmtree("runs/a/base")
-    said = "stage 'base' runs anew, and stage 'rm' has read what it made before: if that changes, 'rm' is refused"
+    said = "stage 'base' runs again, and stage 'rm' has read what it made before: if that changes, 'rm' is refused"
     ended = rlhf("check", str(pipeline), "--dir", "runs/a", "--plugin", str(fake.__file__))
     assert said in ended.warned
     with pytest.warns(UserWarning, match=said):

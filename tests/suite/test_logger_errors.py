@@ -72,7 +72,7 @@ def test_a_logger_that_raises_is_named_and_costs_no_row(run: Command, hook: str)
     assert again.code == cli.DONE
     skipped = hook == "rlhf_stage_end"
     assert ended.message.endswith(
-        "goes on after it." if skipped else "begins the stage again where there is none."
+        "to continue after it." if skipped else "start the stage over if there is none."
     )
     assert ("stage 'base': done on" in again.out) == skipped
 

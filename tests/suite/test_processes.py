@@ -188,7 +188,7 @@ def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) ->
     ended = job(place, ("run", "run"), ("", "SIGTERM step 3"))
     assert [code for code, _ in ended] == [75, 75], ended
     assert (place / "run/sft/checkpoints/3").is_dir()
-    told = "stopped after update 3 of 500, state saved; the same command goes on from here"
+    told = "stopped after update 3 of 500, state saved; rerun the same command to resume"
     assert sum(said.count(told) for _, said in ended) == 1
     (done, said), _ = job(place, ("run", "run"), ("", ""), "--set", "sft.max_training_steps=4")
     assert done == 0, said

@@ -204,7 +204,7 @@ def test_sigterm_saves_the_state_and_the_same_command_goes_on(
     unfinished(whole, tmp_path, "policy")
     stopped = run(pipeline, tmp_path, "SIGTERM policy step 5")
     assert stopped.returncode == 75, stopped.stderr
-    assert "stopped after update 5 of 7, state saved; the same command goes on" in " ".join(
+    assert "stopped after update 5 of 7, state saved; rerun the same command" in " ".join(
         stopped.stderr.split()
     )
     assert "Traceback" not in stopped.stderr
