@@ -56,8 +56,10 @@ def rows(file: str, directory: Path) -> None:
     """Read rows from memory and from the disk, profile them, and encode them as every trainer would."""
     from contextlib import suppress
 
+    from rlhf_report import data_profile
+
     from rlhf_core import data
-    from rlhf_core.data import files, summary
+    from rlhf_core.data import files
     from rlhf_core.errors import InputError
 
     records = data.load(str(directory / file))
@@ -69,8 +71,8 @@ def rows(file: str, directory: Path) -> None:
     finally:
         files.IN_MEMORY = limit
     readings = (
-        lambda: summary.render(summary.profile(records, None)),
-        lambda: summary.profile(records, _words(), max_length=32, chat_template="plain"),
+        lambda: data_profile.render(data_profile.profile(records, None)),
+        lambda: data_profile.profile(records, _words(), max_length=32, chat_template="plain"),
         lambda: data.encode_pairs(records, _words(), max_length=None),
         lambda: data.encode_texts(records, _words(), max_length=32),
         lambda: data.encode_prompts(records, _words(), max_prompt_length=32),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GROUP = "rlhf.commands"
 DISTRIBUTIONS = {
     "compare": "rlhf-report",
+    "data": "rlhf-report",
     "new": "rlhf-testing",
     "report": "rlhf-report",
     "score": "rlhf-rewards",

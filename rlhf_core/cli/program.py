@@ -12,8 +12,7 @@ import typer
 from rlhf_core import __version__
 from rlhf_core.cli import exits
 from rlhf_core.cli.generate import generate
-from rlhf_core.cli.options import Base, Plugins, Template
-from rlhf_core.errors import InputError
+from rlhf_core.cli.options import Base, Plugins
 from rlhf_core.runtime.signals import stop_signals
 
 Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
@@ -210,34 +209,6 @@ def export(
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("-", "_")}
 """For commands whose flags are fields of configurations: --max-completion-length is --max_completion_length, too."""
 app.command(context_settings=UNDERSCORES)(generate)
-
-
-@app.command(context_settings=UNDERSCORES)
-def data(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A file, or the name of a `datasets` dataset.")],
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="DIR", help="Counts tokens; default: characters.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Use its tokenizer.")] = None,
-    max_sequence_length: Annotated[
-        int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
-    ] = None,
-    chat_template: Template = None,
-    plugin: Plugins = None,
-) -> None:
-    """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""
-    from rlhf_core import data, plugins
-    from rlhf_core.data import summary
-    from rlhf_core.runtime.terminal import show
-    from rlhf_core.tokenizer import load_tokenizer
-
-    if tokenizer is not None and model is not None:
-        raise InputError("rlhf data: give --tokenizer or --model, not both")
-    source = model if tokenizer is None else tokenizer
-    loaded = None if source is None else load_tokenizer(source)
-    records = data.load(file, registry=plugins.load(files=plugin or ()).registry)
-    profile = summary.profile(records, loaded, max_length=max_sequence_length, chat_template=chat_template)
-    show(summary.render(profile))
 
 
 @app.command()

@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from rlhf_report.data_profile import profile
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data.summary import profile
 from rlhf_core.errors import InputError
 
 ALPACA = [

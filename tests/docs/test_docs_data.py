@@ -10,10 +10,10 @@ import tomllib
 from dataclasses import fields
 
 import pytest
+from rlhf_report.data_profile import Characters
 
 from rlhf_core import data
 from rlhf_core.data.report import Report
-from rlhf_core.data.summary import Characters
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.tokenizer.encoding import Encoder
 

@@ -1,4 +1,4 @@
-"""Declare `rlhf report` and `rlhf compare`; what they need is imported when they run."""
+"""Declare `rlhf report`, `rlhf compare` and `rlhf data`; what they need is imported when they run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rlhf_core.errors import InputError
 
 Page = Annotated[
     Path | None,
@@ -38,6 +40,46 @@ def compare(
     import rlhf_report
 
     _print_page(rlhf_report.compare(runs, output))
+
+
+def data(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file, or the name of a `datasets` dataset.")],
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Counts tokens; default: characters.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Use its tokenizer.")] = None,
+    max_sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max_sequence_length", "--max-sequence-length", min=1, help="Tokens; default: the trainers'."
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat_template", "--chat-template", help='"plain" or a file; default: the tokenizer\'s.'
+        ),
+    ] = None,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+    ] = None,
+) -> None:
+    """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""
+    from rlhf_core import data, plugins
+    from rlhf_core.runtime.terminal import show
+    from rlhf_core.tokenizer import load_tokenizer
+    from rlhf_report import data_profile
+
+    if tokenizer is not None and model is not None:
+        raise InputError("rlhf data: give --tokenizer or --model, not both")
+    source = model if tokenizer is None else tokenizer
+    loaded = None if source is None else load_tokenizer(source)
+    records = data.load(file, registry=plugins.load(files=plugin or ()).registry)
+    profile = data_profile.profile(
+        records, loaded, max_length=max_sequence_length, chat_template=chat_template
+    )
+    show(data_profile.render(profile))
 
 
 def _print_page(path: Path) -> None:

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 from rich.console import Console
+from rlhf_report.data_profile import profile, render
 
 from rlhf_core import cli, data
-from rlhf_core.data.summary import profile, render
 from rlhf_core.errors import InputError
 
 
