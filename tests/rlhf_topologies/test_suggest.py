@@ -407,7 +407,7 @@ def test_where_nothing_fits_why(place: Any, rlhf: Any, monkeypatch: pytest.Monke
     ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
     assert ended.code == cli.BAD_INPUT
     assert (
-        "--on h100:1: none fits of the 1 that were compiled; of the last, stage 'base' does not fit"
+        "--on h100:1: none of the 1 that were compiled fits; in the last one, stage 'base' does not fit"
         in ended.message
     )
     with_memory(monkeypatch, 1000)

@@ -51,27 +51,32 @@ def check_on(
         job["suggest"] = SEARCH
     seconds = SEARCH if suggest else None
     found = interpreters.run(interpreters.find(machines(on)[0]), job, seconds=seconds)
-    compiled = found["compiled"] if suggest else [found]
     if json_output:
         echo(json.dumps(found, indent=2, ensure_ascii=False))
-    else:
-        if suggest:
-            echo(f"\nby arithmetic, on {on}:")
-            show(candidate_table(found["ranked"]))
+    if suggest:
+        _answer_search(found, on, silent=json_output)
+        return
+    if not json_output:
+        _print(found)
+    if problems := _problems(found):
+        raise InputError(*problems)
+
+
+def _answer_search(found: Mapping[str, Any], on: str, *, silent: bool) -> None:
+    compiled = found["compiled"]
+    if not silent:
+        echo(f"\nby arithmetic, on {on}:")
+        show(candidate_table(found["ranked"]))
         for each in compiled:
             _print(each)
-    problems = _problems(compiled[-1]) if compiled else []
-    if not suggest:
-        if problems:
-            raise InputError(*problems)
-        return
     if not found["lines"]:
         raise InputError(
-            f"--on {on}: none fits of the {len(compiled)} that were compiled; of the last, {problems[0]}"
+            f"--on {on}: none of the {len(compiled)} that were compiled fits; in the last one, "
+            + _problems(compiled[-1])[0]
             if compiled
             else _nothing_fits(on, found["ranked"])
         )
-    if not json_output:
+    if not silent:
         fit = "these fit" if found["chosen"] else "time ran out; by arithmetic alone these fit"
         where = (found["chosen"] or next(each for each in found["ranked"] if each["fits"]))["on"]
         echo("\n".join([f"\n{fit} {where}; for the pipeline:", "", *found["lines"]]))

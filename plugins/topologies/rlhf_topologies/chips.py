@@ -22,7 +22,7 @@ class Chip:
     addition counted}, without sparsity. memory_bandwidth: bytes per second. link: bytes per second that a device sends
     to others of its machine (GPU) or slice (TPU), all links together, one way. network: the same to other machines, of
     the machines that its maker sells (400 Gb/s per GPU; A100: 200); None: there are no others.
-    source: where these are from. target: what XLA's GPU compiler asks about a device, besides what stands above.
+    source: where these are from. target: what XLA's GPU compiler asks about a device, besides the above.
     """
 
     name: str

@@ -38,7 +38,7 @@ SLICES = ("dynamic-slice", "slice", "gather")
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "token": 0, "opaque": 0}
 """Bytes of an element, where the name's number of bits does not say it."""
 FAST_MEMORY = "S(1)"
-"""In a layout of TPUs: the array is in the memory beside the units, not in the device's main memory."""
+"""In a layout of TPUs: the array is in the memory next to the compute units, not in main memory."""
 
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)")
@@ -234,7 +234,7 @@ class Reader:
         """Count a collective, and what the best algorithm sends for it over each kind of wire."""
         taken = sum(shape_bytes(inside[name].shape) for name in each.operands if name in inside)
         given = shape_bytes(each.shape)
-        # An asynchronous start gives what it took beside the result, or only that.
+        # An asynchronous start returns its operands with the result, or the result alone.
         size = max(taken, given - taken if each.opcode.endswith("-start") else given)
         total.collectives[kind] = [1.0, size]
         groups = device_groups(each.attributes, self.devices)
@@ -277,7 +277,7 @@ def arrays(shape: str) -> Iterator[tuple[str, list[int], str]]:
 
 
 def shape_bytes(shape: str, *, main_memory: bool = False) -> float:
-    """Count the bytes of a shape's arrays; main_memory: of those that are there alone."""
+    """Count the bytes of a shape's arrays; main_memory: only of those in main memory."""
     total = 0.0
     for dtype, sizes, layout in arrays(shape):
         if not (main_memory and FAST_MEMORY in layout):

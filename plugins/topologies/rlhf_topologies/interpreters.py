@@ -24,7 +24,7 @@ PACKAGES = {"gpu": "jax[cuda13]", "tpu": "jax[tpu]"}
 """What pip installs for each platform."""
 DOWNLOADS = {"gpu": "4.4 GB", "tpu": "1 GB"}
 COMPILERS = {"gpu": "jax_cuda13_plugin", "tpu": "libtpu"}
-"""Modules that are there where the compiler is."""
+"""Modules that are installed with the compiler."""
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no driver

@@ -12,7 +12,7 @@ from rlhf_core.runtime.devices import platform
 from rlhf_core.training.memory import SCORING_WIDTHS, remat_of, saved_bytes
 
 FORWARD_SHARE = 0.6
-"""Of what a layer computes with, what lies in memory at once where nothing is saved for a backward pass."""
+"""Of what a layer computes with, what is in memory at the same time if nothing is saved for a backward pass."""
 MERGED = 0.85
 """Of what layers save, what the compiler keeps; the rest it computes again from its neighbours."""
 
@@ -20,11 +20,11 @@ MERGED = 0.85
 def pass_bytes(
     definition: Definition, shape: tuple[int, int], mesh: Mapping[str, int], *, trains: bool
 ) -> int:
-    """Estimate the bytes per device that a pass over a micro-batch takes beside parameters and gradients.
+    """Estimate the bytes per device that a pass over a micro-batch takes besides parameters and gradients.
 
     shape: rows and time of the micro-batch. mesh: {axis: devices}. trains: forward and backward; else forward alone.
-    A device computes its rows, and with `tensor` its heads, columns of MLPs and words. At once lie in memory: what all
-    layers save, what one layer computes with, its weights gathered, and what the head reads.
+    A device computes its rows, and with `tensor` its heads, columns of MLPs and words. In memory at the same time are
+    what all layers save, what one layer computes with, its weights gathered, and what the head reads.
     """
     rows = -(-shape[0] // (mesh["data"] * mesh["fsdp"]))
     part = _share_of(definition, mesh["tensor"])

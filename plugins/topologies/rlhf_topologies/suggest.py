@@ -1,6 +1,6 @@
 """Find a mesh, remat, micro-batches and a sampling mesh that fit: ranked by arithmetic, the best of them compiled.
 
-Shapes give the bytes of a stage's state exactly, `pass_memory.pass_bytes` estimates what programs hold beside it,
+Shapes give the bytes of a stage's state exactly, `pass_memory.pass_bytes` estimates what programs need besides,
 and `roofline.expected` their time. Where the compiler counts more, its ratio corrects the estimates from then on.
 """
 
@@ -142,7 +142,7 @@ def suggest(
 ) -> dict[str, Any]:
     """Search for the fastest settings that fit, on the fewest devices where the job does not say how many.
 
-    job: as for `compile_pipeline`; `on` may be a chip alone, and `suggest` is the seconds that there are. save: called
+    job: as for `compile_pipeline`; `on` may be a chip alone, and `suggest` is the time limit in seconds. save: called
     with the results so far, since a compiler may be stopped for the time it takes. find: makes a topology's devices.
     compiled: compiles a pipeline.
 
@@ -179,7 +179,7 @@ def suggest(
 class Search:
     """Describes a pipeline's stages on devices, and forecasts them by arithmetic.
 
-    find: makes the devices of a topology. corrections: {work of programs: bytes that the compiler counted beside the
+    find: makes the devices of a topology. corrections: {work of programs: bytes that the compiler counted besides the
     stage's state, over those of arithmetic}.
     """
 
@@ -196,7 +196,7 @@ class Search:
     def candidates(self, topology: Topology, until: float = math.inf) -> list[Candidate]:
         """Return a candidate for every mesh over the devices, best first.
 
-        until: the `time.monotonic()` at which to return those that there are, at least one.
+        until: the `time.monotonic()` at which to return those found so far, at least one.
         """
         found: list[Candidate] = []
         for mesh in meshes(topology):

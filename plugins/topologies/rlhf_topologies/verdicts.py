@@ -63,7 +63,7 @@ def judge_stage(
 def judge_program(facts: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
     """Judge a program on one device from its facts.
 
-    Returns "peak": bytes while it runs, with what lies in memory beside it, and "memory": of what; "call": what a call
+    Returns "peak": bytes in memory while it runs, and "memory": their parts; "call": what a call
     does outside its main loop, and "step": a round of that loop; None: it has none; "seconds" per call, at least, and
     "bound": what sets them; "error": why it could not be compiled. The rest is as in the facts.
     """
