@@ -10,13 +10,16 @@ from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from rlhf_core.contracts import TRAINER, Kind
+from rlhf_core.contracts import REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
-DISTRIBUTED = ("sft", "reward", "grpo", "dpo", "distill")
-"""Trainers whose distribution, rlhf-NAME, is released together with this one; another such name may be anybody's."""
+REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
+DISTRIBUTED = {(TRAINER, name): f"rlhf-{name}" for name in ("sft", "reward", "grpo", "dpo", "distill")} | {
+    (REWARD, name): "rlhf-rewards" for name in REWARDS
+}
+"""{(kind, name): the distribution that has it}, of those that are released together with this one."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,7 @@ class Registry:
                 f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
             )
         elif not ((alike and hint) or elsewhere or is_path or self.failures or self.disabled):
-            package = f", usually rlhf-{name}" if kind == TRAINER and name in DISTRIBUTED else ""
+            package = f", usually {DISTRIBUTED[kind, name]}" if (kind, name) in DISTRIBUTED else ""
             message += f" Install the package that has it{package}, or give its file with --plugin."
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."

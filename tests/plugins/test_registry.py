@@ -195,11 +195,15 @@ def test_another_method_is_not_taken_for_a_trainer_that_is_there() -> None:
 
 
 def test_only_packages_that_are_released_with_the_core_are_named_for_installation(repository: Path) -> None:
-    assert set(DISTRIBUTED) <= {path.parent.name for path in repository.glob("plugins/*/pyproject.toml")}
+    released = {f"rlhf-{path.parent.name}" for path in repository.glob("plugins/*/pyproject.toml")}
+    assert set(DISTRIBUTED.values()) <= released
+    registry = plugins.load().registry
+    assert all(name in registry.names(kind) for kind, name in DISTRIBUTED)
     empty = Registry()
     for kind, name, package in [
         (TRAINER, "grpo", ", usually rlhf-grpo"),
         (TRAINER, "ppo", ""),
+        (REWARD, "length", ", usually rlhf-rewards"),
         (LOGGER, "dpo", ""),
     ]:
         with pytest.raises(InputError) as caught:
