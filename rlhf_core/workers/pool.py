@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -28,6 +29,8 @@ ATTEMPTS, STARTS = 3, 6
 """How often to make a call, and to start a process for it, before giving up on processes that die."""
 LOAD_SECONDS = 600.0
 """How long a worker may take to import what it calls."""
+PIPE_BYTES = 1 << 16
+"""Bytes of a message that a pipe takes even if the worker does not read."""
 SLICE = 0.25
 """Seconds between checks that a process is alive, in case a child of it holds the pipe open."""
 
@@ -210,6 +213,8 @@ class _Worker:
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators belong to the parent
             )
             self.pipe = Connection(ours.detach())
+        self._ready = select.poll()
+        self._ready.register(self.pipe, select.POLLIN)
 
     def load(self, function: bytes, memory: int | None) -> None:
         """Have the process import the function."""
@@ -248,29 +253,29 @@ class _Worker:
         return reply
 
     def _exchange(self, message: bytes, seconds: float | None) -> tuple[tuple[Any, ...] | None, bool]:
-        """Send a message and return the reply, None if none comes, and whether the time was up, at which it is killed.
-
-        Killing ends both a worker that computes and a wait for one that reads nothing.
-        """
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self.kill()
-
-        timer = threading.Timer(seconds or 0, end)
-        if seconds is not None:
+        """Send a message; return the reply, None if none comes, and whether the time was up, at which it is killed."""
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        timer = None
+        if (
+            seconds is not None and len(message) > PIPE_BYTES
+        ):  # a worker that reads nothing would block `send_bytes`
+            timer = threading.Timer(seconds, self.kill)
+            timer.daemon = True
             timer.start()
         try:
             self.pipe.send_bytes(message)
-            while not self.pipe.poll(SLICE):
-                if self._has_ended() and not self.pipe.poll(0):
-                    return None, late.is_set()
+            while not self._ready.poll(1000 * min(SLICE, max(until - time.monotonic(), 0))):
+                if time.monotonic() >= until:
+                    self.kill()
+                    return None, True
+                if self._has_ended() and not self._ready.poll(0):
+                    return None, False
             return pickle.loads(self.pipe.recv_bytes(LARGEST_REPLY)), False
         except (EOFError, OSError):  # also for a message that is too long
-            return None, late.is_set()
+            return None, time.monotonic() >= until
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     def _has_ended(self) -> bool:
         """Check whether the process has ended, without releasing its id, which its group has too."""
