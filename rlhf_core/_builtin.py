@@ -10,9 +10,8 @@ from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LOGGER, MODEL, 
 from rlhf_core.data.files import FORMATS
 from rlhf_core.environments import ToolEnvironment
 from rlhf_core.models import DECODER
-from rlhf_core.models.attention import attend
+from rlhf_core.models.attention import attend, attend_cudnn
 from rlhf_core.models.attention_blocks import attend_blocks
-from rlhf_core.models.attention_cudnn import attend_cudnn
 from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.plugins.registry import Registry

@@ -44,8 +44,8 @@ from rlhf_core.fit import TokenReader, empty_batches
 from rlhf_core.mesh import put_rows, replicated_sharding, with_shardings
 from rlhf_core.models import DECODER, Model
 from rlhf_core.models.definition import complete
-from rlhf_core.models.head_config import config_for
 from rlhf_core.models.lora import Lora, linear_modules
+from rlhf_core.models.model import config_for
 from rlhf_core.models.params import join, split
 from rlhf_core.objective import trained_logps
 from rlhf_core.optimizers import make_optimizer

@@ -3,12 +3,12 @@
 from rlhf_core.contracts.models import Head as Head
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
-from rlhf_core.models.decoder_family import DECODER as DECODER
-from rlhf_core.models.decoder_family import decoder_family as decoder_family
 from rlhf_core.models.definition import Definition as Definition
 from rlhf_core.models.families import Architecture as Architecture
 from rlhf_core.models.flax_modules import nnx_family as nnx_family
 from rlhf_core.models.flax_modules import nnx_model as nnx_model
+from rlhf_core.models.hf_config import DECODER as DECODER
+from rlhf_core.models.hf_config import decoder_family as decoder_family
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import find_family as find_family

@@ -7,10 +7,13 @@ the einsums: b row, k kv head, g query head within it, t query, s key, h head di
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from rlhf_core.errors import InputError
 from rlhf_core.models.attention_decode import MASKED as MASKED
 from rlhf_core.models.attention_decode import attend_visible, reads_visible
 
@@ -176,3 +179,113 @@ def _mix(logits: jax.Array, values: jax.Array, spec: str) -> jax.Array:
 
 def _weighted(weights: jax.Array, values: jax.Array, spec: str) -> jax.Array:
     return jnp.einsum(spec, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+
+def attend_cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    *,
+    window: jax.Array | None = None,
+    softcap: float | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> jax.Array:
+    """Compute `attention.attend` in one kernel: bfloat16, no soft cap, head sizes up to 128 that are multiples of 8.
+
+    The kernel takes a mask, bool [B, 1, T, T]: memory grows with the square of the row, though by less per pair than
+    logits, a float per head, would take. implementation: "xla" computes the same without the kernel, on any platform.
+
+    Raises InputError for what the kernel cannot do.
+    """
+    batch, kv_heads, groups, time, size = q.shape
+    problems = []
+    if softcap is not None:
+        problems.append(f"it has no soft cap, which this model has ({softcap:g})")
+    if implementation == "cudnn" and q.dtype != jnp.bfloat16:
+        problems.append(f"it computes in bfloat16, not {q.dtype}; set dtype to 'bfloat16'")
+    if implementation == "cudnn" and (size > 128 or size % 8):
+        problems.append(f"it takes heads of at most 128 dimensions that 8 divides, not {size}")
+    if problems:
+        raise InputError(*(f"attention 'cudnn': {line}" for line in problems))
+    at = jnp.arange(time)
+    seen = (at <= at[:, None]) & (at[:, None] < visible_until[:, None, :])  # [B, t, s]
+    if window is not None:
+        seen &= positions[:, :, None] - positions[:, None, :] < window
+    queries = q.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups, size)
+    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    mixed = jax.nn.dot_product_attention(
+        queries, keys, values, mask=seen[:, None], scale=1.0, implementation=implementation
+    )
+    return mixed.reshape(batch, time, kv_heads * groups * size)
+
+
+LOWEST = 0.1 * MASKED
+"""Start of a running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
+
+
+class Blocks(NamedTuple):
+    """How many queries, and how many keys, are computed at once; one divides the other."""
+
+    queries: int
+    keys: int
+
+    def fill(self, time: int) -> int:
+        """Count the tokens that a row of `time` lacks for whole blocks of both."""
+        return -time % max(self)
+
+
+def visible_blocks(positions: Any, visible_until: Any, window: Any | None, blocks: Blocks) -> Any:
+    """Find the blocks of keys that a block of queries has to visit: bool [B, query blocks, key blocks].
+
+    positions, visible_until: int32 [B, time], of NumPy or JAX; whole blocks. window: as in `attention.attend`.
+    No pair that is seen lies outside; blocks in which no pair is seen may be among them.
+    """
+    rows, time = visible_until.shape
+    first_query, first_key = np.arange(0, time, blocks.queries)[:, None], np.arange(0, time, blocks.keys)
+    last_seen = visible_until.reshape(rows, 1, -1, blocks.keys).max(-1)
+    visible = (last_seen > first_query) & (first_key < first_query + blocks.queries)
+    if window is not None:
+        queries = positions.reshape(rows, -1, 1, blocks.queries).min(-1)
+        visible &= queries - positions.reshape(rows, 1, -1, blocks.keys).max(-1) < window
+    return visible
+
+
+def visits(visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (int32 [..., n, m], int32 [..., n]): the visible ones of m blocks, in order and before the others; and
+    how many are visible.
+
+    visible: bool [..., n, m], from `visible_blocks`, or its transpose for the queries that a block of keys visits.
+    """
+    order = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
+    return order, visible.sum(-1, dtype=jnp.int32)
+
+
+def seen_pairs(
+    queries: Any, keys: Any, until: Any, query_positions: Any, key_positions: Any, window: Any
+) -> Any:
+    """Compute which queries see which keys, for shapes that broadcast to both orders; without a window the last three
+    are None.
+
+    queries, keys: indices; until: of the keys; positions and window as in `attention.attend`.
+    """
+    seen = (keys <= queries) & (queries < until)
+    return seen if window is None else seen & (query_positions - key_positions < window)
+
+
+def kernel_cost(products: int, queries: jax.Array, arrays: Any) -> dict[str, int]:
+    """Count what a kernel does at most: all pairs before a query are visited, and every array is moved once.
+
+    products: of queries × keys, two per pair in the forward pass. queries: [B, K, G, time, h]. arrays: those read and
+        written.
+    """
+    *heads, time, size = queries.shape
+    pairs = math.prod(heads) * time * (time + 1) // 2
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return {"flops": 2 * products * pairs * size, "transcendentals": pairs, "bytes_accessed": moved}
+
+
+def filled(x: jax.Array, axis: int, fill: int) -> jax.Array:
+    """Append `fill` zeros along an axis."""
+    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)])

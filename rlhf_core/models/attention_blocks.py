@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlhf_core.contracts import AttentionOver
-from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import LOWEST, Blocks, filled, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention import LOWEST, MASKED, Blocks, filled, seen_pairs, visible_blocks, visits
 
 
 def block_size(time: int) -> int:

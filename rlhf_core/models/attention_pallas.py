@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import mesh_of_rows, row_axes
-from rlhf_core.models.attention import attend
-from rlhf_core.models.attention_plan import Blocks, filled
+from rlhf_core.models.attention import Blocks, attend, filled
 from rlhf_core.runtime.devices import platform
 
 PLATFORMS = ("gpu", "tpu")

@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import LOWEST, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
 
 
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:

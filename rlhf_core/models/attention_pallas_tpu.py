@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import LOWEST, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
 
 WIDEST = 1024
 """Values of all query heads of a key head per query, up to which 512 queries fit vector memory."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlhf_core.models.config import Norms, QKNorm
-from rlhf_core.models.config_fields import Fields
+
+if TYPE_CHECKING:
+    from rlhf_core.models.hf_config import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LayerTypes = Callable[[Fields, int], list[str]]
+LayerTypes: TypeAlias = "Callable[[Fields, int], list[str]]"
 """(config.json, number of layers) → FULL or SLIDING per layer."""
 
 
@@ -18,7 +20,7 @@ LayerTypes = Callable[[Fields, int], list[str]]
 class Architecture:
     """One family. A switch is True, False, or the name of the config field that sets it.
 
-    causal_lm: its class in transformers. defaults: its fields beside `config_fields.COMMON`, and defaults that differ
+    causal_lm: its class in transformers. defaults: its fields beside `hf_config.COMMON`, and defaults that differ
     from those; a field of a config.json that is in neither is refused. The fields that the decoder knows by name:
     `query_pre_attn_scalar`, `attn_logit_softcapping`, `final_logit_softcapping`, `rope_local_base_freq`,
     `no_rope_layers` and `no_rope_layer_interval`, `num_experts` or `num_local_experts`, `num_experts_per_tok`.

@@ -21,14 +21,17 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
 from rlhf_core.models.config import Remat
-from rlhf_core.models.config_fields import COMMON
 from rlhf_core.models.decoder import Decoder
-from rlhf_core.models.decoder_family import DECODER
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.head_config import config_for, require_architectures
-from rlhf_core.models.hf_config import EXPERT_COUNTS
-from rlhf_core.models.model import TOKENIZER_FILES, Model, with_padding_apart
+from rlhf_core.models.hf_config import COMMON, DECODER, EXPERT_COUNTS
+from rlhf_core.models.model import (
+    TOKENIZER_FILES,
+    Model,
+    config_for,
+    require_architectures,
+    with_padding_apart,
+)
 from rlhf_core.models.params import paths
 from rlhf_core.plugins import installed_registry
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from rlhf_core.artifacts import ADAPTER_CONFIG, MANIFEST
 from rlhf_core.errors import InputError, read_json_object
-from rlhf_core.models.config_fields import LARGEST_NUMBER, shown
+from rlhf_core.models.hf_config import shown
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import paths
 
@@ -51,6 +51,8 @@ HARMLESS = frozenset(
     ]
 )
 """Fields that are read, or that do not affect what a saved adapter computes."""
+LARGEST = 3e38
+"""About the largest float32."""
 MAY_BE_NULL = ("use_rslora", "use_dora", "modules_to_save", "alpha_pattern")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that rewrite the base model's own weights."""
@@ -89,11 +91,7 @@ def _type_problems(config: Mapping[str, Any]) -> list[str]:
     """Describe the fields whose values have the wrong type."""
 
     def number(value: Any, least: float) -> bool:
-        return (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and least <= value <= LARGEST_NUMBER
-        )
+        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= LARGEST
 
     def pattern(value: Any) -> bool:
         try:
@@ -104,7 +102,7 @@ def _type_problems(config: Mapping[str, Any]) -> list[str]:
 
     rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "r": ("a positive whole number", lambda v: isinstance(v, int) and number(v, 1)),
-        "lora_alpha": ("a number other than 0", lambda v: number(v, -LARGEST_NUMBER) and v != 0),
+        "lora_alpha": ("a number other than 0", lambda v: number(v, -LARGEST) and v != 0),
         "lora_dropout": ("a number from 0 to 1", lambda v: number(v, 0) and v < 1),
         "use_rslora": ("true or false", lambda v: isinstance(v, bool)),
         "use_dora": ("true or false", lambda v: isinstance(v, bool)),
@@ -114,9 +112,7 @@ def _type_problems(config: Mapping[str, Any]) -> list[str]:
         ),
         "alpha_pattern": (
             "a table of numbers by regular expression",
-            lambda v: (
-                isinstance(v, dict) and all(pattern(k) and number(x, -LARGEST_NUMBER) for k, x in v.items())
-            ),
+            lambda v: isinstance(v, dict) and all(pattern(k) and number(x, -LARGEST) for k, x in v.items()),
         ),
     }
     return [

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Decoder
+from rlhf_core.models.attention import Blocks, visible_blocks
 from rlhf_core.models.attention_blocks import attend_blocks, in_blocks
 from rlhf_core.models.attention_pallas import LARGEST_HEAD, attend_pallas
-from rlhf_core.models.attention_plan import Blocks, visible_blocks
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import device_memory, format_bytes

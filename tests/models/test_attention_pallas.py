@@ -24,9 +24,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import make_mesh, over_parts, planned_mesh, row_sharding
 from rlhf_core.models import DECODER
-from rlhf_core.models.attention import attend
+from rlhf_core.models.attention import Blocks, attend, visible_blocks, visits
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
-from rlhf_core.models.attention_plan import Blocks, visible_blocks, visits
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training import attention

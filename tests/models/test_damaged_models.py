@@ -63,7 +63,7 @@ def test_a_header_that_the_library_refuses_is_refused(what: str, tmp_path: Path)
 @pytest.mark.parametrize("length", [0, 7, 2**63, 2**64 - 1])
 def test_a_length_that_no_header_has(length: int, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(struct.pack("<Q", length))
-    with pytest.raises(InputError, match="safetensors"):
+    with pytest.raises(InputError, match=r"/x: cannot be read: .*header"):
         Reader(tmp_path / "x")
 
 
@@ -228,18 +228,8 @@ def test_a_fresh_model_that_no_memory_holds_is_refused(tiny: Any) -> None:
         InputError, match=r"model: its sizes make 4,\d+,\d+,\d+,\d+ parameters, .* GB of memory"
     ):
         fresh_model({**tiny.SIZES, "hidden_size": 2048, "vocab_size": 2**30}, "lm")
-    with pytest.raises(InputError, match=r"which of them is wrong\?"):
-        fresh_model({**tiny.SIZES, "hidden_size": 2**30, "vocab_size": 2**30}, "lm")
     with pytest.raises(InputError, match="num_hidden_layers must be at most 10,000"):
         fresh_model({**tiny.SIZES, "num_hidden_layers": 2**31, "vocab_size": 9}, "lm")
-
-
-def test_more_layers_than_the_files_hold_are_refused_before_they_are_listed(
-    saved: Path, tmp_path: Path
-) -> None:
-    config = json.loads((saved / "config.json").read_text()) | {"num_hidden_layers": 9000}
-    with pytest.raises(InputError, match="describes 9,000 layers, and its files hold 21 tensors"):
-        load_model(with_config(saved, tmp_path, json.dumps(config)))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Model, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.head_config import padding_apart
+from rlhf_core.models.model import padding_apart
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 
 TABLE: dict[str, Any] = {

@@ -208,19 +208,16 @@ def test_damaged_files_are_named(copy: Path) -> None:
     file = copy / "model.safetensors"
     whole = file.read_bytes()
     cases = {
-        b"": r"model\.safetensors: not a safetensors file, or cut short",
-        whole[:100]: r"model\.safetensors: not a safetensors file, or cut short",
-        whole[:-4]: r"model\.safetensors: cut short: '.*' ends after the end of the file",
-        whole[:8] + b"{[" + whole[10:]: r"model\.safetensors: the safetensors header is damaged",
-        whole.replace(
-            b'"shape":[30,16]', b'"shape":[31,16]', 1
-        ): r"'model\.embed_tokens\.weight' has 1920 bytes, not those of F32 \[31, 16\]",
-        whole.replace(
-            b'"dtype":"F32"', b'"dtype":"F99"', 1
-        ): r"has dtype F99; only F32, F16, BF16 can be read",
+        b"": "header too small",
+        whole[:100]: "invalid header length",
+        whole[:-4]: "incomplete metadata",
+        whole[:8] + b"{[" + whole[10:]: "invalid JSON in header",
+        whole.replace(b'"shape":[30,16]', b'"shape":[31,16]', 1): "invalid shape",
+        whole.replace(b'"dtype":"F32"', b'"dtype":"F99"', 1): "unknown variant `F99`",
     }
-    for content, message in cases.items():
+    for content, reason in cases.items():
         damaged(copy, content)
+        message = rf"model\.safetensors: cannot be read: .*{reason}.*; fetch or save it again"
         with pytest.raises(InputError, match=message):
             load_model(copy)
     file.unlink()
