@@ -8,9 +8,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from rlhf_core.config.options import Component, Options
+from rlhf_core.config.options import Component, Options, Problem, format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored
-from rlhf_core.config.problems import Problem, format_value
 
 PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "extra_optimizer_kwargs")
 """Names that stand for part of a list, or for several entries of a table."""

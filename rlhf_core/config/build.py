@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhf_core.config.options import Component, Options, bound_text, explain
+from rlhf_core.config.options import Component, Options, Problem, bound_text, explain, join, raise_or_warn
 from rlhf_core.config.other_names import TRAINER_NAMES
-from rlhf_core.config.problems import Problem, join, raise_or_warn
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
 from rlhf_core.config.other_names import Ignored, Meaning, Refused
 from rlhf_core.config.paths import table_in
-from rlhf_core.config.problems import Problem, format_value, join, raise_or_warn, unknown_name
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.hidden import hide_named
 
@@ -292,3 +293,53 @@ def _message(item: Any, table: type[Options]) -> str:
     if kind == "value_error":
         return str(item["ctx"]["error"])
     return f"{item['msg']}, got {format_value(item['input'])}"
+
+
+MOST_LISTED = 25
+"""Known names that a message lists."""
+
+
+class Problem(NamedTuple):
+    """path: dotted, such as `rewards[0].weight`. message: the rest of the line. fatal: False for a warning."""
+
+    path: str
+    message: str
+    fatal: bool = True
+
+
+def problem_lines(problems: Iterable[Problem], where: str) -> list[str]:
+    """Write one line per problem, `where.path: message`, dropping duplicates."""
+    return list(dict.fromkeys(f"{join(where, path)}: {message}" for path, message, _ in problems))
+
+
+def raise_or_warn(problems: Sequence[Problem], where: str) -> None:
+    """Raise InputError with every fatal problem; if there is none, warn of each of the others."""
+    fatal = [problem for problem in problems if problem.fatal]
+    if fatal:
+        raise InputError(*problem_lines(fatal, where))
+    for line in problem_lines(problems, where):
+        warnings.warn(line, stacklevel=3)
+
+
+def join(path: str, key: str | int) -> str:
+    """Extend a dotted path: `a` and `b` give `a.b`, `a` and 0 give `a[0]`; an empty side changes nothing."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    return f"{path}.{key}" if path and key else path or key
+
+
+def format_value(value: Any) -> str:
+    """Write a value as a file would, cut to 60 characters."""
+    text = str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def unknown_name(name: str, known: Iterable[str], what: str) -> str:
+    """Write `unknown WHAT.` with the closest known name, or with all of them, of many the nearest, if none is close."""
+    names = sorted(set(known))
+    if hint := suggest(name, names):
+        return f"unknown {what}.{hint}"
+    if len(names) > MOST_LISTED:
+        nearest = get_close_matches(name, names, 5, 0.0)
+        return f"unknown {what}. Nearest of {len(names)}: {', '.join(nearest)}."
+    return f"unknown {what}." + (f" Known: {', '.join(names)}." if names else " It has none.")

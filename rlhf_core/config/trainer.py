@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_core.config.aliases import PART_NAMES, expand
-from rlhf_core.config.options import Component, Options
-from rlhf_core.config.other_names import TRAINER_NAMES, Meaning, Refused
-from rlhf_core.config.problems import Problem
-from rlhf_core.config.validators import check_day, check_kwargs, check_regex, constant, path_text, to_seconds
+from rlhf_core.config.options import Component, Options, Problem, format_value
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Meaning, Refused
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
+from rlhf_core.tokenizer.options import kwargs_problem, parse_date
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def to_seconds(value: Any) -> Any:
+    """Parse a duration such as "2h30m", "1d" or "45s" into seconds; leave a number as it is."""
+    if not isinstance(value, str):
+        return value
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", value.lower())
+    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", value.lower()).strip():
+        raise ValueError(
+            f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {format_value(value)}"
+        )
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def constant(value: Any) -> Any:
+    """Read none as constant, which is what EasyDeL calls it."""
+    return "constant" if value is None or value == "none" else value
+
+
+def check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    if problem := kwargs_problem(value):
+        raise ValueError(problem)
+    return value
+
+
+def check_day(value: str) -> str:
+    try:
+        parse_date(value)
+    except ValueError:
+        raise ValueError(f"{format_value(value)} is not a day such as '2026-01-31'") from None
+    return value
+
+
+def path_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def check_regex(value: str | list[str]) -> str | list[str]:
+    for pattern in [value] if isinstance(value, str) else value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{format_value(pattern)} is not a regular expression: {error}") from None
+    return value
 
 
 class LoraOptions(Options):
@@ -50,7 +97,11 @@ class TrainerConfig(Options):
     `Ignored` for a shared field that this trainer does not use makes setting it a warning.
     """
 
-    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = TRAINER_NAMES
+    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {
+        **TRAINER_NAMES,
+        "dataset_num_proc": Ignored("one process tokenises, with one thread per core"),
+        "disable_dropout": Ignored("models are trained without dropout, adapters with lora.dropout"),
+    }
 
     model: Annotated[str | dict[str, Any] | None, BeforeValidator(path_text)] = Field(
         None,
@@ -163,8 +214,7 @@ class TrainerConfig(Options):
     )
     disable_dropout: bool = Field(
         True,
-        description="train models without their dropout, adapters with lora.dropout; false is a warning if config.json "
-        "asks for dropout",
+        description="models are trained without dropout, adapters with lora.dropout; false is a warning",
     )
     dataset_num_proc: int | None = Field(
         None, ge=1, description="one process tokenises, with one thread per core; another number is a warning"

@@ -20,8 +20,7 @@ from typing import Any
 from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 
 from rlhf_core.config import Options, TrainerConfig
-from rlhf_core.config.options import explain
-from rlhf_core.config.problems import Problem, problem_lines, unknown_name
+from rlhf_core.config.options import Problem, explain, problem_lines, unknown_name
 from rlhf_core.config.secrets import (
     from_environment,
     is_hidden,

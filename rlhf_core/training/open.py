@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 UNHEARD_OF = "\U0010fffd"
 """A text that no vocabulary has as a token."""
-DROPOUT = ("dropout", "dropout_prob", "pdrop")
-"""Endings of dropout rates in a config.json: attention_dropout, hidden_dropout_prob, resid_pdrop."""
 
 
 def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
@@ -105,14 +103,6 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
         model = with_padding_apart(replace(model, tokenizer=tokenizer))
     if getattr(config, "sampling", None) is not None:
         model = replace(model, definition=model.definition.as_policy(model.tokenizer))
-    rates = {
-        n: r for n, r in model.hf_config.items() if n.endswith(DROPOUT) and isinstance(r, int | float) and r
-    }
-    if rates and not config.disable_dropout:
-        listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        _warn(
-            stage, "disable_dropout", f"there is no dropout here; the model is trained without its {listed}"
-        )
     return model
 
 
@@ -215,12 +205,6 @@ def open_records(
         if config.evaluation_steps is not None:
             _warn(stage, "evaluation_steps", f"nothing is evaluated without {field}")
         return None
-    if needed and config.dataset_num_proc not in (None, 1):
-        _warn(
-            stage,
-            "dataset_num_proc",
-            "one process tokenises, with a thread on every core; more would not be faster",
-        )
     stop_if_asked(f"before the data of stage '{stage.name}' were read")
     with error_context(stage, field):
         records = data.load(spec, registry=stage.registry, columns=config.columns)

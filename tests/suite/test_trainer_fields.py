@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -175,22 +174,13 @@ def test_what_is_compared_needs_held_out_data(short: Any) -> None:
     ("given", "told"),
     [
         ({"evaluation_steps": 2}, r"'sft'\.evaluation_steps: nothing is evaluated without eval_data"),
-        ({"dataset_num_proc": 4}, r"'sft'\.dataset_num_proc: one process tokenises, with a thread on every"),
+        ({"dataset_num_proc": 4}, r"dataset_num_proc: has no effect here: one process tokenises"),
+        (
+            {"disable_dropout": False},
+            r"disable_dropout: has no effect here: models are trained without dropout",
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(short: Any, given: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
         short.train("sft", max_training_steps=1, **given)
-
-
-def test_dropout_that_is_not_done_is_said(short: Any, tiny: Any, tmp_path: Path) -> None:
-    tiny.make_model("lm").save(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    inputs = {"model": None}
-    given = {"inputs": inputs, "model": str(tmp_path / "model"), "max_training_steps": 1}
-    with pytest.warns(UserWarning, match=r"trained without its attention_dropout 0\.1"):
-        short.train("sft", at="asked", disable_dropout=False, **given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        short.train("sft", at="not", **given)
