@@ -56,10 +56,11 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        content = os.read(descriptor, 512).decode(errors="replace")
+        process, _, host = os.read(descriptor, 512).decode(errors="replace").strip().partition("\n")
         os.close(descriptor)
+        holder = f" (process {process} on {host})" if process and host else ""
         raise InputError(
-            f"{field}: {directory} is in use by another run{_describe_holder(content, path, other)}"
+            f"{field}: {directory} is in use by another run{holder}; wait for it to end, or give another {other}"
         ) from None
     except OSError:
         os.close(descriptor)
@@ -77,30 +78,3 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # even while a program being started still has a copy
             os.close(descriptor)
-
-
-def _describe_holder(content: str, path: Path, other: str) -> str:
-    """Describe who holds a lock, whether that process is alive and what to do, from what it wrote into the file."""
-    process, _, rest = content.partition("\n")
-    host = rest.partition("\n")[0]
-    wait = f"wait for it to end, or give another {other}"
-    if not process.strip().isdecimal():
-        return f"; {wait}"
-    if host and host != socket.gethostname():
-        return f" (process {process} on {host}); {wait}"
-    if _is_alive(int(process)):
-        return f" (process {process}, which is running); {wait}"
-    return (
-        f" (process {process} has ended, but another one still holds its lock: `fuser {path}` names it); end that one, "
-        f"or give another {other}"
-    )
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

@@ -209,12 +209,10 @@ def test_a_damaged_output_of_a_finished_stage_is_told(pipeline: Path, fake: Modu
 def test_two_processes_do_not_run_one_directory(pipeline: Path, fake: ModuleType) -> None:
     Path("runs/a").mkdir(parents=True)
     with open("runs/a/.lock", "w+") as other:
-        other.write(f"{os.getppid()}\n")
+        other.write(f"{os.getppid()}\nnode7\n")
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(
-            InputError, match=rf"in use by another run \(process {os.getppid()}, which is running\)"
-        ):
+        with pytest.raises(InputError, match=rf"in use by another run \(process {os.getppid()} on node7\)"):
             go(pipeline, fake)
     go(pipeline, fake)
     assert Path("runs/a/.lock").read_text().splitlines() == [str(os.getpid()), socket.gethostname()]
