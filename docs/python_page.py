@@ -99,7 +99,7 @@ TASKS = (
     Task(
         "Test your plugin",
         "",
-        "check_advantage check_dataset check_environment check_logger check_model check_optimizer check_pairwise_loss "
+        "check_advantage check_environment check_logger check_model check_pairwise_loss "
         "check_policy_loss check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
     ),
 )

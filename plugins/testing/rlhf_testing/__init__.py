@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_testing.advantage import check_advantage as check_advantage
-    from rlhf_testing.dataset import check_dataset as check_dataset
     from rlhf_testing.environment import check_environment as check_environment
     from rlhf_testing.fixtures import MODEL_TABLE as MODEL_TABLE
     from rlhf_testing.fixtures import pairs as pairs
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from rlhf_testing.fixtures import tokenizer as tokenizer
     from rlhf_testing.logger import check_logger as check_logger
     from rlhf_testing.model import check_model as check_model
-    from rlhf_testing.optimizer import check_optimizer as check_optimizer
     from rlhf_testing.pairwise import check_pairwise_loss as check_pairwise_loss
     from rlhf_testing.policy import check_policy_loss as check_policy_loss
     from rlhf_testing.reward import check_reward as check_reward
@@ -34,11 +32,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MODEL_TABLE",
     "check_advantage",
-    "check_dataset",
     "check_environment",
     "check_logger",
     "check_model",
-    "check_optimizer",
     "check_pairwise_loss",
     "check_policy_loss",
     "check_reward",
@@ -51,11 +47,9 @@ __all__ = [
 
 _HOMES = {
     "check_advantage": "advantage",
-    "check_dataset": "dataset",
     "check_environment": "environment",
     "check_logger": "logger",
     "check_model": "model",
-    "check_optimizer": "optimizer",
     "check_pairwise_loss": "pairwise",
     "check_policy_loss": "policy",
     "check_reward": "reward",
