@@ -381,6 +381,9 @@ def found_by(chosen: bool, place: Any, monkeypatch: pytest.MonkeyPatch) -> dict[
 
 
 def test_what_is_printed(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without weights is enough: the command reads its config before the other environment does."""
+    for file in (place.path / "model").glob("*.safetensors"):
+        file.unlink()
     found_by(True, place, monkeypatch)
     ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
     assert ended.code == cli.DONE, ended.message
@@ -391,15 +394,6 @@ def test_what_is_printed(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch)
     printed = json.loads(ended.out)
     assert printed["chosen"]["mesh"] == ONE
     assert printed["compiled"][0]["stages"]["base"]["fits"]
-
-
-def test_a_model_without_weights_is_enough(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without the search; the command reads models before the other environment does."""
-    for file in (place.path / "model").glob("*.safetensors"):
-        file.unlink()
-    found_by(True, place, monkeypatch)
-    ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
-    assert ended.code == cli.DONE, ended.message
 
 
 def test_where_nothing_fits_why(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
