@@ -53,7 +53,7 @@ ALIGNED = 8
 class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
-    Every call takes the parameters, which may be spread over the mesh; on several devices it first brings them into the
+    Every call takes the parameters, which may be spread over the mesh; on several devices it first moves them into the
     layout of `sampling.placement`. Prompts are sampled together if they fit: `room` says how many. Stop strings match a
     completion's bytes as `token_bytes` gives them: across token borders, but not across the border of prompt and
     completion.

@@ -50,7 +50,7 @@ class ConversationSampler:
     """Samples the turns of any number of conversations, of models that `keeps_caches`.
 
     The usual number of conversations of a call is prompts_per_call × num_generations; `conversation_room` says how many
-    are held at once. Raises InputError as `Sampler` does.
+    have a slot at a time. Raises InputError as `Sampler` does.
     """
 
     def __init__(self, inputs: SamplerInputs) -> None:
