@@ -1,4 +1,4 @@
-"""Strict, frozen configuration, which reports every problem at once in the words of the user's file."""
+"""Strict, frozen configuration, which reports all problems together, in the words of the user's file."""
 
 from rlhf_core.config.build import FieldDoc as FieldDoc
 from rlhf_core.config.build import build as build

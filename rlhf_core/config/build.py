@@ -1,4 +1,4 @@
-"""Build a configuration from a table of a file or flags, reporting everything that is wrong with it at once."""
+"""Build a configuration from a table of a file or flags, reporting all problems together."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Ignored(NamedTuple):
     """A name that is accepted and has no effect, with a warning."""
 
     instead: str
-    """What happens instead, whatever the value."""
+    """What happens instead, for any value."""
     same: tuple[Any, ...] = ()
     """Values that ask for what happens anyway, and give no warning."""
 

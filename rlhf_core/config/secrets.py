@@ -72,7 +72,7 @@ def remember_all(value: Any) -> None:
 def public_table(config: Options, registry: Secrets) -> dict[str, Any]:
     """Convert a configuration to a table that may be written to disk: `to_dict` with secrets hidden.
 
-    Hides options of type SecretStr and texts under names such as `api_key`; leaves `{ env = "NAME" }` as it is.
+    Hides options of type SecretStr and texts under names such as `api_key`; leaves `{ env = "NAME" }` unchanged.
     """
     table = config.to_dict()
     for _, kind, _, component in components(type(config), table):

@@ -19,7 +19,7 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def to_seconds(value: Any) -> Any:
-    """Parse a duration such as "2h30m", "1d" or "45s" into seconds; leave a number as it is."""
+    """Parse a duration such as "2h30m", "1d" or "45s" into seconds; leave a number unchanged."""
     if not isinstance(value, str):
         return value
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", value.lower())
@@ -63,7 +63,7 @@ def check_regex(value: str | list[str]) -> str | list[str]:
 
 
 class LoraOptions(Options):
-    """Adapters beside linear layers, trained in place of the model's own parameters (Hu et al. 2021)."""
+    """Adapters next to linear layers, trained instead of the model's own parameters (Hu et al. 2021)."""
 
     OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {
         "r": Refused("rank"),
@@ -171,7 +171,7 @@ class TrainerConfig(Options):
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
-        description="evaluations without improvement after which training ends; none: it goes on",
+        description="evaluations without improvement after which training ends; none: it continues",
     )
     load_best_model_at_end: bool = Field(
         False, description="save the model of the best evaluation, not of the last update"
@@ -201,7 +201,7 @@ class TrainerConfig(Options):
     log_steps: int = Field(10, ge=1, description="updates between logged metrics")
     progress_bar_type: Literal["rich", "tqdm", "json"] = Field("rich", description="what the console shows")
     progress_metrics: list[str] | None = Field(
-        None, description="metrics beside the progress bar; none: loss, reward and accuracy"
+        None, description="metrics next to the progress bar; none: loss, reward and accuracy"
     )
     track_memory: bool | float = Field(
         False,

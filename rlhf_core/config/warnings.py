@@ -14,8 +14,8 @@ def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
     """Yield one line per setting, beginning with its name. updates: of the whole run."""
     if config.learning_rate_end is not None and config.scheduler == "constant":
         yield (
-            f"learning_rate_end={config.learning_rate_end:g}: cannot act: scheduler is 'constant'; linear, cosine and "
-            "wsd fall to it"
+            f"learning_rate_end={config.learning_rate_end:g}: has no effect: scheduler is 'constant'; linear, cosine "
+            "and wsd fall to it"
         )
     if config.warmup_steps > updates:
         reached = config.learning_rate * updates / config.warmup_steps

@@ -39,7 +39,7 @@ arrays with a name per row number."""
 
 
 def cache_directory() -> Path:
-    """Return `$RLHF_CACHE/tokens`, by default beside the user's compiled programs. It may be deleted at any time."""
+    """Return `$RLHF_CACHE/tokens`, by default next to the compiled programs. It may be deleted at any time."""
     return runtime.cache_root() / "tokens"
 
 
@@ -112,7 +112,7 @@ def code_hash() -> str:
 def load_or_build(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
     """Map the arrays cached under `key` read-only, or build them and cache them.
 
-    Damaged entries are rebuilt. Several processes may ask for one key at once: each sees a complete entry or none.
+    Damaged entries are rebuilt. Several processes may ask for the same key: each sees a complete entry or none.
     """
     directory = cache_directory() / key
     arrays = _load(directory)

@@ -177,7 +177,7 @@ def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> 
 
 
 def _joined(values: list[Any]) -> Any:
-    """Join texts with an empty line; return other values as they are, which no reader takes."""
+    """Join texts with an empty line; return other values unchanged, which no reader accepts."""
     if not all(isinstance(value, str | None) for value in values):
         return values
     return "\n\n".join(value for value in values if value and value.strip())
@@ -454,7 +454,7 @@ def require_template(source: Source, encoder: Encoder) -> None:
     if encoder.template is None:
         raise InputError(
             f"{source.name} has conversations, and the tokenizer has no chat template: set "
-            'chat_template = "plain" or a template file, or put chat_template.jinja beside the tokenizer\'s files'
+            'chat_template = "plain" or a template file, or put chat_template.jinja next to the tokenizer\'s files'
         )
     if problem := encoder.chat.problem():
         raise InputError(problem)

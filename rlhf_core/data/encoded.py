@@ -214,7 +214,7 @@ def require_vocabulary(trees: Sequence[Tree] | Ragged, where: Callable[[int], st
         token = max(int(ids.max(initial=0)) for ids in parts)
         if token >= size:
             problems.add(
-                f"{where(i)}: token {token} is none of the model's, which has 0 to {size - 1}: use the tokenizer "
+                f"{where(i)}: token id {token} is out of range (vocab_size {size}): use the tokenizer "
                 "that the model was trained with"
             )
     problems.raise_if_any()

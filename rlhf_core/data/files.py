@@ -120,7 +120,7 @@ def _lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[int, int, str]]
 def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> Rows:
     """Check every line that is not blank, and parse it again on access.
 
-    parse: raises ValueError or RecursionError for a line that is no row.
+    parse: raises ValueError or RecursionError for a line that is not a row.
     """
     starts, numbers, kinds, problems = array("q"), array("q"), Kinds(), Problems()
     for start, number, line in _lines(file, name):
@@ -156,8 +156,8 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
             return parse(record.partition(b"\n")[0].decode())
         except (ValueError, RecursionError):
             raise InputError(
-                f"{name} row {lines[i]} has changed since the file was read: start again, and leave the file as it is "
-                "meanwhile"
+                f"{name} row {lines[i]} has changed since the file was read: start again, and do not change the file "
+                "during a run"
             ) from None
 
     return Rows(View(len(lines), take), lines, kinds)
@@ -170,7 +170,7 @@ def _line_problem(error: Exception) -> str:
 
 
 class NotARow(ValueError):
-    """A value that is no row; the text, which follows the row's number in a message, says why."""
+    """A value that is not a row; the text, which follows the row's number in a message, says why."""
 
 
 def as_row(value: Any) -> Row:
@@ -303,7 +303,7 @@ def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
 
 
 def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Rows:
-    """Read a Parquet or Arrow file as a table; that of a large Parquet file is mapped from an uncompressed copy."""
+    """Read a Parquet or Arrow file as a table; a large Parquet file is mapped from an uncompressed copy."""
     import pyarrow as pa
 
     try:

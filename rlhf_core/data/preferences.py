@@ -167,7 +167,7 @@ def split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] |
         ]
         if matches:
             return turns[: matches[-1] + 1], turns[matches[-1] + 1 :]
-        return Misfit(f"'prompt' is no user turn of '{name}', which is a whole conversation")
+        return Misfit(f"'prompt' is not a user turn of '{name}', which is a whole conversation")
     return Misfit(f"'prompt' is not the start of '{name}', which is a whole conversation")
 
 
@@ -376,7 +376,7 @@ def _read_ids(
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         known = "" if vocabulary is None else f" of the tokenizer (0 to {vocabulary - 1})"
         hint = "; mark padding in the attention mask" if bad < 0 else ""
-        problems.add(f"{place}: '{column}' holds {bad}, which is no token{known}{hint}")
+        problems.add(f"{place}: '{column}' holds {bad}, which is not a token id{known}{hint}")
         return np.zeros(0, np.int32)
     if mask is not None:
         seen = _read_integers(row, mask, place, problems)

@@ -217,7 +217,7 @@ class EpisodeRows:
     @cached_property
     def columns(self) -> dict[str, Sequence[Any]]:
         """Every column but `prompt`, for the reward functions, one value per row, None where a row lacks it; and
-        `environment_rewards`, of which there are none before the episodes.
+        `environment_rewards`, all None before the episodes.
         """
         names = [name for name in self.records.columns if name != "prompt"]
         columns: dict[str, Sequence[Any]] = {name: cells(self.records, self.rows, name) for name in names}

@@ -117,7 +117,7 @@ def _from_table(
         if path is not None:
             if name is not None and name not in FORMATS:
                 raise InputError(
-                    f"'{name}' is no file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
+                    f"'{name}' is not a file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
                 )
             source = _from_file(_resolve(str(path), base), str(path), name, options)
         elif name in FORMATS:
@@ -171,7 +171,7 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
     kind = kind or format_of(path)
     if kind is None:
         raise InputError(
-            f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); rename it, or in a "
+            f"{name}: '{path.suffix}' is not a supported format ({', '.join(FORMATS)}); rename it, or in a "
             f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
     read = read_file(path, name, kind)
@@ -235,7 +235,7 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
     from huggingface_hub import dataset_info
 
     if "field" in options:
-        raise InputError(f"{name} is no file here: field is for files; leave it out")
+        raise InputError(f"{name} is not a file: field is for files; leave it out")
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
     hint = suggest(path.name, siblings) or suggest(name, registered)

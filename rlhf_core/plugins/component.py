@@ -327,7 +327,7 @@ def load_file(path: Path) -> types.ModuleType:
         line = f" line {at[-1]}" if at else ""
         beside = path.with_name(f"{error.name}.py") if isinstance(error, ModuleNotFoundError) else None
         hint = (
-            f". A file does not find {beside.name} beside it: put both into one file, or into a package, which "
+            f". A file does not find {beside.name} next to it: put both into one file, or into a package, which "
             "`rlhf new` writes"
             if beside is not None and beside.is_file()
             else ""

@@ -72,7 +72,7 @@ class Registry:
         """
         if not isinstance(kind, Kind):
             raise InputError(
-                f"registry.add({kind!r}, …): that is no kind; import one, such as rlhf_core.REWARD"
+                f"registry.add({kind!r}, …): that is not a kind; import one, such as rlhf_core.REWARD"
             )
         if not name or ":" in name:
             raise InputError(

@@ -94,10 +94,10 @@ def _try_tokenizer(tokenizer: Any) -> None:
     """Use the tokenizer once, because some invalid files fail only then."""
     special = tokenizer.special_tokens_map
     if odd := [name for name, token in special.items() if not isinstance(token, str)]:
-        raise ValueError(f"its {odd[0]} is no text")
+        raise ValueError(f"its {odd[0]} is not text")
     for name, text in templates_of(tokenizer).items():
         if not isinstance(name, str) or not isinstance(text, str):
-            raise ValueError(f"its chat template {name!r} is no text")
+            raise ValueError(f"its chat template {name!r} is not text")
     for text in (*special.values(), *templates_of(tokenizer).values()):
         text.encode()  # half a surrogate pair in JSON is a text that has no UTF-8
     ids = tokenizer(["a b"], add_special_tokens=True, verbose=False)["input_ids"][0]
@@ -128,7 +128,7 @@ def _load_problem(path: Path, error: BaseException) -> str:
 
 
 def _suggest_directory(path: Path) -> str:
-    """Return ` Did you mean 'x'?` for a directory beside a missing one, or an empty string."""
+    """Return ` Did you mean 'x'?` for a directory next to a missing one, or an empty string."""
     beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
     return suggest(path.name, beside)
 

@@ -245,7 +245,7 @@ def continuations(
     prompts, completions: int32 [n] ids. A completion of a text prompt is decoded after the prompt's last tokens, since
     SentencePiece drops the space before a first token. A prompt of None stands for a conversation, whose completion is
     decoded alone. The final stop token is dropped even if the tokenizer does not call it special.
-    stop_ids: stop ids beside those of the tokenizer, the template and the model.
+    stop_ids: stop ids besides those of the tokenizer, the template and the model.
     """
     eos = {*special_ids(tokenizer).eos, *stop_ids}
     completions = [ids[:-1] if len(ids) and int(ids[-1]) in eos else ids for ids in completions]
@@ -297,7 +297,7 @@ def until_last_reply(turns: Turns) -> Turns:
 
 
 def ids_without_token(tokenizer: Any, size: int) -> tuple[tuple[int, int], ...]:
-    """Find which of `size` ids are no token of the tokenizer: ranges (first, one after the last), in order.
+    """Find which of `size` ids the tokenizer has no token for: ranges (first, one after the last), in order.
 
     They are what a vocabulary is padded with, and holes in the tokenizer's own ids.
     """
@@ -325,7 +325,7 @@ class Special(NamedTuple):
 def special_ids(tokenizer: Any, chat_template: str | TextOptions | None = None) -> Special:
     """Find the special ids of a tokenizer and its chat template.
 
-    A sequence ends with the tokenizer's EOS, the ids in a generation_config.json beside the tokenizer, and the token
+    A sequence ends with the tokenizer's EOS, the ids in a generation_config.json next to the tokenizer, and the token
     that the chat template writes after a reply. chat_template: as in `template_text`, or options.
     Raises InputError for a generation_config.json that cannot be read.
     """

@@ -233,7 +233,7 @@ def test_conversations_that_would_be_trained_on_as_text_are_refused(tmp_path, ce
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], r"a\.jsonl\.gz: cannot be read: "),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: cannot be read: zlib inflate failed"),
         ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst: cannot be read: "),
-        ("a.jsonl.bz2", bz2.compress(b"{}"), r"'\.bz2' is no format that is read"),
+        ("a.jsonl.bz2", bz2.compress(b"{}"), r"'\.bz2' is not a supported format"),
     ],
 )
 def test_what_no_reader_holds_is_one_message(place, name, content, message):

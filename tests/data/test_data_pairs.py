@@ -191,7 +191,7 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
         ),
         (
             [{**TALK, "prompt": "q", "chosen": [user("p"), assistant("x")]}],
-            r"'prompt' is no user turn of 'chosen'",
+            r"'prompt' is not a user turn of 'chosen'",
         ),
         ([{**TALK, "chosen": "good"}], r"one of 'chosen' and 'rejected' is a conversation"),
         (
@@ -201,7 +201,7 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
         ),
         (
             [{"chosen_ids": [1, -2], "rejected_ids": [1]}],
-            r"dataset row 1: 'chosen_ids' holds -2, which is no token",
+            r"dataset row 1: 'chosen_ids' holds -2, which is not a token id",
         ),
         ([{"chosen_ids": [1, 9999], "rejected_ids": [1]}], r"dataset row 1: 'chosen_ids' holds 9999"),
         (

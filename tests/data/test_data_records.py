@@ -159,7 +159,7 @@ def test_registered_datasets(tmp_path):
         ("a.csv", b'a,b\n1,"2\n', r"a\.csv row 2 is not CSV"),
         ("a.parquet", b"PAR1 no", r"a\.parquet is not a readable parquet file"),
         ("a.arrow", b"ARROW1 no", r"a\.arrow is not a readable arrow file"),
-        ("a.xlsx", b"x", r"'\.xlsx' is no format that is read \(jsonl, json, csv"),
+        ("a.xlsx", b"x", r"'\.xlsx' is not a supported format \(jsonl, json, csv"),
     ],
 )
 def test_broken_files(tmp_path, name, content, message):
@@ -196,7 +196,7 @@ def test_missing_files_and_bad_tables(tmp_path, monkeypatch):
         ({"name": "jsonl"}, r"needs a path"),
         (
             {"name": "jsonlines", "path": "prefs.jsonl"},
-            r"'jsonlines' is no file format .* Did you mean 'jsonl'\?",
+            r"'jsonlines' is not a file format .* Did you mean 'jsonl'\?",
         ),
         (
             {"name": "jsonl", "path": "prefs.jsonl", "wieght": 2},

@@ -109,7 +109,7 @@ BROKEN = {
     ),
     "a kind by name": (
         "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_register(registry): registry.add('reward', 'x', print)",
-        "registry.add('reward', …): that is no kind; import one, such as rlhf_core.REWARD",
+        "registry.add('reward', …): that is not a kind; import one, such as rlhf_core.REWARD",
     ),
     "another name for the registry": (
         "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_register(r): ...",

@@ -40,7 +40,9 @@ SETS["policy"] += ["--set", "policy.top_p=0.9"]
         ),
         (
             {"learning_rate_end": 0.0},
-            ["learning_rate_end=0: cannot act: scheduler is 'constant'; linear, cosine and wsd fall to it"],
+            [
+                "learning_rate_end=0: has no effect: scheduler is 'constant'; linear, cosine and wsd fall to it"
+            ],
         ),
         ({"learning_rate_end": 0.1, "scheduler": "wsd"}, []),
     ],

@@ -35,7 +35,7 @@ CASES = {
         setting(
             'train_data = "./rm.toml"',
             ".train_data: ",
-            "'.toml' is no format that is read",
+            "'.toml' is not a supported format",
             '{ name = "jsonl"',
         ),
     ],

@@ -142,11 +142,11 @@ CASES = {
     ],
     "token ids": [
         ids(
-            "'input_ids_chosen' holds 9999, which is no token of the tokenizer (0 to 128)",
+            "'input_ids_chosen' holds 9999, which is not a token id of the tokenizer (0 to 128)",
             input_ids_chosen=[1, 9999],
         ),
         ids(
-            "holds -100, which is no token",
+            "holds -100, which is not a token id",
             "mark padding in the attention mask",
             input_ids_rejected=[1, -100],
         ),
@@ -164,7 +164,7 @@ CASES = {
             'model = "small"',
             ".model: ",
             "pairs.jsonl row 1: token ",
-            "which has 0 to 15: use the tokenizer",
+            "(vocab_size 16): use the tokenizer",
             "row 4",
             lines=4,
         ),
