@@ -152,7 +152,7 @@ class Contract:
         fields = dataclasses.fields(cls)
         if not given:
             raise InputError(
-                f"{where}: the reward model was saved without a contract, so nobody knows how to read its scores; its "
+                f"{where}: the reward model was saved without a contract, which says how to read its scores; its "
                 "trainer gives artifacts.save_model one, contract=scoring_contract(config, stage, model), from "
                 "rlhf_core.training"
             )
@@ -225,7 +225,7 @@ class Scorer:
         if contract.compute_dtype not in (None, model.computes_in):
             warnings.warn(
                 f"{model.source or 'the reward model'}: trained in {contract.compute_dtype} and scored in "
-                f"{model.computes_in}: scores differ in their last digits from those of its evaluation",
+                f"{model.computes_in}: scores differ from its evaluation in their last digits",
                 stacklevel=2,
             )
         self.encoder = Encoder(model.tokenizer, contract.text_options)
@@ -275,7 +275,7 @@ class Scorer:
         )
         if model.tokenizer is None:
             raise InputError(
-                f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
+                f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json next to config.json"
             )
         if contract is None:
             contract = Contract.of_foreign(model)

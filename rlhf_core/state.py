@@ -192,7 +192,7 @@ def _require_names(tx: Mapping[str, Any], params: Mapping[str, Any], trained: Ma
 
 
 def _by_name(**txs: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Combine optimizers into one, each of which sees the subtree of its name."""
+    """Combine optimizers into one; each sees the subtree of its name."""
     import optax
 
     def init(params: Any) -> Any:
@@ -214,21 +214,14 @@ def _copy_shared(params: dict[str, Any], fixed: frozenset[Path]) -> dict[str, An
     An update overwrites the buffers of trained parameters. If neither parameter is trained, the array stays shared.
     """
     owners: dict[Any, Path] = {}
-    copies: dict[Path, Any] = {}
-    for path, leaf in paths(params):
+
+    def own(entries: Any, leaf: Any) -> Any:
+        path = _names(entries)
         first = owners.setdefault(_buffers(leaf), path)
-        if first != path and not {first, path} <= fixed:
-            copies[path] = jnp.copy(leaf)
+        return leaf if first == path or {first, path} <= fixed else jnp.copy(leaf)
 
-    def copy_tree(tree: Mapping[str, Any], prefix: Path) -> dict[str, Any]:
-        return {
-            name: copy_tree(value, (*prefix, name))
-            if isinstance(value, Mapping)
-            else copies.get((*prefix, name), value)
-            for name, value in tree.items()
-        }
-
-    return copy_tree(params, ()) if copies else params
+    copied: dict[str, Any] = jax.tree.map_with_path(own, params)
+    return copied
 
 
 def _buffers(leaf: Any) -> Any:

@@ -51,9 +51,9 @@ def token_logps(
     kernel: float32 or bfloat16 [D, V], the unembedding; None where `hidden` are the logits, before the temperature.
     targets: int32 [rows, K] in [0, V), or -1: results are 0, without gradient.
     temperature: positive. softcap: cap(x) = softcap · tanh(x / softcap); None: cap(x) = x.
-    chunk: tokens per row whose logits are in memory at once. block: words of the vocabulary for which the logits of all
-        tokens are. At most one of the two; None chooses by the size of the logits, a block on one device and a chunk on
-        several, over which the vocabulary may be sharded.
+    chunk: tokens per row whose logits are in memory together. block: words of the vocabulary for which the logits of
+        all tokens are. At most one of the two; None chooses by the size of the logits, a block on one device and a
+        chunk on several, over which the vocabulary may be sharded.
     entropy: compute H = -Σ p log p as well.
     absent: ranges (first, one after the last) of ids that have probability 0, see `Definition.absent`.
 

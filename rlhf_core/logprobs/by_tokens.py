@@ -34,7 +34,7 @@ def _joined(x: jax.Array, length: int) -> jax.Array:
 
 
 def _placed(x: jax.Array, mesh: AbstractMesh | None, *axes: Any) -> jax.Array:
-    """Shard all axes of `x` [..., V] but the last over these axes of the mesh; leave the vocabulary as it is."""
+    """Shard all axes of `x` [..., V] but the last over these axes of the mesh; do not constrain the vocabulary."""
     if mesh is None:
         return x
     spec = PartitionSpec(*axes, PartitionSpec.UNCONSTRAINED)

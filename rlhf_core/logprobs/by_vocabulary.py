@@ -40,7 +40,7 @@ def over_vocabulary(
 
 
 def _blocks(words: int, size: int, one: Callable[[Any, Any, int], Any], start: Any) -> Any:
-    """Fold `one(carry, first word, words)` over the blocks, the last of which may be smaller."""
+    """Fold `one(carry, first word, words)` over the blocks; the last one may be smaller."""
     whole = words // size
     done = start
     if whole == 1:

@@ -32,10 +32,10 @@ def without(logits: jax.Array, absent: tuple[tuple[int, int], ...], words: int, 
     """
     if not absent:
         return logits
-    gone = np.zeros(words, np.bool_)
+    absent_ids = np.zeros(words, np.bool_)
     for start, stop in absent:
-        gone[start:stop] = True
-    here = jnp.asarray(gone)
+        absent_ids[start:stop] = True
+    here = jnp.asarray(absent_ids)
     if logits.shape[-1] < words:
         here = lax.dynamic_slice_in_dim(here, first, logits.shape[-1])
     return jnp.where(here, NEVER, logits)
@@ -79,7 +79,7 @@ def d_uncapped(
     d_entropies: jax.Array,
     settings: Settings,
 ) -> jax.Array:
-    """Compute the cotangent of hidden · kernel, float32 in the logits' shape, from those of the results.
+    """Compute the cotangent of hidden · kernel, float32 in the logits' shape, from the results' cotangents.
 
     logits, tanh: from `capped`. All others broadcast to them: normalizers are log Σ exp logits over the whole
     vocabulary; entropies come from the forward pass.

@@ -19,7 +19,7 @@ from rlhf_core.models.attention_decode import attend_visible, reads_visible
 
 
 def query_block(time: int) -> int:
-    """Choose how many queries are computed at once: 128, or more in long rows, so that a row has at most 16 blocks."""
+    """Choose how many queries are computed together: 128, or more in long rows, so that a row has at most 16 blocks."""
     return 128 * max(1, math.ceil(time / (16 * 128)))
 
 
@@ -126,7 +126,7 @@ def attend_groups(
     own: tuple[jax.Array, jax.Array, jax.Array],
     softcap: float | None = None,
 ) -> jax.Array:
-    """Compute `attend_cached` for B = P · G rows, of which G in a row share a cache beside their own.
+    """Compute `attend_cached` for B = P · G rows; G in a row share a cache, in addition to their own.
 
     q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
     the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], one run of entries that all rows see alike. One
@@ -226,7 +226,7 @@ LOWEST = 0.1 * MASKED
 
 
 class Blocks(NamedTuple):
-    """How many queries, and how many keys, are computed at once; one divides the other."""
+    """How many queries, and how many keys, are computed together; one divides the other."""
 
     queries: int
     keys: int

@@ -112,7 +112,7 @@ def _forward(
     rows, kv_heads, groups, time, size = q.shape
     dtype = v.dtype
     q, k, v = _blocks(q, 3, block), _blocks(k, 2, block), _blocks(v, 2, block)
-    # A block is visited for all rows at once, if any of them sees it.
+    # A block is visited for all rows, if any of them sees it.
     order, counts = visits(visible_blocks(positions, until, window, Blocks(block, block)).any(0))
     positions, until = _blocks(positions, 1, block), _blocks(until, 1, block)
     heads = (rows, kv_heads, groups, block)

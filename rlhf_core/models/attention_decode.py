@@ -20,7 +20,7 @@ MASKED = -1e30
 GPU_ENTRIES = 128
 """The most entries per block."""
 GPU_BLOCK_BYTES = 2**14
-"""Bytes of keys, and of values, of a block at most. Three of each are held at once, in 96 KB of shared memory."""
+"""Bytes of keys, and of values, of a block at most. Three of each are held together, in 96 KB of shared memory."""
 GPU_PROGRAMS = 512
 """Fewer (row, kv head) pairs than this are split over entries: three or four per multiprocessor hide latency."""
 GPU_QUERIES = 16
@@ -77,8 +77,8 @@ def attend_visible(
     """Compute attention of q, [B, K, R, h], scaled, over entries first … end - 1 of keys [B, K, h, T] and values
     [B, K, T, h]; softcap as in `attention.attend`.
 
-    on: "gpu" or "tpu", the kernel; None: that of the platform. interpret: run it as JAX operations.
-    Where no entry is visible, output and sum are 0 and the maximum is that of masked logits.
+    on: "gpu" or "tpu", the kernel; None: the platform's. interpret: run it as JAX operations.
+    Where no entry is visible, output and sum are 0 and the maximum is MASKED.
     """
     batch, kv_heads, repeats, size = q.shape
     entries = keys.shape[3]

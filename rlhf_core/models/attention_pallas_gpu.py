@@ -156,7 +156,7 @@ def _call(
     shapes: Any, interpret: bool,
 ) -> Any:  # fmt: skip
     """Run a kernel. products: of queries × keys, two per pair in the forward pass. arrays: lists, `rows`, and the
-    others, of which q is the first.
+    others, q first.
     """
     queries = arrays[3]
     # The compiler drops cost estimates on GPUs; metadata is kept in the program's text.

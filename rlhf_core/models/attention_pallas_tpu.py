@@ -24,7 +24,7 @@ WIDEST = 1024
 
 
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:
-    """Choose the blocks of the forward and of the backward pass: large ones, of which few steps are made."""
+    """Choose the blocks of the forward and of the backward pass: large ones, for few steps."""
     values = groups * max(size, 128) * jnp.dtype(dtype).itemsize // 2
     largest = 512 if values <= WIDEST else 256 if values <= 2 * WIDEST else 128
     block = next(each for each in (128, 256, 512) if each == largest or 8 * each >= time)

@@ -54,7 +54,7 @@ class DecoderConfig:
     embedding_scale: factor of the embeddings. attention_softcap, logit_softcap: cap · tanh(x / cap).
     windows: per layer, how many positions back a query sees; None: all of them.
     ropes, layer_ropes: the rotary embeddings, and the index of each layer's among them; empty: the first for all.
-    experts: MLPs per layer, of which `experts_per_token` compute a token; 0: one plain MLP. They are weighted by the
+    experts: MLPs per layer; `experts_per_token` of them compute a token; 0: one plain MLP. They are weighted by the
         router's probabilities, divided by their sum with `normalise_experts`.
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
     """

@@ -247,7 +247,7 @@ class Decoder(Definition):
         visible_until: jax.Array,
         outputs: list[jax.Array] | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Do what `prefill` does; `outputs` gets those of the embedding and of every layer."""
+        """Do what `prefill` does; `outputs` gets the outputs of the embedding and of every layer."""
         outputs = [] if outputs is None else outputs
         self._check_length(tokens.shape[1])
         embed, norm, layers = self._modules(weights)
@@ -418,7 +418,7 @@ class Decoder(Definition):
         return {**cast(params), "layers": tuple(map(cast, separate))}
 
     def _separated(self, layer: Params) -> Params:
-        """Split the parameters of fused projections into those of separate ones."""
+        """Split the parameters of fused projections into separate ones."""
         layer, keys = {**layer}, self.config.num_kv_heads * self.config.head_dim
         queries, inner = self.config.num_heads * self.config.head_dim, self.config.intermediate_size
         widths: dict[str, tuple[int, ...]] = {"self_attn": (queries, keys, keys), "mlp": (inner, inner)}
@@ -454,7 +454,7 @@ JOINED = (
 
 
 def _joined(layer: Params) -> Params:
-    """Join the parameters of a layer's separate projections into those of a fused layer."""
+    """Join the parameters of a layer's separate projections into fused ones."""
     layer = {**layer}
     for module, together, parts in JOINED:
         inside = layer[module]

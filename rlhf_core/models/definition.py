@@ -32,8 +32,8 @@ class Definition:
 
     A family subclasses it with a frozen dataclass (`eq=False`) whose fields are hashable. It has the fields or
     properties `vocab_size` and `hidden_size`, the size of hidden states, and implements the methods that raise
-    NotImplementedError here; those of `OPTIONAL` make a model faster or give it adapters. With the fields `dtype`,
-    `remat` and `attention`, callers choose how it computes; see `rlhf_core.models.Decoder`, which has all of it.
+    NotImplementedError here; the methods in `OPTIONAL` make a model faster or give it adapters. With the fields
+    `dtype`, `remat` and `attention`, callers choose how it computes. `rlhf_core.models.Decoder` has all of it.
 
     Tokens, positions and visible_until are int32 [rows, time], as in `rlhf_core.packing.Rows`; a cache is any tree of
     arrays, rows first.
@@ -230,7 +230,7 @@ class Definition:
 
 
 def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed: int) -> dict[str, Any]:
-    """Make `params` those of `definition`: drop leaves that it does not have, and draw missing ones from `seed`."""
+    """Fit `params` to `definition`: drop leaves that it does not have, and draw missing ones from `seed`."""
     shardings = definition.shardings(mesh)
     present = {path for path, _ in paths(params)}
     kept = split(params, frozenset(present - {path for path, _ in paths(shardings)}))[0]

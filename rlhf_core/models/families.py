@@ -20,8 +20,8 @@ LayerTypes: TypeAlias = "Callable[[Fields, int], list[str]]"
 class Architecture:
     """One family. A switch is True, False, or the name of the config field that sets it.
 
-    causal_lm: its class in transformers. defaults: its fields beside `hf_config.COMMON`, and defaults that differ
-    from those; a field of a config.json that is in neither is refused. The fields that the decoder knows by name:
+    causal_lm: its class in transformers. defaults: its fields in addition to `hf_config.COMMON`, and other defaults for
+    these; a field of a config.json that is in neither is refused. The fields that the decoder knows by name:
     `query_pre_attn_scalar`, `attn_logit_softcapping`, `final_logit_softcapping`, `rope_local_base_freq`,
     `no_rope_layers` and `no_rope_layer_interval`, `num_experts` or `num_local_experts`, `num_experts_per_tok`.
     weight_names: {parameter path: name in the files} where they differ, as in `weights`.

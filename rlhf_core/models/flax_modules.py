@@ -145,7 +145,7 @@ class NnxDefinition(Definition):
 
     def _call(self, params: Any, tokens: Any, positions: Any, seen: Any) -> jax.Array:
         module = nnx.merge(_describe(self.make, self.hf_config)[0], nnx.restore_int_paths(params))
-        # A softmax over nothing would be NaN in places that nobody reads, and its gradient everywhere.
+        # A softmax over nothing would be NaN at unused places, and its gradient everywhere.
         seen = seen | jnp.eye(tokens.shape[1], dtype=bool)
         logits: jax.Array = module(tokens, positions=positions, attention_mask=seen)
         return logits.astype(jnp.float32)

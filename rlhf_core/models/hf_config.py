@@ -229,7 +229,7 @@ def _tables(read: Fields) -> dict[str, tuple[str, dict[str, Any]]]:
     names = {FULL: where, SLIDING: where}
     if isinstance(table, Mapping) and (FULL in table or SLIDING in table):
         for stranger in set(table) - {FULL, SLIDING}:
-            read.problem(f"{where}.{stranger} is not supported beside {FULL} and {SLIDING}")
+            read.problem(f"{where}.{stranger} is not supported together with {FULL} and {SLIDING}")
         parts = {kind: table.get(kind) or {} for kind in parts}
         names = {kind: f"{where}.{kind}" for kind in parts}
     elif read.has("rope_local_base_freq"):

@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def product(x: jax.Array, kernel: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     """Compute x · kernel, [N, in] · [in, out], in the dtype of `x`, and the gradient of a float32 kernel in float32.
 
-    Otherwise the sum over tokens, those of other devices included, would be rounded to the compute dtype. axes: the
+    Otherwise the sum over all tokens, also of other devices, would be rounded to the compute dtype. axes: the
     kernel's logical axes, by which it is gathered.
     """
     rounded = kernel.astype(x.dtype)
@@ -120,7 +120,7 @@ class Linear(nnx.Module):
         self.adapter: Adapter | None = nnx.data(None)
 
     def adapt(self, lora: Lora, rngs: Any) -> None:
-        """Put an adapter beside the kernel, without effect until it is trained."""
+        """Add an adapter to the kernel, without effect until it is trained."""
         self.adapter = Adapter(lora, rngs, self.kernel.shape, self.kernel.get_metadata("axes"))
 
     def __call__(self, x: jax.Array) -> jax.Array:

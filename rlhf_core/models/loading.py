@@ -62,26 +62,26 @@ def load_model(
     head: "lm", or "score" for a reward model: a `…ForSequenceClassification` with one label, or a language model,
         whose head is then drawn from `seed`, with a warning, or raises an error where not fresh_head.
     mesh: the devices for the parameters; default: one device.
-    registry: holds the model families; default: those of all installed plugins.
+    registry: holds the model families; default: the registry of all installed plugins.
     revision: branch, tag or commit of a model on the hub.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
     verify: compare every file of an artifact with the hash in its manifest. Where the mesh spans several processes,
         each hashes some of the files, and all must make this call.
-    Parameters are float32, whatever the files hold. InputError names the file, field or tensor at fault.
+    Parameters are float32, whatever their dtype in the files. InputError names the file, field or tensor at fault.
     """
-    directory, beside, base = model_directories(path, adapter, revision)
+    directory, adapter_directory, base = model_directories(path, adapter, revision)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     if verify:
         together = len({device.process_index for device in mesh.devices.flat}) > 1
-        for each in (directory, beside):
+        for each in (directory, adapter_directory):
             if each is not None and (each / artifacts.MANIFEST).is_file():
                 artifacts.open_artifact(each, together=together)
-        if beside is not None:
-            artifacts.require_base(beside, directory)
+        if adapter_directory is not None:
+            artifacts.require_base(adapter_directory, directory)
     definition, hf_config = _define(directory, head, registry, dtype)
-    adapters = None if beside is None else Adapter(beside)
+    adapters = None if adapter_directory is None else Adapter(adapter_directory)
     params = definition.load(directory, definition.shardings(mesh))
-    tokenizer = _tokenizer(beside) or _tokenizer(directory)
+    tokenizer = _tokenizer(adapter_directory) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
     if fresh:
         if adapters is None or adapters.score is None:
@@ -141,10 +141,10 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
         raise InputError(f"{path} is a file; give the directory that holds config.json and the weights")
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) is not None
     if not named or directory.parent.is_dir():
-        beside = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
+        names = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
         raise InputError(
             f"{path}: no such directory; give a directory in Hugging Face layout, or a hub name OWNER/NAME."
-            f"{suggest(directory.name, beside)}"
+            f"{suggest(directory.name, names)}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -197,10 +197,10 @@ def check_model(
 
     Weights are checked for core's families only. needs_weights: whether it is wrong that there are none.
     """
-    directory, beside, _ = model_directories(path, None)
+    directory, adapter_directory, _ = model_directories(path, None)
     definition, _ = _define(directory, head, registry, None)
-    if beside is not None:
-        Adapter(beside)
+    if adapter_directory is not None:
+        Adapter(adapter_directory)
     absent = not needs_weights and not any(directory.glob("*.safetensors"))
     if isinstance(definition, Decoder) and not absent:
         weights.check(definition, directory)
@@ -240,7 +240,7 @@ def describe(
     dtype: str | None = None,
     remat: Remat = "auto",
 ) -> Definition:
-    """Define the model that a config.json describes; all errors of the family say `where` the config is from.
+    """Define the model that a config.json describes; errors of the family say `where` the config is from.
 
     dtype, remat: as in `Definition.computing`.
     """
@@ -320,7 +320,7 @@ def find_family(
 ) -> ModelFamily:
     """Find the family that reads `model_type`. Raises InputError where none or several do.
 
-    registry: holds the families; default: those of all installed plugins. where: the file or field that names it.
+    registry: holds the families; default: the registry of all installed plugins. where: the file or field with it.
     """
     registry = installed_registry() if registry is None else registry
     families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a model's linear layers (LoRA, Hu et al. 2021)."""
+"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -
     """Find the parameters that adapters keep fixed: the rest of their model, except its reward head.
 
     params: of one model, or of several at any depth; a model without adapters is trained as a whole. model: the paths
-    of the model with the adapters; parameters beside it, such as an additional head, are trained. Raises InputError for
+    of the model with the adapters; other parameters, such as an additional head, are trained. Raises InputError for
     a nested model with adapters that has other paths: they could belong to it or not.
     """
     every = [path for path, _ in paths(params)]

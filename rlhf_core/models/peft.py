@@ -132,7 +132,7 @@ class Base(NamedTuple):
 def base_of(directory: Path) -> Base:
     """Find the base model that an adapter names; paths are relative to the adapter's directory.
 
-    An artifact that is gone is looked for in the adapter's own run, which may have moved.
+    A missing artifact is looked for in the adapter's own run, which may have moved.
     Raises InputError where the adapter names none.
     """
     config = read_config(directory)
@@ -142,12 +142,12 @@ def base_of(directory: Path) -> Base:
     revision = config.get("revision")
     if revision is not None and not isinstance(revision, str):
         raise InputError(f"{directory / CONFIG}: revision {revision!r} is not the name of a revision")
-    beside = (directory / named).resolve()
-    place = beside.parts[-3:]  # STAGE/artifacts/OUTPUT
-    if not beside.is_dir() and place[1:2] == ("artifacts",) and len(directory.resolve().parents) > 2:
+    local = (directory / named).resolve()
+    place = local.parts[-3:]  # STAGE/artifacts/OUTPUT
+    if not local.is_dir() and place[1:2] == ("artifacts",) and len(directory.resolve().parents) > 2:
         moved = directory.resolve().parents[2].joinpath(*place)
-        beside = moved if (moved / MANIFEST).is_file() and moved != directory.resolve() else beside
-    return Base(str(beside) if beside.is_dir() else fixed_name(named), revision)
+        local = moved if (moved / MANIFEST).is_file() and moved != directory.resolve() else local
+    return Base(str(local) if local.is_dir() else fixed_name(named), revision)
 
 
 def fixed_name(named: str | Path) -> str:

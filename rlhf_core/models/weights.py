@@ -104,7 +104,7 @@ class _Leaf:
                 yield next(names), part.T if self.transposed else part
 
     def read(self, view: Callable[[str], np.ndarray], sharding: Any, threads: Executor) -> jax.Array:
-        """Read the parameter; its transfer to the devices may go on."""
+        """Read the parameter; its transfer to the devices may not have ended."""
         parts: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
 
         def part(index: Any) -> np.ndarray:
