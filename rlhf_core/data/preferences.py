@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from rlhf_core.data import columns as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.columns import COLUMNS
+from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.report import Problems
-from rlhf_core.data.row_selection import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import shared_prefix

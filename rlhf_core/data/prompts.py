@@ -19,8 +19,8 @@ from rlhf_core.data.cache import (
     fingerprint_of,
     flatten,
 )
+from rlhf_core.data.encoded import Form, Limit, Notes, select
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import Form, Limit, Notes, select
 from rlhf_core.data.source import Places, Records, Source, cells, digest, mapped
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns

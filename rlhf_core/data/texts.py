@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from rlhf_core.data import columns as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
+from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.preferences import parse_pairs, read_number, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems
-from rlhf_core.data.row_selection import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import shared_prefix

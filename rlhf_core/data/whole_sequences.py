@@ -8,9 +8,9 @@ from typing import Any
 
 from rlhf_core.data import columns as cells
 from rlhf_core.data.best_of_n import completion_lists, parse_candidates
+from rlhf_core.data.encoded import Notes, refuse_repeats
 from rlhf_core.data.preferences import FAMILIES, parse_pairs, read_token_ids, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import Notes, refuse_repeats
 from rlhf_core.data.source import CHUNK, Records, Source
 from rlhf_core.data.texts import read_columns
 from rlhf_core.errors import InputError
