@@ -43,17 +43,18 @@ TASKS = (
     Task(
         "Open a model",
         "",
-        "load_model open_model Model ModelFamily Definition nnx_family nnx_model Rows",
+        "load_model Model ModelFamily Definition nnx_family nnx_model Rows",
     ),
     Task(
         "Make rows",
         "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
-        "open_texts open_pairs Pairs Tree Trees pack Packed Layout",
+        "Pairs Tree Trees pack Packed Layout",
     ),
     Task(
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
-        "open_rewards open_collector RolloutCollector Rollout RolloutUpdates FixedPrompts choose_rollout_rows "
+        "open_rewards open_collector RolloutCollector RolloutOptions RolloutSteps RolloutUpdates Reading Rollout "
+        "FixedPrompts choose_rollout_rows "
         "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
         "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),
@@ -72,22 +73,21 @@ TASKS = (
     Task(
         "Write an objective",
         "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
-        "Objective trained_weight trained_sequence loss_output try_loss LossOutput PolicyInputs PairInputs DPOInputs "
+        "Objective trained_weight trained_sequence loss_output LossOutput PolicyInputs PairInputs DPOInputs "
         "PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric fetch_metrics",
     ),
     Task(
         "Run the loop",
         "",
         "Trainer TrainerConfig define_trainer Build Context Ignored Stage fit UpdateSource DatasetUpdates "
-        "dataset_updates Update empty_batches HeldOut "
+        "Update empty_batches HeldOut "
         "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
         "evaluation_step grpo_step",
     ),
-    Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),
     Task(
         "Describe programs for devices that are not there",
         "[Check before renting](../how-to/many_devices.md#check-before-renting) compiles them.",
-        "Program StagePrograms dataset_programs rollout_programs",
+        "Program StagePrograms Forecast",
     ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer scoring_contract"),
     Task(

@@ -86,7 +86,7 @@ def create_state(
 ) -> TrainState:
     """Make a state at step 0 that shares its parameter buffers with `model` and shards its optimizer state like them.
 
-    A model of shapes alone, as `rlhf_core.training.programs.planned_model` makes it, gives a state of shapes alone.
+    A model of shapes alone, as `Context.model` makes it for a check, gives a state of shapes alone.
 
     model: one model, or several by name, {"policy": …, "critic": …}: the state's `params` and `model` are then also
         keyed by name, and the rules below hold for each model.

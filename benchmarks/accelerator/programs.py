@@ -25,6 +25,8 @@ from rlhf_reward.objective import objective as pair_objective
 from rlhf_reward.objective import pair_loss
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective as text_objective
+from rlhf_topologies.programs import loads, reading_programs, resident, training_programs
+from rlhf_topologies.roofline import token_weights
 from sizes import SEED, Sizes
 
 from rlhf_core import (
@@ -57,16 +59,8 @@ from rlhf_core.sampling.placement import cache_bytes, prepared_bytes
 from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState, fixed_parameters
 from rlhf_core.step import Objective, Programs
-from rlhf_core.training import dataset_updates
+from rlhf_core.training import Context
 from rlhf_core.training.attention import choose_attention
-from rlhf_core.training.programs import (
-    loads,
-    planned_params,
-    reading_programs,
-    resident,
-    token_weights,
-    training_programs,
-)
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
 import works as speed_works
@@ -111,7 +105,11 @@ class Bench:
         table = dict(table) if head == "lm" else config_for(dict(table), head, None)
         definition = DECODER.define(table, head)
         make = partial(complete, definition, {}, self.mesh, SEED)
-        params = planned_params(definition, self.mesh) if planned() else make()
+        params = (
+            with_shardings(definition.abstract_params(), definition.shardings(self.mesh))
+            if planned()
+            else make()
+        )
         return Model(definition, params, None, table, None, self.mesh)
 
 
@@ -155,7 +153,7 @@ def _training(
     **rows: Any,
 ) -> Training:
     stage = bench.stage("accelerator")
-    model, updates = dataset_updates(model, config, stage, NoRows(), trees, **rows)
+    model, updates = Context(config, stage).updates(model, NoRows(), trees, **rows)
     tx, _ = make_optimizer(config, bench.registry, MANY)
     # An update of all trees; drawing them in an order would take a package more.
     values = {name: rows[name] for name in ("sequence_names", "group") if name in rows}

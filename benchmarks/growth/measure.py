@@ -52,7 +52,7 @@ def build(case: Case, directory: Path) -> tuple[Any, Any, Any, Any]:
     PolicyReader.compile = lambda self, shapes: None  # compiled below, once
     objective, updates, state = ours_steps.policy_update(task, directory)
     sizes = np.full(case.prompts, case.prompt)
-    groups = longest_groups(updates.config, sizes, group=case.group, length=case.completion)
+    groups = longest_groups(updates.steps.config, sizes, group=case.group, length=case.completion)
     return objective, updates, state, pack(groups, updates.layout)
 
 

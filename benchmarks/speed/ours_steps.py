@@ -21,7 +21,7 @@ from rlhf_grpo import GRPOConfig
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as grpo_objective
 from rlhf_grpo.policies import PolicyReader
-from rlhf_grpo.updates import GRPOUpdates
+from rlhf_grpo.updates import GRPOSteps
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as reward_objective
 from rlhf_reward.objective import pair_loss
@@ -51,14 +51,14 @@ from rlhf_core.models import Model, fresh_model
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing.trees import tree
 from rlhf_core.rewards.reward import open_rewards
-from rlhf_core.rollouts import RolloutCollector, choose_rollout_rows
+from rlhf_core.rollouts import RolloutCollector, RolloutOptions, RolloutUpdates, choose_rollout_rows
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
-from rlhf_core.training import Reference
+from rlhf_core.training import Context, Reference
 from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.open import open_prompts
 
@@ -199,14 +199,13 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         tokenizer,
         lambda *_: samples,
         open_rewards((), stage),
-        works.GROUP,
-        config.sampling,
+        RolloutOptions(works.PROMPT, works.GROUP, config.sampling, config.prompts_per_rollout),
     )
-    model, layout = choose_rollout_rows(model, config, stage, collector)
+    context = Context(config, stage)
+    model, layout = choose_rollout_rows(context, model, collector)
     reference = Reference(model.params, (), mesh) if config.keeps_reference else None
     logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)
-    updates = GRPOUpdates(
-        stage,
+    steps = GRPOSteps(
         config,
         collector,
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
@@ -214,6 +213,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         layout,
         POLICY_LOSS.attribute(loss, "aggregation"),
     )
+    updates = RolloutUpdates(context, collector, layout, steps, reference=reference)
     tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
     objective = partial(grpo_objective, model.definition, loss, terms, temperature=1.0)
     return objective, updates, create_state(model, tx, seed=stage.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -90,14 +90,11 @@ class Trainer:
     config: the class of its options, a subclass of `rlhf_core.TrainerConfig`.
     outputs: {output name: artifact kind}, all of which `run` must save.
     run: does the work, given the config and the `rlhf_core.Stage`, which hold its inputs.
-    forecast: optional: returns a `Forecast` of what `run` would do, or its lines alone, without using a device.
-    programs: optional: returns the `StagePrograms` that `run` would run, from shapes alone; the stage's mesh has
-        devices that need not exist.
+    build: optional: what `run` trains, from the config and a `rlhf_core.training.Context`; `rlhf check` counts it. See
+        `rlhf_core.training.define_trainer`, which makes a trainer of a `build` alone.
     """
 
     config: type[Any]
     outputs: Mapping[str, str]
     run: Callable[[Any, Any], None]
-    forecast: Callable[[Any, Any], Forecast | Sequence[str]] | None = None
-    programs: Callable[[Any, Any], StagePrograms] | None = None
     build: Callable[[Any, Any], Any] | None = None

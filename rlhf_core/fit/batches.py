@@ -59,10 +59,15 @@ class UpdateSource(Protocol):
     update early and more than once.
     """
 
-    total: int
-    """Updates in the whole run."""
-    data: EncodedRows
-    """The rows that updates are drawn from; a run cannot continue with another number of rows."""
+    @property
+    def total(self) -> int:
+        """The updates in the whole run."""
+        ...
+
+    @property
+    def data(self) -> EncodedRows:
+        """The rows that updates are drawn from; a run cannot continue with another number of rows."""
+        ...
 
     def shapes(self) -> Sequence[Packed]:
         """Return an empty micro-batch of every shape, for compiling updates that read the state."""

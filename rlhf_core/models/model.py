@@ -20,7 +20,7 @@ import numpy as np
 
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object
-from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
+from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding, with_shardings
 from rlhf_core.models import peft
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.hf_config import shown
@@ -243,6 +243,9 @@ class Model:
         if head == self.definition.head:
             return self
         definition = dataclasses.replace(self.definition, head=head)
+        if isinstance(jax.tree.leaves(self.params)[0], jax.ShapeDtypeStruct):
+            params = with_shardings(definition.abstract_params(), definition.shardings(self.mesh))
+            return dataclasses.replace(self, definition=definition, params=params)
         model = dataclasses.replace(
             self,
             definition=definition,

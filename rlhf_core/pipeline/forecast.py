@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_core.contracts import TRAINER, Forecast, StagePrograms
+from rlhf_core.contracts import TRAINER, Forecast
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, suggest_file
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
+from rlhf_core.training.check import forecast
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -36,22 +37,6 @@ def stage_forecasts(
     `forecast` itself fails.
     """
     return each_stage(plan, host, partial(_forecast, host=host), without=without, planned_mesh=mesh)
-
-
-def stage_programs(plan: Plan, host: Host, mesh: Mesh) -> dict[str, StagePrograms | None]:
-    """Return {stage: its trainer's programs on a mesh of devices that need not exist}; None: it does not say.
-
-    Raises InputError with every problem that the trainers find.
-    """
-
-    def programs(planned: StagePlan, stage: Stage) -> StagePrograms | None:
-        describe = planned.trainer.programs
-        if describe is None:
-            return None
-        described = _called(planned, host, describe, stage, "describe its programs")
-        return described if isinstance(described, StagePrograms) else StagePrograms(tuple(described))
-
-    return each_stage(plan, host, programs, mesh=mesh)
 
 
 def each_stage(
@@ -121,19 +106,12 @@ def each_stage(
 
 
 def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
-    """Call the trainer's `forecast`, whose result may be its lines alone."""
-    elsewhere = _of_the_hub(planned)
-    forecast = planned.trainer.forecast
-    if forecast is None:
+    """Forecast a stage by its trainer's `build`; of a trainer without one, nothing but the settings is known."""
+    elsewhere, build = _of_the_hub(planned), planned.trainer.build
+    if build is None:
         return Forecast(elsewhere)
-
-    def lines(config: TrainerConfig, stage: Stage) -> Forecast:
-        made = forecast(config, stage)
-        if not isinstance(made, Forecast):
-            made = Forecast(tuple(line if isinstance(line, str) else str(line) for line in made))
-        return replace(made, lines=(*made.lines, *elsewhere))
-
-    return _called(planned, host, lines, stage, "forecast", module=forecast)
+    made = call_trainer(planned, host, partial(forecast, build), stage, "forecast")
+    return replace(made, lines=(*made.lines, *elsewhere))
 
 
 def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
@@ -148,18 +126,12 @@ def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
     return (f"{field} '{name}' is not a directory here: the stage asks the hub for it when it begins.{hint}",)
 
 
-def _called(
-    planned: StagePlan,
-    host: Host,
-    function: Callable[[TrainerConfig, Stage], T],
-    stage: Stage,
-    what: str,
-    *,
-    module: Any = None,
+def call_trainer(
+    planned: StagePlan, host: Host, function: Callable[[TrainerConfig, Stage], T], stage: Stage, what: str
 ) -> T:
-    """Call a trainer's function. Raises InputError that names the plugin and the line where it fails itself.
+    """Call what uses a trainer's `build`. Raises InputError that names the plugin and the line where it fails itself.
 
-    what: it does. module: a function in the trainer's package; default: the one called.
+    what: it does, in the error.
     """
     try:
         return function(planned.preview, stage)
@@ -171,7 +143,7 @@ def _called(
         owner = host.registry.owner(TRAINER, planned.trainer_name)
         raise InputError(
             f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to {what}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, module or function)}"
+            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, planned.trainer.build)}"
         ) from error
 
 

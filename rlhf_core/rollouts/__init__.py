@@ -4,24 +4,26 @@ from rlhf_core.environments import EnvironmentOptions as EnvironmentOptions
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
+from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
 from rlhf_core.rollouts.collector import open_collector as open_collector
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
-from rlhf_core.rollouts.forecast import forecast_rollouts as forecast_rollouts
 from rlhf_core.rollouts.layout import choose_rollout_rows as choose_rollout_rows
-from rlhf_core.rollouts.programs import rollout_programs as rollout_programs
 from rlhf_core.rollouts.rollout import Rollout as Rollout
+from rlhf_core.rollouts.updates import Reading as Reading
+from rlhf_core.rollouts.updates import RolloutSteps as RolloutSteps
 from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates
 
 __all__ = [
     "EnvironmentOptions",
     "FixedPrompts",
+    "Reading",
     "Reward",
     "Rollout",
     "RolloutCollector",
+    "RolloutOptions",
+    "RolloutSteps",
     "RolloutUpdates",
     "WeightedReward",
     "choose_rollout_rows",
-    "forecast_rollouts",
     "open_collector",
-    "rollout_programs",
 ]

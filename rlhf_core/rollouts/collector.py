@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
+from rlhf_core.rollouts.check import open_rollout_prompts
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import open_environment
@@ -24,16 +25,10 @@ from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
 from rlhf_core.training.memory import sampling_memory
-from rlhf_core.training.open import (
-    open_episode_rows,
-    open_prompts,
-    open_sampler,
-    require_vocabulary,
-    warm_up,
-)
+from rlhf_core.training.open import error_context, open_sampler, require_vocabulary, warm_up
 
 if TYPE_CHECKING:
-    from rlhf_core.config import Component, TrainerConfig
+    from rlhf_core.config import Component
     from rlhf_core.contracts import Rollouts, SamplerFunction
     from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Model
@@ -42,21 +37,41 @@ if TYPE_CHECKING:
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
+    from rlhf_core.training.context import Context
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How a trainer samples.
+
+    max_prompt_length: tokens. num_generations: completions per prompt. sampling: how they are drawn.
+    prompts_per_rollout: how many prompts a rollout has, and its sampler usually gets together. updates_per_rollout: how
+        many updates it serves.
+    max_rounds: above 1, groups whose rewards are all equal are replaced by the groups of the next prompts, in at most
+        that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
+        rounds give too few, equal groups, first sampled first, fill the rollout up. Metrics cover everything that was
+        sampled, since those of the kept groups alone would say nothing about the policy.
+    sampler: the component that draws; None: the core's. environment: of the stage's episodes, if any.
+    policy: the name of the model that samples, where the state holds several.
+    """
+
+    max_prompt_length: int
+    num_generations: int
+    sampling: SamplingOptions
+    prompts_per_rollout: int
+    updates_per_rollout: int = 1
+    max_rounds: int = 1
+    sampler: Component | None = None
+    environment: EnvironmentOptions | None = None
+    policy: str | None = None
 
 
 @dataclass(frozen=True)
 class RolloutCollector:
     """Samples completions of prompts with the policy as it is, and scores them, unless there are no rewards.
 
-    max_rounds: above 1, groups whose rewards are all equal are replaced by the groups of the next prompts, in at most
-        that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
-        rounds give too few, equal groups, first sampled first, fill the rollout up. Metrics cover everything that was
-        sampled, since those of the kept groups alone would say nothing about the policy.
-    sampling: the options that the sampler was made with. policy: picks the policy's parameters from a state's, where it
-        holds several models. episodes: holds the episodes of the stage's environment; None: prompts have completions.
-    absent: the ids that the sampler must not choose, see `Definition.absent`.
-
-    Making one checks that the prompts have the columns that the rewards read, and lets rewards load their weights.
+    sampler: None in a stage that is only checked. episodes: holds the episodes of the stage's environment; None:
+    prompts have completions. absent: the ids that the sampler must not choose, see `Definition.absent`.
     """
 
     stage: Stage
@@ -64,20 +79,17 @@ class RolloutCollector:
     tokenizer: Any
     sampler: SamplerFunction
     rewards: Sequence[Reward]
-    num_generations: int
-    sampling: SamplingOptions
-    max_rounds: int = 1
-    policy: Callable[[Any], Any] = lambda params: params
+    options: RolloutOptions
     episodes: EpisodeSource | None = None
     absent: tuple[tuple[int, int], ...] = ()
 
-    def __post_init__(self) -> None:
-        set_up(self.rewards, self.prompts, self.stage)
+    def policy(self, params: Any) -> Any:
+        """Pick the policy's parameters from a state's."""
+        return params if self.options.policy is None else params[self.options.policy]
 
     def tree_sizes(self) -> tuple[NDArray[np.int64], int, int]:
         """Return the most tokens of each prompt, how many completions share one, and the most tokens of these."""
-        options = None if self.episodes is None else self.episodes.options
-        return tree_sizes(self.prompts.sizes, self.num_generations, self.sampling, options)
+        return tree_sizes(self.prompts.sizes, self.options)
 
     def collect(
         self, state: TrainState, number: int, next_prompts: Callable[[], NDArray[np.int64]]
@@ -90,11 +102,14 @@ class RolloutCollector:
         failed = {reward.label: reward.failures for reward in self.rewards if reward.on_error == "skip"}
         parts: list[Rollout] = []
         wanted = kept = 0
-        while len(parts) < self.max_rounds and (not parts or kept < wanted):
+        while len(parts) < self.options.max_rounds and (not parts or kept < wanted):
             chosen = next_prompts()
             wanted = len(chosen)
             # A completion's random numbers go by its number in the rollout, counted through the rounds.
-            n, first = wanted * self.num_generations, len(parts) * wanted * self.num_generations
+            n, first = (
+                wanted * self.options.num_generations,
+                len(parts) * wanted * self.options.num_generations,
+            )
             parts.append(self.complete(self.policy(state.params), chosen, key, np.arange(first, first + n)))
             kept += int((~_without_difference(parts[-1])).sum())
         whole = Rollout.join(parts)
@@ -102,7 +117,7 @@ class RolloutCollector:
         for reward in self.rewards:
             if reward.label in failed:
                 metrics[f"rewards/{reward.label}/failed"] = float(reward.failures - failed[reward.label])
-        if self.max_rounds > 1:
+        if self.options.max_rounds > 1:
             equal, filled_up = _without_difference(whole), max(wanted - kept, 0)
             metrics |= {
                 "dynamic_sampling/rounds": float(len(parts)),
@@ -112,9 +127,9 @@ class RolloutCollector:
             }
             if filled_up:
                 warnings.warn(
-                    f"{self.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards differ; the "
-                    "rollout is filled up with groups that teach nothing. The prompts are too easy or too hard for the "
-                    "policy, or the reward is too coarse",
+                    f"{self.options.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards differ; "
+                    "the rollout is filled up with groups that teach nothing. The prompts are too easy or too hard for "
+                    "the policy, or the reward is too coarse",
                     stacklevel=2,
                 )
             order = np.argsort(equal, kind="stable")[:wanted]
@@ -148,7 +163,7 @@ class RolloutCollector:
         self._require_tokens(samples)
         sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
         inputs = reward_inputs(
-            self.prompts, chosen.tolist(), samples, self.tokenizer, self.sampling.stop_token_ids
+            self.prompts, chosen.tolist(), samples, self.tokenizer, self.options.sampling.stop_token_ids
         )
         rewards, total = measure(self.rewards, inputs, needed=required)
         timing = Timing(sampled - began, time.perf_counter() - sampled, int(np.sum(samples.lengths)))
@@ -211,88 +226,65 @@ class RolloutCollector:
 
 
 def open_collector(
-    config: TrainerConfig,
-    stage: Stage,
+    context: Context,
     model: Model,
     rewards: Sequence[Reward],
+    options: RolloutOptions,
     field: str = "train_data",
     *,
-    max_prompt_length: int,
-    num_generations: int,
-    sampling: SamplingOptions,
-    prompts_per_call: int,
-    sampler: Component | None = None,
-    max_rounds: int = 1,
-    policy: Callable[[Any], Any] = lambda params: params,
-    environment: EnvironmentOptions | None = None,
-    frozen_models: Mapping[str, Any] = {},
+    others: Sequence[Model] = (),
 ) -> RolloutCollector | None:
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
-    prompts_per_call: how many prompts the sampler will usually get at once. sampler: the component that makes it; None:
-    the core's. environment: holds episodes that begin with the rows of the field; `rewards` begin with its own.
-    frozen_models: {name: directory or hub name} of models that are in memory beside the policy's and the rewards', such
-    as a teacher. The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
+    rewards: begin with the environment's own. others: models that are in memory beside the policy's and the rewards',
+    such as a teacher. Returns None for `eval_data` that is not given.
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
-    model without a stop token, and a chat template that the environment cannot be used with.
+    model without a stop token, and a chat template that the environment cannot be used with; and where an update of
+    `total_batch_size` completions would split a group.
     """
-    if prompts_per_call < 1:
-        require_whole_groups(config, stage, num_generations)
-    needed = field == "train_data"
-    prompts: Prompts | EpisodeRows | None
-    if environment is None:
-        prompts = open_prompts(
-            config, stage, model.tokenizer, field, max_prompt_length=max_prompt_length, needed=needed
-        )
-    else:
-        prompts = open_episode_rows(config, stage, field, max_prompt_length=max_prompt_length, needed=needed)
+    config, stage, length = context.config, context.stage, options.max_prompt_length
+    require_whole_groups(config, stage, options.num_generations)
+    prompts = open_rollout_prompts(context, rewards, options, field)
     if prompts is None:
         return None
     if isinstance(prompts, Prompts):
-        require_vocabulary(prompts, model.definition.vocab_size)
+        with error_context(stage, field):
+            require_vocabulary(prompts, model.definition.vocab_size)
     episodes = open_environment(
-        environment,
+        options.environment,
         config,
         stage,
         model.tokenizer,
-        stop_ids=(*model.stop_ids, *sampling.stop_token_ids),
-        max_prompt_length=max_prompt_length,
-        max_completion_length=sampling.max_completion_length,
+        stop_ids=(*model.stop_ids, *options.sampling.stop_token_ids),
+        max_prompt_length=length,
+        max_completion_length=options.sampling.max_completion_length,
     )
-    count = min(prompts_per_call, len(prompts))
-    models = [*(getattr(reward.function, "model", None) for reward in rewards), *frozen_models.values()]
-    function = open_sampler(
-        stage,
-        model,
-        prompts,
-        sampling,
-        num_generations=num_generations,
-        prompts_per_call=prompts_per_call if field == "train_data" else count,
-        sampler=sampler,
-        memory=sampling_memory(config, stage, model, [name for name in models if isinstance(name, str)]),
-        conversation_length=None if episodes is None else episodes.length,
-    )
+    function: Any = None
+    if context.has_devices:
+        train = field == "train_data"
+        count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))
+        function = open_sampler(
+            stage,
+            model,
+            prompts,
+            options.sampling,
+            num_generations=options.num_generations,
+            prompts_per_call=count,
+            sampler=options.sampler,
+            memory=sampling_memory(context, model, rewards, others),
+            conversation_length=None if episodes is None else episodes.length,
+        )
     room = getattr(function, "room" if episodes is None else "conversation_room", None)
     if room is not None and room.bytes is not None:
-        held = f"{field}: {room.prompts:,} episodes are held at once, {room.bytes / 1e9:.1f} GB per device"
-        stage.say(room.line(stage.devices().size, field) if episodes is None else held)
+        held = f"{field}: {room.prompts:,} episodes are held together, {room.bytes / 1e9:.1f} GB per device"
+        context.say(room.line(context.mesh.size, field) if episodes is None else held)
     if field == "train_data":
-        for line in system_prompt_warnings(config, rewards, stage) if stage.is_main else ():
-            warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
-        warm_up(function, model, prompts.sizes)
-    return RolloutCollector(
-        stage,
-        prompts,
-        model.tokenizer,
-        function,
-        rewards,
-        num_generations,
-        sampling,
-        max_rounds,
-        policy,
-        episodes,
-        model.definition.absent,
-    )
+        context.warn(*system_prompt_warnings(config, rewards, stage))
+        context.ahead(warm_up, function, model, prompts.sizes)
+    if not context.shapes:
+        set_up(rewards, prompts, stage)
+    absent = model.definition.absent
+    return RolloutCollector(stage, prompts, model.tokenizer, function, rewards, options, episodes, absent)
 
 
 def _without_difference(rollout: Rollout) -> NDArray[np.bool_]:

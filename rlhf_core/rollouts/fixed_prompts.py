@@ -81,7 +81,7 @@ class FixedPrompts:
         return np.linspace(0, self.count - 1, min(self.previewed, self.count)).astype(np.int64)
 
     def _complete(self, state: TrainState, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
-        key, group = jax.random.fold_in(state.key, KEY_NUMBER), self.collector.num_generations
+        key, group = jax.random.fold_in(state.key, KEY_NUMBER), self.collector.options.num_generations
         # A completion's random numbers go by its number among those of all prompts, whichever are completed.
         ids = (chosen[:, None] * group + np.arange(group)).reshape(-1)
         params = self.stored(self.collector.policy(state.params))

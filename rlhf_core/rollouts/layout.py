@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,47 +19,44 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Model
-    from rlhf_core.rollouts.collector import RolloutCollector
-    from rlhf_core.sampling import SamplingOptions
+    from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
     from rlhf_core.stage import Stage
+    from rlhf_core.training.context import Context
 
 FILLS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Mean lengths of completions to plan for, as shares of the full length."""
 
 
-def choose_rollout_rows(
-    model: Model, config: TrainerConfig, stage: Stage, collector: RolloutCollector
-) -> tuple[Model, Layout]:
+def choose_rollout_rows(context: Context, model: Model, collector: RolloutCollector) -> tuple[Model, Layout]:
     """Choose rows with room for completions of full length; return the model, its attention chosen for them, too.
 
-    `config.total_batch_size` counts completions. Raises InputError where it is not a multiple of `num_generations`.
+    `config.total_batch_size` counts completions. The layout of a stage that is only checked is None.
     """
-    require_whole_groups(config, stage, collector.num_generations)
-    sizes, group, length = collector.tree_sizes()
-    width, mesh = model.definition.hidden_size, stage.devices()
-    layout = group_layout(config, sizes, width, mesh, group=group, length=length)
+    if not context.has_devices:
+        layout: Any = None
+        return model, layout
+    config, (sizes, group, length) = context.config, collector.tree_sizes()
+    layout = group_layout(
+        config, sizes, model.definition.hidden_size, context.mesh, group=group, length=length
+    )
     longest = longest_groups(config, sizes, group=group, length=length)
-    return choose_attention(model, config, stage, longest, layout), layout
+    return choose_attention(model, config, context.stage, longest, layout), layout
 
 
 def tree_sizes(
-    prompt_sizes: NDArray[np.int64],
-    num_generations: int,
-    sampling: SamplingOptions,
-    environment: EnvironmentOptions | None,
+    prompt_sizes: NDArray[np.int64], options: RolloutOptions
 ) -> tuple[NDArray[np.int64], int, int]:
     """Return the most tokens of each tree's prompt, how many completions share one, and the most tokens of these.
 
-    prompt_sizes: int64 [prompts], tokens. environment: of the episodes that the prompts begin, if any.
+    prompt_sizes: int64 [prompts], tokens.
     """
-    turn = sampling.max_completion_length
+    turn, environment = options.sampling.max_completion_length, options.environment
     if environment is None:
-        return prompt_sizes, num_generations, turn
+        return prompt_sizes, options.num_generations, turn
     length = environment.length(turn)
     if environment.history == "kept":
-        return prompt_sizes, num_generations, length
+        return prompt_sizes, options.num_generations, length
     return prompt_sizes + length - turn, 1, turn
 
 

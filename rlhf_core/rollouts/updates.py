@@ -3,87 +3,121 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.fit.batches import EncodedRows, Update
+from rlhf_core.fit.batches import EncodedRows, Update, empty_batches
+from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.metrics import Max, Metric, Min, Sum
-from rlhf_core.packing.rows import Packed
+from rlhf_core.packing.rows import Layout, Packed
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.shown import completion_lines
 from rlhf_core.rollouts.warnings import RolloutWarnings
-from rlhf_core.training.open import warn
+from rlhf_core.training.context import Context
+from rlhf_core.training.reference import Reference
 
 if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
 
 
-class RolloutUpdates(ABC):
-    """The `UpdateSource` of a trainer that samples: update n belongs to rollout n div updates_per_rollout.
+class RolloutSteps(Protocol):
+    """What a trainer makes of its rollouts.
 
-    A subclass has `shapes`, `complete` and `minibatches`; their number divides updates_per_rollout, so that the updates
-    of a rollout go through its minibatches once or several times. The rollout is part of every checkpoint that lies
-    within it, with all that `complete` computed from the policy of its start: a run that is resumed goes on with it.
+    token_names, sequence_names: values that micro-batches carry.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        config: TrainerConfig,
-        collector: RolloutCollector,
-        *,
-        prompts_per_rollout: int,
-        updates_per_rollout: int = 1,
-        completions_to_print: int = 0,
-    ) -> None:
-        """completions_to_print: how many of a logged rollout are printed."""
-        self.stage, self.collector, self.prompts = stage, collector, collector.prompts
-        count, group = len(collector.prompts), collector.num_generations
-        lines = batch_warnings(config, count, prompts_per_rollout=prompts_per_rollout, num_generations=group)
-        warn(stage, lines)
-        self.data: EncodedRows = collector.prompts
-        self.updates_per_rollout = updates_per_rollout
-        self.order = PromptOrder(
-            config,
-            len(collector.prompts),
-            prompts_per_rollout=prompts_per_rollout,
-            updates_per_rollout=updates_per_rollout,
-            seed=stage.seed,
-        )
-        self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
-        self.total = config.max_training_steps or self.order.epoch_rounds * updates_per_rollout
-        self.rollout: Rollout | None = None
-        self.packed: Sequence[Sequence[Packed]] = []
-        self.timing = Timing()  # of a rollout that no update has reported yet
-        self.warnings = RolloutWarnings(stage)
-        self.completions_to_print = completions_to_print
+    @property
+    def token_names(self) -> Sequence[str]: ...
 
-    @abstractmethod
-    def shapes(self) -> Sequence[Packed]:
-        """Return an empty micro-batch of every shape that `minibatches` will return."""
+    @property
+    def sequence_names(self) -> Sequence[str]: ...
 
-    @abstractmethod
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         """Return the rollout with its advantages and token values, computed with the policy that sampled it."""
+        ...
 
-    @abstractmethod
     def minibatches(self, rollout: Rollout) -> Sequence[Sequence[Packed]]:
         """Return the micro-batches of each minibatch, a function of the completed rollout alone.
 
         Minibatch i of n has the i-th n-th of the prompts; `Packed.example` counts its trees.
         """
+        ...
+
+
+class Reading(NamedTuple):
+    """A pass over every rollout, for a compiler: what reads it, and with which parameters."""
+
+    reader: TokenReader
+    params: Callable[[Any], Any]
+    """Makes what the reader takes from a state's parameters."""
+    held: Sequence[str]
+    """The names of these parameters among a stage's residents."""
+
+
+class RolloutUpdates:
+    """The `UpdateSource` of a trainer that samples: update n belongs to rollout n div updates_per_rollout.
+
+    The number of minibatches divides updates_per_rollout, so that the updates of a rollout go through its minibatches
+    once or several times. The rollout is part of every checkpoint that lies within it, with all that `steps.complete`
+    computed from the policy of its start: a run that is resumed continues with it.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        collector: RolloutCollector,
+        layout: Layout,
+        steps: RolloutSteps,
+        *,
+        reference: Reference | None = None,
+        reading: Reading | None = None,
+        completions_to_print: int = 0,
+    ) -> None:
+        """layout: of micro-batches. reference: micro-batches that carry `ref_logps` have NaN in place of them while the
+        policy is the reference. reading: what reads each rollout. completions_to_print: of a logged rollout.
+        """
+        config, options = context.config, collector.options
+        self.stage, self.collector, self.prompts = context.stage, collector, collector.prompts
+        self.layout, self.steps, self.reference, self.reading = layout, steps, reference, reading
+        count, updates = len(collector.prompts), options.updates_per_rollout
+        context.warn(
+            *batch_warnings(
+                config,
+                count,
+                prompts_per_rollout=options.prompts_per_rollout,
+                num_generations=options.num_generations,
+            )
+        )
+        self.data: EncodedRows = collector.prompts
+        self.updates_per_rollout = updates
+        self.order = PromptOrder(
+            config,
+            count,
+            prompts_per_rollout=options.prompts_per_rollout,
+            updates_per_rollout=updates,
+            seed=context.seed,
+        )
+        self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
+        self.total = config.max_training_steps or self.order.epoch_rounds * updates
+        self.rollout: Rollout | None = None
+        self.packed: Sequence[Sequence[Packed]] = []
+        self.timing = Timing()  # of a rollout that no update has reported yet
+        self.warnings = RolloutWarnings(self.stage)
+        self.completions_to_print = completions_to_print
+
+    def shapes(self) -> list[Packed]:
+        names = {"token_names": self.steps.token_names, "sequence_names": self.steps.sequence_names}
+        return empty_batches(self.layout, **names)
 
     def needs_state(self, step: int) -> bool:
-        return self._needs_rollout(step)
+        together = self.reference is not None and not self.reference.apart
+        return self._needs_rollout(step) or together
 
     def _needs_rollout(self, step: int) -> bool:
         return self.rollout is None or self.rollout.number != step // self.updates_per_rollout
@@ -101,21 +135,23 @@ class RolloutUpdates(ABC):
         timing, self.timing = self.timing.metrics(), Timing()
         if not self.collector.rewards:
             del timing["time/reward"]
+        if self.reference is not None and self.reference.equals(self.collector.policy(state.params)):
+            batches = [without_reference(batch) for batch in batches]
         return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing)
 
     def _begin_rollout(self, step: int, state: TrainState) -> None:
         """Collect and complete the rollout that update `step` begins."""
         number = step // self.updates_per_rollout
         if self.rollout is None:  # the sampler compiles
-            count = self.order.prompts_per_rollout * self.collector.num_generations
+            count = self.order.prompts_per_rollout * self.collector.options.num_generations
             self.stage.say(f"drawing the first rollout, {count:,} completions")
         rollout = self.collector.collect(state, number, self.order.next_prompts(number))
         self.timing = rollout.timing
         self.order.add_rounds(rollout.rounds)
         self._end_with_epochs(number)
         self.warnings.check(number, rollout)
-        self.rollout = self.complete(rollout, state)
-        self.packed = self.minibatches(self.rollout)
+        self.rollout = self.steps.complete(rollout, state)
+        self.packed = self.steps.minibatches(self.rollout)
         logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
         if self.stage.is_main and (number == 0 or logged):
             self.rollout.write(
@@ -144,12 +180,17 @@ class RolloutUpdates(ABC):
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.collector.rewards)}
+        arrays = {}
+        if self.reference is not None and self.reference.moves:
+            arrays = self.reference.snapshot()
         if self.rollout is None or self._needs_rollout(step):
-            return host, {}
+            return host, arrays
         host |= {"rollout": self.rollout.number, "metrics": self.rollout.metrics, "rounds": self.order.rounds}
-        return host, self.rollout.arrays()
+        return host, {**self.rollout.arrays(), **arrays}
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        if self.reference is not None and self.reference.moves:
+            self.reference.restore(arrays)
         self.order.extra_rounds, self.order.rounds = host["extra_rounds"], host.get("rounds", 1)
         if step:
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
@@ -160,7 +201,15 @@ class RolloutUpdates(ABC):
         self.rollout = Rollout.from_arrays(
             arrays, number=host["rollout"], rounds=host["rounds"], metrics=dict(host["metrics"])
         )
-        self.packed = self.minibatches(self.rollout)
+        self.packed = self.steps.minibatches(self.rollout)
+
+
+def without_reference(batch: Packed) -> Packed:
+    """Replace `ref_logps` by NaN: the policy is the reference, and the program that trains it has the same numbers."""
+    values = batch.token_values
+    if "ref_logps" not in values:
+        return batch
+    return batch._replace(token_values={**values, "ref_logps": np.full_like(values["ref_logps"], np.nan)})
 
 
 def _update_metrics(metrics: Mapping[str, float], *, first: bool) -> dict[str, float | Metric]:

@@ -13,9 +13,7 @@ from rlhf_core.fit import fit
 from rlhf_core.models import Model
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.state import create_state
-from rlhf_core.training.check import forecast
 from rlhf_core.training.context import Context
-from rlhf_core.training.programs import built_programs
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -78,9 +76,7 @@ def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], buil
 
     config: the class of its options. outputs: {output name: artifact kind}.
     """
-    return Trainer(
-        config, outputs, partial(run, build), partial(forecast, build), partial(built_programs, build), build
-    )
+    return Trainer(config, outputs, partial(run, build), build)
 
 
 def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:

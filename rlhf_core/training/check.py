@@ -37,7 +37,7 @@ def forecast(build: Callable[[Any, Context], Build], config: TrainerConfig, stag
         lines += memory.lines
         cautions += memory.warnings
     lines += first.later
-    lines += [f"{other.lines[0]}; an update has examples of these, too" for other in others]
+    lines += [f"{other.lines[0]}; an update also has {other.examples} of these" for other in others]
     return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)))
 
 

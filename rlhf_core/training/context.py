@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -56,6 +57,7 @@ class Expected:
 
     lines: of a forecast: what there is to train on, updates, tokens. later: lines that follow the memory.
     updates: of the whole run. tokens: of an update. longest: tokens of the longest row.
+    examples: of an update.
     held: {part: bytes per device} of what is in memory beside the state, from the model and the bytes of its
         parameters. source: what a compiler needs to know of a source that samples.
     """
@@ -67,6 +69,7 @@ class Expected:
     later: Sequence[str] = ()
     held: Callable[[Definition, int], Mapping[str, int]] = lambda *_: {}
     source: Any = None
+    examples: int = 0
 
 
 class Context:
@@ -93,6 +96,12 @@ class Context:
     def has_devices(self) -> bool:
         """Whether rows can be laid out for the devices: those of a check without `--on` are not known."""
         return isinstance(self.mesh, Mesh)
+
+    def by(self, config: TrainerConfig) -> Context:
+        """Return this context for another config of the same stage, such as one of a part of its examples."""
+        changed = copy.copy(self)
+        changed.config = config
+        return changed
 
     def warn(self, *lines: str) -> None:
         """Warn of lines that begin with a field."""
@@ -205,7 +214,7 @@ class Context:
             per_update = round(every / count * config.total_batch_size)
             tokens = f"about {round(drawn / count * every):,} tokens, shared prompts once"
         updates = f"{total:,} update{'s'[: total > 1]} of {each} {unit}, {drawn / count:.2f} epochs"
-        self.expect(Expected([report, updates, tokens], total, per_update, longest))
+        self.expect(Expected([report, updates, tokens], total, per_update, longest, examples=each))
 
     def expect(self, expected: Expected) -> None:
         """Add what a source of updates will do. Raises ModelNotHereError where the build cannot go on."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlhf_core.models.config import Remat
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.stage import Stage
+    from rlhf_core.training.context import Context
 
 SAMPLING_SHARE = 0.9
 """Of a device's memory, what training state and sampling may take together; the rest is for what shapes do not tell."""
@@ -189,21 +190,24 @@ def state_bytes(
 
 
 def sampling_memory(
-    config: TrainerConfig, stage: Stage, model: Model, scored_by: Sequence[Any]
+    context: Context, model: Model, rewards: Sequence[Any], others: Sequence[Model]
 ) -> int | None:
     """Return the bytes per device that sampling may use; None where devices do not say what they have.
 
-    What is left beside the training state, a copy of what is trained, such as a reference, and the reward models
-    `scored_by`, see `scoring_bytes`, which are spread over all devices.
+    What is left beside the training state, a copy of what is trained, such as a reference, the models that rewards
+    read, see `scoring_bytes`, which are spread over all devices, and `others`.
     """
     memory = device_memory()
     if memory is None:
         return None
-    mesh = stage.devices()
-    tx = make_optimizer(config, stage.registry, 1)[0]
+    config, mesh, sources = context.config, context.mesh, context.stage.inputs.get("sources", {})
+    tx = make_optimizer(config, context.registry, 1)[0]
     held = sum(state_bytes(model.definition, tx, config.frozen_parameters, mesh).values())
-    for name in scored_by:
-        held += (scoring_bytes(name, model.tokenizer, stage.registry) or 0) // mesh.size
+    for name in (getattr(reward.function, "model", None) for reward in rewards):
+        if isinstance(name, str):
+            size = scoring_bytes(sources.get(name, name), model.tokenizer, context.registry)
+            held += (size or 0) // mesh.size
+    held += sum(device_bytes(other.params) for other in others)
     return max(int(SAMPLING_SHARE * memory) - held, 0)
 
 
@@ -218,42 +222,6 @@ def scoring_bytes(model: Any, tokenizer: Any | None, registry: Registry | None) 
     definition, _ = described
     forward = MICRO_BATCH_TOKENS * definition.hidden_size * SCORING_WIDTHS * 4
     return array_bytes(definition.abstract_params()) + forward
-
-
-def frozen_definitions(
-    models: Mapping[str, Any], config: TrainerConfig, stage: Stage
-) -> dict[str, Definition | None]:
-    """Describe language models that a stage reads beside the one it trains; None for those nothing local describes.
-
-    models: {name: directory, hub name or table}. One that an earlier stage has yet to train is described by what that
-    stage starts from.
-    """
-    sources, tokenizer = stage.inputs.get("sources", {}), stage.inputs.get("tokenizer")
-    described: dict[str, Definition | None] = {}
-    for name, model in models.items():
-        source = sources.get(model, model) if isinstance(model, str) else model
-        entry = definition_of(source, "lm", tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
-        described[name] = None if entry is None else entry[0]
-    return described
-
-
-def frozen_bytes(
-    models: Mapping[str, Any], config: TrainerConfig, stage: Stage, policy: int
-) -> dict[str, int]:
-    """Count the parameters of `frozen_definitions`, float32, in all or per device of `stage.planned_mesh`.
-
-    policy: bytes of the policy's, as which a model counts that nothing local describes.
-    """
-    sizes, mesh = {}, stage.planned_mesh
-    for name, definition in frozen_definitions(models, config, stage).items():
-        if definition is None:
-            sizes[name] = policy
-            continue
-        params = definition.abstract_params()
-        sizes[name] = array_bytes(
-            params if mesh is None else _shard_shapes(params, definition.shardings(mesh))
-        )
-    return sizes
 
 
 def memory_forecast(

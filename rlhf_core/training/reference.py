@@ -23,18 +23,30 @@ class Reference:
 
     With adapters, which start without effect, that is the base model, which is in memory once.
 
-    apart: whether it is known to differ from the policy.
+    apart: whether it is known to differ from the policy. moves: whether `move` will be called.
     """
 
-    def __init__(self, params: Mapping[str, Any], frozen: str | Sequence[str] | None, mesh: Mesh) -> None:
-        """Copy what is trained. params: the policy's. frozen: the config's `frozen_parameters`."""
-        self._fixed, self._mesh = fixed_parameters(params, frozen), mesh
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        frozen: str | Sequence[str] | None,
+        mesh: Mesh,
+        *,
+        moves: bool = False,
+    ) -> None:
+        """Copy what is trained. params: the policy's, or shapes. frozen: the config's `frozen_parameters`."""
+        self._fixed, self._mesh, self.moves = fixed_parameters(params, frozen), mesh, moves
         trained, self._rest = split(params, self._fixed)
         self._compiler = BackgroundCompiler()
         # The loop donates the policy's buffers to every update.
-        self._trained = jax.tree.map(jnp.copy, trained)
+        self._trained = jax.tree.map(_copy, trained)
         self._equal = jax.jit(_all_equal, out_shardings=replicated_sharding(mesh))
         self.apart = False
+
+    @property
+    def copied(self) -> Any:
+        """The parameters that are in memory beside the policy's."""
+        return self._trained
 
     @property
     def params(self) -> Any:
@@ -85,6 +97,10 @@ def _all_equal(policy: Any, reference: Any) -> jax.Array:
     return jnp.array(
         [jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (policy, reference)), strict=True)]
     ).all()
+
+
+def _copy(x: Any) -> Any:
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.copy(x)
 
 
 def _gather(tree: Any) -> Any:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rlhf_core import cli, data, sampling
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts import Reward, RolloutCollector
+from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.completions import empty_warning
 from rlhf_core.sampling import Rollouts
 
@@ -202,7 +202,9 @@ def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> No
     key = jax.random.key(0)
     for stops in ((), tuple(ids(tiny, "h"))):
         options = sampling.SamplingOptions(stop_token_ids=stops)
-        collector = RolloutCollector(stage, prompts, tokenizer, sampler, rewards, 1, options)
+        collector = RolloutCollector(
+            stage, prompts, tokenizer, sampler, rewards, RolloutOptions(8, 1, options, 1)
+        )
         collector.complete(None, np.array([0]), key, np.array([0]))
     assert [text.strip() for text in read] == ["a b h", "a b"]
     assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)

@@ -12,7 +12,7 @@ from rlhf_topologies.hlo import count, count_apart
 
 from rlhf_core import create_state
 from rlhf_core.fit.batches import empty_batches
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps, trained_weight
@@ -20,7 +20,6 @@ from rlhf_core.optimizers import adamw
 from rlhf_core.packing.rows import Layout
 from rlhf_core.step import Programs
 from rlhf_core.training.memory import definition_of
-from rlhf_core.training.programs import planned_params
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 TABLE: dict[str, Any] = {"model_type": "llama", "vocab_size": 512, **SIZES}
@@ -31,7 +30,14 @@ def described(mesh: Any, **table: Any) -> tuple[Programs, Any, Any]:
     found = definition_of({**TABLE, **table}, "lm", None, remat="full")
     assert found is not None
     definition, hf_config = found
-    model = Model(definition, planned_params(definition, mesh), None, hf_config, None, mesh)
+    model = Model(
+        definition,
+        with_shardings(definition.abstract_params(), definition.shardings(mesh)),
+        None,
+        hf_config,
+        None,
+        mesh,
+    )
 
     def objective(params: Any, batch: Any) -> Any:
         logps, entropies = trained_logps(definition, params, batch, entropy=True)

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import pytest
 from rlhf_distill import DistillConfig
-from rlhf_distill.forecast import forecast, programs
+from rlhf_distill.train import build
 from rlhf_testing.fixtures import a_stage
+from rlhf_topologies.programs import built_programs
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.runtime.peak_memory import format_bytes
+from rlhf_core.training.check import forecast
 
 
 def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> Any:
@@ -29,7 +31,7 @@ def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) 
         **changes,
     )
     inputs = {"tokenizer": student.tokenizer}
-    return programs(config, a_stage(directory / "run", mesh=make_mesh(2, 2, 2), inputs=inputs))
+    return built_programs(build, config, a_stage(directory / "run", mesh=make_mesh(2, 2, 2), inputs=inputs))
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,9 @@ def test_a_forecast_counts_what_is_sampled_or_what_is_given(
         max_completion_length=6,
     )
     inputs = {"tokenizer": tiny.make_tokenizer(), "train_dataset": tiny.texts(16)}
-    lines = forecast(config, a_stage(tmp_path, inputs=inputs)).lines
+    lines = forecast(build, config, a_stage(tmp_path, inputs=inputs)).lines
     assert ("16 completions, at most 96 sampled tokens" in lines) == (fraction == 1)
-    assert ("2 updates of 8 texts, 1.00 epochs" in lines) == (fraction == 0)
-    assert not any("given completions" in line for line in lines)
+    assert ("2 updates of 8 demonstrations, 1.00 epochs" in lines) == (fraction == 0)
+    assert not any("an update also has" in line for line in lines)
     held = format_bytes(sum(x.nbytes for x in jax.tree.leaves(teacher.params)))
     assert f"teacher {held}" in lines[-1]

@@ -12,10 +12,10 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.rollouts import open_collector
+from rlhf_core.rollouts import RolloutOptions, open_collector
 from rlhf_core.rollouts.completions import empty_warning
 from rlhf_core.rollouts.warnings import RolloutWarnings
-from rlhf_core.training import open_rewards
+from rlhf_core.training import Context, open_rewards
 
 WORLDS = '''
 import asyncio
@@ -146,7 +146,7 @@ def collect(tiny, model, config, tmp_path):
         made = config(name, options, **changes)
         stage = SimpleNamespace(
             name="policy",
-            mesh=None,
+            mesh=tiny.one_device(),
             planned_mesh=None,
             template_date="2026-01-01",
             dir=tmp_path,
@@ -157,17 +157,11 @@ def collect(tiny, model, config, tmp_path):
             say=lambda line: None,
             inputs={"train_dataset": rows or tiny.prompts(4), "model": model},
         )
-        collector = open_collector(
-            made,
-            stage,
-            model,
-            open_rewards([], stage, environment=made.environment),
-            max_prompt_length=made.max_prompt_length,
-            num_generations=4,
-            sampling=made.sampling,
-            prompts_per_call=4,
-            environment=made.environment,
-        )
+        context = Context(made, stage)
+        context.tokenizer = model.tokenizer
+        rewards = open_rewards([], stage, environment=made.environment)
+        options = RolloutOptions(made.max_prompt_length, 4, made.sampling, 4, environment=made.environment)
+        collector = open_collector(context, model, rewards, options)
         rollout = collector.complete(
             model.params, np.arange(4), jax.random.key(3), np.arange(16), required=False
         )

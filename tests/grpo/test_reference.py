@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,7 +32,8 @@ def test_compiling_its_move_does_not_move_it(tiny: ModuleType) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(str(about.get("fun_name")))
 
-    move = _reference_sync(GRPOConfig(sync_ref_model=True, ref_model_mixup_alpha=0.9), reference)
+    context = SimpleNamespace(ahead=lambda start, *given: start(*given))
+    move = _reference_sync(GRPOConfig(sync_ref_model=True, ref_model_mixup_alpha=0.9), context, reference)
     assert arrays(reference.params) == before
     reference._compiler.wait("mix")
     jax.monitoring.register_event_duration_secs_listener(note)

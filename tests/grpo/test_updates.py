@@ -11,14 +11,15 @@ from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
 from rlhf_grpo.policies import PolicyReader
-from rlhf_grpo.updates import GRPOUpdates
+from rlhf_grpo.train import _sampled
+from rlhf_grpo.updates import GRPOSteps
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing.rows import Layout
-from rlhf_core.rollouts import Reward, RolloutCollector
+from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
 from rlhf_core.sampling import Rollouts
-from rlhf_core.training import Reference
+from rlhf_core.training import Context, Reference
 
 G, C = 3, 5
 LAYOUT = Layout((32,), (2,), (6,), (30,))
@@ -58,7 +59,9 @@ def make(tiny, tmp_path):
         dir=tmp_path,
         name="policy",
         say=lambda line: None,
-        mesh=None,
+        mesh=tiny.one_device(),
+        registry=None,
+        inputs={},
     )
 
     def length(completion_ids):
@@ -73,15 +76,19 @@ def make(tiny, tmp_path):
             tiny.make_tokenizer(),
             sampler,
             rewards,
-            G,
-            config.sampling,
-            max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
+            _sampled(config),
         )
         if reference is not None and not hasattr(reference, "params"):
-            reference = SimpleNamespace(params=reference, apart=True, equals=lambda params: False)
+            reference = SimpleNamespace(
+                params=reference, apart=True, equals=lambda params: False, moves=False
+            )
         policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
         advantage = advantage or Group(config.scale_rewards)
-        return GRPOUpdates(stage, config, collector, advantage, policies, LAYOUT, "token_mean")
+        steps = GRPOSteps(config, collector, advantage, policies, LAYOUT, "token_mean")
+        context = Context(config, stage)
+        updates = RolloutUpdates(context, collector, LAYOUT, steps, reference=reference)
+        updates.config, updates.policies = config, policies
+        return updates
 
     return make
 
@@ -238,7 +245,7 @@ def test_as_long_as_the_policy_is_the_reference_its_own_numbers_are_used(make, t
         name: [np.full(len(b), -2.0) for tree in trees for b in tree.branches]
         for name in ("old_logps", "ref_logps")
     }
-    feed.collector.__dict__["policy"] = lambda params: int(params["w"])
+    feed.collector = replace(feed.collector, sampler=lambda params, *rest: sampler(int(params["w"]), *rest))
 
     def update(n, moved):
         return reference_values(
@@ -450,11 +457,11 @@ def test_a_moving_reference_is_part_of_the_checkpoint(make):
     options = {"sync_ref_model": True, "num_iterations": 2}
     mesh = make_mesh(devices=jax.devices()[:1])
     params = {"base": jax.numpy.arange(2.0), "w": jax.numpy.arange(3.0)}
-    feed = make(reference=Reference(params, "base", mesh), **options)
+    feed = make(reference=Reference(params, "base", mesh, moves=True), **options)
     feed.policies.reference.move({"base": params["base"], "w": 3 * params["w"]}, 0.5)
     host, arrays = feed.snapshot(0)
     assert list(arrays) == ["reference['w']"]
-    other = make(reference=Reference({**params, "w": 0 * params["w"]}, "base", mesh), **options)
+    other = make(reference=Reference({**params, "w": 0 * params["w"]}, "base", mesh, moves=True), **options)
     other.restore(0, host, arrays)
     np.testing.assert_array_equal(other.policies.reference.params["w"], [0, 2, 4])
     assert other.policies.reference.params["base"] is params["base"]

@@ -317,7 +317,7 @@ def test_a_trainer_need_not_forecast(pipeline: Path, fake: ModuleType) -> None:
     host = plugins.load(objects=[fake])
     planned = plan(read(pipeline, dir="runs/a"), host)
     first, *others = planned.stages
-    silent = replace(first, trainer=replace(first.trainer, forecast=None))
+    silent = replace(first, trainer=replace(first.trainer, build=None))
     lines = stage_forecasts(replace(planned, stages=(silent, *others)), host)
     assert lines["base"] == Forecast()
     assert lines["rm"].lines

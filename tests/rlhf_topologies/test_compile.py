@@ -14,6 +14,7 @@ import pytest
 from rlhf_topologies import interpreters
 from rlhf_topologies.chips import CHIPS
 from rlhf_topologies.compile import compile_pipeline, device_bytes
+from rlhf_topologies.programs import built_programs, stage_programs
 
 from rlhf_core import cli, create_state, plugins
 from rlhf_core.mesh import make_mesh
@@ -22,13 +23,12 @@ from rlhf_core.models import load_model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.forecast import each_stage, stage_programs
+from rlhf_core.pipeline.forecast import each_stage
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.placement import cache_bytes
-from rlhf_core.training import open_texts
-from rlhf_core.training.programs import dataset_programs, planned_model
+from rlhf_core.training import Build, Context
 
 CHAIN = """
 dir = "run"
@@ -108,8 +108,7 @@ def test_a_state_of_shapes_is_that_of_arrays(place: Any) -> None:
 
     def states(planned: Any, stage: Any) -> Any:
         tx, _ = make_optimizer(planned.config, host.registry, 2)
-        model = planned_model(planned.config, stage, "lm")
-        assert model is not None
+        model = Context(planned.config, stage, shapes=True).model("lm")
         return create_state(model, tx), create_state(load_model(place.path / "model", "lm", mesh=mesh), tx)
 
     shapes, arrays = each_stage(checked, host, states, mesh=mesh)["base"]
@@ -196,7 +195,9 @@ def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) 
 def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> None:
     place.settings("base.toml", 'lora = { rank = 3, targets = ["q_proj"] }')
     models = each_stage(
-        *planned("base.toml"), lambda each, stage: planned_model(each.config, stage, "lm"), mesh=make_mesh()
+        *planned("base.toml"),
+        lambda each, stage: Context(each.config, stage, shapes=True).model("lm"),
+        mesh=make_mesh(),
     )
     assert models["base"] is not None
     leaves = jax.tree_util.tree_leaves_with_path(models["base"].params)
@@ -247,10 +248,13 @@ def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> Non
 
         return compute
 
+    def build(config: Any, context: Context) -> Build:
+        model = context.model("lm")
+        model, updates = context.updates(model, context.texts("train_data"), reads_tokens=True)
+        return Build(model, updates, losses(model.definition))
+
     def describe(planned: Any, stage: Any) -> Any:
-        return dataset_programs(
-            planned.config, stage, head="lm", open_data=open_texts, objective=losses, reads_tokens=True
-        )
+        return built_programs(build, planned.config, stage)
 
     programs = each_stage(checked, host, describe, mesh=make_mesh())["base"].programs
     assert [program.name.split()[0] for program in programs] == ["accumulate", "count", "apply"]

@@ -10,12 +10,11 @@ import pytest
 from rlhf_topologies.check import lines, program_table
 from rlhf_topologies.chips import CHIPS, parse
 from rlhf_topologies.hlo import Counts
-from rlhf_topologies.roofline import bound
+from rlhf_topologies.roofline import bound, token_weights
 from rlhf_topologies.verdicts import judge_stage
 
 from rlhf_core.models import DECODER
 from rlhf_core.models.loading import complete_table, describe
-from rlhf_core.training.programs import token_weights
 
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
 GB = 10**9

@@ -11,11 +11,12 @@ from rlhf_core import data
 from rlhf_core.fit.batches import Update
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.rewards.reward import OF_EPISODES
-from rlhf_core.rollouts import Reward, Rollout, RolloutCollector
+from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.updates import _update_metrics
 from rlhf_core.sampling import Rollouts, SamplingOptions
 
 G = 3
+OPTIONS = RolloutOptions(8, G, SamplingOptions(), 2)
 DIFFER = {1, 4, 5, 6}  # prompts whose completions get different rewards
 
 
@@ -49,9 +50,7 @@ def collect(tiny, prompts):
             tiny.make_tokenizer(),
             sampler,
             [Reward("r", 2.0, reward)],
-            G,
-            SamplingOptions(),
-            max_rounds=max_rounds,
+            RolloutOptions(8, G, SamplingOptions(), size, max_rounds=max_rounds),
         )
         state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(7))
         rollout = collector.collect(state, 4, lambda: next(batches))
@@ -141,7 +140,7 @@ def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
         )
 
     stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
-    collector = RolloutCollector(stage, prompts, tiny.make_tokenizer(), sampler, [], G, SamplingOptions())
+    collector = RolloutCollector(stage, prompts, tiny.make_tokenizer(), sampler, [], OPTIONS)
     state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(0))
     rollout = collector.collect(state, 0, lambda: np.arange(2))
     assert rollout.rewards.shape == (2 * G, 0)
@@ -166,7 +165,13 @@ def test_an_environment_without_rewards_has_no_metrics_of_them(tiny, prompts, ow
     rewards = [Reward(OF_EPISODES, 1.0, lambda completions: []), Reward("r", 1.0, lambda completions: [])]
     stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
     collector = RolloutCollector(
-        stage, prompts, tiny.make_tokenizer(), None, rewards, G, SamplingOptions(), episodes=SimpleNamespace()
+        stage,
+        prompts,
+        tiny.make_tokenizer(),
+        None,
+        rewards,
+        OPTIONS,
+        SimpleNamespace(),  # type: ignore[arg-type]
     )
     each = np.array([[own, float(i)] for i in range(G)])
     metrics = collector.metrics(Rollout(np.array([0]), samples, each, np.nansum(each, 1)))

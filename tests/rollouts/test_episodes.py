@@ -10,7 +10,7 @@ from rlhf_core.contracts import Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, TurnRecord
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.reward import OF_EPISODES
-from rlhf_core.rollouts import Reward, RolloutCollector
+from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import EpisodeSource
 from rlhf_core.rollouts.layout import tree_sizes
@@ -73,7 +73,7 @@ def test_rewards_of_failed_episodes_are_left_out_of_every_function(source):
     given = Reward(OF_EPISODES, 1.0, lambda **columns: columns["environment_rewards"])
     ones = Reward("ones", 1.0, lambda completions: [1.0] * len(completions))
     collector = RolloutCollector(
-        stage, PROMPTS, None, Says(), [given, ones], G, SamplingOptions(), episodes=source
+        stage, PROMPTS, None, Says(), [given, ones], RolloutOptions(8, G, SamplingOptions(), 2), source
     )
     with pytest.warns(
         UserWarning, match="1 of 4 episodes failed and are left out; the first: row 1: .* no such game"
@@ -140,7 +140,11 @@ def test_a_turn_without_an_answer_is_described_without_a_reward():
 
 def test_rows_of_turns_have_room_for_all_that_is_said_before_the_last():
     sizes, sampling = np.array([3, 8]), SamplingOptions(max_completion_length=4)
-    kept = tree_sizes(sizes, G, sampling, EnvironmentOptions(max_tokens=20))
+
+    def options(environment):
+        return RolloutOptions(8, G, sampling, 2, environment=environment)
+
+    kept = tree_sizes(sizes, options(EnvironmentOptions(max_tokens=20)))
     assert (kept[0].tolist(), *kept[1:]) == ([3, 8], G, 20)
-    again = tree_sizes(sizes, G, sampling, EnvironmentOptions(max_tokens=20, history="encoded_again"))
+    again = tree_sizes(sizes, options(EnvironmentOptions(max_tokens=20, history="encoded_again")))
     assert (again[0].tolist(), *again[1:]) == ([19, 24], 1, 4)

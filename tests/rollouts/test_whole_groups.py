@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import TrainerConfig, hookimpl
 from rlhf_core.errors import InputError
@@ -17,9 +19,8 @@ from rlhf_core.packing import Layout, choose_layout
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import pack
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rollouts import forecast_rollouts
 from rlhf_core.rollouts import layout as layouts
-from rlhf_core.sampling import SamplingOptions
+from rlhf_core.training.check import forecast
 
 ppo: Any = load_file(Path(__file__).parents[2] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
 MESSAGE = (
@@ -36,18 +37,13 @@ def reward(completions: list[str]) -> list[float]:
 def test_a_group_is_never_split(size: int, tiny: ModuleType, tmp_path: Path) -> None:
     config = ppo.PPOConfig(total_batch_size=size, num_generations=4, max_training_steps=1)
     message = rf"^stage 'ppo'\.{MESSAGE.format(size=size)}$"
+    given = {"tokenizer": tiny.make_tokenizer(), "rewards": [reward], "train_dataset": tiny.prompts(4)}
+    stage = replace(a_stage(tmp_path / "check", inputs=given), name="ppo", mesh=None)
     with pytest.raises(InputError, match=message):
-        forecast_rollouts(
-            config,
-            SimpleNamespace(name="ppo"),  # type: ignore[arg-type]
-            rewards=[],
-            max_prompt_length=8,
-            num_generations=4,
-            sampling=SamplingOptions(),
-        )
-    given = {"model": tiny.make_model(scale=4.0), "rewards": [reward], "train_dataset": tiny.prompts(4)}
+        forecast(ppo.build, config.replace(model=tiny.SIZES), stage)
+    inputs = {"model": tiny.make_model(scale=4.0), "rewards": [reward], "train_dataset": tiny.prompts(4)}
     with pytest.raises(InputError, match=message):
-        tiny.run("ppo", config, tmp_path, listeners=[Registers()], **given)
+        tiny.run("ppo", config, tmp_path, listeners=[Registers()], **inputs)
 
 
 class Registers:

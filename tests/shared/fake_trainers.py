@@ -27,6 +27,7 @@ from rlhf_core import (
 from rlhf_core.config import Component
 from rlhf_core.contracts import LossOutput, PairInputs
 from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.training.context import Expected
 
 EVENTS: list[tuple[str, Any]] = []
 
@@ -96,24 +97,25 @@ def _run(kind: str) -> Any:
     return run
 
 
-def _forecast(config: FakeConfig, stage: Stage) -> list[str]:
-    assert stage.mesh is None
+def _build(config: FakeConfig, context: Any) -> Any:
+    assert context.shapes
     if config.fail == "forecast":
         raise InputError("train.jsonl row 7: no column 'text'")
     if config.fail == "full forecast":
         raise OSError(28, "No space left on device", "cache")
     if config.fail == "broken forecast":
         json.loads("{'a'")  # the place that helps is this line, not one of the library
-    return [f"{config.size} bytes from {config.model}"]
+    context.missing = True
+    context.expect(Expected([f"{config.size} bytes from {config.model}"], 1, 1, 1))
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     registry.add(
-        TRAINER, "fake", Trainer(FakeConfig, {"model": "language_model"}, _run("language_model"), _forecast)
+        TRAINER, "fake", Trainer(FakeConfig, {"model": "language_model"}, _run("language_model"), _build)
     )
     registry.add(
-        TRAINER, "fake_rm", Trainer(FakeConfig, {"model": "reward_model"}, _run("reward_model"), _forecast)
+        TRAINER, "fake_rm", Trainer(FakeConfig, {"model": "reward_model"}, _run("reward_model"), _build)
     )
     registry.add(PAIRWISE_LOSS, "fake_loss", FakeLoss)
     registry.add(REWARD, "fake_model", FakeModelReward)

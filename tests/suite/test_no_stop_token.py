@@ -16,7 +16,7 @@ from rlhf_core import plugins
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.training import open_pairs, open_texts
+from rlhf_core.training.open import open_pairs, open_texts
 
 MISSING = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 

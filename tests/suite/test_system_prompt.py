@@ -20,8 +20,8 @@ from rlhf_core.rollouts.warnings import system_prompt_warnings
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder
-from rlhf_core.training import open_texts, scoring_contract
-from rlhf_core.training.open import open_prompts
+from rlhf_core.training import scoring_contract
+from rlhf_core.training.open import open_prompts, open_texts
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 BRIEF = "ab ba"

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
+from rlhf_sft.train import build
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import TrainerConfig, optimizers
@@ -17,7 +19,8 @@ from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
 from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import memory
-from rlhf_core.training.forecast import training_memory
+from rlhf_core.training.check import held_bytes
+from rlhf_core.training.context import Context, ModelNotHereError
 from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes
 
 
@@ -63,14 +66,21 @@ def test_what_describes_a_model(tiny, tmp_path):
 
 
 def test_only_adapters_have_gradients(tiny, tmp_path):
-    stage = a_stage(tmp_path, inputs={"tokenizer": tiny.make_tokenizer()})
+    inputs = {"tokenizer": tiny.make_tokenizer(), "train_dataset": tiny.texts(4)}
+    stage = replace(a_stage(tmp_path, inputs=inputs), mesh=None)
+
+    def parts(config):
+        context = Context(config, stage, shapes=True)
+        made = build(config, context)
+        return held_bytes(made, context, context.expected[0])
+
     config = TrainerConfig(model=tiny.SIZES, lora={"rank": 3, "targets": ["q_proj"]})
-    _, _, parts = training_memory(config, stage, "lm", 1, 64, 64)
     added = 2 * 3 * (16 + 16) * 4  # layers × rank × (in + out) × bytes
-    assert parts["gradients"] == added
-    whole = training_memory(config.replace(lora=None), stage, "lm", 1, 64, 64)[2]
-    assert parts["parameters"] == whole["parameters"] + added
-    assert training_memory(config.replace(model="owner/name"), stage, "lm", 1, 64, 64) is None
+    assert parts(config)["gradients"] == added
+    whole = parts(config.replace(lora=None))
+    assert parts(config)["parameters"] == whole["parameters"] + added
+    with pytest.raises(ModelNotHereError):
+        parts(config.replace(model="owner/name"))
 
 
 def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
@@ -126,15 +136,17 @@ def test_what_is_left_for_sampling(tiny, monkeypatch):
     """Adam's state on four shards, and a copy of the parameters as large as their gradients."""
     model = tiny.make_model(scale=4.0)
     mesh = make_mesh(data=2, fsdp=4)
-    stage = SimpleNamespace(devices=lambda: mesh, registry=installed_registry())
     config = GRPOConfig(model="m", rewards=["length"])
-    assert memory.sampling_memory(config, stage, model, []) is None  # CPUs do not say what they have
+    stage = SimpleNamespace(inputs={})
+    context = SimpleNamespace(config=config, mesh=mesh, registry=installed_registry(), stage=stage)
+    reads_a_model = SimpleNamespace(function=SimpleNamespace(model="rm"))
+    assert memory.sampling_memory(context, model, [], []) is None  # CPUs do not say what they have
     monkeypatch.setattr(memory, "device_memory", lambda: 1_000_000)
     placed = jax.device_put(model.params, model.definition.shardings(mesh))
     here = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
-    left = memory.sampling_memory(config, stage, model, [])
+    left = memory.sampling_memory(context, model, [], [])
     assert 0 <= 900_000 - 4 * here - left < 100  # parameters, gradients, two moments and counters
     monkeypatch.setattr(memory, "scoring_bytes", lambda *_: 800)
-    assert memory.sampling_memory(config, stage, model, ["rm", "rm"]) == left - 200
+    assert memory.sampling_memory(context, model, [reads_a_model] * 2, []) == left - 200
     monkeypatch.setattr(memory, "device_memory", lambda: 1000)
-    assert memory.sampling_memory(config, stage, model, []) == 0
+    assert memory.sampling_memory(context, model, [], []) == 0

@@ -15,36 +15,30 @@ from rlhf_core import (
     REWARD,
     TRAINER,
     Component,
-    Forecast,
     PolicyInputs,
     Registry,
-    Stage,
-    Trainer,
     TrainerConfig,
     TrainState,
-    create_state,
     hookimpl,
 )
-from rlhf_core.artifacts import save_model
-from rlhf_core.fit import TokenReader, empty_batches, fit
+from rlhf_core.fit import TokenReader
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import loss_output, trained_logps, trained_scores, trained_sequence, trained_weight
-from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
+    Reading,
     Rollout,
-    RolloutCollector,
+    RolloutOptions,
     RolloutUpdates,
     WeightedReward,
     choose_rollout_rows,
-    forecast_rollouts,
     open_collector,
 )
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.step import Objective
-from rlhf_core.training import Reference, open_model, open_rewards
+from rlhf_core.training import Build, Context, Reference, define_trainer, open_rewards
 
 KEPT = ("advantages", "old_logps", "old_values", "returns")
 """What every trained token carries."""
@@ -120,41 +114,16 @@ def gae(
     return advantages, np.where(mask, advantages + values, 0.0)
 
 
-class PPOUpdates(RolloutUpdates):
-    """Rollouts with advantages of the critic's, each trained on `num_iterations` times."""
+class PPOSteps:
+    """Gives every token of a rollout the critic's advantage, and trains on all of it in each update."""
+
+    token_names, sequence_names = KEPT, ()
 
     def __init__(
-        self,
-        stage: Stage,
-        config: PPOConfig,
-        collector: RolloutCollector,
-        layout: Layout,
-        policy: Model,
-        critic: Model,
-    ) -> None:
-        super().__init__(
-            stage,
-            config,
-            collector,
-            prompts_per_rollout=config.total_batch_size // config.num_generations,
-            updates_per_rollout=config.num_iterations,
-        )
-        self.config, self.layout, temperature = config, layout, config.sampling.temperature
-        self.reference = Reference(policy.params, config.frozen_parameters, stage.devices())
-
-        def read(params: Mapping[str, Any], batch: Packed) -> dict[str, Any]:
-            old, _ = trained_logps(policy.definition, params["policy"], batch, temperature=temperature)
-            ref, _ = trained_logps(policy.definition, params["reference"], batch, temperature=temperature)
-            values = trained_scores(critic.definition, params["critic"], batch)
-            return {"old_logps": old, "ref_logps": ref, "old_values": values}
-
-        self.read = TokenReader(read, layout, stage.devices())
-        self.read.compile(
-            {"policy": policy.params, "critic": critic.params, "reference": self.reference.params}
-        )
-
-    def shapes(self) -> list[Packed]:
-        return empty_batches(self.layout, token_names=KEPT)
+        self, config: PPOConfig, prompts: Any, layout: Layout, reader: TokenReader, reference: Reference
+    ):
+        self.config, self.prompts, self.layout = config, prompts, layout
+        self.read, self.reference = reader, reference
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         mask, lengths = rollout.samples.mask, np.asarray(rollout.samples.lengths)
@@ -177,72 +146,59 @@ class PPOUpdates(RolloutUpdates):
         return [pack(rollout.trees(self.prompts), self.layout, token_names=KEPT)]
 
 
-def collector_of(
-    config: PPOConfig, stage: Stage, model: Model, rewards: Any, field: str
-) -> RolloutCollector | None:
-    """Open the prompts of `train_data` or `eval_data` and a sampler for them; None where there is no eval_data."""
-    return open_collector(
-        config,
-        stage,
-        model,
-        rewards,
-        field,
-        max_prompt_length=config.max_prompt_length,
-        num_generations=config.num_generations,
-        sampling=config.sampling,
-        prompts_per_call=config.total_batch_size // config.num_generations,
-        policy=lambda params: params["policy"],
+def make_reader(config: PPOConfig, policy: Model, critic: Model, layout: Layout, mesh: Any) -> TokenReader:
+    """Read a rollout with the policy of its start, the reference and the critic, in one pass."""
+    temperature = config.sampling.temperature
+
+    def read(params: Mapping[str, Any], batch: Packed) -> dict[str, Any]:
+        old, _ = trained_logps(policy.definition, params["policy"], batch, temperature=temperature)
+        ref, _ = trained_logps(policy.definition, params["reference"], batch, temperature=temperature)
+        values = trained_scores(critic.definition, params["critic"], batch)
+        return {"old_logps": old, "ref_logps": ref, "old_values": values}
+
+    return TokenReader(read, layout, mesh)
+
+
+def build(config: PPOConfig, context: Context) -> Build:
+    """Improve `config.model` on the prompts of `config.train_data`, beside a critic that begins as its copy."""
+    policy = context.model("lm")
+    rewards = open_rewards(config.rewards, context.stage)
+    options = RolloutOptions(
+        config.max_prompt_length,
+        config.num_generations,
+        config.sampling,
+        config.total_batch_size // config.num_generations,
+        config.num_iterations,
+        policy="policy",
     )
-
-
-def run(config: PPOConfig, stage: Stage) -> None:
-    """Improve `config.model` on the prompts of `config.train_data` and save the artifact `model`."""
-    policy = open_model(config, stage, head="lm")
-    rewards = open_rewards(config.rewards, stage)
-    collector = collector_of(config, stage, policy, rewards, "train_data")
+    collector = open_collector(context, policy, rewards, options)
     assert collector is not None
-    policy, layout = choose_rollout_rows(policy, config, stage, collector)
-    critic = policy.with_head("score", seed=stage.seed)
-    updates = PPOUpdates(stage, config, collector, layout, policy, critic)
-    tx, schedule = make_optimizer(config, stage.registry, updates.total)
-    critic_config = config.replace(learning_rate=config.critic_learning_rate)
-    critic_tx, _ = make_optimizer(critic_config, stage.registry, updates.total)
-    models = {"policy": policy, "critic": critic}
-    loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
-    held_out = collector_of(config, stage, policy, rewards, "eval_data")
+    policy, layout = choose_rollout_rows(context, policy, collector)
+    critic = policy.with_head("score", seed=context.seed)
+    reference = Reference(policy.params, config.frozen_parameters, context.mesh)
+    reader = make_reader(config, policy, critic, layout, context.mesh)
+    start = {"policy": policy.params, "critic": critic.params, "reference": reference.params}
+    context.ahead(reader.compile, start)
+    steps = PPOSteps(config, collector.prompts, layout, reader, reference)
+    reading = Reading(
+        reader, lambda params: {**params, "reference": reference.params}, ("parameters", "reference")
+    )
+    held_out = open_collector(context, policy, rewards, options, "eval_data")
     fixed = None if held_out is None else FixedPrompts(held_out, len(held_out.prompts), previewed=4)
-    fitted = fit(
-        stage,
-        config,
-        create_state(
-            models,
-            {"policy": tx, "critic": critic_tx},
-            seed=stage.seed,
-            frozen=config.frozen_parameters and {"policy": config.frozen_parameters},
-        ),
+    models = {"policy": policy, "critic": critic}
+    loss = context.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
+    of_critic = config.replace(learning_rate=config.critic_learning_rate, frozen_parameters=None)
+    return Build(
+        models,
+        RolloutUpdates(context, collector, layout, steps, reading=reading),
         objective({name: model.definition for name, model in models.items()}, loss, config),
-        updates,
-        schedule=schedule,
+        trains={"policy": config, "critic": of_critic},
         evaluate=None if fixed is None else fixed.evaluate,
-    )
-    save_model(stage, "model", "language_model", policy.with_params(fitted.state.params["policy"]))
-
-
-def forecast(config: PPOConfig, stage: Stage) -> Forecast:
-    """Forecast `run`; the critic and the reference count as copies of the policy."""
-    return forecast_rollouts(
-        config,
-        stage,
-        rewards=config.rewards,
-        max_prompt_length=config.max_prompt_length,
-        num_generations=config.num_generations,
-        sampling=config.sampling,
-        updates_per_rollout=config.num_iterations,
-        copies=("critic", "reference"),
+        held={"reference": reference.copied},
     )
 
 
-PPO = Trainer(PPOConfig, {"model": "language_model"}, run, forecast)
+PPO = define_trainer(PPOConfig, {"model": "language_model"}, build)
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import TRAINER, Trainer, hookimpl
+from rlhf_core import TRAINER, hookimpl
 from rlhf_distill.config import DistillConfig as DistillConfig
 from rlhf_distill.divergences import DIVERGENCE as DIVERGENCE
 
@@ -21,13 +21,11 @@ __all__ = ["DIVERGENCE", "DistillConfig", "DistillTrainer", "Head", "token_diver
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
+    from rlhf_core.training import define_trainer
     from rlhf_distill.divergences import DIVERGENCES
-    from rlhf_distill.forecast import forecast, programs
-    from rlhf_distill.train import run
+    from rlhf_distill.train import build
 
-    registry.add(
-        TRAINER, "distill", Trainer(DistillConfig, {"model": "language_model"}, run, forecast, programs)
-    )
+    registry.add(TRAINER, "distill", define_trainer(DistillConfig, {"model": "language_model"}, build))
     for name, divergence in DIVERGENCES.items():
         registry.add(DIVERGENCE, name, divergence)
 

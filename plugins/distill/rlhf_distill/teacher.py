@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import InputError, load_model
+from rlhf_core import InputError
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
     from rlhf_core.models import Model
+    from rlhf_core.training import Context
     from rlhf_distill.config import DistillConfig
 
 SPECIAL = ("eos_token", "bos_token", "unk_token")
@@ -29,22 +30,21 @@ def teacher_source(config: DistillConfig, stage: Stage) -> str:
     return config.teacher_model
 
 
-def open_teacher(config: DistillConfig, stage: Stage, student: Model) -> Model:
-    """Load the teacher onto the stage's mesh, with its adapters merged.
+def open_teacher(config: DistillConfig, context: Context, student: Model) -> Model:
+    """Load the teacher, with its adapters merged.
 
     Raises InputError where teacher and student do not share a tokenizer.
     """
+    stage = context.stage
     source = teacher_source(config, stage)
-    stage.say(f"loading the teacher {source}")
-    teacher = load_model(
-        source,
-        "lm",
-        mesh=stage.devices(),
-        registry=stage.registry,
-        dtype=config.dtype,
-        verify=config.verify,
-        revision=config.teacher_revision,
-    ).merged()
+    context.say(f"loading the teacher {source}")
+    if context.shapes:
+        check_teacher(config, stage)
+    teacher = context.other_model(
+        source, dtype=config.dtype, verify=config.verify, revision=config.teacher_revision
+    )
+    if context.shapes:
+        return teacher
     if teacher.tokenizer is None:
         raise InputError(
             f"stage '{stage.name}'.teacher_model: {source!r} has no tokenizer files, so that it cannot be known "

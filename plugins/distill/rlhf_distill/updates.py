@@ -1,61 +1,56 @@
-"""Updates from the student's own completions, alone or beside those of the data."""
+"""What distillation makes of the student's own completions, alone or with those of the data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.fit import DatasetUpdates, Update, empty_batches
+from rlhf_core.fit import DatasetUpdates, Update
 from rlhf_core.packing import Layout, Packed, pack
-from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
+from rlhf_core.rollouts import Rollout, RolloutUpdates
 
 if TYPE_CHECKING:
-    from rlhf_core import Stage, TrainState
-    from rlhf_distill.config import DistillConfig
+    from rlhf_core import TrainState
 
 
-class DistillUpdates(RolloutUpdates):
-    """Every update trains on completions that the student samples, and on given ones where there are any."""
+class DistillSteps:
+    """Cuts what the student sampled into updates of `size` completions."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        config: DistillConfig,
-        collector: RolloutCollector,
-        layout: Layout,
-    ) -> None:
-        super().__init__(
-            stage,
-            config,
-            collector,
-            prompts_per_rollout=config.sampled_per_update * config.steps_per_generation,
-            updates_per_rollout=config.steps_per_generation,
-        )
-        self.config, self.layout = config, layout
-        self.given: DatasetUpdates | None = None
+    token_names = sequence_names = ()
 
-    def add_given(self, given: DatasetUpdates) -> None:
-        """Add the examples of `given` to every update."""
-        self.given, self.data = given, _BothRows(self.prompts, given.data, len(self.prompts))
-
-    def shapes(self) -> list[Packed]:
-        return [*empty_batches(self.layout), *(self.given.shapes() if self.given else ())]
+    def __init__(self, prompts: Any, layout: Layout, size: int) -> None:
+        self.prompts, self.layout, self.size = prompts, layout, size
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         return rollout
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
-        size = self.config.sampled_per_update
-        starts = range(0, len(rollout.prompts), size)
-        return [pack(rollout.trees(self.prompts, at, at + size), self.layout) for at in starts]
+        starts = range(0, len(rollout.prompts), self.size)
+        return [pack(rollout.trees(self.prompts, at, at + self.size), self.layout) for at in starts]
+
+
+class WithGiven:
+    """An `UpdateSource` whose updates have the examples of two: `count` sampled ones, and those of `given`."""
+
+    def __init__(self, sampled: RolloutUpdates, given: DatasetUpdates, count: int) -> None:
+        self.sampled, self.given, self.count = sampled, given, count
+        self.data = _BothRows(sampled.prompts, given.data, len(sampled.prompts))
+
+    @property
+    def total(self) -> int:
+        return self.sampled.total
+
+    def shapes(self) -> list[Packed]:
+        return [*self.sampled.shapes(), *self.given.shapes()]
+
+    def needs_state(self, step: int) -> bool:
+        return self.sampled.needs_state(step)
 
     def update(self, step: int, state: TrainState) -> Update:
-        sampled = super().update(step, state)
-        if self.given is None:
-            return sampled
-        given, count = self.given.update(step), self.config.sampled_per_update
+        sampled, given, count = self.sampled.update(step, state), self.given.update(step), self.count
         numbered = [
             batch._replace(example=np.where(batch.example < 0, -1, batch.example + count))
             for batch in given.batches
@@ -65,6 +60,15 @@ class DistillUpdates(RolloutUpdates):
             tokens=sampled.tokens + given.tokens,
             where=lambda i: sampled.where(i) if i < count else given.where(i - count),
         )
+
+    def epochs(self, step: int) -> float:
+        return self.sampled.epochs(step)
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return self.sampled.snapshot(step)
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        self.sampled.restore(step, host, arrays)
 
 
 @dataclass(frozen=True)

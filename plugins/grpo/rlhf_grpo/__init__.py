@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, TRAINER, Trainer, hookimpl
+from rlhf_core import ADVANTAGE, POLICY_LOSS, TRAINER, hookimpl
 from rlhf_grpo.config import GRPOConfig as GRPOConfig
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ __all__ = [
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
+    from rlhf_core.training import define_trainer
     from rlhf_grpo.advantages import ADVANTAGES
-    from rlhf_grpo.forecast import forecast, programs
     from rlhf_grpo.losses import LOSSES
-    from rlhf_grpo.train import run
+    from rlhf_grpo.train import build
 
-    registry.add(TRAINER, "grpo", Trainer(GRPOConfig, {"model": "language_model"}, run, forecast, programs))
+    registry.add(TRAINER, "grpo", define_trainer(GRPOConfig, {"model": "language_model"}, build))
     for name, loss in LOSSES.items():
         registry.add(POLICY_LOSS, name, loss)
     for name, advantage in ADVANTAGES.items():

@@ -52,12 +52,6 @@ def with_entropy_scale(
     ]
 
 
-def without_reference(batch: Packed) -> Packed:
-    """Replace `ref_logps` by NaN: the policy is the reference, and the program that trains it has the same numbers."""
-    values = batch.token_values
-    return batch._replace(token_values={**values, "ref_logps": np.full_like(values["ref_logps"], np.nan)})
-
-
 def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:
     """Sum the sampling policy's KL estimate over the tokens that it wrote, float64 [N], nats.
 

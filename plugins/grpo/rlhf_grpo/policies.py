@@ -1,4 +1,4 @@
-"""The policies that a rollout is read with: the one that sampled it, and the reference of the KL penalty."""
+"""Log-probabilities of a rollout's tokens under the policy of its start and under the reference."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.fit import TokenReader
+from rlhf_core.rollouts import Reading
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from rlhf_core.packing import Layout, Packed, Tree
     from rlhf_core.training import Reference
     from rlhf_grpo.config import GRPOConfig
@@ -22,24 +21,6 @@ if TYPE_CHECKING:
 
 Logps: TypeAlias = Callable[[Any, "Packed"], tuple[jax.Array, jax.Array]]
 """(params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]."""
-
-
-def values_read(config: GRPOConfig, *, reference: bool) -> tuple[str, ...]:
-    """Name the values per token that policies are read for: `old_logps` where the policy moves during a rollout.
-
-    reference: whether there is one.
-    """
-    return (
-        *(("old_logps",) if config.updates_per_rollout > 1 else ()),
-        *(("ref_logps",) if reference else ()),
-        *(("entropies",) if config.top_entropy_quantile < 1 else ()),
-    )
-
-
-def policies_read(names: Sequence[str]) -> tuple[str, ...]:
-    """Name the policies that these values of `values_read` are computed with."""
-    policy = ("policy",) if {"old_logps", "entropies"} & set(names) else ()
-    return (*policy, *(("reference",) if "ref_logps" in names else ()))
 
 
 def read_values(
@@ -57,19 +38,18 @@ def read_values(
 class PolicyReader:
     """Reads rollouts with the policy of their start and with the reference, as far as the config needs that.
 
-    names: what `read` returns, see `values_read`.
+    names: of what `read` returns: `old_logps` where the policy moves during a rollout, `ref_logps`, `entropies`.
     """
 
     def __init__(
-        self,
-        config: GRPOConfig,
-        logps: Logps,
-        reference: Reference | None,
-        layout: Layout,
-        mesh: Mesh,
+        self, config: GRPOConfig, logps: Logps, reference: Reference | None, layout: Layout, mesh: Any
     ) -> None:
-        self.reference, self.moves = reference, config.sync_ref_model
-        self.names = values_read(config, reference=reference is not None)
+        self.reference = reference
+        self.names = (
+            *(("old_logps",) if config.updates_per_rollout > 1 else ()),
+            *(("ref_logps",) if reference is not None else ()),
+            *(("entropies",) if config.top_entropy_quantile < 1 else ()),
+        )
         self._reader = TokenReader(partial(read_values, logps, self.names), layout, mesh)
 
     def compile(self, params: Any) -> None:
@@ -85,15 +65,14 @@ class PolicyReader:
     def _policies(self, params: Any) -> dict[str, Any]:
         return {"policy": params, **({} if self.reference is None else {"reference": self.reference.params})}
 
+    @property
+    def reading(self) -> Reading | None:
+        """What a compiler needs to know of `read`; None where nothing is read."""
+        policy = ("parameters", "frozen parameters") if {"old_logps", "entropies"} & set(self.names) else ()
+        # A reference shares the frozen parameters.
+        reference = ("reference", "frozen parameters") if "ref_logps" in self.names else ()
+        return Reading(self._reader, self._policies, (*policy, *reference)) if self.names else None
+
     def at_reference(self, params: Any) -> bool:
         """Return whether the policy is the reference, so that their KL is 0. params: the policy's, as they are now."""
         return self.reference is not None and self.reference.equals(params)
-
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint keeps: the reference, where it moves."""
-        return self.reference.snapshot() if self.moves and self.reference is not None else {}
-
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put back what `snapshot` returned."""
-        if self.moves and self.reference is not None:
-            self.reference.restore(arrays)

@@ -1,21 +1,19 @@
-"""GRPO's updates: advantages of groups, and the minibatches that each rollout is trained on."""
+"""What GRPO makes of a rollout: advantages of groups, and the minibatches that it is trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit import Update, empty_batches
 from rlhf_core.packing import Layout, Packed, pack
-from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
-from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept, without_reference
+from rlhf_core.rollouts import Rollout, RolloutCollector
+from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
 
 if TYPE_CHECKING:
-    from rlhf_core import Advantage, Stage, TrainState
+    from rlhf_core import Advantage, TrainState
     from rlhf_grpo.config import GRPOConfig
     from rlhf_grpo.policies import PolicyReader
 
@@ -25,26 +23,14 @@ PER_SEQUENCE = ("index", "reward")
 """Per-sequence values: a completion's number in its rollout, and its total reward."""
 
 
-def batch_values(config: GRPOConfig, read: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Name the values that micro-batches carry, as `empty_batches` takes them; read: from `values_read`."""
-    names = [name for name in read if name != "entropies"]
-    return {
-        "token_names": (
-            *SAMPLED,
-            "advantages",
-            *names,
-            *(("kept",) if config.top_entropy_quantile < 1 else ()),
-        ),
-        "sequence_names": (*PER_SEQUENCE, *(("entropy_scale",) if config.entropy_coef else ())),
-    }
+class GRPOSteps:
+    """Gives rollouts group-normalised advantages, and cuts them into minibatches of whole groups.
 
-
-class GRPOUpdates(RolloutUpdates):
-    """Rollouts with group-normalised advantages, cut into minibatches of whole groups."""
+    aggregation: of the policy loss.
+    """
 
     def __init__(
         self,
-        stage: Stage,
         config: GRPOConfig,
         collector: RolloutCollector,
         advantage: Advantage,
@@ -52,30 +38,13 @@ class GRPOUpdates(RolloutUpdates):
         layout: Layout,
         aggregation: str,
     ) -> None:
-        super().__init__(
-            stage,
-            config,
-            collector,
-            prompts_per_rollout=config.prompts_per_rollout,
-            updates_per_rollout=config.updates_per_rollout,
-            completions_to_print=config.num_completions_to_print if config.log_completions else 0,
-        )
-        self.config, self.advantage, self.policies = config, advantage, policies
+        self.config, self.collector, self.prompts = config, collector, collector.prompts
+        self.advantage, self.policies = advantage, policies
         self.layout, self.aggregation = layout, aggregation
         self.keeps_share = config.top_entropy_quantile < 1
-
-    def shapes(self) -> list[Packed]:
-        return empty_batches(self.layout, **batch_values(self.config, self.policies.names))
-
-    def needs_state(self, step: int) -> bool:
-        reference = self.policies.reference
-        return super().needs_state(step) or (reference is not None and not reference.apart)
-
-    def update(self, step: int, state: TrainState) -> Update:
-        update = super().update(step, state)
-        if not self.policies.at_reference(state.params):
-            return update
-        return update._replace(batches=[without_reference(batch) for batch in update.batches])
+        read = [name for name in policies.names if name != "entropies"]
+        self.token_names = (*SAMPLED, "advantages", *read, *(("kept",) if self.keeps_share else ()))
+        self.sequence_names = (*PER_SEQUENCE, *(("entropy_scale",) if config.entropy_coef else ()))
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
@@ -114,11 +83,3 @@ class GRPOUpdates(RolloutUpdates):
         if self.config.mask_truncated_completions:
             mask = mask & rollout.samples.finished[:, None]
         return mask
-
-    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        host, arrays = super().snapshot(step)
-        return host, {**arrays, **self.policies.snapshot()}
-
-    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self.policies.restore(arrays)
-        super().restore(step, host, arrays)

@@ -16,10 +16,11 @@ import numpy as np
 
 from rlhf_core import load_model, plugins
 from rlhf_core.config import TrainerConfig
-from rlhf_core.contracts import TRAINER, Forecast, Trainer
+from rlhf_core.contracts import TRAINER, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
+from rlhf_core.training.check import forecast
 from rlhf_testing.findings import Broken, Findings, make_component, require_finite
 from rlhf_testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
 
@@ -52,7 +53,7 @@ def check_trainer(
 
     component: it can be registered.
     config: it survives writing and reading.
-    forecast: it describes the run, and writes nothing.
+    forecast: its `build` can be checked without devices, and writes nothing.
     finishes: a run of a few updates ends.
     outputs: every output is saved, announced and finite, and opens again; a reward model as rewards open it.
     metrics: finite numbers, `loss` among them, at increasing steps.
@@ -96,17 +97,14 @@ def _settings(findings: Findings, case: Case) -> None:
             raise Broken(
                 f"after a round trip through JSON it is {again}, not {case.config}; use fields that JSON can hold"
             )
-    if case.trainer.forecast is None:
+    if case.trainer.build is None:
         return
     with findings.property("forecast"):
         stage = case.stage("forecast", mesh=None)
-        result = case.trainer.forecast(case.config, stage)
-        lines = result.printed() if isinstance(result, Forecast) else result
-        if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
-            raise Broken(f"forecast returned {lines!r:.80}; return a list of lines")
+        forecast(case.trainer.build, case.config, stage)
         if stage.dir.exists() and any(stage.dir.iterdir()):
             raise Broken(
-                f"forecast wrote {sorted(p.name for p in stage.dir.iterdir())}; it must only describe what run would do"
+                f"a check wrote {sorted(p.name for p in stage.dir.iterdir())}; build must only describe what is trained"
             )
 
 

@@ -22,12 +22,12 @@ from rlhf_core.contracts import Program, StagePrograms
 from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.runtime.files import write_atomic
 from rlhf_topologies import hlo
 from rlhf_topologies.chips import Topology, parse, target_config
+from rlhf_topologies.programs import stage_programs
 from rlhf_topologies.verdicts import judge_stage
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")

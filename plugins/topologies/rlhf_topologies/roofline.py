@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rlhf_core.models.params import paths
 from rlhf_core.training.memory import remat_of
-from rlhf_core.training.programs import token_weights
 from rlhf_topologies.chips import Chip, Topology
 from rlhf_topologies.hlo import Counts
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Program, ProgramShape
+    from rlhf_core.models import Definition
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,19 @@ def _bound(
         else:
             link += sent.get(axis, 0) / chip.link
     return Bound(flops / chip.flops["bf16"], memory / chip.memory_bandwidth, link, network)
+
+
+def token_weights(definition: Definition) -> int:
+    """Count the parameters that each token is multiplied with: all but the embedding table, unless that is the head's,
+    too, and of experts those that a token is sent to.
+    """
+    config = getattr(definition, "config", None)
+    is_head = definition.head == "lm" and getattr(config, "tied", False)
+    experts, used = getattr(config, "experts", 0), getattr(config, "experts_per_token", 0)
+    total = 0.0
+    for path, leaf in paths(definition.abstract_params()):
+        if len(leaf.shape) < 2 or ("embed" in path[0] and not is_head):
+            continue
+        share = used / experts if experts and any("expert" in part for part in path) else 1.0
+        total += share * float(np.prod(leaf.shape))
+    return round(total)
