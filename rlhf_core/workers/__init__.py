@@ -11,6 +11,6 @@ from rlhf_core.workers.pool import DiedError as DiedError
 from rlhf_core.workers.pool import Pool as Pool
 from rlhf_core.workers.pool import RaisedError as RaisedError
 from rlhf_core.workers.pool import TooSlowError as TooSlowError
+from rlhf_core.workers.pool import close as close
 from rlhf_core.workers.pool import cores as cores
 from rlhf_core.workers.pool import describe_failure as describe_failure
-from rlhf_core.workers.stage_end import close as close

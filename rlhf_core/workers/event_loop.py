@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rlhf_core.workers import stage_end
-from rlhf_core.workers.pool import TooSlowError
+from rlhf_core.workers.pool import TooSlowError, at_stage_end
 
 T = TypeVar("T")
 ANSWER_SECONDS = 0.25
@@ -72,7 +71,7 @@ def _thread(name: str) -> _LoopThread:
         thread = _threads.get(name)
         if thread is None or thread.owner != os.getpid():
             if not _threads or thread is not None:
-                stage_end.before_end(_close)
+                at_stage_end(_close)
             thread = _threads[name] = _LoopThread(name)
         return thread
 

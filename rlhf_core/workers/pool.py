@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import pickle
 import select
@@ -11,15 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import RunError, error_line
 from rlhf_core.hidden import known
-from rlhf_core.workers import stage_end
 from rlhf_core.workers.child import LARGEST_REPLY
 from rlhf_core.workers.pickling import dumps
 
@@ -33,6 +35,25 @@ PIPE_BYTES = 1 << 16
 """Bytes of a message that a pipe takes even if the worker does not read."""
 SLICE = 0.25
 """Seconds between checks that a process is alive, in case a child of it holds the pipe open."""
+
+
+_closers = ExitStack()
+
+
+def at_stage_end(closer: Callable[[], object]) -> None:
+    """Register a function for `close` to call."""
+    _close_at_exit()
+    _closers.callback(closer)
+
+
+def close() -> None:
+    """End every worker process and the event loop; they start again when next needed."""
+    _closers.pop_all().close()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(close)
 
 
 class TooSlowError(Exception):
@@ -87,7 +108,7 @@ class Pool:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.closed = False
-        stage_end.before_end(self.close)
+        at_stage_end(self.close)
 
     def submit(
         self,
