@@ -35,8 +35,7 @@ def find() -> dict[str, list[EntryPoint]]:
     """Find {command: its entry points} in installed distributions."""
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
-        if distributions.leftover_path(point) is None:
-            found.setdefault(point.name, []).append(point)
+        found.setdefault(point.name, []).append(point)
     return found
 
 
@@ -46,6 +45,8 @@ def load(name: str, found: Mapping[str, list[EntryPoint]]) -> Any:
     Raises InputError, with what to type, if none has it, if two have it, and if its import fails.
     """
     points = found.get(name, [])
+    if len(points) > 1:
+        points = [point for point in points if distributions.leftover_path(point) is None]
     if not points:
         raise InputError(f"rlhf {name}: not installed; type: pip install {DISTRIBUTIONS[name]}")
     if len(points) > 1:
