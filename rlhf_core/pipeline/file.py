@@ -17,7 +17,7 @@ from rlhf_core.errors import InputError, exists, reading, suggest, suggest_file
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst"}
-_KEY_STEP = re.compile(r"([A-Za-z0-9_-]+)((?:\[\d+\])*)")
+_STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
@@ -173,21 +173,17 @@ def _stage_tables(table: Mapping[str, Any], problems: list[str]) -> list[dict[st
 def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problems: list[str]) -> None:
     """Apply one `--set`; the paths in its value are relative to the current directory."""
     key, equals, raw = text.partition("=")
-    steps: list[str | int] = []
-    for part in key.strip().split("."):
-        match = _KEY_STEP.fullmatch(part)
-        if not match or not equals:
-            problems.append(f"--set {text}: write stage.field=value, or seed=1")
-            return
-        steps += [match[1], *(int(number) for number in re.findall(r"\d+", match[2]))]
+    steps = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
+    if not equals or not all(map(_STEP.fullmatch, steps)):
+        problems.append(f"--set {text}: write stage.field=value, or seed=1")
+        return
     by_name = {str(stage.get("name")): stage for stage in stages}
     value: Any = parse_value(raw.strip())
-    head = str(steps[0])
+    head = steps[0]
     if head in by_name and len(steps) > 1:
         # Problems with the path are reported once, when the whole stage's paths are resolved.
-        value = resolve_paths(
-            next(str(s) for s in reversed(steps) if not _is_index(s)), value, Path.cwd(), "", []
-        )
+        field = next(step for step in reversed(steps) if not step.isdecimal())
+        value = resolve_paths(field, value, Path.cwd(), "", [])
         target = by_name[head]
         steps = steps[1:]
     elif head in TOP_LEVEL and head != "stage":
@@ -205,23 +201,29 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
         problems.append(f"--set {text}: {error.args[0]}")
 
 
-def _assign(target: Any, steps: Sequence[str | int], value: Any, at: str = "") -> None:
+def _assign(target: Any, steps: Sequence[str], value: Any, at: str = "") -> None:
     """Set `value` at `steps`, copying the tables on the way; "dapo" becomes {name = "dapo"} where a field of it is set.
 
     A list entry is written rewards[1] or rewards.1. at: the steps so far. Raises LookupError, with a message, if there
     is nothing to set.
     """
-    step, *rest = steps
+    name, *rest = steps
+    step: str | int = name
+    here = f"{at}.{name}".lstrip(".")
     if isinstance(target, list):
-        step = _index(step, target, at)
-    elif isinstance(step, int):
-        raise LookupError(f"'{at}' is a table, which has no entry {step}; write {at}.field")
-    here = f"{at}[{step}]" if isinstance(step, int) else f"{at}.{step}".lstrip(".")
+        known = f"it has {len(target)}, numbered from 0"
+        if not name.isdecimal():
+            raise LookupError(f"'{at}' is a list: write {at}[0].{name}; {known}")
+        if int(name) >= len(target):
+            raise LookupError(f"'{at}' has no entry {name}: {known}")
+        step, here = int(name), f"{at}[{name}]"
+    elif name.isdecimal():
+        raise LookupError(f"'{at}' is a table, which has no entry {name}; write {at}.field")
     if rest:
         inner = target[step] if isinstance(step, int) else target.get(step, {})
-        if isinstance(inner, str) and not _is_index(rest[0]):
+        if isinstance(inner, str) and not rest[0].isdecimal():
             inner = {"name": inner}
-        if _is_index(rest[0]) and inner == {}:
+        if rest[0].isdecimal() and inner == {}:
             raise LookupError(f"'{here}' has no entry {rest[0]}: it is not given in the file")
         if not isinstance(inner, Mapping | list):
             raise LookupError(f"'{here}' is {inner!r}, which has no '{rest[0]}'")
@@ -229,20 +231,6 @@ def _assign(target: Any, steps: Sequence[str | int], value: Any, at: str = "") -
         _assign(inner, rest, value, here)
         value = inner
     target[step] = value
-
-
-def _is_index(step: str | int) -> bool:
-    return isinstance(step, int) or step.isdecimal()
-
-
-def _index(step: str | int, entries: Sequence[Any], at: str) -> int:
-    """Return the index of a list entry. Raises LookupError that names the valid ones."""
-    known = f"it has {len(entries)}, numbered from 0"
-    if not _is_index(step):
-        raise LookupError(f"'{at}' is a list: write {at}[0].{step}; {known}")
-    if int(step) >= len(entries):
-        raise LookupError(f"'{at}' has no entry {int(step)}: {known}")
-    return int(step)
 
 
 def _directory(value: Any, problems: list[str]) -> Path:
