@@ -65,8 +65,8 @@ def with_commands(plugins: Sequence[PluginInfo]) -> list[PluginInfo]:
     from rlhf_core.plugins import PluginInfo
 
     infos = list(plugins)
-    for name, (point, *_) in sorted(find().items()):
-        owner = distributions.find_distribution(point)
+    for name, points in sorted(find().items()):
+        owner = next(filter(None, map(distributions.find_distribution, points)), None)
         if owner is None:
             continue
         place = next((i for i, info in enumerate(infos) if info.distribution == owner.name), len(infos))

@@ -101,3 +101,4 @@ def test_the_remains_of_a_half_uninstalled_distribution_do_not_count(site: Path,
     install(site, "acme-tools", "greet = added_commands:greet")
     install(site, "~cme-tools", "greet = added_commands:greet")
     assert rlhf("greet", "Mia").out == "hello, Mia\n"
+    assert '"distribution": "acme-tools"' in rlhf("plugins", "--json").out
