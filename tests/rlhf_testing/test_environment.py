@@ -119,7 +119,7 @@ def test_one_row_completions_and_options() -> None:
         check_environment(Awaited, ROWS[:1], completions=SAYS[:2], turns=4, max_turns=3)
 
 
-@pytest.mark.long  # another name is given to test_ours_has_no_defect
+@pytest.mark.long  # test_a_sound_environment_passes gives another name
 def test_a_name(tmp_path: Path) -> None:
     file = tmp_path / "made.py"
     file.write_text(
