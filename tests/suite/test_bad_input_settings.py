@@ -121,7 +121,7 @@ CASES = {
         setting("lerning_rate = 1", ".lerning_rate: unknown field. Did you mean 'learning_rate'?"),
         setting(
             "per_device_train_batch_size = 4",
-            ".per_device_train_batch_size: unknown field. That is TRL's name; here it is total_batch",
+            ".per_device_train_batch_size: unknown field. Here it is total_batch",
         ),
         setting(
             'loss = "bradley_tery"',
