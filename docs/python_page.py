@@ -79,15 +79,10 @@ TASKS = (
     Task(
         "Run the loop",
         "",
-        "Trainer TrainerConfig define_trainer Build Context Ignored Stage fit UpdateSource DatasetUpdates "
+        "Trainer TrainerConfig define_trainer Build Context Forecast Ignored Stage fit UpdateSource DatasetUpdates "
         "Update empty_batches HeldOut "
         "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
         "evaluation_step grpo_step",
-    ),
-    Task(
-        "Describe programs for devices that are not there",
-        "[Check before renting](../how-to/many_devices.md#check-before-renting) compiles them.",
-        "Program StagePrograms Forecast",
     ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer scoring_contract"),
     Task(

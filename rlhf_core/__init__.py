@@ -37,12 +37,10 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import PairwiseLoss as PairwiseLoss
     from rlhf_core.contracts import PolicyInputs as PolicyInputs
     from rlhf_core.contracts import PolicyLoss as PolicyLoss
-    from rlhf_core.contracts import Program as Program
     from rlhf_core.contracts import RewardInputs as RewardInputs
     from rlhf_core.contracts import Rollouts as Rollouts
     from rlhf_core.contracts import Rows as Rows
     from rlhf_core.contracts import SamplerInputs as SamplerInputs
-    from rlhf_core.contracts import StagePrograms as StagePrograms
     from rlhf_core.contracts import Trainer as Trainer
     from rlhf_core.contracts import Turn as Turn
     from rlhf_core.errors import InputError as InputError
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
 _CONTRACTS = (
     "ADVANTAGE ATTENTION DATASET ENVIRONMENT LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
     "TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
-    "PairwiseLoss PolicyInputs PolicyLoss Program RewardInputs Rollouts Rows SamplerInputs StagePrograms Trainer "
+    "PairwiseLoss PolicyInputs PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer "
     "Turn"
 )
 _HOMES = {

@@ -17,11 +17,11 @@ import numpy as np
 from programs import Bench, Decoding, Heads, Policy, Training, adapter_update, reward_update, text_update
 from rlhf_topologies.chips import Topology
 from rlhf_topologies.compile import compile_stage, program_facts
+from rlhf_topologies.description import StagePrograms
 from rlhf_topologies.verdicts import FORWARD, TRAINING, judge_stage
 
 from rlhf_core import ATTENTION
 from rlhf_core.checkpoint import Checkpoints
-from rlhf_core.contracts import StagePrograms
 from rlhf_core.errors import InputError, error_line
 from rlhf_core.models import load_model
 from rlhf_core.models.attention import attend

@@ -25,8 +25,10 @@ from rlhf_reward.objective import objective as pair_objective
 from rlhf_reward.objective import pair_loss
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective as text_objective
+from rlhf_topologies.description import PARAMETERS, Program, StagePrograms
 from rlhf_topologies.programs import loads, reading_programs, resident, training_programs
 from rlhf_topologies.roofline import token_weights
+from rlhf_topologies.sampling import sampling_programs
 from sizes import SEED, Sizes
 
 from rlhf_core import (
@@ -41,7 +43,6 @@ from rlhf_core import (
     plugins,
 )
 from rlhf_core.config import TrainerConfig
-from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
 from rlhf_core.fit import TokenReader, empty_batches
 from rlhf_core.mesh import put_rows, replicated_sharding, with_shardings
 from rlhf_core.models import DECODER, Model
@@ -294,7 +295,7 @@ class Policy:
         return StagePrograms((*training.programs, *reading), self._resident(), training.weights)
 
     def described_rollout(self) -> StagePrograms:
-        programs = self.sampler.programs(self.state.params, len(self.prompts))
+        programs = sampling_programs(self.sampler, self.state.params, len(self.prompts))
         return StagePrograms(tuple(programs), self._resident(), token_weights(self.model.definition))
 
     def _resident(self) -> dict[str, Any]:
@@ -373,7 +374,7 @@ class Decoding:
         self.decoded_bytes = decoded_bytes(self.model, sizes, count)
 
     def described(self) -> StagePrograms:
-        programs = self.sampler.programs(self.model.params, len(self.prompts))
+        programs = sampling_programs(self.sampler, self.model.params, len(self.prompts))
         held = {PARAMETERS[0]: self.model.params}
         return StagePrograms(tuple(programs), held, token_weights(self.model.definition))
 

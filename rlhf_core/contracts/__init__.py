@@ -20,11 +20,7 @@ from rlhf_core.contracts.sampling import SamplerInputs as SamplerInputs
 from rlhf_core.contracts.sampling import SamplerMaker as SamplerMaker
 from rlhf_core.contracts.sampling import SamplingSettings as SamplingSettings
 from rlhf_core.contracts.sampling import World as World
-from rlhf_core.contracts.trainers import PARAMETERS as PARAMETERS
 from rlhf_core.contracts.trainers import Forecast as Forecast
-from rlhf_core.contracts.trainers import Program as Program
-from rlhf_core.contracts.trainers import ProgramShape as ProgramShape
-from rlhf_core.contracts.trainers import StagePrograms as StagePrograms
 from rlhf_core.contracts.trainers import Trainer as Trainer
 
 if TYPE_CHECKING:

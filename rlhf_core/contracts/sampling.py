@@ -159,8 +159,7 @@ class SamplerFunction(Protocol):
     softmax(logits / temperature), before penalty and filters.
 
     An optional method `warm_up(params, lengths)` compiles for prompts of these lengths, or starts to in threads.
-    Another, `programs(params, prompts)`, lists the `Program`s of a rollout of so many prompts, for `rlhf check --on`.
-    A third, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
+    Another, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
     prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
     conversations take each turn together, in a call whose prompts are all that was said.
     """

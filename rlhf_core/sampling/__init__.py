@@ -9,32 +9,29 @@ Each sequence has its own key: its tokens depend neither on its neighbours nor o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlhf_core.contracts import PARAMETERS, Program, ProgramShape, SamplerInputs
 from rlhf_core.contracts import Rollouts as Rollouts
+from rlhf_core.contracts import SamplerInputs
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.by_turns import converse_by_turns as converse_by_turns
-from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
+from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.options import SamplingMesh as SamplingMesh
 from rlhf_core.sampling.options import SamplingOptions as SamplingOptions
 from rlhf_core.sampling.options import check_prompts, stops_of
 from rlhf_core.sampling.placement import (
     abstract_weights,
     allowed_sizes,
-    cache_bytes,
     move_weights,
     plan_room,
     replicated,
     sampling_mesh,
-    weight_bytes,
 )
 from rlhf_core.sampling.turn_sampler import ConversationSampler as ConversationSampler
 from rlhf_core.sampling.turn_sampler import keeps_caches
@@ -151,47 +148,9 @@ class Sampler:
             self._ahead.compile("weights", move_weights(self.definition, self.mesh).lower(params))
             weights = abstract_weights(self.definition, self.mesh)
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
-            self._ahead.compile(time, self._lower(weights, time))
+            self._ahead.compile(time, self.lower(weights, time))
 
-    def programs(self, params: Any, prompts: int) -> list[Program]:
-        """Describe the programs of a rollout of `prompts` of the greatest length, with completions of full length.
-
-        params: shapes with shardings will do. `Program.calls` are those of a rollout.
-        """
-        time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
-        longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
-        calls, lengths = -(-prompts // self.prompts_per_call), f"{self.max_prompt_length} + {longest}"
-        weights, described = params, []
-        if self.shares_layers:
-            weights = abstract_weights(self.definition, self.mesh)
-            # The weights in the sampler's layout stay in memory with the trained ones until the rollout ends.
-            moving = partial(move_weights(self.definition, self.mesh).lower, params)
-            size = weight_bytes(self.definition, self.mesh, room.tensor)
-            shape = ProgramShape(self.definition, 0, 0, room.tensor, size)
-            described.append(Program("move the weights", moving, "sample", reads=PARAMETERS, shape=shape))
-        groups = row_multiple(self.mesh)
-        steps = most_steps(sequences // groups, room.slots, longest)
-        read = room.bytes
-        if read is not None and room.shares_prompts and platform() != "cpu":
-            # Kernels read what is written of the completions' caches, half of them on average.
-            read -= cache_bytes(self.definition, room.slots, longest) // 2 // room.tensor
-        rows = groups * room.slots
-        shape = ProgramShape(self.definition, rows, time + longest, room.tensor, room.bytes, read)
-        return [
-            *described,
-            Program(
-                f"generate {self.prompts_per_call} × {self.num_generations}, {lengths} tokens",
-                partial(self._lower, weights, time),
-                "sample",
-                calls=calls,
-                tokens=prompts * self.num_generations * longest / calls,
-                steps=steps,
-                reads=() if self.shares_layers else PARAMETERS,
-                shape=shape,
-            ),
-        ]
-
-    def _lower(self, weights: Any, time: int) -> Any:
+    def lower(self, weights: Any, time: int) -> Any:
         """Lower the program for prompts padded to `time` tokens. weights: as the program reads them."""
         rows = self.prompts_per_call
         tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)

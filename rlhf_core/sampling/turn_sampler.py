@@ -12,9 +12,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rlhf_core.contracts import (
-    PARAMETERS,
-    Program,
-    ProgramShape,
     SamplerInputs,
     World,
 )
@@ -32,7 +29,6 @@ from rlhf_core.sampling.placement import (
     plan_conversations,
     replicated,
     sampling_mesh,
-    weight_bytes,
 )
 from rlhf_core.sampling.slot_devices import Devices
 from rlhf_core.sampling.turns import TurnsProgram, cache_length
@@ -132,7 +128,7 @@ class ConversationSampler:
         """
         check_prompts(lengths, self.max_prompt_length)
         self._ahead.compile("weights", self._prepare.lower(params))
-        lower = _Lowered(self._program(jax.random.key(0)), self._stop_table)
+        lower = self.lowered()
         self._ahead.compile("decode", lower.decode())
         for chunk in self.program.chunks:
             self._ahead.compile(("extend", chunk), lower.extend(chunk))
@@ -141,51 +137,15 @@ class ConversationSampler:
         if lower.seen is not None:
             self._ahead.compile("note", lower.note())
 
-    def programs(self, params: Any, prompts: int) -> list[Program]:
-        """Describe the programs of the conversations of `prompts` prompts, in which the policy writes everything."""
-        program, room, conversations = self.program, self.conversation_room, prompts * self.num_generations
-        model, lower = program.definition, _Lowered(program, self._stop_table)
-        rows = program.slots * program.shards
-        described = []
-        if program.shared_layers:
-            size = weight_bytes(model, program.mesh, room.tensor)
-            shape = ProgramShape(model, 0, 0, room.tensor, size)
-            moving = partial(self._prepare.lower, params)
-            described.append(Program("move the weights", moving, "sample", reads=PARAMETERS, shape=shape))
-        chunk = program.chunks[-1]
-        fed = program.rows(chunk) * program.shards
-        pieces = -(-self.max_prompt_length // chunk)
-        shape = ProgramShape(model, fed, chunk, room.tensor, room.bytes)
-        described.append(
-            Program(
-                f"extend {fed} × {chunk}",
-                partial(lower.extend, chunk),
-                "read",
-                calls=-(-conversations // fed) * pieces,
-                tokens=min(fed * chunk, conversations * self.max_prompt_length),
-                shape=shape,
-            )
-        )
-        steps = -(-conversations // rows) * self.conversation_length
-        shape = ProgramShape(model, rows, program.length, room.tensor, room.bytes)
-        described.append(
-            Program(
-                f"decode {rows} conversations, {self.max_prompt_length} + {self.conversation_length} tokens",
-                lower.decode,
-                "sample",
-                calls=-(-steps // turns.STEPS),
-                tokens=conversations * self.conversation_length / -(-steps // turns.STEPS),
-                steps=turns.STEPS,
-                shape=shape,
-            )
-        )
-        return described
+    def lowered(self) -> Lowered:
+        """Return what lowers the programs, for keys of jax.random.key's default implementation."""
+        return Lowered(self._program(jax.random.key(0)), self._stop_table)
 
     def _program(self, key: jax.Array) -> TurnsProgram:
         return dataclasses.replace(self.program, key_type=str(jax.random.key_impl(key)))
 
 
-class _Lowered:
+class Lowered:
     """The programs, lowered from shapes alone. seen: as of `turns.begin`."""
 
     def __init__(self, program: TurnsProgram, stop_table: np.ndarray | None) -> None:

@@ -147,7 +147,7 @@ options = SamplingOptions(max_completion_length=512, mesh=SamplingMesh(tensor=4)
 counts = {"num_generations": 4, "prompts_per_call": 8, "max_prompt_length": 32}
 sampler = Sampler(SamplerInputs(definition, options, mesh=mesh, stop_ids=(3,), **counts))
 assert sampler.room.shares_prompts
-lowered = sampler._lower(placement.abstract_weights(definition, sampler.mesh), 32)
+lowered = sampler.lower(placement.abstract_weights(definition, sampler.mesh), 32)
 open(sys.argv[2], "w").write(lowered.compile().as_text())
 """
 

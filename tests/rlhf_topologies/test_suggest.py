@@ -17,6 +17,7 @@ from rlhf_topologies import interpreters
 from rlhf_topologies.check import candidate_table
 from rlhf_topologies.chips import CHIPS, Topology, machines, parse
 from rlhf_topologies.compile import describe
+from rlhf_topologies.description import Program, ProgramShape, StagePrograms
 from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.roofline import expected
 from rlhf_topologies.suggest import (
@@ -32,7 +33,6 @@ from rlhf_topologies.suggest import (
 from rlhf_topologies.verdicts import judge_stage
 
 from rlhf_core import cli, plugins
-from rlhf_core.contracts import Program, ProgramShape, StagePrograms
 from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.pipeline.file import read

@@ -178,4 +178,4 @@ def test_a_compiler_that_refuses_for_memory_gets_the_same_advice() -> None:
 def test_a_trainer_that_does_not_describe_its_programs() -> None:
     made = judge_stage(None, parse("h100:8"), MESH)
     assert made["fits"]
-    assert lines(made) == ["not compiled: its trainer does not describe its programs"]
+    assert lines(made) == ["not compiled: its trainer has no build"]

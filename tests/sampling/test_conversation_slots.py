@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rlhf_topologies.sampling import sampling_programs
 
 from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
@@ -213,7 +214,7 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
     lowered: dict[Any, str] = {}
     monkeypatch.setattr(sampler._ahead, "compile", lambda name, it: lowered.update({name: it.as_text()}))
     sampler.warm_up(shapes, [LONGEST_PROMPT])
-    programs = sampler.programs(shapes, 4)
+    programs = sampling_programs(sampler, shapes, 4)
     assert [program.work for program in programs][-2:] == ["read", "sample"]
     assert (
         sum(program.calls * program.tokens for program in programs if program.work == "sample")

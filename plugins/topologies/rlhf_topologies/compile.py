@@ -18,7 +18,6 @@ import jax
 from jax.experimental import topologies
 
 from rlhf_core import plugins, runtime
-from rlhf_core.contracts import Program, StagePrograms
 from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
@@ -27,6 +26,7 @@ from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.runtime.files import write_atomic
 from rlhf_topologies import hlo
 from rlhf_topologies.chips import Topology, parse, target_config
+from rlhf_topologies.description import Program, StagePrograms
 from rlhf_topologies.programs import stage_programs
 from rlhf_topologies.verdicts import judge_stage
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from rlhf_core.contracts import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_core.fit.batches import FIRST_UPDATES, empty_batches
 from rlhf_core.mesh import abstract_rows, with_shardings
 from rlhf_core.metrics import Mean
@@ -25,7 +24,9 @@ from rlhf_core.scoring import scoring_function, scoring_layout
 from rlhf_core.step import Programs
 from rlhf_core.training.context import Context, ModelNotHereError
 from rlhf_core.training.memory import definition_of
+from rlhf_topologies.description import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_topologies.roofline import token_weights
+from rlhf_topologies.sampling import sampling_programs
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -152,12 +153,12 @@ def _rollout_programs(
             times=rollouts,
             reads=reading.held,
         )
-    draws: Any = collector.sampler
-    if hasattr(draws, "programs"):
-        drawn = draws.programs(collector.policy(state.params), options.prompts_per_rollout)
+    params = collector.policy(state.params)
+    drawn = sampling_programs(collector.sampler, params, options.prompts_per_rollout)
+    if drawn is not None:
         programs += [replace(each, calls=each.calls * rollouts) for each in drawn]
     else:
-        notes.append("sampling is not compiled: its sampler does not describe its programs")
+        notes.append("sampling is not compiled: its sampler is not a built-in one")
     for name, reward_model in _reward_models(context).items():
         if reward_model is None:
             notes.append(f"{name} is not compiled: its model is not on this machine yet")

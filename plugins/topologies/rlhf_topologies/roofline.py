@@ -17,8 +17,8 @@ from rlhf_topologies.chips import Chip, Topology
 from rlhf_topologies.hlo import Counts
 
 if TYPE_CHECKING:
-    from rlhf_core.contracts import Program, ProgramShape
     from rlhf_core.models import Definition
+    from rlhf_topologies.description import Program, ProgramShape
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any
 
 from rlhf_core import plugins
 from rlhf_core.config.toml import to_value
-from rlhf_core.contracts import Program, StagePrograms
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AXES, make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.plan import plan
 from rlhf_topologies.chips import Topology, machines
 from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
+from rlhf_topologies.description import Program, StagePrograms
 from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.programs import stage_programs
 from rlhf_topologies.roofline import expected

@@ -20,7 +20,7 @@ FORWARD, TRAINING = 2, 6
 def judge_stage(
     stage: Mapping[str, Any] | None, topology: Topology, mesh: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Judge a stage from what `compile_stage` returned of it; None: its trainer does not describe its programs.
+    """Judge a stage from what `compile_stage` returned of it; None: its trainer has no build.
 
     Returns, as `--json` prints it: "fits"; "note": what was not compiled, and why; "resident": {what: bytes per device
     during the whole stage}; "usable": bytes per device; "update_seconds", at least; "training_tokens" and
@@ -29,7 +29,7 @@ def judge_stage(
     does not fit.
     """
     if stage is None:
-        note = "not compiled: its trainer does not describe its programs"
+        note = "not compiled: its trainer has no build"
         stage = {"note": note, "resident": {}, "weights": 0, "programs": [], "remat": None}
     programs = [judge_program(facts, topology) for facts in stage["programs"]]
 

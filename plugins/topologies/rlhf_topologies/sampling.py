@@ -1,0 +1,88 @@
+"""Describe the programs of a sampler, for devices that need not exist."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from rlhf_core.mesh import row_multiple
+from rlhf_core.runtime.devices import platform
+from rlhf_core.sampling import ConversationSampler, Sampler, bucket, turns
+from rlhf_core.sampling.loop import most_steps
+from rlhf_core.sampling.placement import abstract_weights, cache_bytes, move_weights, weight_bytes
+from rlhf_topologies.description import PARAMETERS, Program, ProgramShape
+
+
+def sampling_programs(sampler: Any, params: Any, prompts: int) -> list[Program] | None:
+    """Describe the programs of a rollout of `prompts` prompts of the greatest length, in which the policy writes as
+    much as it may; None: it is a sampler of another kind.
+
+    params: shapes with shardings will do. `Program.calls` are those of a rollout.
+    """
+    if isinstance(sampler, ConversationSampler):
+        return _conversations(sampler, params, prompts)
+    return _completions(sampler, params, prompts) if isinstance(sampler, Sampler) else None
+
+
+def _move(definition: Any, mesh: Any, tensor: int, params: Any) -> Program:
+    """The weights in the sampler's layout stay in memory with the trained ones until the rollout ends."""
+    shape = ProgramShape(definition, 0, 0, tensor, weight_bytes(definition, mesh, tensor))
+    lower = partial(move_weights(definition, mesh).lower, params)
+    return Program("move the weights", lower, "sample", reads=PARAMETERS, shape=shape)
+
+
+def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
+    definition, mesh, room = sampler.definition, sampler.mesh, sampler.room
+    time = bucket(sampler.max_prompt_length, sampler.max_prompt_length)
+    longest, sequences = sampler.options.max_completion_length, room.prompts * sampler.num_generations
+    weights, moving = params, []
+    if sampler.shares_layers:
+        weights = abstract_weights(definition, mesh)
+        moving = [_move(definition, mesh, room.tensor, params)]
+    groups = row_multiple(mesh)
+    read = room.bytes
+    if read is not None and room.shares_prompts and platform() != "cpu":
+        # Kernels read what is written of the completions' caches, half of them on average.
+        read -= cache_bytes(definition, room.slots, longest) // 2 // room.tensor
+    calls = -(-prompts // room.prompts)
+    lengths = f"{sampler.max_prompt_length} + {longest}"
+    generate = Program(
+        f"generate {room.prompts} × {sampler.num_generations}, {lengths} tokens",
+        partial(sampler.lower, weights, time),
+        "sample",
+        calls=calls,
+        tokens=prompts * sampler.num_generations * longest / calls,
+        steps=most_steps(sequences // groups, room.slots, longest),
+        reads=() if sampler.shares_layers else PARAMETERS,
+        shape=ProgramShape(definition, groups * room.slots, time + longest, room.tensor, room.bytes, read),
+    )
+    return [*moving, generate]
+
+
+def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> list[Program]:
+    program, room, lowered = sampler.program, sampler.conversation_room, sampler.lowered()
+    conversations, model = prompts * sampler.num_generations, program.definition
+    rows, chunk = program.slots * program.shards, program.chunks[-1]
+    fed = program.rows(chunk) * program.shards
+    pieces = -(-sampler.max_prompt_length // chunk)
+    steps = -(-conversations // rows) * sampler.conversation_length
+    lengths = f"{sampler.max_prompt_length} + {sampler.conversation_length}"
+    extend = Program(
+        f"extend {fed} × {chunk}",
+        partial(lowered.extend, chunk),
+        "read",
+        calls=-(-conversations // fed) * pieces,
+        tokens=min(fed * chunk, conversations * sampler.max_prompt_length),
+        shape=ProgramShape(model, fed, chunk, room.tensor, room.bytes),
+    )
+    decode = Program(
+        f"decode {rows} conversations, {lengths} tokens",
+        lowered.decode,
+        "sample",
+        calls=-(-steps // turns.STEPS),
+        tokens=conversations * sampler.conversation_length / -(-steps // turns.STEPS),
+        steps=turns.STEPS,
+        shape=ProgramShape(model, rows, program.length, room.tensor, room.bytes),
+    )
+    moving = [_move(model, program.mesh, room.tensor, params)] if program.shared_layers else []
+    return [*moving, extend, decode]
