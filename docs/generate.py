@@ -47,7 +47,8 @@ KINDS = {
     "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
     "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
     "environment": "what a policy talks with over several turns, an object per episode: `environment` of a GRPO stage",
-    "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`",
+    "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`, whose models subclass "
+    "`Definition`; `nnx_family` makes one of a [flax module](../../examples/flax/README.md)",
     "dataset": "rows by index: the `name` in a table `train_data` or `eval_data`",
     "logger": "an object with hooks, called while its stage runs: an entry of `logger`",
     "optimizer": "a gradient transformation for a learning rate: `optimizer` of any stage",

@@ -91,7 +91,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
 
-class Kind(NamedTuple):
+class LayerKinds(NamedTuple):
     """How layers differ; a field is None where they do not."""
 
     window: jax.Array | None
@@ -100,9 +100,9 @@ class Kind(NamedTuple):
     """int32 [layers], indices of the config's ropes."""
 
 
-def kinds(config: DecoderConfig) -> Kind:
+def layer_kinds(config: DecoderConfig) -> LayerKinds:
     windows = [window or jnp.iinfo(jnp.int32).max for window in config.windows]
-    return Kind(
+    return LayerKinds(
         jnp.asarray(windows, jnp.int32) if any(config.windows) else None,
         jnp.asarray(config.layer_ropes, jnp.int32) if config.layer_ropes else None,
     )

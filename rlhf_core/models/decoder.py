@@ -25,7 +25,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_parts
 from rlhf_core.models import weights
 from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_continued, attend_groups
-from rlhf_core.models.config import DecoderConfig, Kind, Remat, kinds, remat_policy
+from rlhf_core.models.config import DecoderConfig, LayerKinds, Remat, layer_kinds, remat_policy
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
@@ -164,7 +164,7 @@ class Decoder(Definition):
         ropes = [shared_rotation(rope, c.head_dim, positions) for rope in c.ropes]
         several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
 
-        def body(x: jax.Array, slice_: tuple[Any, Kind]) -> tuple[jax.Array, Any]:
+        def body(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
             layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
             rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
             q, k, v = layer.project(x, rope)
@@ -179,7 +179,7 @@ class Decoder(Definition):
             # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         layers, unroll = (
-            (nnx.to_pure_dict(state), kinds(c)),
+            (nnx.to_pure_dict(state), layer_kinds(c)),
             policy is None and c.num_layers <= UNROLLED_LAYERS,
         )
         if at is None or not unroll:

@@ -17,8 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest
 from rlhf_core.mesh import fetch_array
-from rlhf_core.models.config import Rope
-from rlhf_core.models.rope import frequencies
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
 from rlhf_core.runtime.signals import stop_if_asked
 
@@ -31,7 +29,7 @@ THREADS = 8
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 FREQUENCIES = "rotary_emb.inv_freq"
-"""A table in older files, which the config determines."""
+"""A table in older files, which is not read: the config determines it."""
 
 
 def open_weights(directory: Path) -> dict[str, Reader]:
@@ -176,34 +174,9 @@ def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_L
     problems = list(_mismatches(decoder, directory, readers, leaves))
     if problems:
         raise InputError(*problems)
-    if unused := _unused(decoder, readers):
-        warnings.warn(f"{directory}: {'; '.join(unused)}", stacklevel=2)
-    return readers, leaves
-
-
-def _unused(decoder: Decoder, readers: Mapping[str, Reader]) -> list[str]:
-    """Describe the tensors that are not used and say something that the rest of the files does not."""
-    lines = []
     if {HEAD, "score.weight"} <= set(readers):
-        lines.append(f"'{HEAD}' is not used: this is a reward model")
-    tables = [frequencies(rope, decoder.config.head_dim) for rope in decoder.config.ropes]
-    # Some versions of transformers stored the table before they scaled it.
-    tables += [
-        frequencies(Rope(theta=rope.theta, share=rope.share), decoder.config.head_dim)
-        for rope in decoder.config.ropes
-    ]
-    for name, reader in readers.items():
-        if name.endswith(FREQUENCIES):
-            stored = reader.view(name).astype(np.float32)
-            if not any(
-                stored.shape == table.shape and np.allclose(stored, table, 1e-2, 1e-7) for table in tables
-            ):
-                lines.append(
-                    f"'{name}' is not what config.json makes it (rope_theta, rope_scaling), and is not used, "
-                    "as in transformers"
-                )
-                break
-    return lines
+        warnings.warn(f"{directory}: '{HEAD}' is not used: this is a reward model", stacklevel=2)
+    return readers, leaves
 
 
 def has_other_head(decoder: Decoder, directory: Path) -> bool:
