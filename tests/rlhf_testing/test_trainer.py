@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from pydantic import Field
 from rlhf_grpo import GRPOConfig
+from rlhf_sft import SFTConfig
+from rlhf_sft.train import build
 from rlhf_testing.findings import Broken
 from rlhf_testing.fixtures import Ran
 from rlhf_testing.trainer import _outputs
@@ -25,6 +27,7 @@ from rlhf_core import Artifact, Stage, Trainer, TrainerConfig, artifacts
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
+from rlhf_core.training import Build, Context
 
 
 class Config(TrainerConfig):
@@ -85,10 +88,10 @@ class Forgetful(Config):
     size: Any = Field(np.float32(1), description="which JSON cannot hold")
 
 
-def writing_forecast(config: TrainerConfig, stage: Stage) -> list[str]:
-    stage.dir.mkdir(parents=True, exist_ok=True)
-    (stage.dir / "forecast.txt").write_text("?")
-    return ["6 updates"]
+def writes(config: Any, context: Context) -> Build:
+    context.stage.dir.mkdir(parents=True, exist_ok=True)
+    (context.stage.dir / "forecast.txt").write_text("?")
+    return build(config, context)
 
 
 def fails(config: TrainerConfig, stage: Stage) -> None:
@@ -99,8 +102,8 @@ good = variant()
 MUTANTS: dict[str, tuple[str, Trainer]] = {
     "a config that is none": ("component", replace(good, config=dict)),  # type: ignore[arg-type]
     "a config that JSON cannot hold": ("config", replace(good, config=Forgetful)),
-    "a forecast that writes": ("forecast", replace(good, forecast=writing_forecast)),
-    "a forecast that is one text": ("forecast", replace(good, forecast=lambda config, stage: "6 updates")),
+    "a build that writes": ("forecast", replace(good, config=SFTConfig, build=writes)),
+    "a build that fails": ("forecast", replace(good, build=fails)),
     "a run that fails": ("finishes", replace(good, run=fails)),
     "an output that is not saved": ("finishes", replace(good, outputs={"model": "point", "more": "point"})),
     "no outputs": ("outputs", replace(good, outputs={})),
