@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core import runtime
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Kinds, View, count_kinds, count_values, digest
 from rlhf_core.errors import InputError, library_words, reading
@@ -81,7 +82,7 @@ def _open(path: Path) -> io.BufferedIOBase:
     if (compression := COMPRESSIONS.get(path.suffix.lstrip(".").lower())) is not None:
         import pyarrow as pa
 
-        unpacked: Any = tempfile.TemporaryFile()  # noqa: SIM115
+        unpacked = _scratch_file()
         with file, pa.CompressedInputStream(file, compression) as stream:
             while block := stream.read(1 << 20):
                 unpacked.write(block)
@@ -257,36 +258,40 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> Rows:
             yield line
 
     reader = csv.reader(lines(), strict=True)
-    header: list[str] = []
-    problems, kinds = Problems(), Kinds()
-    numbers, waiting, batches = array("q"), [], []
+    problems, kinds, numbers = Problems(), Kinds(), array("q")
     number = 1
-    try:
-        header = next(reader)
-        if len(set(header)) < len(header):
-            twice = sorted({column for column in header if header.count(column) > 1})
-            raise InputError(f"{name} row 1 names a column twice: {', '.join(twice)}")
-        schema = pa.schema([(column, pa.large_string()) for column in header])
+
+    def batches(schema: Any) -> Iterator[Any]:
+        nonlocal number
+        rows: list[Row] = []
         number = reader.line_num + 1
         record.clear()
         for values in reader:
-            if values and len(values) != len(header):
-                problems.add(f"{name} row {number} has {len(values)} fields, its header has {len(header)}")
+            if values and len(values) != len(schema.names):
+                problems.add(
+                    f"{name} row {number} has {len(values)} fields, its header has {len(schema.names)}"
+                )
             elif values:
-                row = dict(zip(header, _with_nulls(values, record), strict=True))
-                count_values(kinds, row)
+                rows.append(dict(zip(schema.names, _with_nulls(values, record), strict=True)))
+                count_values(kinds, rows[-1])
                 numbers.append(number)
-                waiting.append(row)
-            if len(waiting) == CHUNK:
-                batches.append(pa.RecordBatch.from_pylist(waiting, schema))
-                waiting.clear()
+            if len(rows) == CHUNK:
+                yield pa.RecordBatch.from_pylist(rows, schema)
+                rows = []
             number = reader.line_num + 1
             record.clear()
+        yield pa.RecordBatch.from_pylist(rows, schema)
+
+    try:
+        header = next(reader)
+        if twice := sorted({column for column in header if header.count(column) > 1}):
+            raise InputError(f"{name} row 1 names a column twice: {', '.join(twice)}")
+        schema = pa.schema([(column, pa.large_string()) for column in header])
+        table = _table(schema, batches(schema), in_memory=isinstance(file, io.BytesIO))
     except csv.Error as error:
         raise InputError(f"{name} row {number} is not CSV: {error}") from error
     problems.raise_if_any()
-    batches.append(pa.RecordBatch.from_pylist(waiting, schema))
-    return Rows(table_rows(pa.Table.from_batches(batches)), np.array(numbers, np.int64), kinds)
+    return Rows(table_rows(table), np.array(numbers, np.int64), kinds)
 
 
 def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
@@ -303,7 +308,7 @@ def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
 
 
 def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Rows:
-    """Read a Parquet or Arrow file as a table; a large Parquet file is mapped from an uncompressed copy."""
+    """Read a Parquet or Arrow file as a table; a large one is mapped, Parquet from an uncompressed copy."""
     import pyarrow as pa
 
     try:
@@ -319,27 +324,41 @@ def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Rows:
 
 
 def _parquet_table(file: io.BufferedIOBase) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     parquet = pq.ParquetFile(file)
-    if isinstance(file, io.BytesIO):
-        return parquet.read()
-    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115
-    with pa.ipc.new_file(copy, parquet.schema_arrow) as writer:
-        for batch in parquet.iter_batches(CHUNK):
+    return _table(parquet.schema_arrow, parquet.iter_batches(CHUNK), in_memory=isinstance(file, io.BytesIO))
+
+
+def _table(schema: Any, batches: Iterable[Any], *, in_memory: bool) -> Any:
+    """Make a table of record batches, in memory or mapped from a temporary file."""
+    import pyarrow as pa
+
+    if in_memory:
+        return pa.Table.from_batches(batches, schema)
+    copy = _scratch_file()
+    with pa.ipc.new_file(copy, schema) as writer:
+        for batch in batches:
             writer.write_batch(batch)
     copy.flush()
     return _arrow_table(copy)
 
 
+def _scratch_file() -> Any:
+    """Open an unnamed temporary file, in the cache directory if possible, since /tmp may be memory."""
+    try:
+        (directory := runtime.cache_root()).mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=directory)
+    except OSError:
+        return tempfile.TemporaryFile()
+
+
 def _arrow_table(file: io.BufferedIOBase) -> Any:
     import pyarrow as pa
 
-    if isinstance(file, io.BytesIO):
-        content = pa.BufferReader(file.getbuffer())
-    else:
-        content = pa.memory_map(f"/dev/fd/{file.fileno()}")
+    in_memory = isinstance(file, io.BytesIO)
+    file.seek(0)
+    content = pa.BufferReader(file.read()) if in_memory else pa.memory_map(f"/dev/fd/{file.fileno()}")
     file.seek(0)
     opener = pa.ipc.open_file if file.read(6) == b"ARROW1" else pa.ipc.open_stream
     return opener(content).read_all()
