@@ -18,8 +18,8 @@ import rlhf_sft
 from rlhf_grpo import GRPOConfig, group_advantages
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as policy_objective
-from rlhf_grpo.policies import policies_read, read_values, values_read
-from rlhf_grpo.updates import PER_SEQUENCE, batch_values
+from rlhf_grpo.policies import read_values
+from rlhf_grpo.updates import PER_SEQUENCE
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as pair_objective
 from rlhf_reward.objective import pair_loss
@@ -264,7 +264,7 @@ class Policy:
         self.longest = full_groups(lengths, **group)
         self.model = model = choose_attention(model, config, stage, self.longest, self.layout)
         self.prompts = speed_works.token_ids(sizes.prompts, sizes.prompt, table["vocab_size"])
-        self.names = values_read(config, reference=True)
+        self.names = ("ref_logps",)  # with one update per rollout nothing is read of the policy
         loss = bench.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
         objective = partial(policy_objective, model.definition, loss, Terms.of(config), temperature=1.0)
         tx, _ = make_optimizer(config, bench.registry, MANY)
@@ -277,7 +277,8 @@ class Policy:
         self.tokens = sizes.prompts * (sizes.prompt + sizes.group * sizes.completion)
         self.sampled = sizes.prompts * sizes.group * sizes.completion
         self.decoded_bytes = decoded_bytes(model, sizes, sizes.prompts)
-        shapes = empty_batches(self.layout, **batch_values(config, self.names))
+        self.token_names = ("sampling_logps", "advantages", *self.names)
+        shapes = empty_batches(self.layout, token_names=self.token_names, sequence_names=PER_SEQUENCE)
         batches = pack(self.longest, self.layout)
         self.training = Training(objective, model, self.state, shapes, batches, self.tokens, known=False)
 
@@ -290,7 +291,7 @@ class Policy:
             {"policy": params, "reference": self.reference},
             loads([self.training.batches], self.reader.shapes()),
             times=1.0,
-            reads=policies_read(self.names),
+            reads=("reference",),
         )
         return StagePrograms((*training.programs, *reading), self._resident(), training.weights)
 
@@ -319,7 +320,7 @@ class Policy:
         batches = pack(
             trees,
             self.layout,
-            token_names=("sampling_logps", "advantages", *self.names),
+            token_names=self.token_names,
             sequence_names=PER_SEQUENCE,
         )
         return self.training.update(programs, state, batches)
