@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         "other-members",
         "rewards are laid out member after member: a group holds completions of different prompts",
-        CORE + "rollouts/advantages.py",
+        CORE + "rollouts/rollout.py",
         "total=rollout.total.reshape(-1, group)",
         "total=rollout.total.reshape(group, -1).T",
         ("dapo", "lora"),
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(
         "kl-in-reward-mean",
         "the penalty in the reward is a mean over the longest completion, not a sum",
-        GRPO + "minibatches.py",
+        GRPO + "updates.py",
         "np.where(there, kl, 0.0).sum(1)",
         "np.where(there, kl, 0.0).mean(1)",
         ("updates",),
@@ -245,7 +245,7 @@ FAULTS = (
     Fault(
         "reference-follows",
         "the reference is the policy that each rollout starts from",
-        GRPO + "policies.py",
+        GRPO + "updates.py",
         'logps(params["reference"], batch)[0]',
         'logps(params["policy"], batch)[0]',
         ("dapo", "updates", "lora"),
@@ -254,7 +254,7 @@ FAULTS = (
     Fault(
         "reference-with-adapters",
         "with adapters the reference is read with them on: it is the policy",
-        GRPO + "policies.py",
+        GRPO + "updates.py",
         '{"reference": self.reference.params}',
         '{"reference": params if "adapter" in str(params) else self.reference.params}',
         ("lora",),
@@ -708,7 +708,7 @@ FAULTS = (
     Fault(
         "resume-repeats-prompts",
         "a run that goes on takes the prompts from the beginning again",
-        CORE + "rollouts/prompt_order.py",
+        CORE + "rollouts/updates.py",
         "        order = batch_rows(\n"
         "            self.count,\n"
         "            self.prompts_per_rollout,\n"

@@ -18,8 +18,7 @@ import rlhf_sft
 from rlhf_grpo import GRPOConfig, group_advantages
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as policy_objective
-from rlhf_grpo.policies import read_values
-from rlhf_grpo.updates import PER_SEQUENCE
+from rlhf_grpo.updates import PER_SEQUENCE, read_values
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as pair_objective
 from rlhf_reward.objective import pair_loss

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
-from rlhf_grpo.policies import PolicyReader
+from rlhf_grpo.updates import PolicyReader
 from rlhf_topologies.hlo import Counts, count
 
 from rlhf_core.mesh import abstract_rows, make_mesh

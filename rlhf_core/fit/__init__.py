@@ -26,13 +26,11 @@ from rlhf_core.fit.batches import (
     expected_calls,
     uses_several_batches,
 )
-from rlhf_core.fit.compute import say_if_slow
 from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
-from rlhf_core.fit.sequence_values import per_sequence
-from rlhf_core.fit.token_reader import TokenReader
+from rlhf_core.fit.reading import TokenReader, per_sequence, say_if_slow
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.models.finite import nonfinite_weights

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import data
 from rlhf_core.fit.batches import choose_row_layout
 from rlhf_core.fit.evaluation import evaluator
-from rlhf_core.fit.sequence_values import compute_sequences, pack_numbered
+from rlhf_core.fit.reading import compute_sequences, pack_numbered
 
 if TYPE_CHECKING:
     import jax

@@ -1,6 +1,5 @@
 """The DPO trainer from Python: metrics, the reference read once, continuing, what it learns, what it refuses."""
 
-import shutil
 import warnings
 
 import numpy as np
@@ -9,7 +8,7 @@ from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
 from rlhf_dpo.train import build
 from rlhf_testing.fixtures import a_stage
 
-from rlhf_core import create_state, data, hookimpl, load_model, optimizers
+from rlhf_core import create_state, hookimpl, load_model, optimizers
 from rlhf_core.errors import InputError
 from rlhf_core.training.check import forecast
 
@@ -214,26 +213,6 @@ def test_a_run_is_not_continued_on_other_held_out_pairs(tiny, tmp_path):
         InputError, match=r"stage 'dpo'.eval_data: the contents of the list given from Python have changed"
     ):
         tiny.run("dpo", config, tmp_path, eval_dataset=tiny.pairs(5, seed=8), **given)
-
-
-def test_the_reference_of_a_pair_that_was_mended_is_read(tiny, tmp_path, capsys):
-    rows = tiny.pairs(11)
-    config = DPOConfig(**{**SHORT, "save_steps": 1})
-    drawn = data.visited_rows(11, config.total_batch_size, seed=0)
-    late = next(i for i in range(11) if i not in drawn)
-    mended = [{**row, "chosen": " q r s"} if i == late else row for i, row in enumerate(rows)]
-    given = {"model": tiny.make_model(scale=4.0)}
-    with pytest.raises(InterruptedError):
-        tiny.run("dpo", config, tmp_path / "parts", listeners=[Watch(2)], train_dataset=rows, **given)
-    for step in ("2", "3"):
-        shutil.rmtree(tmp_path / "parts" / "checkpoints" / step, ignore_errors=True)
-    with pytest.warns(UserWarning, match=rf"dataset row {late + 1} changed since the checkpoint at update 1"):
-        parts = tiny.run("dpo", config, tmp_path / "parts", train_dataset=mended, **given)
-    assert "reading the log-probabilities of 1 more pairs of train_data" in capsys.readouterr().err
-    whole = tiny.run("dpo", config, tmp_path / "whole", train_dataset=mended, **given)
-    ours, theirs = (tiny.leaves(load_model(x.path, mesh=tiny.one_device()).params) for x in (parts, whole))
-    for name, leaf in theirs.items():
-        np.testing.assert_allclose(ours[name], leaf, atol=1e-6, err_msg=name)
 
 
 def test_a_forecast_tells_that_robust_needs_the_share_of_flipped_labels(tiny, tmp_path):

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.fit import compute as module
-from rlhf_core.fit.compute import compute_batches, say_if_slow
+from rlhf_core.fit import reading as module
 from rlhf_core.fit.evaluation import evaluator
+from rlhf_core.fit.reading import compute_batches, say_if_slow
 from rlhf_core.metrics import Mean
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.fit import per_sequence, sequence_values
+from rlhf_core.fit import per_sequence, reading
 from rlhf_core.mesh import make_mesh
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import Layout
@@ -32,7 +32,7 @@ def trees(draw: np.random.Generator) -> list[Tree]:
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_values, "CHUNK", 2)
+    monkeypatch.setattr(reading, "CHUNK", 2)
     model = tiny.make_model("score", scale=4.0)
     mesh = make_mesh(devices=jax.devices()[:devices])
     definition = model.definition

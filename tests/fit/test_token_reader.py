@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.fit import TokenReader, sequence_values
+from rlhf_core.fit import TokenReader, reading
 from rlhf_core.mesh import make_mesh, replicated_sharding
 from rlhf_core.objective import trained_scores
 from rlhf_core.packing.layout import Layout
@@ -46,7 +46,7 @@ def trained(tree: Tree, branch: int) -> np.ndarray:
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_values, "CHUNK", 2)
+    monkeypatch.setattr(reading, "CHUNK", 2)
     model = tiny.make_model("score", scale=4.0)
     mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
     definition = model.definition

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
-from rlhf_grpo.minibatches import with_entropy_scale, with_kept
-from rlhf_grpo.policies import PolicyReader
 from rlhf_grpo.train import _sampled
-from rlhf_grpo.updates import GRPOSteps
+from rlhf_grpo.updates import GRPOSteps, PolicyReader, with_entropy_scale, with_kept
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh

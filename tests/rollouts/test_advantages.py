@@ -10,8 +10,8 @@ from rlhf_grpo.advantages import Group
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import Reward, Rollout
-from rlhf_core.rollouts.advantages import advantage_inputs
 from rlhf_core.rollouts.completions import rollout_metrics
+from rlhf_core.rollouts.rollout import advantage_inputs
 from rlhf_core.rollouts.warnings import RolloutWarnings
 from rlhf_core.sampling import Rollouts
 

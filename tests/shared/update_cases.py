@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from rlhf_grpo.config import SamplerCorrection
 from rlhf_grpo.functional import loss_by_name
-from rlhf_grpo.minibatches import with_entropy_scale, with_kept
 from rlhf_grpo.objective import Terms, objective
+from rlhf_grpo.updates import with_entropy_scale, with_kept
 
 from rlhf_core.fit.batches import empty_batches
 from rlhf_core.packing.rows import Layout, Packed, Tree, pack

@@ -163,26 +163,22 @@ def build(config: PPOConfig, context: Context) -> Build:
     """Improve `config.model` on the prompts of `config.train_data`, beside a critic that begins as its copy."""
     policy = context.model("lm")
     rewards = open_rewards(config.rewards, context.stage)
-    options = RolloutOptions(
-        config.max_prompt_length,
-        config.num_generations,
-        config.sampling,
-        config.total_batch_size // config.num_generations,
-        config.num_iterations,
-        policy="policy",
-    )
+    group, prompts = config.num_generations, config.total_batch_size // config.num_generations
+    sampled = (config.max_prompt_length, group, config.sampling, prompts, config.num_iterations)
+    options = RolloutOptions(*sampled, policy="policy")
     collector = open_collector(context, policy, rewards, options)
     assert collector is not None
     policy, layout = choose_rollout_rows(context, policy, collector)
     critic = policy.with_head("score", seed=context.seed)
     reference = Reference(policy.params, config.frozen_parameters, context.mesh)
     reader = make_reader(config, policy, critic, layout, context.mesh)
-    start = {"policy": policy.params, "critic": critic.params, "reference": reference.params}
-    context.ahead(reader.compile, start)
+
+    def read_with(params: Any) -> dict[str, Any]:
+        return {**params, "reference": reference.params}
+
+    context.ahead(reader.compile, read_with({"policy": policy.params, "critic": critic.params}))
+    reading = Reading(reader, read_with, ("parameters", "reference"))
     steps = PPOSteps(config, collector.prompts, layout, reader, reference)
-    reading = Reading(
-        reader, lambda params: {**params, "reference": reference.params}, ("parameters", "reference")
-    )
     held_out = open_collector(context, policy, rewards, options, "eval_data")
     fixed = None if held_out is None else FixedPrompts(held_out, len(held_out.prompts), previewed=4)
     models = {"policy": policy, "critic": critic}

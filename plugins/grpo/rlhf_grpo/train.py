@@ -21,8 +21,7 @@ from rlhf_core.training import Build, Context, Reference, open_rewards, python_t
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.objective import Terms, combine, objective
-from rlhf_grpo.policies import PolicyReader
-from rlhf_grpo.updates import GRPOSteps
+from rlhf_grpo.updates import GRPOSteps, PolicyReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

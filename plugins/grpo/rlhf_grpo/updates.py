@@ -1,21 +1,28 @@
-"""What GRPO makes of a rollout: advantages of groups, and the minibatches that it is trained on."""
+"""What GRPO makes of a rollout: what policies say of it, advantages of groups, and the minibatches it is trained on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core import Rollouts
+from rlhf_core.fit import TokenReader
 from rlhf_core.packing import Layout, Packed, pack
-from rlhf_core.rollouts import Rollout, RolloutCollector
-from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
+from rlhf_core.rollouts import Reading, Rollout, RolloutCollector
+from rlhf_grpo.objective import kl_estimate
 
 if TYPE_CHECKING:
     from rlhf_core import Advantage, TrainState
+    from rlhf_core.packing import Tree
+    from rlhf_core.training import Reference
     from rlhf_grpo.config import GRPOConfig
-    from rlhf_grpo.policies import PolicyReader
 
 SAMPLED = ("sampling_logps",)
 """Per-token values that every micro-batch carries, also when the policies read it."""
@@ -83,3 +90,113 @@ class GRPOSteps:
         if self.config.mask_truncated_completions:
             mask = mask & rollout.samples.finished[:, None]
         return mask
+
+
+Logps: TypeAlias = Callable[[Any, "Packed"], tuple[jax.Array, jax.Array]]
+"""(params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]."""
+
+
+def read_values(
+    logps: Logps, names: Sequence[str], params: Mapping[str, Any], batch: Packed
+) -> dict[str, jax.Array]:
+    """Compute the named values per trained token, {name: float32 [rows, trained]}; params: by policy."""
+    # What is not returned is not computed: the compiler leaves it out.
+    old, entropies = logps(params["policy"], batch)
+    every = {"old_logps": old, "entropies": entropies}
+    if "reference" in params:
+        every["ref_logps"] = logps(params["reference"], batch)[0]
+    return {name: every[name] for name in names}
+
+
+class PolicyReader:
+    """Reads rollouts with the policy of their start and with the reference, as far as the config needs that.
+
+    names: of what `read` returns: `old_logps` where the policy moves during a rollout, `ref_logps`, `entropies`.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, logps: Logps, reference: Reference | None, layout: Layout, mesh: Any
+    ) -> None:
+        self.reference = reference
+        self.names = (
+            *(("old_logps",) if config.updates_per_rollout > 1 else ()),
+            *(("ref_logps",) if reference is not None else ()),
+            *(("entropies",) if config.top_entropy_quantile < 1 else ()),
+        )
+        self._reader = TokenReader(partial(read_values, logps, self.names), layout, mesh)
+
+    def compile(self, params: Any) -> None:
+        """Start to compile in the background, for a policy that is placed like `params`."""
+        if self.names:
+            self._reader.compile(self._policies(params))
+
+    def read(self, trees: Sequence[Tree], params: Any) -> dict[str, list[NDArray[np.float32]]]:
+        """Return {name: a value per trained token of every branch}. params: the policy's, as they are now."""
+        values: dict[str, list[NDArray[np.float32]]] = self._reader(self._policies(params), trees)
+        return values
+
+    def _policies(self, params: Any) -> dict[str, Any]:
+        return {"policy": params, **({} if self.reference is None else {"reference": self.reference.params})}
+
+    @property
+    def reading(self) -> Reading | None:
+        """What a compiler needs to know of `read`; None where nothing is read."""
+        policy = ("parameters", "frozen parameters") if {"old_logps", "entropies"} & set(self.names) else ()
+        # A reference shares the frozen parameters.
+        reference = ("reference", "frozen parameters") if "ref_logps" in self.names else ()
+        return Reading(self._reader, self._policies, (*policy, *reference)) if self.names else None
+
+    def at_reference(self, params: Any) -> bool:
+        """Return whether the policy is the reference, so that their KL is 0. params: the policy's, as they are now."""
+        return self.reference is not None and self.reference.equals(params)
+
+
+def with_kept(batches: Sequence[Packed], share: float) -> list[Packed]:
+    """Replace `entropies` by `kept`: the share of a minibatch's tokens with the highest entropies (linear quantile)."""
+    entropies = [batch.token_values["entropies"] for batch in batches]
+    there = [batch.trained >= 0 for batch in batches]
+    trained = np.concatenate([e[t] for e, t in zip(entropies, there, strict=True)])
+    # All completions may have been truncated, and masked.
+    threshold = np.quantile(trained, 1 - share) if len(trained) else np.inf
+    marked = []
+    for batch, e, t in zip(batches, entropies, there, strict=True):
+        values = {name: x for name, x in batch.token_values.items() if name != "entropies"}
+        values["kept"] = ((e >= threshold) & t).astype(np.float32)
+        marked.append(batch._replace(token_values=values))
+    return marked
+
+
+def with_entropy_scale(
+    batches: Sequence[Packed], aggregation: str, max_completion_length: int
+) -> list[Packed]:
+    """Give every sequence `entropy_scale`: the policy loss's denominator over the mean entropy's."""
+    tokens = sum(int((b.trained >= 0).sum()) for b in batches)
+    sequences = sum(int((b.last >= 0).sum()) for b in batches)
+    effective = sum(
+        int(b.token_values["kept"].sum() if "kept" in b.token_values else (b.trained >= 0).sum())
+        for b in batches
+    )
+    denominator = {
+        "token_mean": tokens,
+        "sequence_mean": sequences,
+        "fixed_length": sequences * max_completion_length,
+    }[aggregation]
+    scale = denominator / max(effective, 1)
+    return [
+        b._replace(
+            sequence_values={**b.sequence_values, "entropy_scale": np.full(b.last.shape, scale, np.float32)}
+        )
+        for b in batches
+    ]
+
+
+def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:
+    """Sum the sampling policy's KL estimate over the tokens that it wrote, float64 [N], nats.
+
+    ref_logps: float32 [N, C], as `samples.logps`.
+    """
+    there = samples.mask
+    logps = np.where(there, samples.logps, 0.0).astype(np.float32)
+    kl = np.asarray(kl_estimate(jnp.asarray(logps), jnp.asarray(ref_logps), name), np.float64)
+    total: NDArray[np.float64] = np.where(there, kl, 0.0).sum(1)
+    return total

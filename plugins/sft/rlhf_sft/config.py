@@ -1,7 +1,5 @@
 """Options of an SFT stage: those that every trainer shares."""
 
-from __future__ import annotations
-
 from rlhf_core import TrainerConfig
 
 
