@@ -100,7 +100,8 @@ def measure(case: Case) -> dict[str, Any]:
         done = lowered.out_info
         add("accumulate", lowered, times, trips)
         if case.work == "W2":
-            add("reference", updates.policies.compute.lower(state.params, batch), times, trips)
+            reading = updates.steps.policies.reading
+            add("reference", reading.reader.lower(reading.params(state.params), batch), times, trips)
     add("apply", programs._apply.lower(state.trained(), done), 1, 1.0)
     return {
         **dataclasses.asdict(case),
