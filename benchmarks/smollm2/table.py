@@ -56,7 +56,7 @@ def lines(
 
 
 def table(work: str) -> str:
-    head = ["", {"grpo": "rlhf-grpo", "reward": "rlhf-reward"}[work], "TRL", "TRL / ours"]
+    head = ["", {"grpo": "rlhf-grpo", "reward": "rlhf-reward"}[work], "TRL", "TRL / rlhf"]
     body = lines(work, task.read(task.RESULTS / "runs.jsonl"), task.read(task.RESULTS / "heldout.jsonl"))
     rule = ["---"] + ["---:"] * 3
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))

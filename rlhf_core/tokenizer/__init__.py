@@ -121,6 +121,8 @@ def _load_problem(path: Path, error: BaseException) -> str:
             f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use a "
             "tokenizer with a tokenizer.json, or save it as one with transformers"
         )
+    if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
+        return f"{path / 'config.json'}: {error.__cause__ or error}"
     reason = textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300, placeholder=" …")
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         reason = "it has no tokenizer.json; put it there"

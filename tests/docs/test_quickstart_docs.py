@@ -103,11 +103,11 @@ def test_python_in_documents_runs(block: str, workplace: Path, monkeypatch: pyte
 
 
 def test_commands_in_documents_exist() -> None:
-    from rlhf_core.cli import app
+    from rlhf_core.cli import app, extensions
 
-    known = {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
-    }
+    commands = app.registered_commands
+    known = {command.name or command.callback.__name__ for command in commands if command.callback}
+    known |= extensions.find().keys()
     others = [
         "docs/index.md",
         "docs/how-to/real-data.md",

@@ -108,8 +108,8 @@ CASES = {
         file(
             "model.safetensors",
             "<html>not found</html>",
-            "model.safetensors: not a safetensors file, or cut short",
-            "again",
+            "model.safetensors: cannot be read: ",
+            "fetch or save it again",
         ),
         file("config.json", None, "no config.json: not a model directory in Hugging Face layout"),
         file("config.json", "{", "config.json is not JSON (", "fetch it again"),
