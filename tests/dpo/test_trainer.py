@@ -9,7 +9,7 @@ from rlhf_dpo.train import build
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import create_state, hookimpl, load_model, optimizers
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.training.check import forecast
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
@@ -213,6 +213,21 @@ def test_a_run_is_not_continued_on_other_held_out_pairs(tiny, tmp_path):
         InputError, match=r"stage 'dpo'.eval_data: the contents of the list given from Python have changed"
     ):
         tiny.run("dpo", config, tmp_path, eval_dataset=tiny.pairs(5, seed=8), **given)
+
+
+@pytest.mark.long
+def test_a_run_that_accepts_mended_pairs_reads_their_reference(tiny, tmp_path, capsys):
+    rows = tiny.pairs(11)
+    mended = [{**row, "chosen": " q r s"} if i == 7 else row for i, row in enumerate(rows)]
+    config = DPOConfig(**SHORT, save_steps=1, save_directory=str(tmp_path))
+    given = {"model": tiny.make_model(scale=4.0)}
+    with pytest.raises(RunError, match="InterruptedError"):
+        DPOTrainer(config, train_dataset=rows, callbacks=[Watch(3)], **given).train()
+    with pytest.raises(InputError, match='accept=\\["train_data"\\]'):
+        DPOTrainer(config, train_dataset=mended, **given).train()
+    with pytest.warns(UserWarning, match="continues after update 2 with what was accepted: train_data"):
+        DPOTrainer(config, train_dataset=mended, accept=["train_data"], **given).train()
+    assert "reading the log-probabilities of 1 more pairs of train_data" in capsys.readouterr().err
 
 
 def test_a_forecast_tells_that_robust_needs_the_share_of_flipped_labels(tiny, tmp_path):
