@@ -141,7 +141,9 @@ def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, mo
     with path.open("w") as file:
         for i in range(count):
             file.write(
-                json.dumps({"prompt": f"g{words}", "chosen": f"{words} {'f ' * (i % 9)}", "rejected": words})
+                json.dumps(
+                    {"prompt": f"g{words}", "chosen": f"{words} {'f ' * (1 + i % 8)}", "rejected": words}
+                )
                 + "\n"
             )
 

@@ -80,13 +80,15 @@ def texts() -> list[dict[str, Any]]:
     ]
 
 
-def chats(*, tools: bool = False) -> list[dict[str, Any]]:
+def chats(*, tools: bool = False, longest: int = 4) -> list[dict[str, Any]]:
     """Turns before the last end in EOS too."""
     draw = np.random.default_rng(1)
     rows = []
     for i in range(6):
         roles = ["user"] if i % 2 else ["user", "assistant", "user"]
-        row: dict[str, Any] = {"prompt": [{"role": role, "content": _text(draw, 1, 4)} for role in roles]}
+        row: dict[str, Any] = {
+            "prompt": [{"role": role, "content": _text(draw, 1, longest)} for role in roles]
+        }
         for side in ("chosen", "rejected"):
             row[side] = [{"role": "assistant", "content": _text(draw, 1, 6)}]
         if tools:
@@ -102,15 +104,17 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def cut(mode: str) -> dict[str, Any]:
-    return {"max_sequence_length": 7, "overlong": "truncate", "truncation_mode": mode}
+def cut(mode: str, length: int = 7) -> dict[str, Any]:
+    return {"max_sequence_length": length, "overlong": "truncate", "truncation_mode": mode}
 
 
 CASES = {
     "texts": Case(texts(), words(), cut("keep_end")),
     "texts, BOS, pad is EOS": Case(texts(), words(pad="</s>", bos=True)),
     "chat, tools, pad is EOS": Case(chats(tools=True), words(pad="</s>")),
-    "chat, cut at its end": Case(chats(), words(pad="</s>"), cut("keep_start")),
+    "chat, cut at its end": Case(
+        chats(longest=2), words(pad="</s>"), cut("keep_start", 11)
+    ),  # no two sides are equal
     "chat, plain, BOS": Case(chats(), words(bos=True), {"chat_template": "plain"}),
 }
 
@@ -287,7 +291,7 @@ def test_the_cases_are_what_they_say(trained):
     case, eos = trained.case, 1
     longest = max(map(len, trained.ids))
     if "overlong" in case.options:
-        assert longest == 7
+        assert longest == case.options["max_sequence_length"]
         ends = [each[-1] == eos for each in trained.ids]
         assert all(ends) if case.options["truncation_mode"] == "keep_end" else not all(ends)
     else:
