@@ -22,6 +22,12 @@ def is_model_field(field: str) -> bool:
     return field == "model" or field.endswith("_model")
 
 
+def split_file_name(name: str) -> tuple[str, str] | None:
+    """Split `file.py:function` into file and function; None for any other name."""
+    file, colon, function = name.rpartition(":")  # a directory may have a colon, too
+    return (file, function) if colon and file.endswith(".py") else None
+
+
 class ArtifactKinds:
     """Declare which kinds of artifact a configuration field or an option takes.
 

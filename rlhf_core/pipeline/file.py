@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import TrainerConfig, parse_value
-from rlhf_core.config.paths import is_input_field
+from rlhf_core.config.paths import is_input_field, split_file_name
 from rlhf_core.errors import InputError, exists, reading, suggest, suggest_file
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
@@ -127,10 +127,9 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     if field == "save_directory":
         return _absolute(value, base)
     if field in ("name", "rewards", "environment", "tools"):
-        file, colon, attribute = value.partition(":")
-        if not (colon and file.endswith(".py")):
+        if (parts := split_file_name(value)) is None:
             return value
-        return _absolute(file, base) + colon + attribute  # the registry reports a missing file
+        return f"{_absolute(parts[0], base)}:{parts[1]}"  # the registry reports a missing file
     if field == "chat_template":
         return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
     if is_input_field(field):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Component, build
 from rlhf_core.config.build import components
-from rlhf_core.config.paths import artifact_kinds, is_model_field, noted_kinds
+from rlhf_core.config.paths import artifact_kinds, is_model_field, noted_kinds, split_file_name
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
 from rlhf_core.errors import UNREADABLE, InputError, exists, suggest
 from rlhf_core.pipeline.file import PipelineFile, StageTable
@@ -226,8 +226,7 @@ class _Fields:
             return value
         if is_model_field(key):
             return self._model(value, dotted, of_reward=inside and key == "model")
-        file, colon, _ = value.partition(":")
-        path = Path(file if colon and file.endswith(".py") else value)
+        path = Path((split_file_name(value) or [value])[0])
         if path.is_absolute() and exists(path) and key != "save_directory":
             self.inputs[dotted] = Input(path)
         return value

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Component
+from rlhf_core.config.paths import split_file_name
 from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, suggest
 from rlhf_core.hidden import remember_attributes, scrub
@@ -370,8 +371,8 @@ def _limit_problems(reward: Reward) -> list[str]:
 
 def _label(name: str) -> str:
     """Drop the directory from `file.py:function`, so that metrics have the same name on every machine."""
-    file, _, function = name.rpartition(":")
-    return f"{Path(file).name}:{function}" if file.endswith(".py") else name
+    parts = split_file_name(name)
+    return f"{Path(parts[0]).name}:{parts[1]}" if parts else name
 
 
 # Call them

@@ -32,7 +32,7 @@ class Stage:
         prompt of that stage}.
     template_date: the day that chat templates write, "2026-01-31": the day the run began, unless the config or the
         model names another; None: the day this stage began.
-    experiment: what the stage computes, as `rlhf_core.stage.experiment` records it; checkpoints refer to it. None if
+    experiment: what the stage computes, as `rlhf_core.stage.identity` records it; checkpoints refer to it. None if
         neither a pipeline nor a trainer class started the trainer.
     metrics: the newest value of every metric logged so far.
     planned_mesh: the devices of `rlhf check --devices`, which need not exist; None without that flag.

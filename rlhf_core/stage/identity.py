@@ -24,7 +24,7 @@ import numpy as np
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.config.build import components
-from rlhf_core.config.paths import is_input_field
+from rlhf_core.config.paths import is_input_field, split_file_name
 from rlhf_core.config.secrets import public_table
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
 from rlhf_core.data.source import digest, json_text
@@ -172,11 +172,10 @@ def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     for field, value in flat(table).items():
         if not isinstance(value, str) or not is_compared(field):
             continue
-        file, colon, _ = value.partition(":")
+        parts = split_file_name(value)
         last = re.sub(r"\[\d+\]", "", field.rpartition(".")[2])
-        path = Path(file if colon and file.endswith(".py") else value).expanduser()
-        is_file = colon and file.endswith(".py")
-        if (is_file or path.is_absolute() or is_input_field(last)) and exists(path):
+        path = Path(parts[0] if parts else value).expanduser()
+        if (parts or path.is_absolute() or is_input_field(last)) and exists(path):
             yield field, path
 
 
@@ -186,7 +185,9 @@ def _components(
     """Yield (field, code) of the trainer and of every component that the configuration names."""
     named: list[tuple[str, Kind[Any], str]] = [("trainer", TRAINER, trainer)]
     for field, kind, _, component in components(type(config), dict(config)):
-        if kind != LOGGER and not (kind.by_path and ".py:" in component["name"]):  # that file is an input
+        if kind != LOGGER and not (
+            kind.by_path and split_file_name(component["name"])
+        ):  # that file is an input
             named.append((field, kind, component["name"]))
     for field in ("train_data", "eval_data"):
         names = {v for k, v in flat(getattr(config, field)).items() if k == "" or k.endswith(("name", "]"))}

@@ -18,3 +18,14 @@ def test_paths_are_relative_to_the_file(field, tmp_path):
 def test_other_texts_are_left_alone(tmp_path):
     (tmp_path / "linear").mkdir()
     assert resolve_paths("lr_scheduler_type", "linear", tmp_path, "stage", []) == "linear"
+
+
+def test_the_file_of_a_reward_is_an_input_below_a_directory_with_a_colon(tmp_path):
+    from rlhf_core.stage.identity import _paths
+
+    base = tmp_path / "run:1"
+    base.mkdir()
+    (base / "judge.py").write_text("")
+    name = resolve_paths("name", "judge.py:score", base, "stage", [])
+    assert name == f"{base / 'judge.py'}:score"
+    assert list(_paths({"rewards": [{"name": name}]})) == [("rewards[0].name", base / "judge.py")]
