@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import all_equal
-from rlhf_core.data import EpisodeRows, Prompts
+from rlhf_core.data import EpisodeRows, Prompts, require_vocabulary
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
@@ -25,7 +25,7 @@ from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
 from rlhf_core.training.memory import sampling_memory
-from rlhf_core.training.open import error_context, open_sampler, require_vocabulary, warm_up
+from rlhf_core.training.open import error_context, open_sampler, warm_up
 
 if TYPE_CHECKING:
     from rlhf_core.config import Component
@@ -249,7 +249,7 @@ def open_collector(
         return None
     if isinstance(prompts, Prompts):
         with error_context(stage, field):
-            require_vocabulary(prompts, model.definition.vocab_size)
+            require_vocabulary(prompts.ids, prompts.where, model.definition.vocab_size)
     episodes = open_environment(
         options.environment,
         config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -164,12 +164,6 @@ def require_model(config: TrainerConfig, stage: Stage, *, head: Head) -> None:
         with error_context(stage, "model"):
             # Devices that need not exist are chosen before weights are fetched.
             check_model(source, head, registry=stage.registry, needs_weights=stage.planned_mesh is None)
-
-
-def try_loss(stage: Stage, measure: Callable[..., Any], *inputs: Any) -> None:
-    """Raise InputError where a loss fails for inputs of these shapes, before anything is loaded or trained."""
-    with error_context(stage, "loss"):
-        jax.eval_shape(measure, *inputs)
 
 
 @contextmanager
@@ -424,11 +418,6 @@ def open_episode_rows(
     """
     records = open_records(config, stage, field, needed=needed, episodes=True)
     return None if records is None else data.EpisodeRows(records, max_prompt_length)
-
-
-def require_vocabulary(prompts: Prompts, vocab_size: int) -> None:
-    """Raise InputError naming the rows with tokens that the model has no embedding for."""
-    data.require_vocabulary(prompts.ids, prompts.where, vocab_size)
 
 
 def open_sampler(
