@@ -360,7 +360,7 @@ def of_callable(thing: Any) -> str:
 def _code_of(thing: Any) -> Any:
     """Return the function or class of a component: inside a Trainer, a partial, a jitted function or a method."""
     if isinstance(thing, Trainer):
-        return _code_of(thing.run)
+        return _code_of(thing.build or thing.run)
     if inspect.isfunction(thing) or inspect.isclass(thing):
         return thing
     for name in ("func", "__wrapped__", "__func__"):
