@@ -103,9 +103,7 @@ def final_number(text: str) -> Number | None:
         return _parse_alone(box)
     if (number := _after_hashes(text)) is not None:
         return number
-    marker = None
-    for marker in _ANSWER_IS.finditer(text):  # noqa: B007
-        pass
+    marker = [None, *_ANSWER_IS.finditer(text)][-1]
     if marker is not None:
         return _parse_claim(text, marker.end())
     for line in reversed(text.splitlines()):
