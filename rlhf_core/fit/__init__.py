@@ -7,14 +7,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.artifacts import write_atomic
+from rlhf_core.artifacts import save_model, write_atomic
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.fit.batches import (
@@ -33,11 +33,13 @@ from rlhf_core.fit.progress import Progress
 from rlhf_core.fit.reading import TokenReader, per_sequence, say_if_slow
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
+from rlhf_core.models import Model
 from rlhf_core.models.finite import nonfinite_weights
+from rlhf_core.optimizers import make_optimizer
 from rlhf_core.runtime.agreement import any_process, stop_together
 from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
 from rlhf_core.runtime.signals import stop_signals
-from rlhf_core.state import TrainState
+from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 __all__ = [
+    "Build",
     "DatasetUpdates",
     "TokenReader",
     "Update",
@@ -56,97 +59,114 @@ __all__ = [
 ]
 
 
+POLICY = "policy"
+"""Of several models, the one that becomes the output `model`."""
+
+
 @dataclass(frozen=True)
-class Fitted:
-    """The end of a loop: the state, the last metrics logged, and whether the time limit ended it."""
+class Build:
+    """What a trainer's `build` returns. Parameters may be shapes: a build computes nothing with them.
 
-    state: TrainState
-    metrics: dict[str, float]
-    out_of_time: bool = False
+    models: the model that is trained, or several by name, {"policy": …, "critic": …}; a state's parameters and the
+        objective's are then keyed alike.
+    updates: which examples make an update, in which rows. objective: (parameters, rows) → the loss and metrics.
+    trains: of several models, {name: the config that it is trained by}; the others are not trained. Default: all are,
+        by the stage's config.
+    evaluate: (state) → metrics, logged with the prefix `eval_`, every `evaluation_steps` updates and at the end; an
+        error after the first update becomes a warning.
+    preview: (updates done, state), called before the first update and, without `evaluate`, after the last; a RunError
+        after training becomes a warning.
+    after_update: (updates done, state), called every `after_update_steps` updates, whose loss and gradients are known
+        to be finite by then.
+    stop_when: (metrics of a logged step) → a reason to give up, or None.
+    held: {name: arrays or shapes} of what is in memory beside the state, such as a copy of what is trained.
+    save: saves the outputs from the last state; None: the model, or the one called "policy", is the output `model`.
+    """
+
+    models: Model | Mapping[str, Model]
+    updates: UpdateSource
+    objective: Objective
+    trains: Mapping[str, TrainerConfig] = field(default_factory=dict)
+    evaluate: Callable[[TrainState], dict[str, float]] | None = None
+    preview: Callable[[int, TrainState], None] | None = None
+    after_update: Callable[[int, TrainState], None] | None = None
+    after_update_steps: int = 1
+    stop_when: Callable[[Mapping[str, float]], str | None] | None = None
+    held: Mapping[str, Any] = field(default_factory=dict)
+    save: Callable[[TrainState], None] | None = None
+
+    def state(self, config: TrainerConfig, stage: Stage) -> tuple[TrainState, Schedule]:
+        """Make the state that training starts from, of arrays or of shapes, and the learning rate's schedule."""
+        models, total = self.models, self.updates.total
+        if isinstance(models, Model):
+            tx, schedule = make_optimizer(config, stage.registry, total)
+            return create_state(models, tx, seed=stage.seed, frozen=config.frozen_parameters), schedule
+        trains = self.trains or dict.fromkeys(models, config)
+        made = {name: make_optimizer(each, stage.registry, total) for name, each in trains.items()}
+        frozen: dict[str, Any] = dict.fromkeys(models.keys() - trains.keys(), ".*")
+        frozen |= {name: each.frozen_parameters for name, each in trains.items() if each.frozen_parameters}
+        txs = {name: tx for name, (tx, _) in made.items()}
+        return create_state(models, txs, seed=stage.seed, frozen=frozen), next(iter(made.values()))[1]
 
 
-def fit(
-    stage: Stage,
-    config: TrainerConfig,
-    state: TrainState,
-    objective: Objective,
-    updates: UpdateSource,
-    *,
-    schedule: Schedule,
-    evaluate: Callable[[TrainState], dict[str, float]] | None = None,
-    preview: Callable[[int, TrainState], None] | None = None,
-    after_update: Callable[[int, TrainState], None] | None = None,
-    after_update_steps: int = 1,
-    stop_when: Callable[[Mapping[str, float]], str | None] | None = None,
-) -> Fitted:
-    """Run `updates.total` updates, continuing from the stage's newest whole checkpoint.
-
-    objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, logged with the prefix `eval_`, every
-    `evaluation_steps` updates and at the end; an error after the first update becomes a warning.
-    preview: called with the number of updates done and the state before the first update and, without `evaluate`, after
-    the last; a RunError after training becomes a warning. after_update: called with the number of updates done and the
-    state every `after_update_steps` updates; the loop first waits until their loss and gradient are known to be finite.
-    stop_when: returns a reason to give up, or None, for the metrics of a logged step.
+def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
+    """Run `build.updates.total` updates, continuing from the stage's newest whole checkpoint; save the outputs.
 
     After the last update the state is saved before it is evaluated: if anything fails from there on, the same command
     continues after the training.
 
-    `state` is donated: its arrays, and those of the model it was made from, are deleted.
+    The arrays of the build's models are deleted: updates donate them. Returns the last state, or the best one where
+    `load_best_model_at_end`.
 
     Raises RunError, with the last good state saved, where a loss or gradient is not finite, naming the examples, and
     where `stop_when` returns a reason. Raises Stopped, with the state saved, after SIGTERM, SIGINT or SIGHUP.
     """
-    for line in config_warnings(config, updates.total) if stage.is_main else ():
+    for line in config_warnings(config, build.updates.total) if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
-    if evaluate is None and stage.is_main and (config.eval_data or stage.inputs.get("eval_dataset")):
+    if build.evaluate is None and stage.is_main and (config.eval_data or stage.inputs.get("eval_dataset")):
         warnings.warn(
-            f"stage '{stage.name}'.eval_data: given, but the trainer evaluates nothing: it passes no `evaluate` to "
-            "`rlhf_core.fit.fit`",
+            f"stage '{stage.name}'.eval_data: given, but the trainer evaluates nothing: its build has no `evaluate`",
             stacklevel=2,
         )
-    run = _Run(stage, config, objective, updates, schedule, evaluate, preview, stop_when)
+    state, schedule = build.state(config, stage)
+    run = _Run(stage, config, build, schedule)
     try:
         with stop_signals(stops="saving after this update") as run.stop:
-            fitted = run.loop(state, after_update, after_update_steps)
+            state = run.loop(state)
     finally:
         run.progress.checkpoints.close()
-    if preview is not None and evaluate is None:
+    if build.preview is not None and build.evaluate is None:
         try:
-            preview(int(fitted.state.step), fitted.state)
+            build.preview(int(state.step), state)
         except (InputError, RunError) as error:  # a reward that fails now must not cost the trained model
             warnings.warn(
                 f"stage '{stage.name}': completions after training were not kept: {error}", stacklevel=2
             )
-    return fitted
+    if build.save is not None:
+        build.save(state)
+    else:
+        model, params = build.models, state.params
+        if not isinstance(model, Model):
+            model, params = model[POLICY], params[POLICY]
+        kind = "language_model" if model.definition.head == "lm" else "reward_model"
+        save_model(stage, "model", kind, model.with_params(params))
+    return state
 
 
 class _Run:
     stop: threading.Event
 
-    def __init__(
-        self,
-        stage: Stage,
-        config: TrainerConfig,
-        objective: Objective,
-        updates: UpdateSource,
-        schedule: Schedule,
-        evaluate: Callable[[TrainState], dict[str, float]] | None,
-        preview: Callable[[int, TrainState], None] | None,
-        stop_when: Callable[[Mapping[str, float]], str | None] | None,
-    ) -> None:
-        self.stage, self.config, self.objective, self.updates = stage, config, objective, updates
-        self.evaluate, self.preview, self.stop_when = evaluate, preview, stop_when
+    def __init__(self, stage: Stage, config: TrainerConfig, build: Build, schedule: Schedule) -> None:
+        self.stage, self.config, self.build, self.updates = stage, config, build, build.updates
         self.rate = jax.jit(schedule)
         self.mesh = stage.devices()
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
-        self.progress = Progress(stage, config, updates)
+        self.progress = Progress(stage, config, build.updates)
         self.best = self.progress.best
         self.out_of_time = False
 
-    def loop(
-        self, state: TrainState, after_update: Callable[[int, TrainState], None] | None, every: int
-    ) -> Fitted:
-        updates, progress = self.updates, self.progress
+    def loop(self, state: TrainState) -> TrainState:
+        updates, progress, after_update = self.updates, self.progress, self.build.after_update
         start, state = progress.restore(state)
         steps = self.prepare(start, state)
         progress.saved_at = progress.window.started = time.perf_counter()
@@ -164,7 +184,7 @@ class _Run:
             elif step == start + 2:
                 steps.wait()
             count = step + 1
-            if after_update is not None and count % every == 0:
+            if after_update is not None and count % self.build.after_update_steps == 0:
                 self.check(steps, state)  # an update that is not finite must not move anything else
                 after_update(count, state)
             progress.elapsed = time.perf_counter() - began
@@ -177,7 +197,7 @@ class _Run:
                 "the stage ends here",
                 stacklevel=2,
             )
-        return Fitted(self.best.final(state, count, progress.checkpoints), progress.metrics, self.out_of_time)
+        return self.best.final(state, count, progress.checkpoints)
 
     def prepare(self, start: int, state: TrainState) -> Programs:
         """Write plan.json, start to compile the first update, and evaluate before it where the config asks for that."""
@@ -187,13 +207,13 @@ class _Run:
             plan = {"updates": updates.total, "start": start, "updates_per_epoch": per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
-        steps = Programs(self.objective, state, from_zero=uses_several_batches(updates, state))
+        steps = Programs(self.build.objective, state, from_zero=uses_several_batches(updates, state))
         if start < updates.total:
             self.stage.say(f"compiling, for update {start + 1} of {updates.total}")
             steps.compile(state, expected_calls(updates, start, 1, state))
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
         fresh = self.progress.newest < 0
-        if fresh and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
+        if fresh and self.build.evaluate and (config.eval_on_start or config.metric_for_best_model):
             metrics, _ = self.report(0, state, logs=False, evaluates=True)
             if self.best.watches:
                 self.best.choose_metric(metrics)
@@ -204,8 +224,8 @@ class _Run:
         """Dispatch update `step`, then check the one before it while this one is computed."""
         update = self.next_update(step, state)
         return_freed_memory()  # before the programs that take the most
-        if step == 0 and self.preview is not None:
-            self.preview(0, state)
+        if step == 0 and self.build.preview is not None:
+            self.build.preview(0, state)
         done, counts = None, steps.count(state, update.batches)
         for number, batch in enumerate(update.batches):
             done = steps.accumulate(state, put_rows(self.mesh, batch), done, number, counts)
@@ -227,7 +247,7 @@ class _Run:
         self.out_of_time = limit is not None and any_process(self.progress.elapsed >= limit)[0]
         ends = count >= self.updates.total or self.out_of_time
         evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
-        evaluates = evaluates and self.evaluate is not None
+        evaluates = evaluates and self.build.evaluate is not None
         # An evaluation that is compared may be the last thing that happens, so it logs too.
         logs = ends or count % config.log_steps == 0 or (evaluates and self.best.watches)
         improved = False
@@ -240,7 +260,7 @@ class _Run:
             self.check(steps, state)
             metrics, evaluated = self.report(count, state, logs=logs, evaluates=evaluates)
             improved = evaluated and self.compare(count, state, metrics)
-            if self.stop_when is not None and (reason := self.stop_when(metrics)):
+            if self.build.stop_when is not None and (reason := self.build.stop_when(metrics)):
                 self.progress.save(count, state, wait=True)
                 raise RunError(
                     f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}: {reason}. "
@@ -310,10 +330,10 @@ class _Run:
             metrics["epoch"] = self.updates.epochs(count)
             metrics |= peak_memory() if self.config.track_memory else {}
             self.progress.window = MetricWindow()
-        if evaluates and self.evaluate is not None:
+        if evaluates and self.build.evaluate is not None:
             began = time.perf_counter()
             with say_if_slow(self.stage.say, f"evaluating after update {count}"):
-                evaluated = evaluate_or_warn(self.evaluate, state, count, self.stage.name)
+                evaluated = evaluate_or_warn(self.build.evaluate, state, count, self.stage.name)
             metrics |= evaluated or {}
             self.progress.window.started += time.perf_counter() - began
         self.progress.metrics.update(metrics)

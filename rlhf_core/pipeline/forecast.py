@@ -14,7 +14,7 @@ from rlhf_core.errors import InputError, RunError, Stopped, disk_full, suggest_f
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
-from rlhf_core.training.check import forecast
+from rlhf_core.training.define import forecast
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

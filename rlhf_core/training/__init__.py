@@ -1,14 +1,14 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python."""
 
+from rlhf_core.fit import Build as Build
 from rlhf_core.rewards.reward import open_rewards as open_rewards
-from rlhf_core.training.build import Build as Build
-from rlhf_core.training.build import define_trainer as define_trainer
 from rlhf_core.training.context import Context as Context
 from rlhf_core.training.contract import scoring_contract as scoring_contract
+from rlhf_core.training.define import define_trainer as define_trainer
+from rlhf_core.training.define import python_trainer as python_trainer
 from rlhf_core.training.held_out import HeldOut as HeldOut
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
 from rlhf_core.training.padded import named_loss as named_loss
-from rlhf_core.training.python import python_trainer as python_trainer
 from rlhf_core.training.reference import Reference as Reference
 
 __all__ = [

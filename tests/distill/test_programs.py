@@ -15,7 +15,7 @@ from rlhf_topologies.programs import built_programs
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.training.check import forecast
+from rlhf_core.training.define import forecast
 
 
 def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import create_state, hookimpl, load_model, optimizers
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.training.check import forecast
+from rlhf_core.training.define import forecast
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 NAMES = REWARDS | {"logps/chosen", "logps/rejected", "loss"}

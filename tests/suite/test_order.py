@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rlhf_core.training.build
+import rlhf_core.training.define
 from rlhf_core import artifacts, checkpoint, fit, hookimpl
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime import files
@@ -286,11 +286,11 @@ def test_evaluation_data_that_nothing_reads_is_a_warning(
 ) -> None:
     seen: list[int] = []
 
-    def without(*arguments: Any, evaluate: Any, **options: Any) -> Any:
+    def without(stage: Any, config: Any, build: fit.Build) -> Any:
         seen.append(len(updates))
-        return fit.fit(*arguments, **options)
+        return fit.fit(stage, config, fit.replace(build, evaluate=None))
 
-    monkeypatch.setattr(rlhf_core.training.build, "fit", without)
+    monkeypatch.setattr(rlhf_core.training.define, "fit", without)
     with pytest.warns(UserWarning, match=r"stage 'sft'\.eval_data: given, but the trainer evaluates nothing"):
         train(max_training_steps=1)
     assert seen == [0]
@@ -313,11 +313,13 @@ def test_nothing_moves_for_an_update_that_was_none(
 
     monkeypatch.setattr(Programs, "apply", apply)
 
-    def with_hook(*arguments: Any, **options: Any) -> Any:
-        options["after_update"] = lambda count, state: called.append((count, int(state.step)))
-        return fit.fit(*arguments, **{**options, "after_update_steps": 2})
+    def with_hook(stage: Any, config: Any, build: fit.Build) -> Any:
+        def note(count: int, state: Any) -> None:
+            called.append((count, int(state.step)))
 
-    monkeypatch.setattr(rlhf_core.training.build, "fit", with_hook)
+        return fit.fit(stage, config, fit.replace(build, after_update=note, after_update_steps=2))
+
+    monkeypatch.setattr(rlhf_core.training.define, "fit", with_hook)
     with pytest.raises(RunError, match="gradient of update 4 is not finite"):
         short.train("sft")
     assert guards

@@ -52,8 +52,8 @@ def test_a_change_would_be_noticed(monkeypatch: Any) -> None:
     from rlhf_core import fit
 
     before = public.surface()
-    assert "rlhf_core.fit.fit(stage, config, state, objective, updates, *, schedule, evaluate=None" in before
+    assert "rlhf_core.fit.fit(stage, config, build)" in before
     assert "rlhf_core.testing.check_policy_loss(loss)" in before
     assert "hook rlhf_step_end(stage, step, metrics)" in before
-    monkeypatch.setattr(fit, "fit", lambda stage, config: None)
-    assert "rlhf_core.fit.fit(stage, config)\n" in public.surface()
+    monkeypatch.setattr(fit, "fit", lambda stage: None)
+    assert "rlhf_core.fit.fit(stage)\n" in public.surface()

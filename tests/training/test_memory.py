@@ -19,8 +19,8 @@ from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
 from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import memory
-from rlhf_core.training.check import held_bytes
 from rlhf_core.training.context import Context, ModelNotHereError
+from rlhf_core.training.define import held_bytes
 from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes
 
 

@@ -20,7 +20,7 @@ from rlhf_core.contracts import TRAINER, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
-from rlhf_core.training.check import forecast
+from rlhf_core.training.define import forecast
 from rlhf_testing.findings import Broken, Findings, make_component, require_finite
 from rlhf_testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
 

@@ -1,25 +1,41 @@
-"""Forecast a stage from what its trainer builds of shapes: examples, updates, tokens, memory, warnings."""
+"""Define a trainer by its `build`: `rlhf run` fits what it returns, `rlhf check` counts it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
+from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
-from rlhf_core.contracts import Forecast
+from rlhf_core.contracts import Forecast, Trainer
+from rlhf_core.fit import Build, fit
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Model
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
+from rlhf_core.stage import Stage
+from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.training.context import Context, Expected, ModelNotHereError
 from rlhf_core.training.memory import device_bytes, memory_forecast, saved_bytes
 
-if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.stage import Stage
-    from rlhf_core.training.build import Build
+BuildFunction: TypeAlias = Callable[[Any, Context], Build]
+"""(config, context) → what is trained, on what, towards what."""
 
 
-def forecast(build: Callable[[Any, Context], Build], config: TrainerConfig, stage: Stage) -> Forecast:
+def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], build: BuildFunction) -> Trainer:
+    """Make the trainer that `build` describes: it runs, is checked, resumes and is compiled by that description.
+
+    config: the class of its options. outputs: {output name: artifact kind}.
+    """
+    return Trainer(config, outputs, partial(run, build), build)
+
+
+def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:
+    """Build a stage on its devices, train, and save its outputs."""
+    fit(stage, config, build(config, Context(config, stage)))
+
+
+def forecast(build: BuildFunction, config: TrainerConfig, stage: Stage) -> Forecast:
     """Forecast a stage; no weights are read, and no device is touched.
 
     Raises InputError with what is wrong with the config, the data, or the files of the model.
@@ -66,3 +82,34 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
     parts |= {name: device_bytes(params[name]) for name in models if name not in trains}
     policy = models[next(iter(trains))].definition
     return parts | dict(expected.held(policy, parts["parameters"]))
+
+
+class PythonTrainer:
+    """Train from Python: `Trainer(config, model=path_or_model, train_dataset=rows).train()`."""
+
+    trainer: ClassVar[str]
+    """The name that the trainer is registered under."""
+    config_class: ClassVar[type[TrainerConfig]]
+
+    def __init__(self, config: Any = None, **inputs: Any) -> None:
+        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards` (callables, registered names, reward
+        model directories), `callbacks`, `accept`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
+
+        Raises InputError for an unknown argument, TypeError for a config of another class.
+        """
+        self.config, self.inputs = trainer_arguments(self.config_class, config, inputs)
+
+    def train(self) -> Result:
+        """Train; return the artifact and the last metrics."""
+        return run_alone(self.trainer, self.config, **self.inputs)
+
+
+def python_trainer(trainer: str, config: type[TrainerConfig], module: str) -> type[PythonTrainer]:
+    """Make the class that runs a registered trainer from Python, called FOOTrainer for FOOConfig.
+
+    module: `__name__` of the caller, which must hold the class under this name for it to be pickled.
+    """
+    name = config.__name__.removesuffix("Config") + "Trainer"
+    doc = f"Train from Python: `{name}(config, model=path_or_model, train_dataset=rows).train()`."
+    body = {"__module__": module, "__doc__": doc, "trainer": trainer, "config_class": config}
+    return type(name, (PythonTrainer,), body)
