@@ -254,9 +254,9 @@ MUTANTS = (
     Mutant(
         "values-unpickled",
         "what a reward returned is sent as it is",
-        "rlhf_core/rewards/worker_call.py",
-        "return plain_values(values)",
-        "return values",
+        "rlhf_core/rewards/values.py",
+        "return checked_values(f\"reward '{self.label}'\", values, count), log.values",
+        "return values, log.values",
         "T12",
         "alone bombs",
     ),

@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from rlhf_core.data.columns import is_chat
 from rlhf_core.data.source import cells
 from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named
-from rlhf_core.rewards.reward import LOG, OWN, Reward, call_together, failure
+from rlhf_core.rewards.reward import OWN, Reward, call_together, failure
+from rlhf_core.rewards.values import LOG
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
 
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 HERE = str(Path(__file__).parent.parent)
+ELSEWHERE = {
+    "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
+    "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
+    "`__call__`, `snapshot()` and `restore(kept)`",
+    "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl, next to "
+    "the completions, and `log_metric` logs numbers. Remove the parameter",
+    "environments": "TRL passes its environments under this name; here, with an `environment`, `completions` has what "
+    "was said after the prompt, and the column `environment_rewards` what the environment gave. Name those instead",
+    "kwargs": "write it with two stars, **kwargs, to take every column",
+}
+"""Parameters of TRL's reward functions that are not columns: {name: what to do}."""
 ALIKE = 0.7
 """Similarity, from 0 to 1, above which a parameter's name may be that of a column, misspelt."""
 ROWS_LOOKED_AT = 10_000
@@ -45,27 +57,27 @@ MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNo
 """Exceptions that show a mistake in the function; others may be due to the made-up completions."""
 
 
-def set_up(rewards: Sequence[Reward], prompts: Prompts | EpisodeRows, stage: Stage) -> None:
-    """Check the prompts' columns and rows, then let rewards load what they need, once.
+def set_up(
+    rewards: Sequence[Reward], prompts: Prompts | EpisodeRows, stage: Stage, field: str = "train_data"
+) -> None:
+    """Check the columns and rows of the prompts in `field`, then let rewards load what they need, once.
 
     Raises InputError, with all problems at once, if a reward needs a column that the prompts lack. A row that a reward
     cannot read is a problem, or a warning if the reward's `on_error` is "skip".
     """
-    lines = _check_prompts(rewards, prompts, stage)  # on every process
-    lines += [line for reward in rewards for line in _overridden(reward, list(prompts.columns))]
+    lines = _check_prompts(rewards, prompts, stage, field)  # on every process
     for line in lines if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
     for reward in rewards:
-        if hasattr(reward.function, "setup") and not reward.ready:
+        if reward.collective and not reward.ready:
             reward.function.setup(stage)
         reward.ready = True
 
 
-def _check_prompts(rewards: Sequence[Reward], prompts: Any, stage: Stage) -> list[str]:
+def _check_prompts(rewards: Sequence[Reward], prompts: Any, stage: Stage, field: str) -> list[str]:
     """Return warnings about columns and rows. Raises InputError as `set_up` does."""
-    names = list(prompts.columns)
-    problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
-    if problems:
+    where = f"stage '{stage.name}'.rewards"
+    if problems := [f"{where}: {p}" for r in rewards for p in missing_columns(r, prompts.columns, field)]:
         raise InputError(*problems)
     if stage.mesh is None:
         problems, skipped, unreadable = check_rows(rewards, prompts)
@@ -76,7 +88,24 @@ def _check_prompts(rewards: Sequence[Reward], prompts: Any, stage: Stage) -> lis
         raise InputError(*problems)
     for reward in rewards:
         reward.unreadable.update(unreadable.get(reward.label, ()))
-    return [*(line for reward in rewards for line in _misspelt(reward, names)), *skipped]
+    advice = [(_overridden(r, prompts.columns), _misspelt(r, prompts.columns, field)) for r in rewards]
+    return [*(line for lists in advice for lines in lists for line in lines), *skipped]
+
+
+def missing_columns(reward: Reward, columns: Collection[str], field: str) -> list[str]:
+    """List columns that the function needs and the prompts in `field` lack, as problems."""
+    have = ", ".join(sorted(columns)) or "no columns besides the prompt"
+    problems = []
+    for name in sorted(reward.wants()[0] - {*OWN, LOG, *columns}):
+        if name in ELSEWHERE:
+            problems.append(f"reward '{reward.label}' needs '{name}': {ELSEWHERE[name]}")
+            continue
+        meant = suggest(name, [*OWN, *columns])
+        problems.append(
+            f"reward '{reward.label}' needs the column '{name}', which {field} does not have; it has {have}"
+            + (f".{meant} Besides columns there are {', '.join(OWN)}" if meant else "")
+        )
+    return problems
 
 
 def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str], dict[str, list[str]]]:
@@ -127,9 +156,12 @@ class _Table:
 
 
 def forecast_rewards(
-    rewards: Sequence[Reward], prompts: Prompts | EpisodeRows | Records, stage: Stage
+    rewards: Sequence[Reward],
+    prompts: Prompts | EpisodeRows | Records,
+    stage: Stage,
+    field: str = "train_data",
 ) -> Forecast:
-    """Forecast what rewards will do with these prompts.
+    """Forecast what rewards will do with the prompts in `field`.
 
     Calls each plain function once, in a process of its own, with made-up completions of the first prompt, as texts or
     messages like the run's. Does not call asynchronous functions, which may cost money, objects with `setup`, or
@@ -140,13 +172,13 @@ def forecast_rewards(
     cautions: list[str] = []
     problems: list[str] = []
     try:
-        cautions += _check_prompts(rewards, table, stage)
+        cautions += _check_prompts(rewards, table, stage, field)
     except InputError as error:
         problems += error.problems
     for reward in rewards:
-        lines += [*_optional(reward, table.columns), *_without_value(reward, table)]
+        lines += _without_value(reward, table)
         callable_now = reward.tried and not reward.asynchronous and not reward.collective
-        if not callable_now or not len(table.raw) or reward.check_columns(list(table.columns), ""):
+        if not callable_now or not len(table.raw) or missing_columns(reward, table.columns, field):
             continue
         finding, fatal = _try_call(reward, table)
         if finding:
@@ -155,10 +187,10 @@ def forecast_rewards(
             )
     if problems:
         raise InputError(*problems)
-    return Forecast((*lines, *_unread(rewards, list(table.columns))), tuple(cautions))
+    return Forecast((*lines, *_unread(rewards, table.columns)), tuple(cautions))
 
 
-def _unread(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:
+def _unread(rewards: Sequence[Reward], columns: Collection[str]) -> list[str]:
     """Say which columns no reward takes, where there are rewards; an environment may read all of them."""
     if not rewards or any(reward.wants()[2] for reward in rewards) or "environment_rewards" in columns:
         return []
@@ -177,24 +209,7 @@ def _untokenized(records: Records) -> _Table:
     )
 
 
-def _optional(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Say which optional parameters are options, which are columns, and which have a default in place of either."""
-    needs, takes, _ = reward.wants()
-    lines = _overridden(reward, list(columns))
-    lines += [
-        f"reward '{reward.label}': {name} is {default!r}: no option sets it, and the prompts have no such column"
-        for name, default in _defaults(reward, list(columns)).items()
-        if default is None or (isinstance(default, str | tuple | list | dict) and not default)
-    ]
-    return lines + [
-        f"reward '{reward.label}': {name} is the column of that name; an option {name} in the pipeline would be used "
-        "in its place"
-        for name in sorted(takes - needs - {*OWN, LOG, *reward.chosen})
-        if name in columns
-    ]
-
-
-def _overridden(reward: Reward, columns: Sequence[str]) -> list[str]:
+def _overridden(reward: Reward, columns: Collection[str]) -> list[str]:
     """List the columns that an option of the same name keeps from the function."""
     return [
         f"reward '{reward.label}': its option {name} = {hide_named(name, value)!r} is used, and the column "
@@ -204,24 +219,18 @@ def _overridden(reward: Reward, columns: Sequence[str]) -> list[str]:
     ]
 
 
-def _misspelt(reward: Reward, columns: Sequence[str]) -> list[str]:
-    """List defaults that a column with a similar name was probably meant to replace, as warnings."""
+def _misspelt(reward: Reward, columns: Collection[str], field: str) -> list[str]:
+    """List defaults of a user's function that a column with a similar name was probably meant to replace."""
+    if reward.installed:
+        return []
+    given = {*OWN, LOG, *reward.chosen, *columns}
     others = sorted({*OWN, *columns} - reward.wants()[1])
     return [
-        f"reward '{reward.label}': {name} is {default!r} for every row: no option sets it, and the prompts have no "
+        f"reward '{reward.label}': {p.name} is {p.default!r} for every row: no option sets it, and {field} has no "
         f"column of that name.{meant} If the default is meant, set the option"
-        for name, default in _defaults(reward, columns).items()
-        if (meant := suggest(name, others, ALIKE))
+        for p in inspect.signature(reward.function).parameters.values()
+        if p.default is not p.empty and p.name not in given and (meant := suggest(p.name, others, ALIKE))
     ]
-
-
-def _defaults(reward: Reward, columns: Sequence[str]) -> dict[str, Any]:
-    """Return {parameter: its default} of a user's function where no option and no column gives a value."""
-    if reward.installed:
-        return {}
-    given = {*OWN, LOG, *reward.chosen, *columns}
-    parameters = inspect.signature(reward.function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in given}
 
 
 def _without_value(reward: Reward, prompts: Any) -> list[str]:

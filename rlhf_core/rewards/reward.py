@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,10 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Component
-from rlhf_core.config.paths import split_file_name
-from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
-from rlhf_core.errors import InputError, NonFiniteError, RunError, suggest
+from rlhf_core.contracts import REWARD, RewardInputs
+from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.hidden import remember_attributes, scrub
-from rlhf_core.rewards.worker_call import MetricLog, NotNumeric, WorkerCall, plain_values
+from rlhf_core.rewards.values import LOG, MetricLog, WorkerCall, checked_values
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import (
     DiedError,
@@ -46,19 +46,6 @@ OF_EPISODES = "environment"
 """The name of the reward that an environment gives."""
 OWN = ("prompts", "completions", "completion_ids")
 """Arguments that every function may take besides the columns of the prompts and LOG."""
-LOG = "log_metric"
-"""The argument that logs a metric; `**columns` does not get it."""
-ELSEWHERE = {
-    "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
-    "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
-    "`__call__`, `snapshot()` and `restore(kept)`",
-    "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl, next to "
-    "the completions, and `log_metric` logs numbers. Remove the parameter",
-    "environments": "TRL passes its environments under this name; here, with an `environment`, `completions` has what "
-    "was said after the prompt, and the column `environment_rewards` what the environment gave. Name those instead",
-    "kwargs": "write it with two stars, **kwargs, to take every column",
-}
-"""Parameters of TRL's reward functions that are not columns: {name: what to do}."""
 Outcome = np.ndarray | BaseException | None
 """Outcome of a call: float64 [N], the exception it raised, or None where another process makes the call."""
 DONE, SKIPPED, STOPPED = 0, 1, 2
@@ -93,9 +80,9 @@ class Reward:
     timeout: seconds per call; None: no limit. on_error: whether a call that fails or exceeds it ends the run.
     processes: worker processes that share a call; None: one for a plain function with a timeout, else none.
     tried: whether `rlhf check` may call it. installed: whether it is registered by name.
-    failures: calls skipped so far. unreadable: places of rows that its `check` rejected, which it does not score.
-    warned: whether a warning about NaN was shown. told_unscored: whether one about values that are missing was.
-    logged: metrics of the last call, {name: values}. ready: whether it has loaded what it needs.
+    unreadable: places of rows that its `check` rejected, which it does not score.
+    failures: calls skipped so far. logged: metrics of the last call, {name: values}.
+    told: what was warned about, once each. ready: whether it has loaded what it needs.
     """
 
     label: str
@@ -103,15 +90,14 @@ class Reward:
     function: Any
     timeout: float | None = None
     on_error: Literal["stop", "skip"] = "stop"
-    failures: int = 0
-    warned: bool = False
-    ready: bool = False
     processes: int | None = None
     tried: bool = True
     installed: bool = False
     unreadable: set[str] = field(default_factory=set)
-    told_unscored: bool = False
+    failures: int = 0
     logged: dict[str, list[float]] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    ready: bool = False
     _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -120,16 +106,31 @@ class Reward:
         return is_async(self.function)
 
     @property
+    def collective(self) -> bool:
+        """Return whether it is an object with `setup`, whose weights are on the mesh of all processes."""
+        return hasattr(self.function, "setup")
+
+    @property
     def in_workers(self) -> bool:
         """Return whether it is called in worker processes, which can be killed."""
         limited = self.timeout is not None or self.processes is not None
         return limited and not self.asynchronous and not self.collective
 
+    @property
+    def logs(self) -> bool:
+        """Return whether it takes `log_metric`."""
+        return LOG in self.wants()[1]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Return the options set for a function; columns with these names do not reach it."""
+        return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
+
     def pool(self) -> Pool:
         """Return its worker pool. Raises InputError for a function that another process cannot import."""
         if self._pool is None or self._pool.closed:
             try:
-                self._pool = Pool(WorkerCall(self.function, self.logs), self.processes or 1)
+                self._pool = Pool(WorkerCall(self.function, self.label, self.logs), self.processes or 1)
             except UnsendableError as error:
                 why = "timeout" if self.processes is None else "processes"
                 raise InputError(
@@ -139,38 +140,6 @@ class Reward:
                 ) from error
         return self._pool
 
-    def parts(self, inputs: RewardInputs) -> list[RewardInputs]:
-        """Split a call into one part per process; completions of one prompt stay together."""
-        total, processes = len(inputs.completions), self.processes or 1
-        cuts = [0]
-        for k in range(1, processes):
-            cut = max(total * k // processes, cuts[-1])
-            while cuts[-1] < cut < total and inputs.prompts[cut] == inputs.prompts[cut - 1]:
-                cut += 1
-            if cut > cuts[-1]:
-                cuts.append(cut)
-        ends = [*cuts[1:], total]
-        return [
-            select(inputs, range(start, end))
-            for start, end in zip(cuts, ends, strict=True)
-            if end > start or not start
-        ]
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """Return the options set for a function; columns with these names do not reach it."""
-        return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
-
-    @property
-    def collective(self) -> bool:
-        """Return whether it is an object with `setup`, whose weights are on the mesh of all processes."""
-        return hasattr(self.function, "setup")
-
-    @property
-    def logs(self) -> bool:
-        """Return whether it takes `log_metric`."""
-        return LOG in self.wants()[1]
-
     def wants(self) -> tuple[set[str], set[str], bool]:
         """Return (parameters it needs, parameters it takes, whether it takes every column)."""
         parameters = inspect.signature(self.function).parameters.values()
@@ -179,19 +148,6 @@ class Reward:
         ]
         needs = {p.name for p in named if p.default is p.empty}
         return needs, {p.name for p in named}, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def check_columns(self, columns: Sequence[str], where: str) -> list[str]:
-        """List columns that the function needs and the data lacks, as problems."""
-        missing = sorted(self.wants()[0] - {*OWN, LOG, *columns})
-        own, have = ", ".join(OWN), ", ".join(sorted(columns)) or "no columns besides the prompt"
-        return [
-            f"{where}: reward '{self.label}' needs '{name}': {ELSEWHERE[name]}"
-            if name in ELSEWHERE
-            else f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have "
-            f"{have}"
-            f"{f'.{meant} Besides columns there are {own}' if (meant := suggest(name, [*OWN, *columns])) else ''}"
-            for name in missing
-        ]
 
     def arguments(self, inputs: RewardInputs) -> dict[str, Any]:
         """Return the keyword arguments of a call: those the function names, or all where it takes **kwargs.
@@ -211,45 +167,6 @@ class Reward:
             name: list(map(list, value)) if name == "completion_ids" else copy.deepcopy(value)
             for name, value in arguments.items()
         }
-
-    def checked(self, values: Any, expected: int) -> np.ndarray:
-        """Convert returned values to float64 [expected], NaN where the function does not apply.
-
-        Raises RunError for anything but a list of `expected` finite numbers and Nones.
-        """
-        returned = plain_values(values)
-        if isinstance(returned, NotNumeric):
-            raise RunError(
-                f"reward '{self.label}' returned {returned.type_name}; it must return a list of {expected} numbers, "
-                "one per completion"
-            )
-        if len(returned) != expected:
-            raise RunError(
-                f"reward '{self.label}' returned {len(returned)} values for {expected} completions; it must return one "
-                "each, None where it does not apply"
-            )
-        out = np.empty(expected, np.float64)
-        for i, value in enumerate(returned):
-            if isinstance(value, NotNumeric):
-                raise RunError(
-                    f"reward '{self.label}' returned {value.text} for completion {i}; a number or None is expected"
-                )
-            out[i] = np.nan if value is None else value
-        beyond = np.abs(out) > LARGEST_REWARD
-        if beyond.any():
-            raise RunError(
-                f"reward '{self.label}' returned {out[beyond][0]} for completion {int(beyond.argmax())}; "
-                f"rewards must be finite (float32, at most {LARGEST_REWARD:.3g}), None where it does not apply"
-            )
-        undefined = sum(value is not None and np.isnan(x) for value, x in zip(returned, out, strict=True))
-        if undefined and not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"reward '{self.label}' returned NaN for {undefined} of {expected} completions: treated as None, "
-                "'does not apply'",
-                stacklevel=2,
-            )
-        return out
 
 
 def open_rewards(
@@ -343,27 +260,34 @@ def select(inputs: RewardInputs, rows: Sequence[int]) -> RewardInputs:
     )
 
 
+def parts(inputs: RewardInputs, count: int) -> list[RewardInputs]:
+    """Split a call into at most `count` parts of similar size; completions of one prompt stay together."""
+    total, cuts = len(inputs.completions), [0]
+    for k in range(1, count):
+        cut = max(total * k // count, cuts[-1])
+        while cuts[-1] < cut < total and inputs.prompts[cut] == inputs.prompts[cut - 1]:
+            cut += 1
+        if cuts[-1] < cut < total:
+            cuts.append(cut)
+    ends = [*cuts[1:], total]
+    return [select(inputs, range(start, end)) for start, end in zip(cuts, ends, strict=True)]
+
+
 def _limit_problems(reward: Reward) -> list[str]:
     """List why a reward cannot have its `timeout` or `processes`."""
     limits = [name for name in ("timeout", "processes") if getattr(reward, name) is not None]
+    why = None
     if reward.collective and limits:
-        return [
-            f"'{reward.label}' is an object with `setup`: it runs on the mesh and cannot be killed there; leave out "
-            f"its `{limits[0]}`"
-        ]
-    if reward.asynchronous and reward.processes is not None:
-        return [
-            f"'{reward.label}' is asynchronous: its calls already wait together; leave out its `processes`"
-        ]
-    if not reward.in_workers:
-        return []
-    if hasattr(reward.function, "snapshot"):
-        return [
-            f"'{reward.label}' has `snapshot`: its values depend on what it has seen, which a worker process would "
-            f"keep to itself; leave out its `{limits[0]}`"
-        ]
+        why = "is an object with `setup`: it runs on the mesh and cannot be killed there"
+    elif reward.asynchronous and reward.processes is not None:
+        why, limits = "is asynchronous: its calls already wait together", ["processes"]
+    elif reward.in_workers and hasattr(reward.function, "snapshot"):
+        why = "has `snapshot`: its values depend on what it has seen, which a worker process would keep to itself"
+    if why:
+        return [f"'{reward.label}' {why}; leave out its `{limits[0]}`"]
     try:
-        reward.pool()
+        if reward.in_workers:
+            reward.pool()
     except InputError as error:
         return list(error.problems)
     return []
@@ -371,8 +295,7 @@ def _limit_problems(reward: Reward) -> list[str]:
 
 def _label(name: str) -> str:
     """Drop the directory from `file.py:function`, so that metrics have the same name on every machine."""
-    parts = split_file_name(name)
-    return f"{Path(parts[0]).name}:{parts[1]}" if parts else name
+    return Path(name).name if ":" in name else name
 
 
 # Call them
@@ -391,25 +314,17 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     """
     for reward in rewards:
         reward.logged = {}
-    outcomes = _call(rewards, inputs)
+    functions = [reward for reward in rewards if not reward.collective] if jax.process_index() == 0 else []
+    called: dict[str, Outcome] = {}
+    for group in (functions, *([reward] for reward in rewards if reward.collective)):
+        called |= zip((reward.label for reward in group), call_together(group, inputs), strict=True)
+    outcomes = [called.get(reward.label) for reward in rewards]
     # The worst state of each reward on any process, so that all continue or none does.
-    states = gather_maximum(
-        [_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)]
-    )
-    table = np.full((len(inputs.completions), len(rewards)), np.nan)
-    skipped = []
+    states = gather_maximum([_state(*each) for each in zip(rewards, outcomes, strict=True)])
+    table, skipped = np.full((len(inputs.completions), len(rewards)), np.nan), []
     for f, (reward, outcome, state) in enumerate(zip(rewards, outcomes, states, strict=True)):
         if state == STOPPED:
-            if isinstance(outcome, NonFiniteError) and inputs.places:
-                raise RunError(
-                    f"{inputs.places[outcome.sequence]}: reward '{reward.label}': {outcome}"
-                ) from outcome
-            if isinstance(outcome, RunError | InputError):
-                raise outcome
-            row = _find_failing_row(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
-            raise RunError(failure(reward, outcome) + row) from (
-                outcome if isinstance(outcome, BaseException) else None
-            )
+            raise _error(reward, outcome, inputs)
         if state == SKIPPED:
             reward.logged = {}
             skipped.append(failure(reward, outcome))
@@ -420,14 +335,10 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             table[:, f] = outcome
     table = broadcast_numbers(table)
     if needed and np.isnan(table).all():
-        raise RunError(
-            "; ".join(
-                [
-                    "no reward function applies to any completion of the rollout: there is nothing to learn from",
-                    *skipped,
-                ]
-            )
+        nothing = (
+            "no reward function applies to any completion of the rollout: there is nothing to learn from"
         )
+        raise RunError("; ".join([nothing, *skipped]))
     return table
 
 
@@ -452,26 +363,25 @@ def _state(reward: Reward, outcome: Outcome) -> int:
     return SKIPPED if reward.on_error == "skip" and not wrong_values else STOPPED
 
 
+def _error(reward: Reward, outcome: Outcome, inputs: RewardInputs) -> Exception:
+    """Make the error with which a failed call ends the run."""
+    if isinstance(outcome, NonFiniteError) and inputs.places:
+        error: Exception = RunError(f"{inputs.places[outcome.sequence]}: reward '{reward.label}': {outcome}")
+    elif isinstance(outcome, RunError | InputError):
+        return outcome
+    else:
+        row = _find_failing_row(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
+        error = RunError(failure(reward, outcome) + row)
+    error.__cause__ = outcome if isinstance(outcome, BaseException) else None
+    return error
+
+
 def failure(reward: Reward, outcome: Outcome) -> str:
     """Describe a failed call, starting with the reward's name."""
     how = "failed in another process, whose output says why"
     if isinstance(outcome, BaseException):
         how = describe_failure(outcome, reward.timeout)
     return scrub(f"reward '{reward.label}' {how}")
-
-
-def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
-    """Return one outcome per reward; objects with `setup` run on the mesh, in the same order on every process."""
-    functions = [f for f, reward in enumerate(rewards) if not reward.collective]
-    groups = [functions if jax.process_index() == 0 else []]
-    groups += [[f] for f, reward in enumerate(rewards) if reward.collective]
-    outcomes: list[Outcome] = [None] * len(rewards)
-    for group in groups:
-        if group:
-            group_outcomes = call_together([rewards[f] for f in group], inputs)
-            for f, outcome in zip(group, group_outcomes, strict=True):
-                outcomes[f] = outcome
-    return outcomes
 
 
 def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
@@ -500,25 +410,30 @@ async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
             table[rows] = await _call_one(reward, select(inputs, rows))
         return table
     if reward.in_workers:
-        parts = reward.parts(inputs)
         pool = reward.pool()
-        futures = [
-            asyncio.wrap_future(pool.submit(named=reward.arguments(part), seconds=reward.timeout))
-            for part in parts
+        calls = [
+            pool.submit(reward.arguments(part), len(part.completions), seconds=reward.timeout)
+            for part in parts(inputs, reward.processes or 1)
         ]
-        returned, logged = zip(*await asyncio.gather(*futures), strict=True)
-        names = dict.fromkeys(name for part in logged for name in part)
-        reward.logged = {name: [x for part in logged for x in part.get(name, ())] for name in names}
-        return np.concatenate(
-            [
-                reward.checked(values, len(part.completions))
-                for values, part in zip(returned, parts, strict=True)
-            ]
+        done = await asyncio.gather(*map(asyncio.wrap_future, calls))
+        values = [value for part, _ in done for value in part]
+        names = dict.fromkeys(name for _, logged in done for name in logged)
+        reward.logged = {name: [x for _, logged in done for x in logged.get(name, ())] for name in names}
+    else:
+        log = MetricLog()
+        arguments = reward.arguments(inputs) | ({LOG: log} if reward.logs else {})
+        returned = await awaited(reward.function(**arguments))
+        values = checked_values(f"reward '{reward.label}'", returned, len(inputs.completions))
+        reward.logged = log.values
+    undefined = sum(value is not None and math.isnan(value) for value in values)
+    if undefined and "NaN" not in reward.told:
+        reward.told.add("NaN")
+        warnings.warn(
+            f"reward '{reward.label}' returned NaN for {undefined} of {len(values)} completions: treated as None, "
+            "'does not apply'",
+            stacklevel=2,
         )
-    log = MetricLog()
-    reward.logged = log.values  # a call that takes too long fills its own to the end
-    values = await awaited(reward.function(**reward.arguments(inputs), **({LOG: log} if reward.logs else {})))
-    return reward.checked(values, len(inputs.completions))
+    return np.array(values, np.float64)
 
 
 def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:

@@ -51,7 +51,7 @@ def open_rollout_prompts(
         rows = open_episode_rows(config, stage, field, max_prompt_length=length, needed=needed)
         if context.shapes and needed:
             assert rows is not None
-            of_rewards = _told(context, forecast_rewards(rewards, rows, stage))
+            of_rewards = _told(context, forecast_rewards(rewards, rows, stage, field))
             turn = options.sampling.max_completion_length
             lines = forecast_episodes(environment, config, stage, rows, tokenizer, max_completion_length=turn)
             context.warn(*((ROW_PER_TURN,) if environment.history == "encoded_again" else ()))
@@ -61,14 +61,14 @@ def open_rollout_prompts(
     if tokenizer is None:
         records = open_records(config, stage, field, needed=needed)
         if records is not None and needed:
-            of_rewards = _told(context, forecast_rewards(rewards, records, stage))
+            of_rewards = _told(context, forecast_rewards(rewards, records, stage, field))
             report = f"{len(records):,} prompts before length limits"
             _expect(context, options, (len(records), length), report, of_rewards.lines)
         return None
     with error_context(stage, field):
         prompts = open_prompts(config, stage, tokenizer, field, max_prompt_length=length, needed=needed)
     if context.shapes and prompts is not None:
-        of_rewards = forecast_rewards(rewards, prompts, stage)
+        of_rewards = forecast_rewards(rewards, prompts, stage, field)
         if needed:
             longest = max(map(len, prompts.ids))
             _told(context, of_rewards)

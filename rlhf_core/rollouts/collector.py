@@ -282,7 +282,7 @@ def open_collector(
         context.warn(*system_prompt_warnings(config, rewards, stage))
         context.ahead(warm_up, function, model, prompts.sizes)
     if not context.shapes:
-        set_up(rewards, prompts, stage)
+        set_up(rewards, prompts, stage, field)
     absent = model.definition.absent
     return RolloutCollector(stage, prompts, model.tokenizer, function, rewards, options, episodes, absent)
 

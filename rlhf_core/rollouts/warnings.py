@@ -128,9 +128,9 @@ def warn_of_unscored(stage: Stage, rewards: Sequence[Reward], rollout: Rollout) 
     for f, reward in enumerate(rewards):
         missing = np.isnan(rollout.rewards[:, f]).reshape(shape)
         count = int((missing & (alone | ~missing.all(1, keepdims=True)) & held.reshape(shape)).sum())
-        if reward.told_unscored or count <= UNSCORED * len(held):
+        if "unscored" in reward.told or count <= UNSCORED * len(held):
             continue
-        reward.told_unscored = True
+        reward.told.add("unscored")
         if stage.is_main:
             warnings.warn(
                 f"stage '{stage.name}': reward '{reward.label}' left {count} of {len(held)} completions unscored "

@@ -98,8 +98,8 @@ def test_all_that_is_wrong_with_rewards_is_told_at_once(check: Any) -> None:
 def test_what_is_worth_knowing_is_a_line(check: Any) -> None:
     lines = check('{ name = "mine.py:last", target = 4 }, { name = "numeric_answer", on_error = "skip" }')
     told = "\n".join(lines)
-    assert "reward 'mine.py:last': its option target = 4 is used, and the column 'target' is not" in lines
-    assert "warning: " in told
+    used = "warning: reward 'mine.py:last': its option target = 4 is used, and the column 'target' is not"
+    assert used in lines
     assert "row 4: reward 'numeric_answer': the answer 'four' is not a number" in told
 
 
@@ -109,6 +109,6 @@ def test_held_out_prompts_have_the_columns_too(check: Any) -> None:
     with pytest.raises(InputError) as caught:
         check('{ name = "mine.py:needs" }', 'eval_data = "held_out.jsonl"')
     assert caught.value.problems == (
-        "stage 'policy'.rewards: reward 'mine.py:needs' needs the column 'target', which the prompts do not have; "
-        "they have answer, goal",
+        "stage 'policy'.rewards: reward 'mine.py:needs' needs the column 'target', which eval_data does not have; "
+        "it has answer, goal",
     )

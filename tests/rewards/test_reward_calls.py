@@ -15,7 +15,7 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rewards.reward import logged_metrics, open_rewards, score
+from rlhf_core.rewards.reward import logged_metrics, open_rewards, parts, score
 from rlhf_core.rollouts import Reward, WeightedReward
 
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
@@ -287,13 +287,8 @@ def test_processes_share_a_call_in_order_and_never_split_a_prompt(mine):
     again = score([several], inputs)[:, 0]
     assert set(again // 10**6) == set(pids)  # the same processes, either of which may take the first part
     assert (again % 10**6).tolist() == (values % 10**6).tolist()
-    parts = Reward("r", 1.0, mine.where, processes=8).parts(inputs)
-    assert [len(part.completions) for part in parts] == [3, 3, 3, 3]
-    assert [len(part.completions) for part in Reward("r", 1.0, mine.where, processes=3).parts(inputs)] == [
-        6,
-        3,
-        3,
-    ]
+    assert [len(part.completions) for part in parts(inputs, 8)] == [3, 3, 3, 3]
+    assert [len(part.completions) for part in parts(inputs, 3)] == [6, 3, 3]
     with pytest.raises(RunError, match="reward 'r' returned 1 values for 6 completions"):
         score([Reward("r", 1.0, mine.one, processes=2)], inputs)
 

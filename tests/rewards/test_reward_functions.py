@@ -11,7 +11,7 @@ from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.contracts import total_reward
 from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.rewards.checks import set_up
+from rlhf_core.rewards.checks import missing_columns, set_up
 from rlhf_core.rewards.reward import open_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 from rlhf_core.rollouts.completions import measure
@@ -112,16 +112,16 @@ def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
     with pytest.raises(InputError) as caught:
         set_up(rewards, PROMPTS, STAGE)
     assert caught.value.problems == tuple(
-        f"stage 'policy'.rewards: reward 'exact' needs the column '{name}', which the prompts do not have; "
-        "they have answer, number"
+        f"stage 'policy'.rewards: reward 'exact' needs the column '{name}', which train_data does not have; "
+        "it has answer, number"
         for name in ("gold", "key")
     )
     assert judge.stages == []
 
 
 def test_a_near_miss_of_a_column_or_of_an_argument_is_told():
-    told = reward(lambda completion, anwser: None).check_columns(["answer"], "here")
-    assert [line.partition(" they have answer.")[2] for line in told] == [
+    told = missing_columns(reward(lambda completion, anwser: None), ["answer"], "eval_data")
+    assert [line.partition("which eval_data does not have; it has answer.")[2] for line in told] == [
         f" Did you mean '{meant}'? Besides columns there are prompts, completions, completion_ids"
         for meant in ("answer", "completions")
     ]

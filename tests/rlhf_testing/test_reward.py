@@ -159,7 +159,7 @@ def test_numbers_are_those_that_a_run_takes(failures: Any) -> None:
         raise SystemExit(3)
 
     check_reward(generator, ROWS)
-    assert "1e+39 for the completion" in failures(check_reward, beyond)["values"]
+    assert "returned 1e+39 for completion" in failures(check_reward, beyond)["values"]
     assert "raised SystemExit: 3" in failures(check_reward, exits)["values"]
 
 

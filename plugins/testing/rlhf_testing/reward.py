@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import LARGEST_REWARD, REWARD
-from rlhf_core.errors import suggest
-from rlhf_core.rewards.reward import LOG
-from rlhf_core.rewards.worker_call import MetricLog, NotNumeric, plain_values
+from rlhf_core.contracts import REWARD
+from rlhf_core.errors import RunError, suggest
+from rlhf_core.rewards.values import LOG, MetricLog, checked_values
 from rlhf_core.workers import awaited, describe_failure, outcome_of, start_async
 from rlhf_testing.findings import Broken, Findings, make_component, require_close
 from rlhf_testing.fixtures import a_stage
@@ -91,23 +91,13 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
 
 def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
     """Score rows: float64 [rows], NaN where the reward does not apply. Raises Broken for invalid values."""
-    values = plain_values(_call(reward, _arguments(reward, rows)))
-    if isinstance(values, NotNumeric):
-        raise Broken(
-            f"it returned {values.type_name}; return a list of {len(rows)} numbers, one per completion"
-        )
-    if len(values) != len(rows):
-        raise Broken(
-            f"it returned {len(values)} values for {len(rows)} completions; return one each, None where it "
-            "does not apply"
-        )
-    for row, value in zip(rows, values, strict=True):
-        if isinstance(value, NotNumeric) or not (value is None or abs(value) <= LARGEST_REWARD):
-            said = value.text if isinstance(value, NotNumeric) else repr(value)
-            raise Broken(
-                f"{said} for the completion {str(row['completion'])[:40]!r}; return a finite number, at most "
-                f"{LARGEST_REWARD:.3g}, or None where it does not apply"
-            )
+    returned = _call(reward, _arguments(reward, rows))
+    try:
+        values = checked_values("it", returned, len(rows))
+    except RunError as error:
+        raise Broken(str(error)) from None
+    if any(value is not None and math.isnan(value) for value in values):
+        raise Broken("it returned NaN; return None where it does not apply")
     return np.array(values, np.float64)
 
 
