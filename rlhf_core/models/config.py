@@ -26,6 +26,7 @@ class Rope:
     theta: base of the wavelengths. magnitude: factor of the rotated queries and keys. share: fraction of a head's
         dimensions, the first ones, that are rotated.
     truncate: round yarn's bounds to whole dimensions.
+    growth: queries at position p are multiplied by 1 + growth · ln(1 + ⌊p / original_length⌋), unitless (Llama 4).
     """
 
     kind: RopeKind = "default"
@@ -40,6 +41,7 @@ class Rope:
     magnitude: float = 1.0
     divisors: tuple[float, ...] = ()
     share: float = 1.0
+    growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class DecoderConfig:
     norms: where a layer normalises: "before" attention and MLP, "after" them, or "both". norm_offset: added to
         every norm's weight. qk_norm: normalise queries and keys by head, or over all heads; None: neither.
     fused: queries, keys and values are one projection, gate and up another.
-    embedding_scale: factor of the embeddings. attention_softcap, logit_softcap: cap · tanh(x / cap).
+    embedding_scale, residual_scale, logit_scale: factors of the embeddings, of what each attention and MLP adds, and of
+        the logits. attention_softcap, logit_softcap: cap · tanh(x / cap).
     windows: per layer, how many positions back a query sees; None: all of them.
     ropes, layer_ropes: the rotary embeddings, and the index of each layer's among them; empty: the first for all.
     experts: MLPs per layer; `experts_per_token` of them compute a token; 0: one plain MLP. They are weighted by the
@@ -79,6 +82,8 @@ class DecoderConfig:
     norm_offset: float = 0.0
     fused: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     windows: tuple[int | None, ...] = ()

@@ -213,6 +213,8 @@ class Decoder(Definition):
 
     def unembedding(self, params: Params) -> tuple[jax.Array, float | None]:
         kernel = params["embed_tokens"]["embedding"].T if self.config.tied else params["lm_head"]["kernel"]
+        if self.config.logit_scale != 1:
+            kernel = kernel * jnp.asarray(self.config.logit_scale, kernel.dtype)
         return kernel, self.config.logit_softcap
 
     def score(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -49,6 +49,10 @@ class Architecture:
     longrope: tuple[str, ...] = ()
     """Names of the rope type longrope; empty for families without it."""
     partial_rotary: bool = False
+    scaled_rope: str | None = None
+    """The kind of layer that `rope_scaling` is for, where one table stands for all; None: all kinds."""
+    query_growth: bool = False
+    """Whether a rope table may have `llama_4_scaling_beta`."""
     weight_names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -74,6 +78,11 @@ def every_nth_full(read: Fields, layers: int) -> list[str]:
     """Give all layers but every `sliding_window_pattern`-th a sliding window."""
     period = read.whole("sliding_window_pattern")
     return [SLIDING if (i + 1) % period else FULL for i in range(layers)]
+
+
+def every_fourth_full(read: Fields, layers: int) -> list[str]:
+    """Give all layers but every fourth a sliding window."""
+    return [SLIDING if (i + 1) % 4 else FULL for i in range(layers)]
 
 
 def unrotated_layers(read: Fields, layers: int) -> list[str]:
@@ -191,6 +200,57 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         o_bias="attention_bias",
         qk_norm="projection",
         norms="after",
+    ),
+    "olmo3": Architecture(
+        "Olmo3ForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "attention_bias": False,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="projection",
+        norms="after",
+        layer_types=every_fourth_full,
+        layer_types_decide=True,
+        scaled_rope=FULL,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "ministral3": Architecture(
+        "Ministral3ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        layer_types=every_layer,
+        query_growth=True,
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM",

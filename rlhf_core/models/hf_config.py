@@ -190,6 +190,7 @@ class Fields:
                 )
 
 
+GROWTH = "llama_4_scaling_beta"
 ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 UNUSED = {"finetuned", "original_max_position_embeddings"}
 NEEDED: Mapping[RopeKind, tuple[str, ...]] = {
@@ -212,20 +213,22 @@ def read_ropes(
 
     kinds: FULL or SLIDING per layer. rotated: whether each layer has a rotary embedding at all.
     """
-    tables = _tables(read)
+    tables = _tables(read, rules)
     made = {kind: _rope(read, rules, *tables[kind], head_dim) for kind in dict.fromkeys(kinds)}
     layers = [made[kind] if on else Rope("none") for kind, on in zip(kinds, rotated, strict=True)]
     distinct = tuple(dict.fromkeys(layers))
     return distinct, tuple(distinct.index(rope) for rope in layers) if len(distinct) > 1 else ()
 
 
-def _tables(read: Fields) -> dict[str, tuple[str, dict[str, Any]]]:
+def _tables(read: Fields, rules: Architecture) -> dict[str, tuple[str, dict[str, Any]]]:
     """Read {kind of layer: (name of its rope table, the table with `rope_theta`)}."""
     modern, legacy = read.get("rope_parameters"), read.get("rope_scaling")
     if modern and legacy and modern != legacy:
         read.problem("rope_parameters and rope_scaling both say how to rotate positions; keep one of them")
     where, table = ("rope_parameters", modern) if modern else ("rope_scaling", legacy or {})
     parts: dict[str, Any] = {FULL: table, SLIDING: table}
+    if where == "rope_scaling" and rules.scaled_rope is not None:
+        parts = {kind: table if kind == rules.scaled_rope else {} for kind in parts}
     names = {FULL: where, SLIDING: where}
     if isinstance(table, Mapping) and (FULL in table or SLIDING in table):
         for stranger in set(table) - {FULL, SLIDING}:
@@ -255,6 +258,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         read.problem(f"{where}.rope_type {shown(kind)} is not supported; the decoder has {', '.join(known)}")
         return Rope()
     used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
+    used |= {GROWTH, "max_position_embeddings"} if rules.query_growth else set()
     for name in sorted(set(table) - used - ALWAYS - UNUSED):
         read.problem(f"{where}.{name} {shown(table[name])} has no meaning for rope_type {shown(kind)}")
     missing = [name for name in NEEDED[kind] if table.get(name) is None]
@@ -288,6 +292,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         float(table.get("high_freq_factor", 4.0)),
         length,
         share=float(share),
+        growth=float(table.get(GROWTH) or 0),
     )
     if kind == "yarn":
         return _yarn(rope, table)
@@ -314,6 +319,7 @@ def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:
         truncate=bool(table.get("truncate", True)),
         magnitude=float(magnitude),
         share=rope.share,
+        growth=rope.growth,
     )
 
 
@@ -371,6 +377,10 @@ def parse(
     ropes, layer_ropes = read_ropes(read, rules, kinds, rotated_layers(read, layers), head_dim)
     experts = _experts(read)
     scalar = read.positive("query_pre_attn_scalar")
+
+    def factor(name: str) -> float:
+        return read.positive(name) or 1.0
+
     config = DecoderConfig(
         model_type=model_type,
         vocab_size=read.whole("vocab_size"),
@@ -387,11 +397,13 @@ def parse(
         o_bias=read.switch(rules.o_bias),
         mlp_bias=read.switch(rules.mlp_bias),
         qk_norm=rules.qk_norm,
-        query_scale=None if scalar is None else scalar**-0.5,
+        query_scale=read.positive("attention_multiplier") if scalar is None else scalar**-0.5,
         norms=rules.norms,
         norm_offset=rules.norm_offset,
         fused=rules.fused,
-        embedding_scale=math.sqrt(hidden) if rules.scaled_embedding else 1.0,
+        embedding_scale=math.sqrt(hidden) if rules.scaled_embedding else factor("embedding_multiplier"),
+        residual_scale=factor("residual_multiplier"),
+        logit_scale=1 / factor("logits_scaling"),
         attention_softcap=read.positive("attn_logit_softcapping"),
         logit_softcap=read.positive("final_logit_softcapping"),
         windows=windows,

@@ -250,9 +250,7 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (RMSNorm(c, lead, size) for size in sizes)
         self.config = c
 
-    def project(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, T, D] → scaled queries [B, K, G, T, h], keys and values [B, K, T, h], of the heads that kernels have."""
         c, (queries, keys) = self.config, self.widths
         if c.fused:
@@ -267,9 +265,11 @@ class Attention(nnx.Module):
         k, v = (y.reshape(*x.shape[:2], kv_heads, size) for y in (k, v))
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        cosine, sine = (angle[:, None] for angle in rope)  # [B, 1, T, pairs]
+        cosine, sine, *growth = (angle[:, None] for angle in rope)  # [B, 1, T, pairs]
         scale = size**-0.5 if c.query_scale is None else c.query_scale
         q = rotate(q.transpose(0, 2, 3, 1, 4), cosine[:, None], sine[:, None]) * scale
+        if growth:
+            q = q * growth[0][:, None].astype(q.dtype)
         return q, rotate(k.transpose(0, 2, 1, 3), cosine, sine), v.transpose(0, 2, 1, 3)
 
 
@@ -306,7 +306,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         norm = functools.partial(RMSNorm, config, (config.num_layers,), config.hidden_size)
-        self.norms = config.norms
+        self.norms, self.residual_scale = config.norms, config.residual_scale
         self.self_attn = Attention(config, rngs)
         self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
         self.post_attention_layernorm = norm()
@@ -317,20 +317,21 @@ class Layer(nnx.Module):
         if self.norms != "before":
             self.post_feedforward_layernorm = norm()
 
-    def project(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self.self_attn.project(x if self.norms == "after" else self.input_layernorm(x), rope)
 
     def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         """Compute the rest of the layer from attention's output, [B, T, heads · head_dim]."""
         mixed = self.self_attn.o_proj(mixed)
         if self.norms == "before":
-            x = x + mixed
-            return x + self.mlp(self.post_attention_layernorm(x))
+            x = x + self.scaled(mixed)
+            return x + self.scaled(self.mlp(self.post_attention_layernorm(x)))
         x = x + self.post_attention_layernorm(mixed)
         inner = x if self.norms == "after" else self.pre_feedforward_layernorm(x)
         return x + self.post_feedforward_layernorm(self.mlp(inner))
+
+    def scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)
 
 
 class Embedding(nnx.Module):

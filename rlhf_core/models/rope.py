@@ -50,14 +50,21 @@ def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
     return ramp
 
 
-def rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute cosine and sine of each position's angles, times the magnitude, float32 [*positions.shape, pairs]."""
+def rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute cosine and sine of each position's angles, times the magnitude, float32 [*positions.shape, pairs], and,
+    where `rope.growth` is not 0, the factor of the queries, float32 [*positions.shape, 1].
+    """
     angle = positions[..., None].astype(jnp.float32) * frequencies(rope, head_dim)
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
-    return (cosine, sine) if rope.magnitude == 1 else (cosine * rope.magnitude, sine * rope.magnitude)
+    if rope.magnitude != 1:
+        cosine, sine = cosine * rope.magnitude, sine * rope.magnitude
+    if not rope.growth:
+        return cosine, sine
+    passed = jnp.floor_divide(positions, rope.original_length).astype(jnp.float32)
+    return cosine, sine, (1 + rope.growth * jnp.log1p(passed))[..., None]
 
 
-def shared_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def shared_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, ...]:
     """Compute `rotation` once for all layers.
 
     XLA on CPU fuses the cosines into every pass that rotates queries or keys, and recomputes them in each; it drops
@@ -67,7 +74,7 @@ def shared_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[ja
     if device_count() > 1:  # the branch would be decided across devices
         return compute(positions)
 
-    def in_branch(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def in_branch(positions: jax.Array) -> tuple[jax.Array, ...]:
         return lax.cond(positions.max() >= 0, compute, lambda x: compute(jnp.zeros_like(x)), positions)
 
     return lax.platform_dependent(positions, cpu=in_branch, default=compute)

@@ -44,6 +44,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10.0,
     },
     "phi3, partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 50.0,
+            "original_max_position_embeddings": 3,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 
 from rlhf_core import SamplerInputs
 from rlhf_core.models import Model, load_model
+from rlhf_core.objective import trained_logps, trained_weight
+from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.sampling import Sampler, SamplingOptions
 
 FAMILIES = [
@@ -31,6 +33,8 @@ FAMILIES = [
     "mixtral",
     "qwen3_moe",
 ]
+NEWER = ["olmo3", "granite", "ministral3"]
+"""With gradients, and without the keys of transformers 4, which never read them."""
 pytestmark = pytest.mark.data
 
 
@@ -39,7 +43,7 @@ def only(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + NEWER)
 def test_logits(shared: Path, family: str) -> None:
     """Rows padded on the left and on the right."""
     source = shared / "golden" / family
@@ -52,8 +56,13 @@ def test_logits(shared: Path, family: str) -> None:
     np.testing.assert_allclose(logits[mask > 0], golden["logits"][mask > 0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("keys", ["config.json", "config_legacy.json"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        *((family, keys) for family in FAMILIES for keys in ("config.json", "config_legacy.json")),
+        *((family, "config.json") for family in NEWER),
+    ],
+)
 def test_what_is_loaded_is_saved(shared: Path, tmp_path: Path, family: str, keys: str) -> None:
     """In the config keys of transformers 5 and 4, which mean the same: tensors, and config.json word for word."""
     source, copy = shared / "golden" / family, tmp_path / "copy"
@@ -72,7 +81,35 @@ def test_what_is_loaded_is_saved(shared: Path, tmp_path: Path, family: str, keys
     assert one == two
 
 
-@pytest.mark.parametrize("family", only("llama", "gemma2"))
+@pytest.mark.parametrize("family", NEWER)
+def test_gradients(shared: Path, tmp_path: Path, family: str) -> None:
+    """Of the mean negative log-likelihood of all predicted tokens; several sequences in one row do not mix."""
+    source = shared / "golden" / family
+    golden, wanted = np.load(source / "golden.npz"), load_file(source / "grads.safetensors")
+    model, facts = load_model(source), json.loads((source / "grads.json").read_text())
+    rows = [row[seen > 0] for row, seen in zip(golden["input_ids"], golden["attention_mask"], strict=True)]
+    packed = pack(
+        [Tree(np.zeros(0, np.int32), (row.astype(np.int32),)) for row in rows],
+        Layout((96,), (1,), (4,), (96,)),
+    )
+    assert len(packed) == 1
+
+    def loss(params: Any) -> jax.Array:
+        logps, _ = trained_logps(model.definition, params, packed[0])
+        return -(logps * trained_weight(packed[0])).sum() / facts["tokens"]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(model.params)
+    np.testing.assert_allclose(value, facts["nll"], rtol=1e-5)
+    model.with_params(gradient).save(tmp_path)  # under the names in the files
+    found = load_file(tmp_path / "model.safetensors")
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(
+            found[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("family", [*only("llama", "gemma2"), "olmo3"])
 def test_scores(shared: Path, family: str) -> None:
     source = shared / "golden" / family / "score"
     golden = np.load(source / "golden.npz")

@@ -26,6 +26,8 @@ def slides(hf: dict[str, Any], layer: int) -> bool:
         return layer % 2 == 0
     if kind == "gemma3_text":
         return (layer + 1) % hf["sliding_window_pattern"] != 0
+    if kind == "olmo3":
+        return (layer + 1) % 4 != 0
     if kind in ("mistral", "phi3", "mixtral"):
         return hf["sliding_window"] is not None
     if kind == "smollm3":
@@ -44,6 +46,8 @@ def rope_table(hf: dict[str, Any], layer: int) -> dict[str, Any]:
     if kind == "sliding_attention" and "rope_local_base_freq" in hf:
         return {"rope_theta": hf["rope_local_base_freq"]}
     table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if hf["model_type"] == "olmo3" and kind == "sliding_attention":
+        table = {}
     return {"rope_theta": hf["rope_theta"], **table}
 
 
@@ -113,7 +117,8 @@ def hidden(
     )
     size = hf.get("head_dim", hf["hidden_size"] // heads)
     name = hf.get("hidden_activation", hf.get("hidden_act", "silu"))
-    scale = hf.get("query_pre_attn_scalar", size) ** -0.5
+    scale = hf.get("attention_multiplier", hf.get("query_pre_attn_scalar", size) ** -0.5)
+    olmo, added = hf["model_type"].startswith("olmo"), hf.get("residual_multiplier", 1.0)
 
     def norm(x: np.ndarray, group: dict[str, np.ndarray], layer: int | None = None) -> np.ndarray:
         weight = group["weight"] if layer is None else group["weight"][layer]
@@ -127,12 +132,15 @@ def hidden(
             q, k, v = np.split(linear(x, group["qkv_proj"], i), [heads * size, (heads + kv_heads) * size], -1)
         else:
             q, k, v = (linear(x, group[f"{which}_proj"], i) for which in "qkv")
-        if hf["model_type"] == "olmo2":
+        if olmo:
             q, k = norm(q, group["q_norm"], i), norm(k, group["k_norm"], i)
         q, k, v = (y.reshape(len(x), -1, size) for y in (q, k, v))
-        if "q_norm" in group and hf["model_type"] != "olmo2":
+        if "q_norm" in group and not olmo:
             q, k = norm(q, group["q_norm"], i), norm(k, group["k_norm"], i)
         q, k = turn(q, positions, hf, i), turn(k, positions, hf, i)
+        if beta := rope_table(hf, i).get("llama_4_scaling_beta"):
+            original = rope_table(hf, i)["original_max_position_embeddings"]
+            q = q * (1 + beta * np.log(1 + np.floor(positions / original)))[:, None, None]
         near = seen
         if slides(hf, i):
             near = seen & (positions[:, None] - positions[None] < hf["sliding_window"])
@@ -165,12 +173,13 @@ def hidden(
                 out[t] += share[t, e] / whole * gated(x[t : t + 1], one, i)[0]
         return out
 
-    x = p["embed_tokens"]["embedding"][tokens] * (math.sqrt(hf["hidden_size"]) if gemma else 1.0)
+    x = p["embed_tokens"]["embedding"][tokens]
+    x = x * (math.sqrt(hf["hidden_size"]) if gemma else hf.get("embedding_multiplier", 1.0))
     stack = p["layers"]
     for i in range(hf["num_hidden_layers"]):
         mlp = routed if "experts" in stack["mlp"] else gated
         first, second = stack.get("input_layernorm"), stack["post_attention_layernorm"]
-        if hf["model_type"] == "olmo2":
+        if olmo:
             x = x + norm(attend(x, stack["self_attn"], i), second, i)
             x = x + norm(mlp(x, stack["mlp"], i), stack["post_feedforward_layernorm"], i)
         elif gemma:
@@ -178,6 +187,6 @@ def hidden(
             inner = mlp(norm(x, stack["pre_feedforward_layernorm"], i), stack["mlp"], i)
             x = x + norm(inner, stack["post_feedforward_layernorm"], i)
         else:
-            x = x + attend(norm(x, first, i), stack["self_attn"], i)
-            x = x + mlp(norm(x, second, i), stack["mlp"], i)
+            x = x + added * attend(norm(x, first, i), stack["self_attn"], i)
+            x = x + added * mlp(norm(x, second, i), stack["mlp"], i)
     return norm(x, p["norm"])
