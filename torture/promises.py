@@ -204,7 +204,7 @@ class Judge:
     def _read(self, directory: Path, tree: Tree, promised: int | None) -> list[str]:
         from rlhf_core import artifacts, checkpoint
         from rlhf_core.errors import InputError, RunError
-        from rlhf_core.stage import step_files
+        from rlhf_core.fit.progress import cut_files
         from rlhf_core.stage.record import StageRecord
 
         stage, step, problems = directory.name, -1, []
@@ -238,7 +238,7 @@ class Judge:
                     if name.startswith(f"{stage}/")
                 }
             else:
-                step_files.cut(directory, step)
+                cut_files(directory, step)
                 wanted = self.expected.until(stage, step)
             found = contents(directory.parent)
         except Exception as error:

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from rlhf_core import plugins
+from rlhf_core import plugins, runtime
 from rlhf_core.config import TrainerConfig, fields, parse_value
 from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline import run, start
+from rlhf_core.pipeline import run
 from rlhf_core.pipeline.file import PipelineFile, assemble
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.caches import own_run
@@ -24,29 +24,28 @@ FLAG = "true or false"
 _NUMBER = re.compile(r"-\.?\d")
 
 
-@own_run()
 def train(trainer: str, arguments: Sequence[str]) -> None:
     """Run one stage from flags, or print the available flags.
 
     Raises InputError for an argument that is not a flag, a flag without a value, and every problem of the plan.
     """
     flags = list(_flags(arguments))
-    if not any(key in ("help", "h") for key, _ in flags):
-        start()
     given: dict[str, list[str]] = {"plugin": [], "reuse": [], "accept": []}
     for key, value in flags:
         if key in given and value is None:
             raise InputError(f"--{key}: needs a value")
         if key in given and value is not None:
             given[key].append(value)
-    host = plugins.load(files=[Path(value) for value in given["plugin"]])
-    config = host.registry.get(TRAINER, trainer).config
-    if any(key in ("help", "h") for key, _ in flags):
-        _print_fields(trainer, config)
-        return
-    file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] not in given])
-    reuse = given["reuse"][-1] if given["reuse"] else None
-    run(plan(file, host), host, accept=given["accept"], reuse=reuse)
+    wants_help = not {"help", "h"}.isdisjoint(key for key, _ in flags)
+    with own_run() if wants_help else runtime.session():
+        host = plugins.load(files=[Path(value) for value in given["plugin"]])
+        config = host.registry.get(TRAINER, trainer).config
+        if wants_help:
+            _print_fields(trainer, config)
+            return
+        file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] not in given])
+        reuse = given["reuse"][-1] if given["reuse"] else None
+        run(plan(file, host), host, accept=given["accept"], reuse=reuse)
 
 
 def pipeline_from_flags(

@@ -12,7 +12,6 @@ import jax
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, suggest
 from rlhf_core.runtime.agreement import broadcast_numbers
-from rlhf_core.stage.step_files import BEST
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = ("eval_accuracy", "eval_reward", "eval_loss")
 """Metrics compared where the config names none: the first of these that an evaluation reports."""
+BEST = "best.json"
 LOWER = ("loss", "error", "perplexity", "kl")
 """Endings of metrics that are better when lower. So are the parts of a loss, `loss/NAME`; all others are better when
 higher."""

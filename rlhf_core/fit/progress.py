@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
-from rlhf_core.fit.best import Best
+from rlhf_core.fit.best import BEST, Best
 from rlhf_core.fit.logged import MetricWindow
-from rlhf_core.stage import identity, step_files
+from rlhf_core.loggers import JsonLines
+from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
+from rlhf_core.stage import identity
 from rlhf_core.stage.decide import Begun, Record, Request, decide
 from rlhf_core.state import TrainState, abstract_state
 
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 DEFAULT_SAVE_MINUTES = 10.0
+FOLDERS = ("samples", "evaluations")
+"""Folders of files named by the updates done: `update-000012.jsonl`, `evaluation-000012.jsonl`, `000012.json`."""
+_NAME = re.compile(r"(?:.*-)?(\d{6,})\.jsonl?")
 
 
 class Progress:
@@ -56,8 +64,7 @@ class Progress:
     def require_same(self, saved: Restored) -> None:
         """Raise InputError where a checkpoint belongs to another run. Called before its state is read."""
         stage, host = self.stage, saved.host
-        fix = f"restore those, use another directory, or delete {stage.dir}"
-        request = Request(stage.name, stage.dir, self.record, fix=fix, total=self.total)
+        request = Request(stage.name, stage.dir, self.record, elsewhere="directory", total=self.total)
         decision = decide(Begun(host["record"], made=saved.step, total=host["total"]), request)
         problems = list(decision.reasons)
         if host["rows"] != len(self.updates.data):
@@ -85,7 +92,7 @@ class Progress:
             self.stage.metrics.update(self.metrics)
             state = state.with_trained(saved.state)
         if self.stage.is_main:
-            step_files.cut(self.stage.dir, self.newest if self.reported else self.newest - 1)
+            cut_files(self.stage.dir, self.newest if self.reported else self.newest - 1)
         return max(self.newest, 0), state
 
     def save(self, step: int, state: TrainState, *, reported: bool = True, wait: bool = False) -> None:
@@ -103,7 +110,7 @@ class Progress:
             "metrics": {name: float(x) if math.isfinite(x) else None for name, x in self.metrics.items()},
             "reported": reported,
         }
-        directory = self.stage.dir
+        metrics = self.stage.dir / METRICS  # the stage's other files were flushed when they were written
         self.checkpoints.save(
             step,
             state.trained(),
@@ -111,7 +118,7 @@ class Progress:
             arrays=arrays,
             protect=self.best.step,
             block=wait,
-            before=lambda: step_files.sync(directory),
+            before=lambda: flush_lines(metrics),
         )
         self.newest, self.saved_at = step, time.perf_counter()
 
@@ -122,3 +129,26 @@ class Progress:
             minutes = DEFAULT_SAVE_MINUTES
         by_time = minutes is not None and time.perf_counter() - self.saved_at >= 60 * minutes
         return by_time or (self.config.save_steps is not None and count % self.config.save_steps == 0)
+
+
+def cut_files(directory: Path, step: int) -> None:
+    """Delete a stage's rows and files of steps after `step`, which a run that resumes there will write again.
+
+    step: −1 when a run begins: everything that an earlier run without a checkpoint left is deleted.
+    """
+
+    def cut(folder: Path) -> None:
+        later = [
+            path
+            for path in (folder.iterdir() if folder.is_dir() else ())
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) > step
+        ]
+        for path in later:
+            path.unlink()
+        if later:
+            flush(folder)
+
+    JsonLines.cut(directory / METRICS, step)
+    for folder in FOLDERS:
+        attempt(lambda folder=folder: cut(directory / folder), folder, directory / folder)  # type: ignore[misc]
+    attempt(lambda: remove(directory / BEST), BEST, directory / BEST)  # written when the stage ends

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import plugins as plugin_loading
+from rlhf_core import runtime
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.toml import to_toml
 from rlhf_core.contracts import Forecast
@@ -16,21 +17,19 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
-from rlhf_core.runtime import job
-from rlhf_core.runtime.caches import own_run
-from rlhf_core.runtime.signals import stop_if_asked, stop_signals
+from rlhf_core.runtime.agreement import raise_together
+from rlhf_core.runtime.directory_lock import lock
+from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.runtime.terminal import echo, indented_list
 from rlhf_core.stage import events, identity
 from rlhf_core.stage.decide import Request
 from rlhf_core.stage.execute import Notes, StageResult, run_stage
-from rlhf_core.stage.record import StageRecord, open_records
-from rlhf_core.stage.reuse import Reused, find_reusable
+from rlhf_core.stage.record import Asked, decide_together
+from rlhf_core.stage.reuse import find_reusable
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
-
-BEFORE = "before anything was trained"
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,10 @@ def run_pipeline(
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
     """
-    with stop_signals(redeliver=True), own_run():
-        start()  # before plugins, whose import may run computations
-        with job.joint_run():
-            file = read(path, sets=sets, dir=dir)
-            host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
-            return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
-
-
-def start() -> None:
-    """Prepare the process and join the job's other processes, before reading the pipeline or plugins."""
-    from rlhf_core import runtime
-
-    stop_if_asked(BEFORE)
-    runtime.prepare()
-    stop_if_asked(BEFORE)
+    with runtime.session():  # before plugins, whose import may run computations
+        file = read(path, sets=sets, dir=dir)
+        host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
+        return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
 
 
 def run(
@@ -90,9 +78,8 @@ def run(
 
     accept, reuse, only: see `run_pipeline`.
     """
-    with stop_signals(), own_run(), job.joint_run():
-        start()
-        return _run(plan, host, say, accept, None if reuse is None else Path(reuse), only)
+    with runtime.session():
+        return _run(plan, host, say, accept, reuse, only)
 
 
 def _run(
@@ -100,7 +87,7 @@ def _run(
     host: Host,
     say: Callable[[str], None],
     accept: Sequence[str],
-    reuse: Path | None,
+    reuse: str | Path | None,
     only: Sequence[str],
 ) -> Results:
     import jax
@@ -114,30 +101,20 @@ def _run(
     is_main = jax.process_index() == 0
     say = say if is_main else _silent
 
-    def take_over() -> None:
-        found, reasons = reusable_stages(plan, host, reuse)
-        for stage in found.values():
-            stage.take_over()
-            events.log_event(plan.dir, stage.request.name, "reused", message=str(stage.source))
-            say(f"stage '{stage.request.name}': taken over from {stage.source}")
-        for line in reasons:
-            say(line)
-
-    with open_records(
-        plan.dir,
-        lambda: stage_requests(plan, host, accept),
-        accept=accept,
-        prepare=take_over,
-        mesh=dict(plan.mesh),
-        only=sorted(only),
-    ) as (records, decisions):
+    with lock(plan.dir):
+        with raise_together():
+            if reuse is not None and is_main:
+                _take_over(plan, host, reuse, say)
+        asked = decide_together(
+            lambda: stage_requests(plan, host, accept), mesh=dict(plan.mesh), only=sorted(only)
+        )
         # Report problems with the last stage's data now, not after the first stages have trained.
-        done = {name for name, decision in decisions.items() if decision.action == "skip"}
+        done = {name for name, each in asked.items() if each.decision.action == "skip"}
         require_inputs(plan, only, done)
         forecasts = stage_forecasts(plan, host, without=done)
-        stop_if_asked(BEFORE)
+        stop_if_asked("before anything was trained")
         if is_main:
-            warn_of_readers(plan, records)
+            warn_of_readers(plan, asked)
             _write_resolved(whole, host)
         for name, forecast in forecasts.items():
             say(indented_list(f"stage '{name}' will train on", forecast.printed()))
@@ -151,9 +128,8 @@ def _run(
             )
             request = _request(plan, each, host, accept)
             notes = _notes(plan, say, forecasts.get(each.name, Forecast()))
-            results[each.name] = run_stage(
-                each.trainer, each.config, stage, host, records[each.name], request, notes
-            )
+            record = asked[each.name].record
+            results[each.name] = run_stage(each.trainer, each.config, stage, host, record, request, notes)
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
     return Results(plan.dir, results)
@@ -188,18 +164,20 @@ def require_inputs(plan: Plan, only: Sequence[str], done: Collection[str]) -> No
         raise InputError(*problems)
 
 
-def reusable_stages(plan: Plan, host: Host, run: Path | None) -> tuple[dict[str, Reused], list[str]]:
-    """Find the stages to take over from another run: see `rlhf_core.stage.reuse.find_reusable`."""
-    if run is None:
-        return {}, []
-    requests = stage_requests(plan, host)
-    records = {each.name: StageRecord(each.dir, each.name) for each in requests}
-    return find_reusable(run.expanduser().absolute(), requests, records)
+def _take_over(plan: Plan, host: Host, run: str | Path, say: Callable[[str], None]) -> None:
+    """Take over the finished stages of another run that match, and say which ones do not."""
+    found, reasons = find_reusable(run, stage_requests(plan, host))
+    for stage in found.values():
+        stage.take_over()
+        events.log_event(plan.dir, stage.request.name, "reused", message=str(stage.source))
+        say(f"stage '{stage.request.name}': taken over from {stage.source}")
+    for line in reasons:
+        say(line)
 
 
-def warn_of_readers(plan: Plan, records: Mapping[str, StageRecord]) -> None:
+def warn_of_readers(plan: Plan, stages: Mapping[str, Asked]) -> None:
     """Warn of new stages whose earlier output a stage that is not new has read."""
-    new = {name for name, record in records.items() if not record.then}
+    new = {name for name, each in stages.items() if not each.record.then}
     for stage in plan.stages:
         for source in sorted(_reads(stage) & new) if stage.name not in new else ():
             warnings.warn(
@@ -221,9 +199,7 @@ def _request(plan: Plan, stage: StagePlan, host: Host, accept: Collection[str]) 
         stage.dir,
         identity.of_pipeline(stage.trainer_name, stage.seed, stage.written, inputs, host.registry),
         _reads(stage),
-        f"restore those, use another --dir, or delete {stage.dir} to rerun it; --dir NEW --reuse {plan.dir} "
-        "takes over the stages that have not changed",
-        frozenset(accept),
+        accept=frozenset(accept),
     )
 
 

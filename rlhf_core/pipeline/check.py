@@ -12,18 +12,13 @@ from rlhf_core import plugins as plugin_loading
 from rlhf_core.config import Component, TrainerConfig
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import planned_mesh
-from rlhf_core.pipeline import (
-    chosen_stages,
-    require_inputs,
-    reusable_stages,
-    stage_requests,
-    warn_of_readers,
-)
+from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import StagePlan, plan
 from rlhf_core.runtime.terminal import echo, show
-from rlhf_core.stage.record import StageRecord, read_records
+from rlhf_core.stage.record import Asked, read_records
+from rlhf_core.stage.reuse import find_reusable
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
@@ -87,12 +82,13 @@ def check(
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     states: dict[str, str] = {}
-    records: dict[str, StageRecord] = {}
+    asked: dict[str, Asked] = {}
     notes: list[str] = []
     try:
-        records, decisions = read_records(stage_requests(planned, host, accept), accept)
+        asked = read_records(stage_requests(planned, host, accept))
+        decisions = {name: each.decision for name, each in asked.items()}
         problems += [line for decision in decisions.values() for line in decision.reasons]
-        reused, notes = reusable_stages(planned, host, reuse)
+        reused, notes = ({}, []) if reuse is None else find_reusable(reuse, stage_requests(planned, host))
         if not problems:
             words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
             states = {name: words[decision.action] for name, decision in decisions.items()}
@@ -122,7 +118,7 @@ def check(
         problems = [*error.problems, *problems]
     if problems:
         raise InputError(*problems)
-    warn_of_readers(planned, records)
+    warn_of_readers(planned, asked)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

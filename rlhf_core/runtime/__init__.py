@@ -1,4 +1,4 @@
-"""Set up the process before it computes anything: memory allocator, compiler and compilation cache."""
+"""Enter a run: set up the process, join the job's other processes, and stop on signals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import ctypes
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.runtime import job
+from rlhf_core.runtime.caches import own_run
+from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 
 MIN_COMPILE_SECONDS = 0.05
 OPTIMIZATION = "--xla_backend_optimization_level"
@@ -20,6 +24,21 @@ _MALLOPT = {  # numbers from glibc's malloc.h
     "M_MMAP_MAX": (-4, 0),
     "M_ARENA_MAX": (-8, 1),
 }
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """Enter a run of this process: every door to training enters it before it reads plugins, files or devices.
+
+    Inside, a signal asks the run to stop, nothing that an earlier run left in memory is used, and an error ends the
+    job's other processes too. A session inside another one is part of it. Raises Stopped where a signal came first.
+    """
+    with stop_signals(redeliver=True), own_run():
+        stop_if_asked("before anything was trained")
+        prepare()
+        stop_if_asked("before anything was trained")
+        with job.joint_run():
+            yield
 
 
 def prepare() -> None:

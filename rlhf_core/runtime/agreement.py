@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,9 +13,6 @@ from jax.experimental import multihost_utils
 
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import signals
-
-SHARED_SECONDS = 5.0
-"""How long a network disk may take to show a file that another host has just written."""
 
 
 def gather_maximum(numbers: Any) -> np.ndarray:
@@ -73,49 +67,20 @@ def stop_together(where: str) -> None:
 
 
 @contextmanager
-def enter_on_first(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter a context on the first process alone. If that raises InputError, every process raises it."""
+def raise_together() -> Iterator[None]:
+    """Raise an InputError of any process on all of them, at the end of the block, which every process must reach."""
     problems: tuple[str, ...] = ()
-    entered = context() if jax.process_index() == 0 else None
-    if entered is not None:
-        try:
-            entered.__enter__()
-        except InputError as error:
-            problems = error.problems
-    message = broadcast_text("\n".join(problems))
-    if message:
-        raise InputError(*message.split("\n"))
     try:
         yield
-    finally:
-        if entered is not None:
-            entered.__exit__(None, None, None)
-
-
-def require_shared_directory(directory: Path, field: str = "dir") -> None:
-    """Raise InputError on every process unless `directory` is the same directory for all of them.
-
-    The first process, which has made it, writes a file there, and the others look for that file.
-    """
-    if jax.process_count() == 1:
-        return
-    shared = directory / f".shared-{broadcast_text(secrets.token_hex(8))}"
-    if jax.process_index() == 0:
-        shared.touch()
-    wait_for_all("the shared directory")
-    until = time.monotonic() + SHARED_SECONDS
-    while not shared.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    here = f"{directory} on {socket.gethostname()}"
-    views, first = gather_texts("" if shared.exists() else here), broadcast_text(here)
-    if jax.process_index() == 0:
-        with suppress(OSError):
-            shared.unlink()
-    problems = [
-        f"{field}: process {number} does not find in {view} what process 0 wrote to {first}; give a run directory "
-        "that all processes share, under the same path"
-        for number, view in enumerate(views)
-        if view
-    ]
-    if problems:
-        raise InputError(*problems)
+    except InputError as error:
+        problems = error.problems
+    reports = [json.loads(text) for text in gather_texts(json.dumps(problems))]
+    processes: dict[str, list[int]] = {}
+    for process, lines in enumerate(reports):
+        for line in lines:
+            processes.setdefault(line, []).append(process)
+    if processes:
+        everywhere = {line for line, on in processes.items() if len(on) == len(reports)}
+        raise InputError(
+            *(line if line in everywhere else f"process {on[0]}: {line}" for line, on in processes.items())
+        )

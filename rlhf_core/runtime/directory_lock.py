@@ -1,47 +1,49 @@
-"""Lock a run directory, so that only one run at a time writes to it."""
+"""Lock a run directory, so that only one run at a time writes to it, and all processes of a job to the same one."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import jax
+
 from rlhf_core.errors import InputError
+from rlhf_core.runtime.agreement import broadcast_text, gather_texts, raise_together, wait_for_all
 from rlhf_core.runtime.files import flush_names, make_directory
 
 FILE = ".lock"
-_held: set[int] = set()
-
-
-@functools.cache
-def _watch_forks() -> None:
-    """Close locks in forked processes, so that a worker that outlives the run does not keep its directory locked."""
-
-    def close() -> None:
-        while _held:
-            with suppress(OSError):
-                os.close(_held.pop())
-
-    os.register_at_fork(after_in_child=close)
+SHARED_SECONDS = 5.0
+"""How long a network disk may take to show a file that another host has just written."""
 
 
 @contextmanager
 def lock(directory: Path, field: str = "dir") -> Iterator[None]:
-    """Hold DIRECTORY/.lock, which the kernel releases when this process ends, however it ends.
+    """Hold DIRECTORY/.lock, which the kernel releases when the first process of the job ends, however it ends.
 
-    field: the name of the directory in messages. Raises InputError if another process holds the lock or the directory
-    cannot be made.
+    field: the name of the directory in messages. Raises InputError, on every process, if another run holds the lock,
+    the directory cannot be made, or a process does not see it.
     """
+    with ExitStack() as held:
+        with raise_together():
+            if jax.process_index() == 0:
+                held.enter_context(_locked(directory, field))
+        _require_shared(directory, field)
+        yield
+
+
+@contextmanager
+def _locked(directory: Path, field: str) -> Iterator[None]:
     path, other = directory / FILE, "--dir" if field == "dir" else field
     try:
         make_directory(directory)
         flush_names(directory)
-        # Closed on exec, so that no program started here inherits it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except (FileExistsError, NotADirectoryError):
         raise InputError(f"{field}: {directory} is not a directory; give another {other}") from None
@@ -53,28 +55,48 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
         raise InputError(
             f"{field}: {directory} cannot be made ({error.strerror}); give another {other}"
         ) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        process, _, host = os.read(descriptor, 512).decode(errors="replace").strip().partition("\n")
-        os.close(descriptor)
-        holder = f" (process {process} on {host})" if process and host else ""
-        raise InputError(
-            f"{field}: {directory} is in use by another run{holder}; wait for it to end, or give another {other}"
-        ) from None
-    except OSError:
-        os.close(descriptor)
-        raise
-    _watch_forks()
-    _held.add(descriptor)
-    try:
+    with os.fdopen(descriptor, "r+") as file:
+        os.register_at_fork(
+            after_in_child=file.close
+        )  # a worker that outlives the run must not keep the lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            process, _, host = file.read(512).strip().partition("\n")
+            holder = f" (process {process} on {host})" if process and host else ""
+            raise InputError(
+                f"{field}: {directory} is in use by another run{holder}; wait for it to end, or give another {other}"
+            ) from None
         with suppress(OSError):  # who holds the lock is only said in messages
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
-        yield
-    finally:
-        if descriptor in _held:  # in a forked child it was closed, and its number may be another file's
-            _held.discard(descriptor)
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # even while a program being started still has a copy
-            os.close(descriptor)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # in a forked process, where the file is closed
+                fcntl.flock(file, fcntl.LOCK_UN)  # even while a program being started still has a copy
+
+
+def _require_shared(directory: Path, field: str) -> None:
+    """Raise InputError on every process unless all of them find a file that the first one writes in `directory`."""
+    if jax.process_count() == 1:
+        return
+    shared = directory / f".shared-{broadcast_text(secrets.token_hex(8))}"
+    if jax.process_index() == 0:
+        shared.touch()
+    wait_for_all("the shared directory")
+    until = time.monotonic() + SHARED_SECONDS
+    while not shared.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    here = f"{directory} on {socket.gethostname()}"
+    views, first = gather_texts("" if shared.exists() else here), broadcast_text(here)
+    if jax.process_index() == 0:
+        shared.unlink(missing_ok=True)
+    problems = [
+        f"{field}: process {number} does not find in {view} what process 0 wrote to {first}; give a run directory "
+        "that all processes share, under the same path"
+        for number, view in enumerate(views)
+        if view
+    ]
+    if problems:
+        raise InputError(*problems)

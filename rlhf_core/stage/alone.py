@@ -16,14 +16,12 @@ from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
-from rlhf_core.runtime import job
 from rlhf_core.runtime.agreement import broadcast_text
-from rlhf_core.runtime.caches import own_run
-from rlhf_core.runtime.signals import stop_signals
+from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.stage import Stage, identity
 from rlhf_core.stage.decide import Request
 from rlhf_core.stage.execute import Notes, run_stage
-from rlhf_core.stage.record import open_records
+from rlhf_core.stage.record import decide_together
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -102,10 +100,8 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
     is in use, or holds a run with another model, data, rewards or settings.
     """
-    with stop_signals(redeliver=True), own_run():
-        runtime.prepare()
-        with job.joint_run():
-            return _run_alone(trainer, config, inputs)
+    with runtime.session():
+        return _run_alone(trainer, config, inputs)
 
 
 def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> Result:
@@ -128,17 +124,14 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
         inputs={name: value for name, value in inputs.items() if value is not None},
         template_date=day_begun(directory),  # before a record of this start is written
     )
-    fix = f"restore those, use another save_directory, or delete {directory} to train again"
-
-    requests: list[Request] = []
 
     def ask() -> list[Request]:
         now = identity.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
-        requests.append(Request(trainer, directory, now, fix=fix, accept=frozenset(accept)))
-        return requests
+        return [Request(trainer, directory, now, elsewhere="save_directory", accept=frozenset(accept))]
 
-    with open_records(directory, ask, field="save_directory", accept=accept) as (records, _):
+    with lock(directory, "save_directory"):
+        asked = decide_together(ask)[trainer]
         done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
         notes = Notes(directory, stage.say, done=done)
-        ended = run_stage(component, config, stage, host, records[trainer], requests[0], notes)
+        ended = run_stage(component, config, stage, host, asked.record, asked.request, notes)
     return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)

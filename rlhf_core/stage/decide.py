@@ -15,7 +15,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -104,7 +104,7 @@ class Begun(NamedTuple):
 class Request(NamedTuple):
     """A request to run one stage. now: what it would compute.
 
-    reads: the stages whose outputs it reads. fix: how a user can run it with other settings, for messages. accept:
+    reads: the stages whose outputs it reads. elsewhere: how a user names another directory, for messages. accept:
     names of changes to accept, see `Decision.accepted`. total: its updates, where they are known already.
     """
 
@@ -112,7 +112,7 @@ class Request(NamedTuple):
     dir: Path
     now: Record
     reads: frozenset[str] = frozenset()
-    fix: str = ""
+    elsewhere: str = "--dir"
     accept: frozenset[str] = frozenset()
     total: int | None = None
 
@@ -181,7 +181,9 @@ def decide(begun: Begun | None, request: Request) -> Decision:
     elif begun.done and length and not _same_length(begun.record, now):
         action = "extend"
     if problems or too_long:
-        ending = f"{name} was {'finished' if begun.done else 'begun'} with other settings: {request.fix}"
+        ending = (
+            f"{name} was {'finished' if begun.done else 'begun'} with other settings: {_how_to_run(request)}"
+        )
         lines = [*too_long, *(f"{name}.{problem}" for problem in problems)]
         return Decision("refuse", (*lines, *([ending] if problems or begun.done else [])))
 
@@ -277,10 +279,11 @@ def is_compared(key: str) -> bool:
     return _root(key) not in UNCOMPARED and key != "seed"
 
 
-def unused_accepts(accept: Collection[str], decisions: Mapping[str, Decision]) -> list[str]:
-    """Return a warning for every name to accept that no refused change has."""
-    unused = {*accept}.difference(*(decision.used for decision in decisions.values()))
-    return [f"accept '{name}': no change that was refused has this name" for name in sorted(unused)]
+def _how_to_run(request: Request) -> str:
+    fix = f"restore those, use another {request.elsewhere}, or delete {request.dir} to rerun it"
+    if request.elsewhere != "--dir":
+        return fix
+    return f"{fix}; --dir NEW --reuse {request.dir.parent} takes over the stages that have not changed"
 
 
 def _how_to_accept(names: Sequence[str], *, done: bool) -> str:

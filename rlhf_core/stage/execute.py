@@ -16,14 +16,15 @@ from rlhf_core import artifacts, workers
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line
 from rlhf_core.loggers import Console, JsonLines
+from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
-from rlhf_core.runtime.agreement import broadcast_text, stop_together
-from rlhf_core.runtime.files import attempt, make_directory, remove_leftovers
+from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_together
+from rlhf_core.runtime.files import attempt, flush_lines, make_directory, remove_leftovers
 from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
-from rlhf_core.stage import events, step_files
+from rlhf_core.stage import events
 from rlhf_core.stage.decide import Request, decide
-from rlhf_core.stage.record import StageRecord, require_agreement
+from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.text_settings import template_date
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def run_stage(
     Raises InputError, on every process, if it is refused: the outputs of earlier stages may exist only now.
     """
     decision = decide(record.begun, request)
-    require_agreement({"stages": {}}, decision.reasons)
+    with raise_together():
+        if decision.action == "refuse":
+            raise InputError(*decision.reasons)
     lines = decision.warnings if stage.is_main else ()
     now = record.with_accepted(request.now, decision.accepted)
     stage = replace(stage, experiment=now)
@@ -142,7 +145,7 @@ def execute(
     stage = replace(stage, template_date=broadcast_text(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
-        for directory in (stage.dir, *(stage.dir / name for name in step_files.FOLDERS)):
+        for directory in (stage.dir, *stage.dir.glob("*/")):
             remove_leftovers(directory)
     listeners = make_loggers(config, stage) if stage.is_main else {}
     listeners["newest metrics"] = _NewestMetrics()
@@ -154,7 +157,7 @@ def execute(
         trainer.run(config, stage)
         outputs = read_outputs(trainer, stage, verify=False)  # hashed as they were written
         if stage.is_main:
-            step_files.sync(stage.dir)
+            flush_lines(stage.dir / METRICS)
         if finished is not None:
             finished(outputs)
         return outputs

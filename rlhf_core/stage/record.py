@@ -1,4 +1,4 @@
-"""Read and write a stage's record, stage.json, and open the records of a run in agreement with the job's processes."""
+"""Read and write the records of stages, stage.json, and decide about the stages of a run by them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import UNREADABLE, InputError
-from rlhf_core.runtime.agreement import enter_on_first, gather_texts, require_shared_directory
-from rlhf_core.runtime.directory_lock import lock
+from rlhf_core.runtime.agreement import broadcast_text, raise_together
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
-from rlhf_core.stage.decide import (
-    Begun,
-    Decision,
-    Difference,
-    Record,
-    Request,
-    compare,
-    decide_all,
-    unused_accepts,
-)
+from rlhf_core.stage.decide import Begun, Decision, Difference, Record, Request, compare, decide_all
 
 FILE = "stage.json"
 FORMAT = 3
@@ -161,93 +151,57 @@ def write(directory: Path, record: Mapping[str, Any]) -> None:
     write_atomic(directory / FILE, seal(record), private=True)
 
 
-def read_records(
-    requests: Sequence[Request], accept: Collection[str] = ()
-) -> tuple[dict[str, StageRecord], dict[str, Decision]]:
-    """Read the records of a run's stages and decide about them: {stage: its record}, {stage: the decision}.
+class Asked(NamedTuple):
+    """A stage that is asked for, its record, and the decision about it."""
 
-    Warns of a name in `accept` that no change has.
+    request: Request
+    record: StageRecord
+    decision: Decision
+
+
+def read_records(requests: Sequence[Request]) -> dict[str, Asked]:
+    """Read the records of a run's stages and decide about them, by name.
+
+    Warns of a change to accept that no stage has.
     """
-    records = {each.name: StageRecord(each.dir, each.name) for each in requests}
-    decisions = decide_all(requests, {name: record.begun for name, record in records.items()})
-    for line in unused_accepts(accept, decisions):
-        warnings.warn(line, stacklevel=2)
-    return records, decisions
+    records = [StageRecord(each.dir, each.name) for each in requests]
+    decisions = decide_all(requests, {record.name: record.begun for record in records})
+    accept = frozenset[str]().union(*(each.accept for each in requests))
+    for name in sorted(accept.difference(*(decision.used for decision in decisions.values()))):
+        warnings.warn(f"accept '{name}': no change that was refused has this name", stacklevel=2)
+    return {
+        request.name: Asked(request, record, decisions[request.name])
+        for request, record in zip(requests, records, strict=True)
+    }
 
 
-@contextmanager
-def open_records(
-    directory: Path,
-    ask: Callable[[], Sequence[Request]],
-    *,
-    field: str = "dir",
-    accept: Collection[str] = (),
-    prepare: Callable[[], None] | None = None,
-    **facts: Any,
-) -> Iterator[tuple[dict[str, StageRecord], dict[str, Decision]]]:
-    """Lock a run directory and decide about its stages: {stage: its record}, {stage: the decision}.
+def decide_together(ask: Callable[[], Sequence[Request]], **facts: Any) -> dict[str, Asked]:
+    """Decide about a run's stages, in agreement with the other processes of the job.
 
-    The main process takes the lock; every process compares. ask: returns the stages, in order. accept: all names of
-    changes to accept. prepare: called first, on the main process alone. facts: what else all processes must agree on.
-    Raises InputError, on every process, if the directory is in use, a stage is refused, or processes differ.
+    ask: returns the stages, in order. facts: what else all processes must agree on. Raises InputError, on every
+    process, if a stage is refused or processes differ.
     """
-    with enter_on_first(lambda: _locked(directory, field, prepare)):
-        require_shared_directory(directory, field)
-        records: dict[str, StageRecord] = {}
-        decisions: dict[str, Decision] = {}
-        problems: list[str] = []
-        try:
-            requests = ask()
-            records, decisions = read_records(requests, accept)
-            problems += [line for decision in decisions.values() for line in decision.reasons]
-            facts["stages"] = {
-                each.name: {"record": dict(each.now), "state": records[each.name].then.get("state", "new")}
-                for each in requests
-            }
-        except InputError as error:
-            problems += error.problems
-        require_agreement(facts, problems)
-        yield records, decisions
-
-
-@contextmanager
-def _locked(directory: Path, field: str, prepare: Callable[[], None] | None) -> Iterator[None]:
-    with lock(directory, field):
-        if prepare is not None:
-            prepare()
-        yield
-
-
-def require_agreement(facts: Mapping[str, Any], problems: Sequence[str]) -> None:
-    """Raise the same InputError on every process if any has problems, or if their facts differ."""
-    reports = [json.loads(text) for text in gather_texts(json.dumps([facts, list(problems)]))]
-    processes: dict[str, list[int]] = {}
-    for process, (_, process_problems) in enumerate(reports):
-        for problem in process_problems:
-            processes.setdefault(problem, []).append(process)
-    if processes:
-        raise InputError(
-            *(p if len(on) == len(reports) else f"process {on[0]}: {p}" for p, on in processes.items())
-        )
-    first = reports[0][0]
-    differing = [
-        f"process {process}: {line}"
-        for process, (process_facts, _) in enumerate(reports)
-        for line in _differences(first, process_facts)
-    ]
-    if differing:
-        raise InputError(
-            *differing,
-            "the processes of a job must be given the same pipeline, data, code and versions, and see the same run "
-            "directory; start all of them with the same",
-        )
+    with raise_together():
+        stages = read_records(ask())
+        if problems := [line for each in stages.values() for line in each.decision.reasons]:
+            raise InputError(*problems)
+    now = {
+        name: {"record": dict(each.request.now), "state": each.record.then.get("state", "new")}
+        for name, each in stages.items()
+    }
+    here = json.loads(json.dumps({**facts, "stages": now}))
+    with raise_together():
+        if lines := [*_differences(json.loads(broadcast_text(json.dumps(here))), here)]:
+            lines[-1] += "; give all processes of a job the same pipeline, data, code and versions"
+            raise InputError(*lines)
+    return stages
 
 
 def _differences(first: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each difference between the first process and another one."""
+    """Yield a line for each difference between the first process and this one."""
     for name in first:
-        if name != "stages" and first[name] != here.get(name):
-            yield f"{name} is {json.dumps(here.get(name))}, and {json.dumps(first[name])} on process 0"
+        if name != "stages" and first[name] != here[name]:
+            yield f"{name} is {json.dumps(here[name])}, and {json.dumps(first[name])} on process 0"
     ours, theirs = here["stages"], first["stages"]
     if list(ours) != list(theirs):
         yield f"the stages are {', '.join(ours)}, and {', '.join(theirs)} on process 0"

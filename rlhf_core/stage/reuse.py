@@ -58,14 +58,14 @@ class Reused(NamedTuple):
         shutil.copy2(source, target)
 
 
-def find_reusable(
-    run: Path, stages: Sequence[Request], records: Mapping[str, StageRecord]
-) -> tuple[dict[str, Reused], list[str]]:
+def find_reusable(run: str | Path, stages: Sequence[Request]) -> tuple[dict[str, Reused], list[str]]:
     """Find the stages that are new here and finished in another run with the same settings and inputs.
 
     Returns {stage: what to take over}, and why each other stage that is new here is not. Raises InputError if `run` is
     no run directory, or this one.
     """
+    run = Path(run).expanduser().absolute()
+    records = {each.name: StageRecord(each.dir, each.name) for each in stages}
     if not any(run.glob(f"*/{record.FILE}")):
         raise InputError(f"--reuse {run}: not a run directory: there is no STAGE/{record.FILE} in it")
     if any(stage.dir.parent.resolve() == run.resolve() for stage in stages):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.stage import decide as deciding
-from rlhf_core.stage.decide import Begun, Decision, Request, compare, decide, decide_all, unused_accepts
+from rlhf_core.stage.decide import Begun, Decision, Request, compare, decide, decide_all
 from rlhf_core.stage.record import StageRecord
 
 JUDGE = {
@@ -41,9 +41,7 @@ def record(code: str = "a", data: str | None = "a", **changes: Any) -> dict[str,
 
 
 def ask(now: dict[str, Any], *accept: str, **about: Any) -> Request:
-    return Request(
-        "policy", Path("/run/policy"), now, fix="use another --dir", accept=frozenset(accept), **about
-    )
+    return Request("policy", Path("/run/policy"), now, accept=frozenset(accept), **about)
 
 
 def begun(then: dict[str, Any] | None = None, made: int | None = 64, **about: Any) -> Begun:
@@ -110,7 +108,7 @@ def test_the_decision_is_that_of_the_table(line: int) -> None:
     decision = decide(then, ask(now))
     assert decision.action == action
     found = [*decision.reasons, *decision.warnings]
-    if action == "refuse" and "with other settings: use another --dir" in found[-1]:
+    if action == "refuse" and "with other settings: restore those, use another --dir" in found[-1]:
         assert then is not None
         assert found.pop().startswith(f"stage 'policy' was {'finished' if then.done else 'begun'} with")
     assert len(found) == len(said), found
@@ -172,9 +170,7 @@ def test_a_changed_reward_is_accepted_by_name(name: str) -> None:
         f"stage 'policy' continues after update 64 with what was accepted: {changed}",
     )
     assert [change.field for change in decision.accepted] == ["rewards[0].name"]
-    assert unused_accepts([name, "rewards.other"], {"policy": decision}) == [
-        "accept 'rewards.other': no change that was refused has this name"
-    ]
+    assert decision.used == {name}
 
 
 def test_what_was_accepted_is_recorded_and_needs_no_flag_again(tmp_path: Path) -> None:

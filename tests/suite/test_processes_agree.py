@@ -96,7 +96,7 @@ def test_who_differs_and_in_what_is_said_by_all(place: Path, second: list[str], 
 
 
 def test_a_run_directory_that_is_not_shared_is_said(place: Path) -> None:
-    soon = "from rlhf_core.runtime import agreement\nagreement.SHARED_SECONDS = 0.5"
+    soon = "from rlhf_core.runtime import directory_lock\ndirectory_lock.SHARED_SECONDS = 0.5"
     one_message(
         both(soon + COMMAND, place, arguments(dir="one"), arguments(dir="two")),
         "dir: process 1 does not find in",
