@@ -66,7 +66,7 @@ TASKS = (
     Task(
         "Compute log-probabilities and scores",
         "",
-        "trained_logps trained_scores sequence_scores TokenReader per_sequence token_logps "
+        "trained_logps trained_scores sequence_scores TreeReader token_logps "
         "completion_logps compute_per_token_logps get_per_token_logps "
         "get_per_token_logps_and_entropies Head token_divergences",
     ),

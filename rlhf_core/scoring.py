@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from rlhf_core import artifacts
@@ -21,12 +21,13 @@ from rlhf_core.data.report import Report
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError, NonFiniteError, RunError
-from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding, row_multiple
+from rlhf_core.mesh import make_mesh, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
-from rlhf_core.packing.rows import Layout, Packed, choose_layout, pack, tree
+from rlhf_core.packing.rows import Layout, choose_layout, tree
+from rlhf_core.reading import TreeReader
 from rlhf_core.runtime.caches import cached
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import Encoder, special_ids, template_text
@@ -413,9 +414,9 @@ class Scorer:
         if len(sequences) % group:
             raise ValueError(f"{len(sequences)} sequences do not divide into groups of {group}")
         fitted = self._fit(sequences)
-        scores = np.full(len(fitted), np.nan, np.float32)
-        for start in range(0, len(fitted), at_once := max(SEQUENCES_AT_ONCE // group, 1) * group):
-            self._score_some(fitted[start : start + at_once], group, scores[start : start + at_once])
+        at_once = max(SEQUENCES_AT_ONCE // group, 1) * group
+        parts = [fitted[start : start + at_once] for start in range(0, len(fitted), at_once)]
+        scores = np.concatenate([np.zeros(0, np.float32), *(self._score_some(x, group) for x in parts)])
         # A sequence's place in its row changes the last bits, but identical neighbours must tie.
         first: dict[tuple[int, bytes], int] = {}
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
@@ -451,30 +452,17 @@ class Scorer:
         keep = slice(-limit, None) if self.contract.truncation_mode == "keep_end" else slice(limit)
         return [ids[keep] for ids in fitted]
 
-    def _score_some(self, sequences: Sequence[np.ndarray], group: int, out: np.ndarray) -> None:
-        trees = [
-            tree(sequences[i : i + group], sequence_values={"place": np.arange(group, dtype=np.float32)})
-            for i in range(0, len(sequences), group)
-        ]
-        layout = self._layout_for([each.size for each in trees], max(map(len, sequences)), group)
-        for batch in pack(trees, layout, sequence_names=("place",)):
-            scores = np.asarray(
-                scoring_function(self.model.definition, self.model.mesh)(
-                    self.model.params, put_rows(self.model.mesh, batch)
-                )
-            )
-            used = batch.example >= 0
-            places = batch.sequence_values["place"][used].astype(np.int32)
-            out[batch.example[used] * group + places] = scores[used]
-
-    def _layout_for(self, sizes: Sequence[int], longest: int, group: int) -> Layout:
-        """Return the shapes chosen first while every sequence fits; a tree that does not fit is split."""
+    def _score_some(self, sequences: Sequence[np.ndarray], group: int) -> np.ndarray:
+        definition, mesh = self.model.definition, self.model.mesh
+        trees = [tree(sequences[i : i + group]) for i in range(0, len(sequences), group)]
+        longest = max(map(len, sequences))
+        # The shapes chosen first serve while every sequence fits; a tree that does not fit is split.
         if self.layout is None or longest > self.layout.time[-1]:
             longest = max(longest, self.contract.max_length or 0)
-            self.layout = scoring_layout(
-                self.model.definition, self.model.mesh, sizes, group, longest=longest
-            )
-        return self.layout
+            sizes = [each.size for each in trees]
+            self.layout = scoring_layout(definition, mesh, sizes, group, longest=longest)
+        scores: np.ndarray = scoring_reader(definition, self.layout, mesh)(self.model.params, trees)
+        return scores
 
 
 def scoring_layout(
@@ -492,13 +480,9 @@ def scoring_layout(
 
 
 @cached
-def scoring_function(definition: Definition, mesh: Mesh) -> Any:
-    """Return a jitted (params, Packed) → float32 [rows, sequences], replicated on every process."""
-
-    def scores(params: Any, batch: Packed) -> jax.Array:
-        return sequence_scores(definition, params, batch)
-
-    return jax.jit(scores, out_shardings=replicated_sharding(mesh))
+def scoring_reader(definition: Definition, layout: Layout, mesh: Mesh) -> TreeReader:
+    """Return the reader of sequences' scores that all scorers with this model, layout and mesh share."""
+    return TreeReader(partial(sequence_scores, definition), layout, mesh, per="sequence")
 
 
 def _by_side(

@@ -42,7 +42,7 @@ from rlhf_core import (
     plugins,
 )
 from rlhf_core.config import TrainerConfig
-from rlhf_core.fit import TokenReader, empty_batches
+from rlhf_core.fit import TreeReader, empty_batches
 from rlhf_core.mesh import put_rows, replicated_sharding, with_shardings
 from rlhf_core.models import DECODER, Model
 from rlhf_core.models.definition import complete
@@ -271,7 +271,8 @@ class Policy:
         # An update overwrites the policy, so that the reference is a copy.
         self.reference = self.state.params if planned() else jax.tree.map(jnp.copy, self.state.params)
         logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)
-        self.reader = TokenReader(partial(read_values, logps, self.names), self.layout, bench.mesh)
+        read = partial(read_values, logps, self.names)
+        self.reader = TreeReader(read, self.layout, bench.mesh, per="token")
         self.sampler = make_sampler(bench, model, config.sampling, sizes.prompts)
         self.tokens = sizes.prompts * (sizes.prompt + sizes.group * sizes.completion)
         self.sampled = sizes.prompts * sizes.group * sizes.completion

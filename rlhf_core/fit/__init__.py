@@ -22,7 +22,6 @@ from rlhf_core.fit.batches import (
     DatasetUpdates,
     Update,
     UpdateSource,
-    empty_batches,
     expected_calls,
     uses_several_batches,
 )
@@ -30,12 +29,13 @@ from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
-from rlhf_core.fit.reading import TokenReader, per_sequence, say_if_slow
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.models import Model
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.optimizers import make_optimizer
+from rlhf_core.packing.rows import empty_batches
+from rlhf_core.reading import TreeReader, say_if_slow
 from rlhf_core.runtime.agreement import any_process, stop_together
 from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
 from rlhf_core.runtime.signals import stop_signals
@@ -50,12 +50,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Build",
     "DatasetUpdates",
-    "TokenReader",
+    "TreeReader",
     "Update",
     "UpdateSource",
     "empty_batches",
     "fit",
-    "per_sequence",
 ]
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import Rows
 from rlhf_core.data import batch_rows, count_examples, count_updates, visited_rows
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
-from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout, pack
+from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout, empty_batches, pack
 from rlhf_core.packing.trees import most_branches, sizes_of, trained_of
 from rlhf_core.runtime.devices import platform
 
@@ -134,35 +133,6 @@ def uses_several_batches(updates: UpdateSource, state: TrainState) -> bool:
     return known and any(len(updates.update(step, state).batches) > 1 for step in steps)
 
 
-def empty_batches(
-    layout: Layout, *, token_names: Sequence[str] = (), sequence_names: Sequence[str] = ()
-) -> list[Packed]:
-    """Make a micro-batch without sequences for every class of `layout`."""
-
-    def one(time: int, rows: int, sequences: int, trained: int) -> Packed:
-        def full(width: int, value: int) -> Any:
-            return np.full((rows, width), value, np.int32)
-
-        return Packed(
-            rows=Rows(
-                tokens=full(time, 0),
-                positions=full(time, 0),
-                visible_until=full(time, 0),
-                parent=full(time, -1),
-                sequence=full(time, -1),
-                weight=np.zeros((rows, time), np.float32),
-            ),
-            last=full(sequences, -1),
-            trained=full(trained, -1),
-            token_values={name: np.zeros((rows, trained), np.float32) for name in token_names},
-            sequence_values={name: np.zeros((rows, sequences), np.float32) for name in sequence_names},
-            example=full(sequences, -1),
-        )
-
-    classes = zip(layout.time, layout.rows, layout.sequences, layout.trained, strict=True)
-    return [one(*shape) for shape in classes]
-
-
 def choose_row_layout(
     trees: Sequence[Tree], config: TrainerConfig, mesh: Mesh, hidden_size: int, *, reads_tokens: bool
 ) -> Layout:
@@ -196,22 +166,6 @@ def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
     name = config.attention.name
     on_one = name == "blocks" or (name == "auto" and platform() == "cpu")
     return name == "pallas" or (mesh.size == 1 and on_one)
-
-
-def pack_chunks(
-    chunks: Iterable[Sequence[Tree]],
-    layout: Layout,
-    *,
-    token_names: Sequence[str] = (),
-    sequence_names: Sequence[str] = (),
-    group: int = 1,
-) -> Iterator[Packed]:
-    """Pack chunks of trees one after another; `Packed.example` numbers the trees of all chunks."""
-    start = 0
-    for trees in chunks:
-        for batch in pack(trees, layout, token_names=token_names, sequence_names=sequence_names, group=group):
-            yield batch._replace(example=np.where(batch.example < 0, -1, batch.example + start))
-        start += len(trees)
 
 
 class DatasetUpdates:

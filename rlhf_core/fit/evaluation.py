@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rlhf_core.errors import InputError, RunError, Stopped, error_line
-from rlhf_core.fit.reading import compute_batches
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
+from rlhf_core.reading import compute_batches
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.step import loss_metrics
 

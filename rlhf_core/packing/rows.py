@@ -7,7 +7,7 @@ text). Rows come in a few static shapes, so that nothing recompiles after warm-u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ __all__ = [
     "Packed",
     "Tree",
     "choose_layout",
+    "empty_batches",
     "pack",
     "shared_prefix",
     "split",
@@ -91,6 +92,35 @@ def pack(
             _slice(batch, start, start + layout.rows[kind]) for start in range(0, rows, layout.rows[kind])
         ]
     return packed
+
+
+def empty_batches(
+    layout: Layout, *, token_names: Sequence[str] = (), sequence_names: Sequence[str] = ()
+) -> list[Packed]:
+    """Make a micro-batch without sequences for every class of `layout`."""
+
+    def one(time: int, rows: int, sequences: int, trained: int) -> Packed:
+        def full(width: int, value: int) -> Any:
+            return np.full((rows, width), value, np.int32)
+
+        return Packed(
+            rows=Rows(
+                tokens=full(time, 0),
+                positions=full(time, 0),
+                visible_until=full(time, 0),
+                parent=full(time, -1),
+                sequence=full(time, -1),
+                weight=np.zeros((rows, time), np.float32),
+            ),
+            last=full(sequences, -1),
+            trained=full(trained, -1),
+            token_values={name: np.zeros((rows, trained), np.float32) for name in token_names},
+            sequence_values={name: np.zeros((rows, sequences), np.float32) for name in sequence_names},
+            example=full(sequences, -1),
+        )
+
+    classes = zip(layout.time, layout.rows, layout.sequences, layout.trained, strict=True)
+    return [one(*shape) for shape in classes]
 
 
 def _split_to_fit(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tree], Ints]:

@@ -202,7 +202,7 @@ class Rollout:
     def with_token_values(
         self, values: Mapping[str, Sequence[NDArray[Any]]], *, mask: NDArray[np.bool_] | None = None
     ) -> Rollout:
-        """Add to `token_values` what a `TokenReader` returned for the trees of the whole rollout; 0 elsewhere.
+        """Add to `token_values` what a `TreeReader` returned for the trees of the whole rollout; 0 elsewhere.
 
         values: {name: one array per completion, a value for each of its tokens in the mask}. mask: as for `trees`.
         """

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.data import batch_rows, count_updates
-from rlhf_core.fit.batches import EncodedRows, Update, empty_batches
-from rlhf_core.fit.reading import TokenReader
+from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
-from rlhf_core.packing.rows import Layout, Packed
+from rlhf_core.packing.rows import Layout, Packed, empty_batches
+from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.rollout import Rollout, Timing
@@ -106,7 +106,7 @@ class RolloutSteps(Protocol):
 class Reading(NamedTuple):
     """A pass over every rollout, for a compiler: what reads it, and with which parameters."""
 
-    reader: TokenReader
+    reader: TreeReader
     params: Callable[[Any], Any]
     """Makes what the reader takes from a state's parameters."""
     held: Sequence[str]

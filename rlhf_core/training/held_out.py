@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import data
 from rlhf_core.fit.batches import choose_row_layout
 from rlhf_core.fit.evaluation import evaluator
-from rlhf_core.fit.reading import compute_sequences, pack_numbered
+from rlhf_core.reading import TreeReader, pack_numbered
 
 if TYPE_CHECKING:
     import jax
@@ -71,14 +71,15 @@ class HeldOut:
 
         return evaluator(objective, self._mesh, batches, stored=self._stored, say=self._say)
 
-    def per_sequence(self, function: Callable[[Any, Packed], jax.Array], params: Any) -> NDArray[Any]:
-        """Compute what `rlhf_core.fit.per_sequence` does for `trees`, without packing them again."""
-        return compute_sequences(function, params, self._mesh, self._batches, self._say)
+    def reader(self, function: Callable[[Any, Packed], jax.Array]) -> Callable[[Any], NDArray[Any]]:
+        """Make the function from parameters to a value per sequence of `trees`, [branches]; see `TreeReader`."""
+        reader = TreeReader(function, self.layout, self._mesh, per="sequence", say=self._say)
+        return lambda params: reader.read(params, self._batches)
 
     @cached_property
     def _batches(self) -> list[Packed]:
-        size = self._batch_size
-        chunks = (self.trees[start : start + size] for start in range(0, len(self.trees), size))
-        return list(
-            pack_numbered(chunks, self.layout, sequence_names=self._sequence_names, group=self._group)
+        names, group = self._sequence_names, self._group
+        packed = pack_numbered(
+            self.trees, self.layout, chunk=self._batch_size, sequence_names=names, group=group
         )
+        return list(packed)

@@ -11,13 +11,12 @@ import pytest
 from rlhf_topologies.hlo import count, count_apart
 
 from rlhf_core import create_state
-from rlhf_core.fit.batches import empty_batches
 from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.packing.rows import Layout
+from rlhf_core.packing.rows import Layout, empty_batches
 from rlhf_core.step import Programs
 from rlhf_core.training.memory import definition_of
 

@@ -104,8 +104,8 @@ def test_every_pair_counts_once(model, rows, pairs, scores, mesh, batch, limit):
 def test_what_was_found_is_kept_for_the_same_parameters(model, pairs, monkeypatch):
     evaluation = make_evaluation(pairs, RewardConfig(), model)
     calls = []
-    inner = evaluation._gather
-    monkeypatch.setattr(evaluation, "_gather", lambda params: calls.append(1) or inner(params))
+    inner = evaluation._score
+    monkeypatch.setattr(evaluation, "_score", lambda params: calls.append(1) or inner(params))
     state = create_state(model, optax.identity())
     assert evaluation(state) is evaluation(state)
     assert len(calls) == 1

@@ -13,8 +13,7 @@ from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.objective import Terms, objective
 from rlhf_grpo.updates import with_entropy_scale, with_kept
 
-from rlhf_core.fit.batches import empty_batches
-from rlhf_core.packing.rows import Layout, Packed, Tree, pack
+from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack
 
 N, T = 6, 8
 LENGTHS = [8, 3, 5, 1, 7, 6]  # of two completions for each of three prompts

@@ -74,7 +74,7 @@ def test_every_row_counts_once(
     found = held_out.evaluator(objective)(create_state(model, optax.identity()))
     assert found["loss"] == pytest.approx(np.mean(scores), abs=1e-5)
     assert found["margin"] == pytest.approx(np.mean(pairs.margins[:count]), abs=1e-5)
-    values = held_out.per_sequence(partial(sequence_scores, model.definition), model.params)
+    values = held_out.reader(partial(sequence_scores, model.definition))(model.params)
     np.testing.assert_allclose(values.reshape(-1, 2), scores, atol=1e-5)
 
 

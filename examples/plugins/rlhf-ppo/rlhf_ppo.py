@@ -21,7 +21,7 @@ from rlhf_core import (
     TrainState,
     hookimpl,
 )
-from rlhf_core.fit import TokenReader
+from rlhf_core.fit import TreeReader
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import loss_output, trained_logps, trained_scores, trained_sequence, trained_weight
@@ -120,7 +120,7 @@ class PPOSteps:
     token_names, sequence_names = KEPT, ()
 
     def __init__(
-        self, config: PPOConfig, prompts: Any, layout: Layout, reader: TokenReader, reference: Reference
+        self, config: PPOConfig, prompts: Any, layout: Layout, reader: TreeReader, reference: Reference
     ):
         self.config, self.prompts, self.layout = config, prompts, layout
         self.read, self.reference = reader, reference
@@ -146,7 +146,7 @@ class PPOSteps:
         return [pack(rollout.trees(self.prompts), self.layout, token_names=KEPT)]
 
 
-def make_reader(config: PPOConfig, policy: Model, critic: Model, layout: Layout, mesh: Any) -> TokenReader:
+def make_reader(config: PPOConfig, policy: Model, critic: Model, layout: Layout, mesh: Any) -> TreeReader:
     """Read a rollout with the policy of its start, the reference and the critic, in one pass."""
     temperature = config.sampling.temperature
 
@@ -156,7 +156,7 @@ def make_reader(config: PPOConfig, policy: Model, critic: Model, layout: Layout,
         values = trained_scores(critic.definition, params["critic"], batch)
         return {"old_logps": old, "ref_logps": ref, "old_values": values}
 
-    return TokenReader(read, layout, mesh)
+    return TreeReader(read, layout, mesh, per="token")
 
 
 def build(config: PPOConfig, context: Context) -> Build:

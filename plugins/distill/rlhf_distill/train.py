@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.fit import TokenReader
+from rlhf_core.fit import TreeReader
 from rlhf_core.rollouts import (
     FixedPrompts,
     RolloutOptions,
@@ -133,7 +133,8 @@ def _fixed_prompts(
     count = count if steps is None else min(count, size * steps)
     single = context.by(config.replace(total_batch_size=min(size, count), on_policy_fraction=1.0))
     _, layout = choose_rollout_rows(single, student, collector)
-    reader = TokenReader(read_divergences(_definitions(models), divergence, config), layout, context.mesh)
+    read = read_divergences(_definitions(models), divergence, config)
+    reader = TreeReader(read, layout, context.mesh, per="token")
 
     def measure(rollout: Rollout, state: TrainState) -> dict[str, float]:
         params = {**state.params, STUDENT: student.as_stored(state.params[STUDENT])}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit import per_sequence
+from rlhf_core.fit import TreeReader
 from rlhf_dpo.objective import sequence_logps
 
 if TYPE_CHECKING:
@@ -64,15 +64,14 @@ class Reader:
         self, model: Definition, mesh: Mesh, pairs: PairSet, layout: Layout, which: NDArray[np.integer]
     ) -> None:
         """which: int [n], the pairs."""
-        self.pairs, self.layout, self.which = pairs, layout, which
-        self._mesh = mesh
-        self._logps = partial(sequence_logps, model)
+        self.pairs, self.which = pairs, which
+        self._read = TreeReader(partial(sequence_logps, model), layout, mesh, per="sequence")
 
     def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
         """Return float32 [n, 2], nats: of the chosen and of the rejected completion. which: instead of the reader's."""
         which = self.which if which is None else which
-        trees = self.pairs.trees[which]
-        return per_sequence(self._logps, params, trees, self.layout, self._mesh, group=2).reshape(-1, 2)
+        logps: NDArray[np.float32] = self._read(params, self.pairs.trees[which], group=2)
+        return logps.reshape(-1, 2)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import Rollouts
-from rlhf_core.fit import TokenReader
+from rlhf_core.fit import TreeReader
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import Reading, Rollout, RolloutCollector
 from rlhf_grpo.objective import kl_estimate
@@ -123,7 +123,7 @@ class PolicyReader:
             *(("ref_logps",) if reference is not None else ()),
             *(("entropies",) if config.top_entropy_quantile < 1 else ()),
         )
-        self._reader = TokenReader(partial(read_values, logps, self.names), layout, mesh)
+        self._reader = TreeReader(partial(read_values, logps, self.names), layout, mesh, per="token")
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""

@@ -38,12 +38,12 @@ class Evaluation:
     def __init__(self, pairs: Pairs, held_out: HeldOut, model: Model, measure: Measure) -> None:
         """held_out: the first of the pairs. Their column `subset` gives the metrics `accuracy/SUBSET`."""
         count = len(held_out.trees)
-        self.pairs, self.held_out, self.stored = pairs, held_out, model.as_stored
+        self.pairs, self.stored = pairs, model.as_stored
         self.margins = pairs.margins[:count].astype(np.float32)
         lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)[:count]
         self.lengths = lengths - held_out.trees.prefixes[:, None]
         self.subsets = [None if x is None or x == "" else str(x) for x in pairs.column("subset")[:count]]
-        self._score = partial(sequence_scores, model.definition)
+        self._score = held_out.reader(partial(sequence_scores, model.definition))
         self._measure = jax.jit(measure)
         self._cached: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
 
@@ -57,12 +57,9 @@ class Evaluation:
     def _measured(self, state: TrainState) -> tuple[NDArray[np.float32], dict[str, float]]:
         if self._cached is None or self._cached[0] is not state.params:
             self._cached = None  # frees the previous arrays first
-            scores = self._gather(self.stored(state.params))
+            scores = self._score(self.stored(state.params)).reshape(-1, 2)
             self._cached = state.params, scores, self._metrics(scores)
         return self._cached[1:]
-
-    def _gather(self, params: Any) -> NDArray[np.float32]:
-        return self.held_out.per_sequence(self._score, params).reshape(-1, 2)
 
     def _metrics(self, scores: NDArray[np.float32]) -> dict[str, float]:
         chosen, rejected = scores[:, 0], scores[:, 1]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
-from rlhf_core.fit import per_sequence
+from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
 from rlhf_core.training import Build, Context, python_trainer, scoring_contract
 from rlhf_reward.config import RewardConfig
@@ -43,9 +43,10 @@ def build(config: RewardConfig, context: Context) -> Build:
 
     def save(state: TrainState) -> None:
         if evaluate is None:
-            params, score = model.as_stored(state.params), partial(sequence_scores, model.definition)
+            score = partial(sequence_scores, model.definition)
             layout = updates.layout.largest()  # a single program to compile
-            found = per_sequence(score, params, trees[:STATISTICS_PAIRS], layout, context.mesh, group=2)
+            reader = TreeReader(score, layout, context.mesh, per="sequence")
+            found = reader(model.as_stored(state.params), trees[:STATISTICS_PAIRS], group=2)
             metrics = None
         else:
             found, metrics = evaluate.scores(state), finite(evaluate(state))

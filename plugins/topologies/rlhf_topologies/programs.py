@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from rlhf_core.fit.batches import FIRST_UPDATES, empty_batches
+from rlhf_core.fit.batches import FIRST_UPDATES
 from rlhf_core.mesh import abstract_rows, with_shardings
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
@@ -20,7 +20,7 @@ from rlhf_core.packing.rows import pack
 from rlhf_core.pipeline.forecast import call_trainer, each_stage
 from rlhf_core.rollouts import RolloutUpdates
 from rlhf_core.rollouts.layout import full_groups
-from rlhf_core.scoring import scoring_function, scoring_layout
+from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
 from rlhf_core.training.context import Context, ModelNotHereError
 from rlhf_core.training.memory import definition_of
@@ -202,9 +202,10 @@ def _scoring(
     branches = len(groups[0].branches)
     longest = max(len(tree.prefix) + max(map(len, tree.branches)) for tree in groups)
     layout = scoring_layout(definition, mesh, [tree.size for tree in groups], branches, longest=longest)
-    batches = loads([pack(groups, layout)], empty_batches(layout, sequence_names=("place",)))
+    reader = scoring_reader(definition, layout, mesh)
+    batches = loads([pack(groups, layout)], reader.shapes())
     return reading_programs(
-        scoring_function(definition, mesh).lower,
+        reader.lower,
         definition,
         params,
         [load for load in batches if load.calls],

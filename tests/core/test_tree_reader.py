@@ -1,4 +1,4 @@
-"""Values per trained token: for every branch of every tree in order, however trees are packed, split or sharded."""
+"""Values per sequence and per trained token: for every branch in order, however trees are packed, split or sharded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.fit import TokenReader, reading
+from rlhf_core import reading
+from rlhf_core.fit import TreeReader
 from rlhf_core.mesh import make_mesh, replicated_sharding
-from rlhf_core.objective import trained_scores
+from rlhf_core.objective import sequence_scores, trained_scores
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import Tree
 
@@ -46,15 +47,17 @@ def trained(tree: Tree, branch: int) -> np.ndarray:
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At its last token, and at the parent of each trained one."""
     monkeypatch.setattr(reading, "CHUNK", 2)
     model = tiny.make_model("score", scale=4.0)
     mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
     definition = model.definition
     params = jax.device_put(model.params, definition.shardings(mesh))
     given = trees(np.random.default_rng(0))
-    values = TokenReader(partial(trained_scores, definition), LAYOUT, mesh)(params, given)
+    values = TreeReader(partial(trained_scores, definition), LAYOUT, mesh, per="token")(params, given)
+    last = TreeReader(partial(sequence_scores, definition), LAYOUT, mesh, per="sequence")(params, given)
     branches = [(tree, i) for tree in given for i in range(len(tree.branches))]
-    assert len(values) == len(branches)
+    assert len(values) == len(last) == len(branches)
     positions = np.arange(16, dtype=np.int32)[None]  # one program for texts of every length
 
     @jax.jit
@@ -62,11 +65,13 @@ def test_scores_of_every_branch_as_computed_one_by_one(
         hidden = definition.hidden(model.params, tokens, positions, np.full_like(positions, 16))
         return definition.score(model.params, hidden)[0]
 
-    for (tree, i), found in zip(branches, values, strict=True):
+    for (tree, i), found, at_end in zip(branches, values, last, strict=True):
         tokens = np.concatenate([tree.prefix, tree.branches[i]])
         scores = np.asarray(score(np.pad(tokens, (0, 16 - len(tokens)))[None]))
         expected = scores[len(tree.prefix) + trained(tree, i) - 1]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(at_end, scores[len(tokens) - 1], rtol=0, atol=1e-5)
+    assert np.std(last) > 1e-3
 
 
 def test_a_program_is_compiled_once_per_shape() -> None:
@@ -77,7 +82,7 @@ def test_a_program_is_compiled_once_per_shape() -> None:
         return params * (batch.trained >= 0)
 
     given = trees(np.random.default_rng(1))
-    reader = TokenReader(weights, LAYOUT, mesh)
+    reader = TreeReader(weights, LAYOUT, mesh, per="token")
     for _ in range(2):
         values = reader(np.float32(2), given)
     assert sorted(traced) == sorted(set(traced))
@@ -96,7 +101,7 @@ def test_several_values_of_one_pass() -> None:
 
     given = trees(np.random.default_rng(2))
     params = jax.device_put({"by": np.float32(3)}, replicated_sharding(mesh))
-    reader = TokenReader(read, LAYOUT, mesh)
+    reader = TreeReader(read, LAYOUT, mesh, per="token")
     reader.compile(params)
     count = len(traced)
     assert count == len(LAYOUT.time)
@@ -109,3 +114,34 @@ def test_several_values_of_one_pass() -> None:
         np.testing.assert_array_equal(values["token"][number], expected)
         np.testing.assert_array_equal(values["scaled"][number], 3 * expected)
     assert reader(params, []) == {"token": [], "scaled": []}
+
+
+def test_values_per_sequence_read_the_values_of_trees() -> None:
+    given = trees(np.random.default_rng(1))
+    numbers = [np.arange(len(tree.branches), dtype=np.float32) + 10 * i for i, tree in enumerate(given)]
+    valued = [tree._replace(sequence_values={"value": x}) for tree, x in zip(given, numbers, strict=True)]
+
+    def scaled(params: Any, batch: Any) -> Any:
+        return params * batch.sequence_values["value"]
+
+    reader = TreeReader(scaled, LAYOUT, make_mesh(), per="sequence", sequence_names=("value",))
+    found = reader(np.float32(2), valued)
+    np.testing.assert_array_equal(found, 2 * np.concatenate(numbers))
+    assert found.dtype == np.float32
+    assert reader(np.float32(2), []).shape == (0,)
+
+
+def test_pairs_stay_together() -> None:
+    """Both sequences of a pair are in one row, with `group`."""
+
+    def neighbours(params: Any, batch: Any) -> Any:
+        pair = params * batch.example[:, ::2]
+        return pair.repeat(2, axis=1) - batch.example
+
+    draw = np.random.default_rng(2)
+    given = [
+        Tree(np.zeros(0, np.int32), tuple(draw.integers(3, 9, n).astype(np.int32) for n in (5, 6)))
+        for _ in range(20)
+    ]
+    found = TreeReader(neighbours, LAYOUT, make_mesh(), per="sequence")(np.int32(1), given, group=2)
+    np.testing.assert_array_equal(found.reshape(-1, 2), np.zeros((20, 2)))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.fit import reading as module
+from rlhf_core import reading as module
 from rlhf_core.fit.evaluation import evaluator
-from rlhf_core.fit.reading import compute_batches, say_if_slow
 from rlhf_core.metrics import Mean
+from rlhf_core.reading import compute_batches, say_if_slow
 
 
 class Device:
