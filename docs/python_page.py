@@ -84,7 +84,7 @@ TASKS = (
         "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
         "evaluation_step grpo_step",
     ),
-    Task("Save and score", "", "Artifact save_model write_atomic Scorer scoring_contract"),
+    Task("Save and score", "", "Artifact save_model write_atomic Scorer"),
     Task(
         "Run trainers and pipelines from Python",
         "",

@@ -85,7 +85,7 @@ def rows(file: str, directory: Path) -> None:
 def model_configs(directory: Path) -> None:
     from rlhf_core.models import check_model
     from rlhf_core.tokenizer import Encoder, load_tokenizer
-    from rlhf_core.training.memory import definition_of
+    from rlhf_core.training.starting_model import definition_of
 
     check_model(directory / "sharded")
     check_model(directory / "model")

@@ -60,7 +60,7 @@ from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState, fixed_parameters
 from rlhf_core.step import Objective, Programs
 from rlhf_core.training import Context
-from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.choose_attention import choose_attention
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
 import works as speed_works

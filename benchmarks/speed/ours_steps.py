@@ -58,8 +58,7 @@ from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
 from rlhf_core.training import Context, Reference
-from rlhf_core.training.attention import choose_attention
-from rlhf_core.training.open import open_prompts
+from rlhf_core.training.choose_attention import choose_attention
 
 Row = dict[str, Any]
 
@@ -191,16 +190,16 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     terms = Terms(
         name=config.loss.name, beta=task.beta, kl=config.kl.name, max_completion_length=works.COMPLETION
     )
-    mesh = stage.devices()
+    mesh, context = stage.devices(), Context(config, stage)
+    context.tokenizer = tokenizer
     collector = RolloutCollector(
         stage,
-        open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=works.PROMPT),
+        context.prompts("train_data", works.PROMPT),
         tokenizer,
         lambda *_: samples,
         open_rewards((), stage),
         RolloutOptions(works.PROMPT, works.GROUP, config.sampling, config.prompts_per_rollout),
     )
-    context = Context(config, stage)
     model, layout = choose_rollout_rows(context, model, collector)
     reference = Reference(model.params, (), mesh) if config.keeps_reference else None
     logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)

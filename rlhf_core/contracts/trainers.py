@@ -13,10 +13,12 @@ class Forecast:
 
     lines: examples, updates, tokens, memory, each a line.
     warnings: without "warning: "; a pipeline shows them at its start, and not again where the stage raises them.
+    memory: bytes that the stage takes at most, in all or per device; None: not known.
     """
 
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    memory: int | None = None
 
     def printed(self) -> list[str]:
         """Return every line for a reader, warnings last."""

@@ -127,7 +127,8 @@ def _run(
                 each.name, each.dir, each.seed, mesh, is_main, host.registry, host.hook, template_date=day
             )
             request = _request(plan, each, host, accept)
-            notes = _notes(plan, say, forecasts.get(each.name, Forecast()))
+            expected = forecasts.get(each.name, Forecast())
+            notes = Notes(plan.dir, say, expected.warnings, expected.memory)
             record = asked[each.name].record
             results[each.name] = run_stage(each.trainer, each.config, stage, host, record, request, notes)
     if all(result.skipped for result in results.values()):
@@ -206,13 +207,6 @@ def _request(plan: Plan, stage: StagePlan, host: Host, accept: Collection[str]) 
 def _reads(stage: StagePlan) -> frozenset[str]:
     """Return the stages whose outputs this one reads."""
     return frozenset(input.reference.partition(".")[0] for input in stage.inputs.values() if input.reference)
-
-
-def _notes(plan: Plan, say: Callable[[str], None], forecast: Forecast) -> Notes:
-    from rlhf_core.training.memory import MemoryLine
-
-    memory = next((line.bytes for line in forecast.lines if isinstance(line, MemoryLine)), None)
-    return Notes(plan.dir, say, forecast.warnings, memory)
 
 
 def _write_resolved(plan: Plan, host: Host) -> None:

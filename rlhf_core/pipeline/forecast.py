@@ -36,7 +36,7 @@ def stage_forecasts(
     Raises InputError with every problem that the trainers find, such as malformed rows, and for every trainer whose
     `forecast` itself fails.
     """
-    return each_stage(plan, host, partial(_forecast, host=host), without=without, planned_mesh=mesh)
+    return each_stage(plan, host, partial(_forecast, host=host, mesh=mesh), without=without)
 
 
 def each_stage(
@@ -46,7 +46,6 @@ def each_stage(
     *,
     without: Collection[str] = (),
     mesh: Mesh | None = None,
-    planned_mesh: AbstractMesh | None = None,
 ) -> dict[str, T]:
     """Return {stage: what `function` makes of its plan and a `Stage` that is only checked}, but for those in `without`.
 
@@ -88,8 +87,7 @@ def each_stage(
                 host.registry,
                 host.hook,
                 inputs,
-                planned_mesh,
-                day,
+                template_date=day,
             )
             if name in without:
                 continue
@@ -105,12 +103,12 @@ def each_stage(
     return results
 
 
-def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
+def _forecast(planned: StagePlan, stage: Stage, host: Host, mesh: AbstractMesh | None) -> Forecast:
     """Forecast a stage by its trainer's `build`; of a trainer without one, nothing but the settings is known."""
     elsewhere, build = _of_the_hub(planned), planned.trainer.build
     if build is None:
         return Forecast(elsewhere)
-    made = call_trainer(planned, host, partial(forecast, build), stage, "forecast")
+    made = call_trainer(planned, host, partial(forecast, build, planned=mesh), stage, "forecast")
     return replace(made, lines=(*made.lines, *elsewhere))
 
 

@@ -12,15 +12,8 @@ from rlhf_core.rollouts.episodes import forecast_episodes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.tokenizer import special_ids
-from rlhf_core.training.context import Context, Expected
+from rlhf_core.training.context import Context, Expected, require_stop_token
 from rlhf_core.training.memory import scoring_bytes
-from rlhf_core.training.open import (
-    error_context,
-    open_episode_rows,
-    open_prompts,
-    open_records,
-    require_stop_token,
-)
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Forecast
@@ -48,7 +41,7 @@ def open_rollout_prompts(
     if context.shapes and tokenizer is not None:
         _check_stops(context, options)
     if environment is not None:
-        rows = open_episode_rows(config, stage, field, max_prompt_length=length, needed=needed)
+        rows = context.episode_rows(field, length)
         if context.shapes and needed:
             assert rows is not None
             of_rewards = _told(context, forecast_rewards(rewards, rows, stage, field))
@@ -59,22 +52,19 @@ def open_rollout_prompts(
             _expect(context, options, (len(rows), length), lines[0], later)
         return rows
     if tokenizer is None:
-        records = open_records(config, stage, field, needed=needed)
+        records = context.records(field)
         if records is not None and needed:
             of_rewards = _told(context, forecast_rewards(rewards, records, stage, field))
             report = f"{len(records):,} prompts before length limits"
             _expect(context, options, (len(records), length), report, of_rewards.lines)
         return None
-    with error_context(stage, field):
-        prompts = open_prompts(config, stage, tokenizer, field, max_prompt_length=length, needed=needed)
+    prompts = context.prompts(field, length)
     if context.shapes and prompts is not None:
         of_rewards = forecast_rewards(rewards, prompts, stage, field)
         if needed:
             longest = max(map(len, prompts.ids))
             _told(context, of_rewards)
             _expect(context, options, (len(prompts), longest), str(prompts.report), of_rewards.lines)
-        elif not prompts.report.all_as_given:
-            context.notes.append(f"; {field}: {prompts.report}")
     return prompts
 
 
@@ -82,7 +72,7 @@ def _check_stops(context: Context, options: RolloutOptions) -> None:
     """Raise InputError where no token could end a completion, or a text that ends one cannot be recognised."""
     tokenizer, sampling = context.tokenizer, options.sampling
     ends = special_ids(tokenizer, context.config.chat_template).eos
-    require_stop_token(ends, sampling, context.stage)
+    require_stop_token(ends, sampling, context.name)
     if sampling.stop_strings:
         stop_table(sampling.stop_strings, tokenizer, len(tokenizer))
 
@@ -121,7 +111,7 @@ def _expect(
         whole = shares_prompts(definition) and slots == prompts * group
         own = length if whole else longest + length
         cache = cache_bytes(definition, slots, own) + cache_bytes(definition, prompts, longest)
-        if context.stage.planned_mesh is not None:
+        if context.planned is not None:
             return {"rollout cache": cache}
         # Decoding joins projections, so that each token reads the weights in fewer pieces.
         models = _reward_models(context, parameters)

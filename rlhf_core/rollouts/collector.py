@@ -12,9 +12,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import all_equal
+from rlhf_core.config import Component
+from rlhf_core.contracts import SAMPLER, SamplerInputs, all_equal
 from rlhf_core.data import EpisodeRows, Prompts, require_vocabulary
 from rlhf_core.errors import NonFiniteError, RunError
+from rlhf_core.models.model import warn_of_constraints
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
 from rlhf_core.rollouts.check import open_rollout_prompts
@@ -24,11 +26,11 @@ from rlhf_core.rollouts.episodes import open_environment
 from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
+from rlhf_core.training.context import require_stop_token
 from rlhf_core.training.memory import sampling_memory
-from rlhf_core.training.open import error_context, open_sampler, warm_up
+from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
-    from rlhf_core.config import Component
     from rlhf_core.contracts import Rollouts, SamplerFunction
     from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Model
@@ -263,17 +265,8 @@ def open_collector(
     if context.has_devices:
         train = field == "train_data"
         count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))
-        function = open_sampler(
-            stage,
-            model,
-            prompts,
-            options.sampling,
-            num_generations=options.num_generations,
-            prompts_per_call=count,
-            sampler=options.sampler,
-            memory=sampling_memory(context, model, rewards, others),
-            conversation_length=None if episodes is None else episodes.length,
-        )
+        room_left = sampling_memory(context, model, rewards, others)
+        function = _open_sampler(context, model, prompts, options, count, room_left, episodes)
     room = getattr(function, "room" if episodes is None else "conversation_room", None)
     if room is not None and room.bytes is not None:
         held = f"{field}: {room.prompts:,} episodes are held together, {room.bytes / 1e9:.1f} GB per device"
@@ -290,3 +283,53 @@ def open_collector(
 def _without_difference(rollout: Rollout) -> NDArray[np.bool_]:
     """bool [P]: the scored rewards of a group are all equal, or none is scored, so that it has no advantage."""
     return all_equal(rollout.total.reshape(len(rollout.prompts), -1))
+
+
+def _open_sampler(
+    context: Context,
+    model: Model,
+    prompts: Prompts | EpisodeRows,
+    options: RolloutOptions,
+    prompts_per_call: int,
+    memory: int | None,
+    episodes: EpisodeSource | None,
+) -> Any:
+    """Make the sampler. One without `converse` gets whole conversations of episodes as prompts.
+
+    memory: bytes per device that it may use. Raises InputError for a model without a stop token.
+    """
+    require_stop_token(model.stop_ids, options.sampling, context.name)
+    warn_of_constraints(model.source)
+    component = Component(name="jax") if options.sampler is None else options.sampler
+    make = context.registry.get(SAMPLER, component.name, **component.options)
+    length = None if episodes is None else episodes.length
+    inputs = SamplerInputs(
+        definition=model.definition,
+        tokenizer=model.tokenizer,
+        options=options.sampling,
+        mesh=context.mesh,
+        stop_ids=model.stop_ids,
+        num_generations=options.num_generations,
+        prompts_per_call=prompts_per_call,
+        max_prompt_length=int(prompts.sizes.max()),
+        memory=memory,
+        conversation_length=length,
+    )
+    made = make(inputs)
+    if length is None or hasattr(made, "converse"):
+        return made
+    return make(
+        replace(
+            inputs,
+            num_generations=1,
+            prompts_per_call=prompts_per_call * options.num_generations,
+            max_prompt_length=inputs.max_prompt_length + length,
+            conversation_length=None,
+        )
+    )
+
+
+def warm_up(sampler: Any, model: Model, sizes: NDArray[np.int64]) -> None:
+    """Compile the sampler's programs for prompts of these lengths, if the sampler can compile early."""
+    if hasattr(sampler, "warm_up"):
+        sampler.warm_up(model.params, sizes)

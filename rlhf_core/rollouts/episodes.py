@@ -24,7 +24,7 @@ from rlhf_core.environments import (
 from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.sampling import converse_by_turns
 from rlhf_core.stage.text_settings import text_options
-from rlhf_core.training.open import error_context
+from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.rollouts.collector import RolloutCollector
+from rlhf_core.rollouts.collector import RolloutCollector, warm_up
 from rlhf_core.rollouts.rollout import Rollout
-from rlhf_core.training.open import warm_up
 
 if TYPE_CHECKING:
     from rlhf_core.models import Model

@@ -13,7 +13,7 @@ from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import row_multiple
 from rlhf_core.packing import Layout, Tree, choose_layout
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
-from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.choose_attention import choose_attention
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

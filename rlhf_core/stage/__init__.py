@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rlhf_core.runtime.terminal import escape_control
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh
+    from jax.sharding import Mesh
 
     from rlhf_core.plugins.registry import Registry
 
@@ -35,7 +35,6 @@ class Stage:
     experiment: what the stage computes, as `rlhf_core.stage.identity` records it; checkpoints refer to it. None if
         neither a pipeline nor a trainer class started the trainer.
     metrics: the newest value of every metric logged so far.
-    planned_mesh: the devices of `rlhf check --devices`, which need not exist; None without that flag.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Stage:
     registry: Registry
     hook: Any
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    planned_mesh: AbstractMesh | None = None
     template_date: str | None = None
     experiment: Mapping[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from rlhf_core.fit import Build as Build
 from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.training.context import Context as Context
-from rlhf_core.training.contract import scoring_contract as scoring_contract
 from rlhf_core.training.define import define_trainer as define_trainer
 from rlhf_core.training.define import python_trainer as python_trainer
 from rlhf_core.training.held_out import HeldOut as HeldOut
@@ -21,5 +20,4 @@ __all__ = [
     "named_loss",
     "open_rewards",
     "python_trainer",
-    "scoring_contract",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import jax
 import numpy as np
@@ -14,38 +16,46 @@ from numpy.typing import NDArray
 
 from rlhf_core import data
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.data import Pairs, Texts
+from rlhf_core.data import EpisodeRows, Pairs, Prompts, Texts
+from rlhf_core.data.columns import require_conversations
+from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
-from rlhf_core.models import Definition, Model, load_model
+from rlhf_core.models import Definition, Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
-from rlhf_core.training.attention import choose_attention
+from rlhf_core.runtime.signals import stop_if_asked
+from rlhf_core.scoring import Contract, base_identity
+from rlhf_core.stage.text_settings import read_at_of, text_options
+from rlhf_core.tokenizer import special_ids
+from rlhf_core.training.choose_attention import choose_attention
 from rlhf_core.training.held_out import HeldOut
-from rlhf_core.training.memory import model_of_shapes
-from rlhf_core.training.open import (
+from rlhf_core.training.starting_model import (
     default_warnings,
     error_context,
+    model_of_shapes,
+    model_source,
     open_model,
-    open_pairs,
-    open_records,
-    open_texts,
-    require_model,
-    stop_warnings,
-    warn,
 )
 
 if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.models import Head
-    from rlhf_core.packing.trees import Trees
-    from rlhf_core.stage import Stage
+    from jax.sharding import AbstractMesh
 
-UNITS: Mapping[type, str] = {Texts: "demonstrations", Pairs: "pairs"}
-"""What an example is called in a forecast."""
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.data import Records
+    from rlhf_core.data.report import Report
+    from rlhf_core.packing.trees import Trees
+    from rlhf_core.sampling import SamplingOptions
+    from rlhf_core.stage import Stage
+    from rlhf_core.tokenizer.options import ReadAt, TextOptions
+
+T = TypeVar("T", Texts, Pairs)
+NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
+UNHEARD_OF = "\U0010fffd"
+"""A text that no vocabulary has as a token."""
 
 
 class ModelNotHereError(Exception):
-    """Raised during a check where a build cannot go on, since this machine has no model or tokenizer yet.
+    """Raised during a check where a build cannot continue, since this machine has no model or tokenizer yet.
 
     Everything that the data and the config alone show has been counted by then.
     """
@@ -78,12 +88,20 @@ class Context:
     name, seed, registry: of the stage. mesh: the stage's devices, or, where `shapes`, a description of devices.
     shapes: the stage is only checked or compiled for: models have shapes in place of parameters, warnings are collected
         in `warnings`, and what will happen in `expected`.
+    planned: devices to check for, which need not exist; None: the stage's.
     """
 
-    def __init__(self, config: TrainerConfig, stage: Stage, *, shapes: bool = False) -> None:
-        self.config, self.stage, self.shapes = config, stage, shapes
+    def __init__(
+        self,
+        config: TrainerConfig,
+        stage: Stage,
+        *,
+        shapes: bool = False,
+        planned: AbstractMesh | None = None,
+    ) -> None:
+        self.config, self.stage, self.shapes, self.planned = config, stage, shapes, planned
         self.name, self.seed, self.registry = stage.name, stage.seed, stage.registry
-        self.mesh: Any = stage.mesh or stage.planned_mesh or planned_mesh(1)
+        self.mesh: Any = stage.mesh or planned or planned_mesh(1)
         self.tokenizer: Any = stage.inputs.get("tokenizer")
         self.warnings: list[str] = []
         self.expected: list[Expected] = []
@@ -104,11 +122,12 @@ class Context:
         return changed
 
     def warn(self, *lines: str) -> None:
-        """Warn of lines that begin with a field."""
+        """Warn of lines that begin with a field, on one process."""
         if self.shapes:
             self.warnings += lines
-        else:
-            warn(self.stage, lines)
+            return
+        for line in lines if self.stage.is_main else ():
+            warnings.warn(f"stage '{self.name}'.{line}", stacklevel=3)
 
     def say(self, line: str) -> None:
         """Print a line on stderr, unless the stage is only checked."""
@@ -131,14 +150,19 @@ class Context:
 
         head: "lm" or "score". Parameters of an object are copied, since training donates them.
         """
+        config, stage = self.config, self.stage
+        self.warn(*default_warnings(config, stage))
         if not self.shapes:
-            model = open_model(self.config, self.stage, head=head)
+            model = open_model(config, stage, head=head)
             self.tokenizer = model.tokenizer
             return model
-        if not self.has_devices:  # devices to compile for are chosen before weights are fetched
-            require_model(self.config, self.stage, head=head)
-        self.warn(*default_warnings(self.config, self.stage))
-        return self._of_shapes(self.config.model, head)
+        if not self.has_devices:
+            source = model_source(config, stage)
+            if isinstance(source, str) and Path(source).exists():
+                with error_context(stage, "model"):
+                    # Devices that need not exist are chosen before weights are fetched.
+                    check_model(source, head, registry=self.registry, needs_weights=self.planned is None)
+        return self._of_shapes(config.model, head)
 
     def other_model(self, source: Any, **options: Any) -> Model:
         """Load a language model that is read beside the one that is trained, such as a teacher, adapters merged.
@@ -157,47 +181,178 @@ class Context:
         return model
 
     @overload
-    def texts(self, field: Literal["train_data"], **options: Any) -> Texts: ...
+    def records(self, field: Literal["train_data"], *, episodes: bool = False) -> Records: ...
     @overload
-    def texts(self, field: str, **options: Any) -> Texts | None: ...
-    def texts(self, field: str, **options: Any) -> Texts | None:
+    def records(self, field: str, *, episodes: bool = False) -> Records | None: ...
+    def records(self, field: str, *, episodes: bool = False) -> Records | None:
+        """Open the rows of `train_data`, or of `eval_data`, which may not be given: None.
+
+        episodes: whether an environment makes the conversations. Raises InputError for plain texts with a
+        `system_prompt`.
+        """
+        config, stage, where = self.config, self.stage, f"stage '{self.name}'.{field}"
+        dataset = stage.inputs.get(field.replace("_data", "_dataset"))
+        spec = dataset if dataset is not None else getattr(config, field)
+        if spec is None:
+            if field == "train_data":
+                raise InputError(f"{where}: missing; give a file, a dataset name, or a table")
+            if config.compares is not None:
+                raise InputError(f"{where}: missing; {config.compares} compares evaluations on it")
+            if config.evaluation_steps is not None:
+                self.warn(f"evaluation_steps: nothing is evaluated without {field}")
+            return None
+        stop_if_asked(f"before the data of stage '{self.name}' were read")
+        with error_context(stage, field):
+            records = data.load(spec, registry=self.registry, columns=config.columns)
+            if config.system_prompt is not None and not episodes:
+                require_conversations(records.sources)
+        return records
+
+    @overload
+    def texts(self, field: Literal["train_data"], *, values: Sequence[str] = ()) -> Texts: ...
+    @overload
+    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | None: ...
+    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | None:
         """Tokenise the demonstrations of `train_data` or of `eval_data`, which may not be given: None.
 
-        options: `values`, columns of numbers, which an objective reads as `batch.sequence_values[column]`.
+        values: columns of numbers, which an objective reads as `batch.sequence_values[column]`.
         Raises InputError for rows that are not demonstrations, and for those without these numbers.
         """
-        texts: Texts | None = self._rows(open_texts, Texts, field, options)
-        return texts
+        length = self.config.max_sequence_length
+
+        def encode(records: Records) -> Texts:
+            options = self._encoding()
+            return data.encode_texts(records, self.tokenizer, max_length=length, values=values, **options)
+
+        return self._rows(field, "demonstrations", encode)
 
     @overload
-    def pairs(self, field: Literal["train_data"], **options: Any) -> Pairs: ...
+    def pairs(
+        self,
+        field: Literal["train_data"],
+        *,
+        read_at: ReadAt | None = "eos",
+        completions: bool = False,
+        margins: bool = True,
+    ) -> Pairs: ...
     @overload
-    def pairs(self, field: str, **options: Any) -> Pairs | None: ...
-    def pairs(self, field: str, **options: Any) -> Pairs | None:
+    def pairs(
+        self,
+        field: str,
+        *,
+        read_at: ReadAt | None = "eos",
+        completions: bool = False,
+        margins: bool = True,
+    ) -> Pairs | None: ...
+    def pairs(
+        self,
+        field: str,
+        *,
+        read_at: ReadAt | None = "eos",
+        completions: bool = False,
+        margins: bool = True,
+    ) -> Pairs | None:
         """Tokenise the preference pairs of `train_data` or of `eval_data`, which may not be given: None.
 
-        options: of `rlhf_core.training.open.open_pairs`. Raises InputError for rows that are not pairs, and for
-        training data without a pair that differs.
+        read_at: where conversations end: "eos", after the stop token that follows the last reply; "template", where the
+        chat template ends; None: as the stage's reward model was trained. completions: find where they start, for
+        losses over tokens. margins: whether the loss reads them; the report counts those it does not.
+        Raises InputError for rows that are not pairs, and for training data without a pair that differs.
         """
-        pairs: Pairs | None = self._rows(open_pairs, Pairs, field, options)
-        return pairs
+        length = self.config.max_sequence_length
 
-    def _rows(self, open_rows: Any, kind: type, field: str, options: Mapping[str, Any]) -> Any:
-        needed = field == "train_data"
-        if self.tokenizer is None:
-            records = open_records(self.config, self.stage, field, needed=needed)
-            assert records is not None
-            report = f"{len(records):,} {UNITS[kind]} before length limits"
-            self._expect(UNITS[kind], len(records), report)
+        def encode(records: Records) -> Pairs:
+            options = {**self._encoding(read_at), "completions": completions}
+            pairs = data.encode_pairs(records, self.tokenizer, max_length=length, **options)
+            if not margins:
+                pairs.report.unread += [pairs.where(i) for i in np.flatnonzero(pairs.margins).tolist()]
+            return pairs
+
+        return self._rows(field, "pairs", encode)
+
+    def prompts(self, field: str, max_prompt_length: int) -> Prompts | None:
+        """Tokenise the prompts of `train_data` or of `eval_data`, which may not be given: None.
+
+        Raises InputError for rows that are not prompts.
+        """
+        records = self.records(field)
+        if records is None:
+            return None
         with error_context(self.stage, field):
-            rows = open_rows(self.config, self.stage, self.tokenizer, field, needed=needed, **options)
-        if self.shapes and rows is not None:
-            if needed:
-                self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
-                self._expect(UNITS[kind], len(rows), str(rows.report), sizes_of(rows.trees()))
-            elif not rows.report.all_as_given:
-                self.notes.append(f"; {field}: {rows.report}")
+            prompts = data.encode_prompts(
+                records, self.tokenizer, max_prompt_length=max_prompt_length, **self._encoding()
+            )
+        self._report(prompts.report, field)
+        return prompts
+
+    def episode_rows(self, field: str, max_prompt_length: int) -> EpisodeRows | None:
+        """Open the rows of `train_data` or of `eval_data` that an environment's episodes begin with."""
+        records = self.records(field, episodes=True)
+        return None if records is None else EpisodeRows(records, max_prompt_length)
+
+    def _rows(self, field: str, unit: str, encode: Callable[[Records], T]) -> Any:
+        records, needed = self.records(field), field == "train_data"
+        if records is None:
+            return None
+        if self.tokenizer is None:
+            self.missing = True
+            self._expect(unit, len(records), f"{len(records):,} {unit} before length limits")
+        with error_context(self.stage, field):
+            rows = encode(records)
+        self._report(rows.report, field)
+        if needed:
+            self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
+        if needed and self.shapes:
+            self._expect(unit, len(rows), str(rows.report), sizes_of(rows.trees()))
         return rows
+
+    def _report(self, report: Report, field: str) -> None:
+        """Say which rows were dropped, cut, or teach nothing, and which columns are not read."""
+        if self.shapes:  # a forecast has the report of training data in a line of its own
+            if field != "train_data" and not report.all_as_given:
+                self.notes.append(f"; {field}: {report}")
+        elif not report.all_as_given:
+            self.warn(f"{field}: {report}")
+        elif report.not_read:
+            self.say(f"{field}: {', '.join(report.not_read)}")
+
+    def text_options(self, read_at: ReadAt | None = "eos") -> TextOptions:
+        """Collect how the stage's texts are read. read_at: as for `pairs`."""
+        config, stage = self.config, self.stage
+        return text_options(config, stage, read_at=read_at_of(config, stage, read_at))
+
+    def _encoding(self, read_at: ReadAt | None = "eos") -> dict[str, Any]:
+        return {
+            "overlong": self.config.overlong,
+            "truncation_mode": self.config.truncation_mode,
+            "chat_template": self.text_options(read_at),
+        }
+
+    def scoring_contract(
+        self,
+        model: Model,
+        *,
+        read_at: ReadAt | None = "eos",
+        scores: NDArray[Any] | None = None,
+        evaluation: Mapping[str, float] | None = None,
+    ) -> dict[str, Any]:
+        """Return what a reward model's scores depend on, for `save_model(…, contract=…)`; a `Scorer` reads it.
+
+        read_at: as for `pairs`. scores: of its evaluation data, else of some training data, reward units; their mean
+        and standard deviation are stored, without which they cannot be normalized. evaluation: the metrics on its
+        evaluation data.
+        """
+        contract = Contract.of(
+            model.tokenizer,
+            max_length=self.config.max_sequence_length,
+            truncation_mode=self.config.truncation_mode,
+            chat_template=self.text_options(read_at),
+            mean=None if scores is None else float(scores.mean()),
+            std=None if scores is None else float(scores.std()),
+        )
+        return replace(
+            contract, evaluation=evaluation, compute_dtype=model.computes_in, base=base_identity(model)
+        ).to_dict()
 
     def _expect(self, unit: str, count: int, report: str, sizes: NDArray[np.int64] | None = None) -> None:
         """Count the examples, updates and tokens of training rows; end the build where the model is not here.
@@ -217,7 +372,7 @@ class Context:
         self.expect(Expected([report, updates, tokens], total, per_update, longest, examples=each))
 
     def expect(self, expected: Expected) -> None:
-        """Add what a source of updates will do. Raises ModelNotHereError where the build cannot go on."""
+        """Add what a source of updates will do. Raises ModelNotHereError where the build cannot continue."""
         self.expected.append(expected)
         if self.missing:
             raise ModelNotHereError
@@ -273,3 +428,30 @@ class Context:
     ) -> HeldOut:
         """Hold the rows of `eval_data` for evaluations, packed once. options: of `HeldOut`."""
         return HeldOut(self, model, rows, rows.trees() if trees is None else trees, **options)
+
+
+def stop_warnings(config: TrainerConfig, tokenizer: Any) -> list[str]:
+    """Describe why a model trained on given texts would not learn where they end, one line per reason."""
+    ends = special_ids(tokenizer, config.chat_template).eos
+    if not ends:
+        return [
+            f"{NO_STOP_TOKEN}: texts are trained on without an end, so a policy never learns to stop, and a reward "
+            "model reads a text's last token; set eos_token in tokenizer_config.json"
+        ]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    written = tokenizer(UNHEARD_OF, add_special_tokens=False, verbose=False)["input_ids"]
+    if unknown in ends and unknown in written:
+        return [
+            f"the token '{tokenizer.unk_token}' both ends sequences and stands for text that the vocabulary lacks, so "
+            "such text ends a reply; set another unk_token or eos_token in tokenizer_config.json"
+        ]
+    return []
+
+
+def require_stop_token(stop_ids: Sequence[int], options: SamplingOptions, stage: str) -> None:
+    """Raise InputError where no token could end a completion."""
+    if not stop_ids and not options.stop_token_ids:
+        raise InputError(
+            f"stage '{stage}'.model: {NO_STOP_TOKEN}, so no completion could ever stop; set eos_token in "
+            "tokenizer_config.json"
+        )

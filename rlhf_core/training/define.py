@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
+from jax.sharding import AbstractMesh
+
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast, Trainer
@@ -35,12 +37,15 @@ def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:
     fit(stage, config, build(config, Context(config, stage)))
 
 
-def forecast(build: BuildFunction, config: TrainerConfig, stage: Stage) -> Forecast:
+def forecast(
+    build: BuildFunction, config: TrainerConfig, stage: Stage, planned: AbstractMesh | None = None
+) -> Forecast:
     """Forecast a stage; no weights are read, and no device is touched.
 
+    planned: the devices of `rlhf check --devices`, which need not exist.
     Raises InputError with what is wrong with the config, the data, or the files of the model.
     """
-    context = Context(config, stage, shapes=True)
+    context = Context(config, stage, shapes=True, planned=planned)
     try:
         made = build(config, context)
     except ModelNotHereError:
@@ -48,13 +53,14 @@ def forecast(build: BuildFunction, config: TrainerConfig, stage: Stage) -> Forec
     first, *others = context.expected
     lines = ["".join([first.lines[0], *context.notes]), *first.lines[1:]]
     cautions = list(context.warnings)
+    memory = Forecast()
     if made is not None:
-        memory = memory_forecast(held_bytes(made, context, first), config.dtype, stage.planned_mesh)
+        memory = memory_forecast(held_bytes(made, context, first), config.dtype, planned)
         lines += memory.lines
         cautions += memory.warnings
     lines += first.later
     lines += [f"{other.lines[0]}; an update also has {other.examples} of these" for other in others]
-    return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)))
+    return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)), memory.memory)
 
 
 def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, int]:

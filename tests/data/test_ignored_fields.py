@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core import data
+from rlhf_core import TrainerConfig, data
 from rlhf_core.data.report import Report
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.chat_template import ChatTemplate
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions
-from rlhf_core.training.open import warn_dropped_rows
+from rlhf_core.training import Context
 
 LAST_THOUGHT = (
     "{% for m in messages %}{{ m.role[:1] }} {% if m.reasoning_content and loop.last %}{{ m.reasoning_content }} "
@@ -168,8 +168,8 @@ def test_columns_that_are_not_read_are_listed_and_no_reason_to_warn(
     assert report.not_read == ["columns that are not read: score_chosen (in 2), id (in 1)"]
     assert report.all_as_given
     assert report.lines()[-1] == report.not_read[0]
-    stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", say=print)
-    warn_dropped_rows(report, stage, "train_data")
+    stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", seed=0, registry=None, inputs={}, say=print)
+    Context(TrainerConfig(), stage)._report(report, "train_data")
     assert "train_data: columns that are not read: score_chosen (in 2)" in capsys.readouterr().out
     both = {"prompt": "a", "completion": " b", "system": "c", "tools": ["x"], "loss": 1.0}
     texts = data.encode_texts(data.load([both]), tokenizer, max_length=None, values=("loss",)).report

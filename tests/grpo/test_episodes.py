@@ -147,7 +147,6 @@ def collect(tiny, model, config, tmp_path):
         stage = SimpleNamespace(
             name="policy",
             mesh=tiny.one_device(),
-            planned_mesh=None,
             template_date="2026-01-01",
             dir=tmp_path,
             seed=0,

@@ -18,7 +18,7 @@ from rlhf_core.models.attention_blocks import attend_blocks, block_size, in_bloc
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import pack, tree
-from rlhf_core.training.attention import fastest_block, visited_share
+from rlhf_core.training.choose_attention import fastest_block, visited_share
 
 ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4
 WAYS = {

@@ -29,7 +29,7 @@ from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training import attention
-from rlhf_core.training.attention import why_kernels
+from rlhf_core.training.choose_attention import why_kernels
 
 ROWS = 2
 

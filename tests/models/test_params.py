@@ -15,7 +15,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.metrics import Mean
 from rlhf_core.models.params import join, matching, paths, split
 from rlhf_core.step import Programs, split_step
-from rlhf_core.training.memory import training_bytes
+from rlhf_core.training.memory import state_bytes
 
 PARAMS = {"embed": {"w": 1.0}, "layers": {"q": {"kernel": 2.0, "bias": 3.0}, "norm": {"w": 4.0}}}
 
@@ -92,7 +92,7 @@ def tinier(model):
 
 def test_memory_counts_what_is_trained(model):
     tx = optimizers.adamw(1e-3)
-    whole, part = (training_bytes(model.definition, tx, (1, 16), frozen) for frozen in (None, "embed"))
+    whole, part = (state_bytes(model, tx, frozen) for frozen in (None, "embed"))
     embedding = model.params["embed_tokens"]["embedding"].nbytes
     assert part["parameters"] == whole["parameters"]
     assert part["gradients"] == whole["gradients"] - embedding

@@ -18,7 +18,7 @@ from rlhf_core import data
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import batch_warnings, config_warnings
-from rlhf_core.training.open import default_warnings
+from rlhf_core.training.starting_model import default_warnings
 
 WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
 TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"

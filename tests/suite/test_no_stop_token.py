@@ -16,7 +16,7 @@ from rlhf_core import plugins
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.training.open import open_pairs, open_texts
+from rlhf_core.training import Context
 
 MISSING = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 
@@ -68,18 +68,20 @@ def test_a_check_refuses_to_sample_without_a_stop_token(
 
 
 @pytest.mark.parametrize(
-    ("config", "opened"), [(SFTConfig, open_texts), (RewardConfig, open_pairs), (DPOConfig, open_pairs)]
+    ("config", "opened"), [(SFTConfig, "texts"), (RewardConfig, "pairs"), (DPOConfig, "pairs")]
 )
-def test_a_run_warns_once(config: Any, opened: Any, tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_run_warns_once(config: Any, opened: str, tiny: ModuleType, tmp_path: Path) -> None:
     rows = [{**row, "completion": row["chosen"]} for row in tiny.pairs(4)]
     stage = SimpleNamespace(
-        name="s", is_main=True, mesh=tiny.one_device(), inputs={"train_dataset": rows, "eval_dataset": rows},
+        name="s", seed=0, is_main=True, mesh=tiny.one_device(), inputs={"train_dataset": rows, "eval_dataset": rows},
         registry=plugins.load().registry, dir=tmp_path, template_date=None, say=print,
     )  # fmt: skip
+    context = Context(config(), stage)
+    context.tokenizer = without_eos(tiny)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for field in ("train_data", "eval_data"):
-            opened(config(), stage, without_eos(tiny), field)
+            getattr(context, opened)(field)
     assert sum(f"stage 's'.model: {MISSING}" in str(each.message) for each in caught) == 1
 
 

@@ -20,8 +20,7 @@ from rlhf_core.rollouts.warnings import system_prompt_warnings
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder
-from rlhf_core.training import scoring_contract
-from rlhf_core.training.open import open_prompts, open_texts
+from rlhf_core.training import Context
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 BRIEF = "ab ba"
@@ -93,18 +92,25 @@ def test_tokens_are_cached_apart() -> None:
 
 def stage_of(rows: Any, tmp_path: Path) -> Any:
     return SimpleNamespace(
-        name="s", is_main=True, mesh=None, inputs={"train_dataset": rows},
+        name="s", seed=0, is_main=True, mesh=None, inputs={"train_dataset": rows},
         registry=plugins.load().registry, dir=tmp_path, template_date=None, say=print,
     )  # fmt: skip
+
+
+def context_of(config: TrainerConfig, stage: Any) -> Context:
+    context = Context(config, stage)
+    context.tokenizer = tokenizer_with()
+    return context
 
 
 def test_plain_texts_are_refused(tmp_path: Path) -> None:
     config = TrainerConfig(system_prompt=BRIEF)
     stage = stage_of([{"prompt": "a", "completion": "b"}], tmp_path)
     with pytest.raises(InputError, match=r"stage 's'.train_data: system_prompt: .*plain texts"):
-        open_texts(config, stage, tokenizer_with(), "train_data")
+        context_of(config, stage).texts("train_data")
     stage = stage_of([{"prompt": [ASKED]}], tmp_path)
-    opened = open_prompts(config, stage, tokenizer_with(), "train_data", max_prompt_length=99)
+    opened = context_of(config, stage).prompts("train_data", 99)
+    assert opened is not None
     assert BRIEF in tokenizer_with().decode(opened.ids[0])
 
 
@@ -112,7 +118,7 @@ def test_a_reward_model_keeps_it_in_its_contract(tiny: ModuleType, tmp_path: Pat
     model = tiny.make_model("score", scale=4.0)
     model.tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' </s> ' }}{% endfor %}"
     config = TrainerConfig(system_prompt="a b")
-    contract = Contract.from_dict(scoring_contract(config, stage_of([], tmp_path), model), "here")
+    contract = Contract.from_dict(Context(config, stage_of([], tmp_path)).scoring_contract(model), "here")
     assert contract.system_prompt == "a b"
     with_it, without = Scorer(model, contract), Scorer(model, Contract.of(model.tokenizer, max_length=None))
     prompt, system = [chat.user("c")], {"role": "system", "content": "a b"}

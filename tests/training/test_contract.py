@@ -13,19 +13,21 @@ from rlhf_core import TrainerConfig, artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.stage.text_settings import read_at_of
-from rlhf_core.training import scoring_contract
+from rlhf_core.training import Context
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Any:
-    return SimpleNamespace(inputs={}, mesh=None, dir=tmp_path, template_date="2026-01-30")
+    return SimpleNamespace(
+        name="s", seed=0, registry=None, inputs={}, mesh=None, dir=tmp_path, template_date="2026-01-30"
+    )
 
 
 def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
     config = TrainerConfig(max_sequence_length=7, truncation_mode="keep_start", chat_template="plain")
     scores = np.array([[1.0, 2.0], [4.0, 5.0]], np.float32)
-    made = scoring_contract(config, stage, model, scores=scores, evaluation={"accuracy": 1.0})
+    made = Context(config, stage).scoring_contract(model, scores=scores, evaluation={"accuracy": 1.0})
     contract = Contract.from_dict(made, "here")
     assert (contract.max_length, contract.truncation_mode, contract.chat_template) == (
         7,
@@ -44,7 +46,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
 
 def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
-    contract = Contract.from_dict(scoring_contract(TrainerConfig(), stage, model), "here")
+    contract = Contract.from_dict(Context(TrainerConfig(), stage).scoring_contract(model), "here")
     assert (contract.mean, contract.std, contract.evaluation) == (None, None, None)
     with pytest.raises(InputError, match="cannot normalize"):
         Scorer(model, contract, normalize=True)
@@ -60,7 +62,7 @@ def test_where_conversations_end(
     model = tiny.make_model("score", scale=4.0)
     model.save(tmp_path / "start")
     config = TrainerConfig(model=str(tmp_path / "start"))
-    assert scoring_contract(config, stage, model, read_at=read_at)["read_at"] == expected
+    assert Context(config, stage).scoring_contract(model, read_at=read_at)["read_at"] == expected
 
 
 @pytest.mark.parametrize(

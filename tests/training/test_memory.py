@@ -21,7 +21,8 @@ from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import memory
 from rlhf_core.training.context import Context, ModelNotHereError
 from rlhf_core.training.define import held_bytes
-from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes
+from rlhf_core.training.memory import memory_line, saved_bytes, scoring_bytes, state_bytes
+from rlhf_core.training.starting_model import definition_of
 
 
 def size(tree):
@@ -30,7 +31,7 @@ def size(tree):
 
 def test_parameters_optimizer_and_cache_are_exact(tiny):
     model = tiny.make_model(scale=4.0)
-    parts = training_bytes(model.definition, optimizers.adamw(1e-3), (1, 64))
+    parts = state_bytes(model, optimizers.adamw(1e-3))
     assert parts["parameters"] == parts["gradients"] == size(model.params)
     assert parts["optimizer"] == size(optimizers.adamw(1e-3).init(model.params))
     tokens = np.zeros((5, 8), np.int32)
@@ -40,7 +41,7 @@ def test_parameters_optimizer_and_cache_are_exact(tiny):
 
 def test_activations_grow_with_the_tokens(tiny):
     definition = tiny.make_model(scale=4.0).definition
-    one, two = (training_bytes(definition, optimizers.sgd(1e-3), (n, 32))["activations"] for n in (8, 16))
+    one, two = (saved_bytes(definition, (n, 32)) for n in (8, 16))
     widths = 2 * (8 * 16 + 4 * 16 + 4 * 24) * 4  # layers × (hidden, heads, intermediate) × bytes, roughly
     assert 0.5 < one / (8 * 32 * widths) < 4
     assert 1.8 < two / one < 2.2
@@ -99,17 +100,17 @@ def test_the_line():
 def test_a_process_is_compared_with_its_machine(monkeypatch):
     parts = {"parameters": 10**9, "gradients": 10**9, "optimizer": 2 * 10**9, "activations": 10**9}
     monkeypatch.setattr(memory, "machine_memory", lambda: 64 * 10**9)
-    (line,) = memory.memory_forecast(parts).lines
+    made = memory.memory_forecast(parts)
     # The arrays, a copy of what is saved, the libraries, and what the allocator cannot use again.
-    assert line.bytes >= sum(parts.values()) + 3 * 10**9 + memory.PROCESS
-    assert "copies while saving 4.0 GB" in line
+    assert made.memory is not None
+    assert made.memory >= sum(parts.values()) + 3 * 10**9 + memory.PROCESS
+    assert "copies while saving 4.0 GB" in made.lines[0]
     monkeypatch.setattr(memory, "machine_memory", lambda: 8 * 10**9)
     (warning,) = memory.memory_forecast(parts).warnings
     assert warning.startswith("memory: up to ")
     assert "this machine has 8.0 GB" in warning
     # Devices that need not be there are not compared, and hold the arrays alone.
-    (line,) = memory.memory_forecast(parts, None, planned_mesh(8)).lines
-    assert line.bytes == sum(parts.values())
+    assert memory.memory_forecast(parts, None, planned_mesh(8)).memory == sum(parts.values())
 
 
 def test_the_machine_and_its_peak():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
-from rlhf_core.training.memory import memory_line, training_bytes
+from rlhf_core.training.memory import memory_line, state_bytes
 
 UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
 """Sizes that 8 does not divide, some not even 4: they stay whole on an axis of that size."""
@@ -53,10 +54,10 @@ def test_parameters_and_optimizer_are_exact(
     shape: tuple[int, int, int], sizes: dict[str, int], tiny: ModuleType
 ) -> None:
     model = model_on(tiny, make_mesh(*shape), **sizes)
-    told = training_bytes(model.definition, optimizers.adamw(1e-3), (8, 16), mesh=planned_mesh(8, *shape))
+    told = state_bytes(replace(model, mesh=planned_mesh(8, *shape)), optimizers.adamw(1e-3))
     assert held(model.params) == {told["parameters"]} == {told["gradients"]}
     assert held(create_state(model, optimizers.adamw(1e-3)).opt_state) == {told["optimizer"]}
-    alone = training_bytes(model.definition, optimizers.adamw(1e-3), (8, 16))
+    alone = state_bytes(replace(model, mesh=planned_mesh(1)), optimizers.adamw(1e-3))
     whole = shape[0] == 8 or (sizes == UNEVEN and 8 in shape)
     assert (told["parameters"] == alone["parameters"]) == whole
 
@@ -64,7 +65,7 @@ def test_parameters_and_optimizer_are_exact(
 @pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
 def test_optimizers_that_keep_other_shapes(name: str, tiny: ModuleType) -> None:
     model, tx = model_on(tiny, make_mesh(2, 2, 2), "score"), getattr(optimizers, name)(1e-3)
-    told = training_bytes(model.definition, tx, (8, 16), mesh=planned_mesh(8, 2, 2, 2))
+    told = state_bytes(replace(model, mesh=planned_mesh(8, 2, 2, 2)), tx)
     assert held(create_state(model, tx).opt_state) == {told["optimizer"]}
 
 
@@ -74,7 +75,7 @@ def test_what_is_not_trained(tiny: ModuleType) -> None:
     adapted = model_on(tiny, make_mesh(*shape)).with_lora(rank=4)
     for model, frozen in ((adapted, None), (model_on(tiny, make_mesh(*shape)), "embed_tokens|norm")):
         state = create_state(model, tx, frozen=frozen)
-        told = training_bytes(model.definition, tx, (8, 16), frozen, planned_mesh(8, *shape))
+        told = state_bytes(replace(model, mesh=planned_mesh(8, *shape)), tx, frozen)
         assert held(model.params) == {told["parameters"]}
         assert held(state.trained().params) == {told["gradients"]}
         assert held(state.opt_state) == {told["optimizer"]}
@@ -90,28 +91,20 @@ def test_gradients_of_a_step_are_placed_so(tiny: ModuleType) -> None:
 
     state = create_state(model, optax.identity())
     done = Programs(objective, state).accumulate(state, put_rows(mesh, np.zeros((8, 8), np.int32)), None)
-    told = training_bytes(model.definition, optax.identity(), (8, 8), mesh=planned_mesh(8, fsdp=4, tensor=2))
+    told = state_bytes(replace(model, mesh=planned_mesh(8, fsdp=4, tensor=2)), optax.identity())
     assert held(done.grads) == {told["gradients"]}
 
 
-def test_activations_are_those_of_a_devices_rows(tiny: ModuleType) -> None:
-    definition, tx = model_on(tiny, make_mesh(2, 2, 2)).definition, optax.identity()
-
-    def activations(rows: int, mesh: Any = None) -> int:
-        return training_bytes(definition, tx, (rows, 32), mesh=mesh)["activations"]
-
-    assert activations(16, planned_mesh(8)) == activations(16, planned_mesh(8, fsdp=8)) == activations(2)
-    assert activations(16, planned_mesh(8, tensor=8)) == activations(16)
-    assert activations(3, planned_mesh(8)) == activations(1)  # five devices compute empty rows
+def test_rows_of_a_device() -> None:
     assert [rows_per_device(planned_mesh(8, fsdp=2, tensor=2), n) for n in (1, 4, 5)] == [1, 1, 2]
 
 
 def test_devices_that_are_not_here(tiny: ModuleType) -> None:
     many = planned_mesh(4096, fsdp=16)
     assert dict(many.shape) == {"data": 256, "fsdp": 16, "tensor": 1}
-    definition = model_on(tiny, make_mesh(2, 2, 2)).definition
-    alone = training_bytes(definition, optax.identity(), (1, 8))
-    kernels = training_bytes(definition, optax.identity(), (1, 8), mesh=many)
+    model = model_on(tiny, make_mesh(2, 2, 2))
+    alone = state_bytes(replace(model, mesh=planned_mesh(1)), optax.identity())
+    kernels = state_bytes(replace(model, mesh=many), optax.identity())
     assert alone["parameters"] / 16 <= kernels["parameters"] < alone["parameters"] / 12
     assert memory_line({"parameters": 1000, "activations": 0}, "bfloat16", many) == (
         "memory at most about 1 kB on each of 4096 devices (data 256, fsdp 16, tensor 1), computed in bfloat16: "

@@ -12,7 +12,7 @@ from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
-from rlhf_core.training import Build, Context, python_trainer, scoring_contract
+from rlhf_core.training import Build, Context, python_trainer
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite
 from rlhf_reward.objective import objective, pair_loss
@@ -50,9 +50,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             metrics = None
         else:
             found, metrics = evaluate.scores(state), finite(evaluate(state))
-        contract = scoring_contract(
-            config, context.stage, model, read_at=config.read_at, scores=found, evaluation=metrics
-        )
+        contract = context.scoring_contract(model, read_at=config.read_at, scores=found, evaluation=metrics)
         trained = model.with_params(state.params)
         save_model(context.stage, "model", "reward_model", trained, contract=contract)
 

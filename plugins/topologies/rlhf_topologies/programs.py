@@ -23,7 +23,7 @@ from rlhf_core.rollouts.layout import full_groups
 from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
 from rlhf_core.training.context import Context, ModelNotHereError
-from rlhf_core.training.memory import definition_of
+from rlhf_core.training.starting_model import definition_of
 from rlhf_topologies.description import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_topologies.roofline import token_weights
 from rlhf_topologies.sampling import sampling_programs

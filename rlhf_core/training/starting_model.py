@@ -1,0 +1,257 @@
+"""Open the model that a stage starts from, with its parameters or, for a check, with their shapes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.artifacts import MANIFEST
+from rlhf_core.config import TrainerConfig
+from rlhf_core.errors import InputError, read_json_object
+from rlhf_core.mesh import AnyMesh, with_shardings
+from rlhf_core.models import (
+    Definition,
+    Head,
+    Model,
+    find_family,
+    fresh_model,
+    load_model,
+    local_directory,
+    peft,
+    stored_head,
+)
+from rlhf_core.models.loading import complete_table, describe, untied
+from rlhf_core.models.lora import Lora, linear_modules, resolve
+from rlhf_core.models.model import with_padding_apart
+from rlhf_core.runtime.devices import planned
+from rlhf_core.runtime.signals import stop_if_asked
+from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
+
+if TYPE_CHECKING:
+    from rlhf_core.config.trainer import LoraOptions
+    from rlhf_core.models.config import Remat
+    from rlhf_core.plugins.registry import Registry
+    from rlhf_core.stage import Stage
+
+COMPUTE = "float32"
+"""The dtype in which activations and caches are counted; an accelerator's bfloat16 takes half."""
+FOR_PRETRAINED = {"learning_rate": "1e-5", "num_train_epochs": "2"}
+"""What to write for all weights of a pretrained model, see docs/tutorial/chat_model.md, in place of shared defaults."""
+
+
+@contextmanager
+def error_context(stage: Stage, field: str) -> Iterator[None]:
+    """Prefix the problems of an InputError with the stage and the field, unless they name the stage."""
+    try:
+        yield
+    except InputError as error:
+        name = f"stage '{stage.name}'"
+        raise InputError(
+            *(p if p.startswith(name) else f"{name}.{field}: {p}" for p in error.problems)
+        ) from error
+
+
+def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
+    """Open the model that a stage starts from: an object, a directory or hub name, or a table for a fresh one.
+
+    head: "lm" or "score". Parameters of an object are copied, since training donates them.
+    """
+    stop_if_asked(f"before the model of stage '{stage.name}' was loaded")
+    source = model_source(config, stage)
+    mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
+    if isinstance(source, Model):
+        shardings = source.definition.shardings(mesh)
+        params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), source.params, shardings)
+        model = replace(source, params=params, mesh=mesh).with_head(head, seed=stage.seed)
+    elif isinstance(source, Mapping):
+        table = dict(source)
+        named = table.pop("tokenizer", None)
+        with error_context(stage, "model.tokenizer"):
+            tokenizer = tokenizer if tokenizer is not None else load_tokenizer(named)
+        model = fresh_model(
+            table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
+        )
+    else:
+        stage.say(f"loading {source}")
+        with warnings.catch_warnings():
+            # Training gives it one, as is said below.
+            warnings.filterwarnings("ignore", message=".*its reward head is new")
+            model = load_model(
+                str(source),
+                head,
+                mesh=mesh,
+                seed=stage.seed,
+                registry=stage.registry,
+                verify=config.verify,
+                revision=config.model_revision,
+            )
+        if head == "score" and stored_head(local_directory(str(source), config.model_revision)) != "score":
+            stage.say(f"{source} is a language model: its reward head is new")
+    if config.stored_dtype is not None:
+        model = model.storing(config.stored_dtype)
+    with error_context(stage, "model"):
+        model = model.computing(dtype=config.dtype, remat=config.remat)
+    model = _with_adapters(config, stage, model, source)
+    if tokenizer is not None:
+        model = replace(model, tokenizer=tokenizer)
+    if model.tokenizer is None:
+        raise InputError(
+            f"stage '{stage.name}'.model: {source!r} has no tokenizer files; put tokenizer.json and "
+            "tokenizer_config.json beside its config.json"
+        )
+    with error_context(stage, "chat_template"):
+        tokenizer = with_template_and_stop_ids(model.tokenizer, config.chat_template, model.source)
+        model = with_padding_apart(replace(model, tokenizer=tokenizer))
+    if getattr(config, "sampling", None) is not None:
+        model = replace(model, definition=model.definition.as_policy(model.tokenizer))
+    return model
+
+
+def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: Any) -> Model:
+    """Add the adapters that `lora` asks for; without `lora`, merge the adapters that the model came with."""
+    present, asked, where = model.definition.lora, config.lora, f"stage '{stage.name}'.lora"
+    if asked is None:
+        if present is not None and stage.is_main:
+            warnings.warn(
+                f"stage '{stage.name}'.model: its adapter is merged and all parameters are trained; lora = {{…}} "
+                "trains adapters",
+                stacklevel=4,
+            )
+        return model.merged()
+    if model.source is None:
+        raise InputError(
+            f"{where}: an adapter needs a base model in a directory or on the hub; save this one first"
+        )
+    hub = isinstance(source, str) and not Path(source).exists()
+    if present is None:
+        return model.with_lora(**asked.to_dict(), seed=stage.seed, base=source if hub else None)
+    modules = linear_modules(model.definition.abstract_params())
+    if present != asked_lora(asked, modules):
+        raise InputError(
+            f"{where}: the model comes with adapters of rank {present.rank}, alpha {present.alpha:g} on "
+            f"{', '.join(present.targets)}. Ask for the same to train these on; or leave lora out, and they are merged"
+        )
+    return model
+
+
+def asked_lora(options: LoraOptions, modules: Sequence[str]) -> Lora:
+    """Return the adapters that the options describe for a model with these linear layers."""
+    targets = resolve(options.targets, modules)
+    return Lora(options.rank, options.alpha, options.dropout, options.use_rslora, targets)
+
+
+def model_source(config: TrainerConfig, stage: Stage) -> Any:
+    """Return the stage's input or config field `model`. Raises InputError where it or its tokenizer is missing."""
+    source = stage.inputs.get("model")
+    source = config.model if source is None else source
+    if source is None:
+        raise InputError(
+            f"stage '{stage.name}'.model: missing; give a directory, a hub name, an earlier STAGE.OUTPUT or a table"
+        )
+    if isinstance(source, Mapping) and "tokenizer" not in source and stage.inputs.get("tokenizer") is None:
+        raise InputError(
+            f"stage '{stage.name}'.model.tokenizer: missing; a fresh model needs a tokenizer directory"
+        )
+    return source
+
+
+def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
+    """Describe, in at most one line, shared defaults with which all weights of a pretrained model would be trained."""
+    shared = TrainerConfig.model_fields
+    left = [
+        name
+        for name in FOR_PRETRAINED
+        if name not in config.model_fields_set
+        and type(config).model_fields[name].default == shared[name].default
+        and (name != "num_train_epochs" or config.max_training_steps is None)
+    ]
+    source = stage.inputs.get("model")
+    source = config.model if source is None else source
+    if not left or config.lora or config.frozen_parameters or not _pretrained(source):
+        return []
+    defaults = " and ".join(f"{name} = {shared[name].default:g}" for name in left)
+    lines = " and ".join(f"{name} = {FOR_PRETRAINED[name]}" for name in left)
+    are = "the defaults are" if len(left) > 1 else "the default is"
+    return [
+        f"{left[0]}: {are} {defaults}, too much for all weights of a pretrained model; write {lines}, or other values"
+    ]
+
+
+def _pretrained(source: Any) -> bool:
+    """Whether a model came from elsewhere: of one that a stage trained, the model that the stage started from."""
+    if isinstance(source, Model):
+        source = source.source
+    while isinstance(source, str | Path):
+        record = Path(source).parent.parent / "stage.json"
+        if not (Path(source) / MANIFEST).is_file() or not record.is_file():
+            return True
+        source = (read_json_object(record).get("config") or {}).get("model")
+    return False
+
+
+def definition_of(
+    model: Any,
+    head: Head,
+    tokenizer: Any | None,
+    registry: Registry | None = None,
+    *,
+    dtype: str | None = None,
+    remat: Remat = "auto",
+) -> tuple[Definition, Mapping[str, Any]] | None:
+    """Return the definition and config.json of `model`, a table of sizes or a local directory; None for others.
+
+    dtype, remat: of the computation, see `Decoder`; without dtype, COMPUTE where the family has a choice.
+    Raises InputError, as loading would, for what cannot be built.
+    """
+    directory = None
+    if isinstance(model, Mapping):
+        table = {name: value for name, value in model.items() if name != "tokenizer"}
+        if tokenizer is None and "vocab_size" not in table:
+            return None
+        hf_config, file = complete_table(table, tokenizer, registry), "model"
+    elif isinstance(model, str) and (directory := _config_directory(Path(model))) is not None:
+        file = str(directory / "config.json")
+        hf_config = read_json_object(file)
+    else:
+        return None
+    family = find_family(hf_config.get("model_type"), registry, where=file)
+    definition = describe(family, hf_config, head, file, dtype=dtype, remat=remat)
+    # Planned devices have the family's default for their platform.
+    if dtype is None and planned() is None and hasattr(definition, "dtype"):
+        definition = definition.computing(dtype=COMPUTE)
+    return (definition, hf_config) if directory is None else untied(definition, hf_config, directory)
+
+
+def model_of_shapes(
+    source: Any, head: Head, config: TrainerConfig, stage: Stage, mesh: AnyMesh, *, adapters: bool = True
+) -> Model:
+    """Make a model with shapes in place of its parameters, sharded over `mesh`; nothing is read but its config.json.
+
+    adapters: whether it gets those of `config.lora`. Its definition is None where nothing local describes the model.
+    """
+    tokenizer = stage.inputs.get("tokenizer")
+    described = definition_of(source, head, tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
+    if described is None:
+        absent: Any = None
+        return Model(absent, {}, tokenizer, {}, None, absent)
+    definition, hf_config = described
+    if adapters and config.lora is not None:
+        modules = linear_modules(definition.abstract_params())
+        definition = definition.with_lora(asked_lora(config.lora, modules))
+    params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
+    model_mesh: Any = mesh
+    return Model(definition, params, tokenizer, hf_config, None, model_mesh)
+
+
+def _config_directory(directory: Path) -> Path | None:
+    """Find the directory with the config.json of a local model, or of its base model if it is an adapter."""
+    if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
+        directory = Path(peft.base_of(directory).named)
+    return directory if (directory / "config.json").is_file() else None
