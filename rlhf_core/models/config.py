@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -60,6 +61,8 @@ class DecoderConfig:
     experts: MLPs per layer; `experts_per_token` of them compute a token; 0: one plain MLP. They are weighted by the
         router's probabilities, divided by their sum with `normalise_experts`.
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
+    kinds: the name of each layer's kind, where layers have different parameters; empty: they are all alike.
+    variants: (kind, its fields and their values) of the kinds whose fields differ from these.
     """
 
     model_type: str
@@ -94,6 +97,62 @@ class DecoderConfig:
     normalise_experts: bool = True
     weight_names: tuple[tuple[str, str], ...] = ()
     initializer_range: float = 0.02
+    kinds: tuple[str, ...] = ()
+    variants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+
+    @functools.cached_property
+    def stacks(self) -> Mapping[str, Stack]:
+        """{kind: the layers of this kind, whose parameters are stacked}; "" where all layers are alike."""
+        if not self.kinds:
+            return {"": Stack(self, tuple(range(self.num_layers)))}
+        stacks = {}
+        for kind in dict.fromkeys(self.kinds):
+            layers = tuple(i for i, other in enumerate(self.kinds) if other == kind)
+            windows = tuple(self.windows[i] for i in layers) if self.windows else ()
+            ropes = tuple(self.layer_ropes[i] for i in layers) if self.layer_ropes else ()
+            used = tuple(dict.fromkeys(ropes)) or (0,)  # of the ropes, those of this kind
+            config = replace(
+                self,
+                num_layers=len(layers),
+                windows=windows,
+                ropes=tuple(self.ropes[i] for i in used),
+                layer_ropes=tuple(used.index(i) for i in ropes) if len(used) > 1 else (),
+                kinds=(),
+                variants=(),
+                **dict(dict(self.variants).get(kind, ())),
+            )
+            stacks[kind] = Stack(config, layers)
+        return stacks
+
+    def at(self, layer: int) -> tuple[str, int]:
+        """Return the kind of a layer, and its index among the layers of its kind."""
+        kind = self.kinds[layer] if self.kinds else ""
+        return kind, self.stacks[kind].layers.index(layer)
+
+
+class Stack(NamedTuple):
+    """Layers of one kind: a configuration of these layers alone, and their numbers in the model."""
+
+    config: DecoderConfig
+    layers: tuple[int, ...]
+
+
+def repetition(kinds: Sequence[str]) -> tuple[int, int, int]:
+    """Split layers into (how many come before, the period, how many times it repeats); the others come after.
+
+    The split leaves the fewest layers to write out: those before, one period, and those after.
+    """
+    best = (len(kinds), 0, 0)
+    fewest = len(kinds)
+    for before in range(len(kinds)):
+        for period in range(1, (len(kinds) - before) // 2 + 1):
+            repeats = 1
+            while kinds[before : before + period] == kinds[before + repeats * period :][:period]:
+                repeats += 1
+            written = len(kinds) - (repeats - 1) * period
+            if written < fewest:
+                best, fewest = (before, period, repeats), written
+    return best
 
 
 class LayerKinds(NamedTuple):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -25,7 +26,16 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_parts
 from rlhf_core.models import weights
 from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_continued, attend_groups
-from rlhf_core.models.config import DecoderConfig, LayerKinds, Remat, layer_kinds, remat_policy
+from rlhf_core.models.config import (
+    DecoderConfig,
+    LayerKinds,
+    Remat,
+    Rope,
+    Stack,
+    layer_kinds,
+    remat_policy,
+    repetition,
+)
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
@@ -50,13 +60,21 @@ class Cache(NamedTuple):
     positions: jax.Array
 
 
+class Stacks(nnx.Module):
+    """The layers of a model with several kinds of them, an attribute per kind."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        for kind, stack in config.stacks.items():
+            setattr(self, kind, Layer(stack.config, rngs))
+
+
 class Trunk(nnx.Module):
     """The parameters of the layers, and of the language-model or reward head."""
 
     def __init__(self, config: DecoderConfig, head: Head, lora: Lora | None, rngs: Any) -> None:
         linear = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
         self.embed_tokens = Embedding(config, rngs)
-        self.layers = Layer(config, rngs)
+        self.layers = Stacks(config, rngs) if config.kinds else Layer(config, rngs)
         self.norm = RMSNorm(config, (), config.hidden_size)
         if head == "score":
             self.score = linear((config.hidden_size, 1), axes=("embed", None))
@@ -78,12 +96,21 @@ def _tree(config: DecoderConfig, head: Head, lora: Lora | None) -> tuple[Any, Pa
 
 
 @cached
-def _parts(config: DecoderConfig, fused: bool) -> tuple[Any, Any, Any]:
-    """Return embedding, one layer and last norm without their arrays. fused: whether projections are joined."""
+def _parts(config: DecoderConfig, fused: bool) -> tuple[Any, Mapping[str, Any], Any]:
+    """Return embedding, one layer of each kind and last norm without their arrays. fused: whether projections are
+    joined.
+    """
     prepared = replace(config, fused=fused)
     whole = nnx.eval_shape(lambda: Trunk(prepared, "lm", None, nnx.Rngs(0)))
-    embed, block, norm = (nnx.split(part)[0] for part in (whole.embed_tokens, whole.layers, whole.norm))
-    return embed, block, norm
+    layers = {kind: nnx.split(_stack(whole.layers, kind))[0] for kind in config.stacks}
+    return nnx.split(whole.embed_tokens)[0], layers, nnx.split(whole.norm)[0]
+
+
+def _stack(layers: Any, kind: str) -> Any:
+    """Return the layers of a kind: of modules or of parameters, where all layers of the model may be of one kind."""
+    if not kind:
+        return layers
+    return layers[kind] if isinstance(layers, dict) else getattr(layers, kind)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -161,35 +188,45 @@ class Decoder(Definition):
         c, dtype = self.config, self.compute_dtype
         self._check_length(tokens.shape[1])
         trunk: Trunk = nnx.merge(_tree(c, self.head, self.lora)[0], params)
-        ropes = [shared_rotation(rope, c.head_dim, positions) for rope in c.ropes]
-        several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
-
-        def body(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
-            layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
-            rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
-            q, k, v = layer.project(x, rope)
-            mixed = over(q, k, v, positions, visible_until, window=kind.window, softcap=c.attention_softcap)
-            return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
-
-        over = self.attention or attend
-        graph, state = nnx.split(trunk.layers)
-        x = trunk.embed_tokens(tokens, dtype)
+        rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
-        if policy is not None:
-            # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        layers, unroll = (
-            (nnx.to_pure_dict(state), layer_kinds(c)),
-            policy is None and c.num_layers <= UNROLLED_LAYERS,
-        )
-        if at is None or not unroll:
-            x, kept = lax.scan(body, x, layers, unroll=unroll)
+        over = self.attention or attend
+
+        def rope_of(stack: Stack) -> Callable[[LayerKinds], tuple[jax.Array, ...]]:
+            ropes = [rotations[rope, stack.config.head_dim] for rope in stack.config.ropes]
+            if len(ropes) == 1:
+                return lambda kind: ropes[0]
+            several = jax.tree.map(lambda *each: jnp.stack(each), *ropes)
+            return lambda kind: jax.tree.map(lambda each: each[kind.rope], several)
+
+        def prepared(kind: str, stack: Stack) -> tuple[Any, tuple[Any, LayerKinds]]:
+            graph, state = nnx.split(_stack(trunk.layers, kind))
+            rope = rope_of(stack)
+
+            def one(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
+                layer, own = nnx.merge(graph, slice_[0]), slice_[1]
+                q, k, v = layer.project(x, rope(own))
+                mixed = over(
+                    q, k, v, positions, visible_until, window=own.window, softcap=c.attention_softcap
+                )
+                return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
+
+            if policy is not None:
+                # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
+                one = jax.checkpoint(one, policy=policy, prevent_cse=False)
+            return one, (nnx.to_pure_dict(state), layer_kinds(stack.config))
+
+        stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
+        x = trunk.embed_tokens(tokens, dtype)
+        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
+        if at is None or not unroll or c.kinds:
+            x, kept = run_layers(c.kinds or ("",) * c.num_layers, stacks, x, unroll=unroll)
             return trunk.norm(x if at is None else _read(x, at)), kept
         # The last layer computes keys and values of all tokens, and everything else only for `at`.
+        body, layers = stacks[""]
         x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
         last, kind = jax.tree.map(lambda each: each[-1], layers)
-        layer = nnx.merge(graph, last)
-        rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
+        layer, rope = nnx.merge(nnx.split(trunk.layers)[0], last), rope_of(c.stacks[""])(kind)
         _, k, v = layer.project(x, rope)
         x, rope = _read(x, at), jax.tree.map(lambda angle: _read(angle, at), rope)
         q, cap = layer.project(x, rope)[0], c.attention_softcap
@@ -228,8 +265,9 @@ class Decoder(Definition):
     ) -> tuple[jax.Array, Cache]:
         if isinstance(params["layers"], tuple):
             return self._prefill_prepared(params, tokens, positions, visible_until)
-        states, (keys, values) = self._forward(params, tokens, positions, visible_until, keep=True)
-        return states, Cache(tuple(keys), tuple(values), positions)
+        states, kept = self._forward(params, tokens, positions, visible_until, keep=True)
+        keys, values = zip(*kept, strict=True)
+        return states, Cache(keys, values, positions)
 
     def layer_outputs(
         self, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
@@ -253,11 +291,11 @@ class Decoder(Definition):
         outputs = [] if outputs is None else outputs
         self._check_length(tokens.shape[1])
         embed, norm, layers = self._modules(weights)
-        ropes = [shared_rotation(rope, self.config.head_dim, positions) for rope in self.config.ropes]
+        rotations = self._rotations(positions, shared_rotation)
         x, keys, values = embed(tokens, self.compute_dtype), [], []
         outputs.append(x)
         for layer, window, rope in layers:
-            q, k, v = layer.project(x, ropes[rope])
+            q, k, v = layer.project(x, rotations[rope])
             limit = None if window is None else jnp.int32(window)
             over = self.attention or attend
             mixed = over(
@@ -269,19 +307,28 @@ class Decoder(Definition):
             values.append(v)
         return norm(x), Cache(tuple(keys), tuple(values), positions)
 
-    def _modules(self, weights: Params) -> tuple[Any, Any, Iterator[tuple[Any, int | None, int]]]:
-        """Return the embedding, the last norm, and each layer with its window and the index of its rotary embedding.
+    def _rotations(self, positions: jax.Array, make: Callable[..., Any]) -> dict[tuple[Rope, int], Any]:
+        """Make {(rotary embedding, head_dim): its rotation} of all layers."""
+        every = [(rope, each.head_dim) for each, _ in self.config.stacks.values() for rope in each.ropes]
+        return {(rope, size): make(rope, size, positions) for rope, size in dict.fromkeys(every)}
+
+    def _modules(
+        self, weights: Params
+    ) -> tuple[Any, Any, Iterator[tuple[Any, int | None, tuple[Rope, int]]]]:
+        """Return the embedding, the last norm, and each layer with its window and the key of its rotation.
 
         weights: from `prepare`.
         """
-        embed, block, norm = _parts(self.config, "qkv_proj" in weights["layers"][0]["self_attn"])
-        ropes = self.config.layer_ropes or (0,) * self.config.num_layers
-        layers = (nnx.merge(block, parameters) for parameters in weights["layers"])
-        return (
-            nnx.merge(embed, weights["embed_tokens"]),
-            nnx.merge(norm, weights["norm"]),
-            zip(layers, self.config.windows, ropes, strict=True),
-        )
+        embed, blocks, norm = _parts(self.config, "qkv_proj" in weights["layers"][0]["self_attn"])
+
+        def one(i: int) -> tuple[Any, int | None, tuple[Rope, int]]:
+            kind, n = self.config.at(i)
+            c = self.config.stacks[kind].config
+            rope = c.ropes[c.layer_ropes[n] if c.layer_ropes else 0]
+            return nnx.merge(blocks[kind], weights["layers"][i]), c.windows[n], (rope, c.head_dim)
+
+        layers = map(one, range(self.config.num_layers))
+        return nnx.merge(embed, weights["embed_tokens"]), nnx.merge(norm, weights["norm"]), layers
 
     def ring(self, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
         self._check_length(length)
@@ -314,7 +361,8 @@ class Decoder(Definition):
 
     def _merged(self, params: Params, i: int) -> Params:
         """Return the parameters of layer `i`, its adapters merged."""
-        layer = jax.tree.map(lambda x: x[i], params["layers"])
+        kind, n = self.config.at(i)
+        layer = jax.tree.map(lambda x: x[n], _stack(params["layers"], kind))
         return layer if self.lora is None else merge(layer, self.lora.scale)
 
     def decode(
@@ -371,11 +419,11 @@ class Decoder(Definition):
         """
         weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
         embed, norm, layers = self._modules(weights)
-        ropes = [rotation(rope, self.config.head_dim, positions[:, None]) for rope in self.config.ropes]
+        rotations = self._rotations(positions[:, None], rotation)
         x = embed(tokens[:, None], self.compute_dtype)
         keys, values = [], []
         for i, (layer, window, rope) in enumerate(layers):
-            q, k, v = layer.project(x, ropes[rope])
+            q, k, v = layer.project(x, rotations[rope])
             keys.append(_placed(cache.keys[i], k.swapaxes(2, 3), slot, 3))
             values.append(_placed(cache.values[i], v, slot, 2))
             x = layer.finish(x, mix(q[:, :, :, 0], i, keys[-1], values[-1], window)[:, None])
@@ -388,10 +436,10 @@ class Decoder(Definition):
         self._check_length(cache.positions.shape[1])
         embed, norm, layers = self._modules(weights)
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        ropes = [rotation(rope, self.config.head_dim, positions) for rope in self.config.ropes]
+        rotations = self._rotations(positions, rotation)
         x, keys, values = embed(tokens, self.compute_dtype), [], []
         for i, (layer, window, rope) in enumerate(layers):
-            q, k, v = layer.project(x, ropes[rope])
+            q, k, v = layer.project(x, rotations[rope])
             keys.append(_placed(cache.keys[i], k.swapaxes(2, 3), start, 3))
             values.append(_placed(cache.values[i], v, start, 2))
             mixed = attend_continued(
@@ -438,9 +486,60 @@ class Decoder(Definition):
     def _shard_axes(self) -> Params:
         """Return the logical axes of what `_prepare_shards` returns; every device has the whole embedding table."""
         names = replace(self, lora=None, config=replace(self.config, fused=False)).logical_axes()
-        layer = jax.tree.map(lambda x: x[1:], names["layers"], is_leaf=lambda x: isinstance(x, tuple))
-        table = {"embedding": (None, None)}
-        return {**names, "embed_tokens": table, "layers": (layer,) * self.config.num_layers}
+        layers = jax.tree.map(lambda x: x[1:], names["layers"], is_leaf=lambda x: isinstance(x, tuple))
+        each = (_stack(layers, self.config.at(i)[0]) for i in range(self.config.num_layers))
+        return {**names, "embed_tokens": {"embedding": (None, None)}, "layers": tuple(each)}
+
+
+def run_layers(
+    kinds: Sequence[str], stacks: Mapping[str, tuple[Any, Any]], x: jax.Array, *, unroll: bool
+) -> tuple[jax.Array, list[Any]]:
+    """Run layers one after the other, a repeating pattern of kinds as a loop; return the result and what each kept.
+
+    stacks: {kind: (function of x and one layer's parameters → x and what is kept, the stacked parameters)}.
+    """
+    used: Counter[str] = Counter()
+    kept: list[Any] = []
+
+    def several(x: jax.Array, names: Sequence[str]) -> jax.Array:
+        for kind in names:
+            function, parameters = stacks[kind]
+            one = jax.tree.map(lambda each: each[used[kind]], parameters)  # noqa: B023
+            x, keeps = function(x, one)
+            used[kind] += 1
+            kept.append(keeps)
+        return x
+
+    before, period, repeats = repetition(kinds)
+    pattern = kinds[before : before + period]
+    x = several(x, kinds[:before])
+    if repeats:
+        per = Counter(pattern)
+
+        def slices(kind: str) -> Any:
+            first, count = used[kind], per[kind]
+
+            def shaped(each: jax.Array) -> jax.Array:
+                part = each if len(each) == count * repeats else each[first : first + count * repeats]
+                return part if count == 1 else part.reshape(repeats, count, *each.shape[1:])
+
+            return jax.tree.map(shaped, stacks[kind][1])
+
+        def body(x: jax.Array, parts: Mapping[str, Any]) -> tuple[jax.Array, list[Any]]:
+            seen: Counter[str] = Counter()
+            keeps = []
+            for kind in pattern:
+                at = seen[kind]
+                part = parts[kind] if per[kind] == 1 else jax.tree.map(lambda each: each[at], parts[kind])  # noqa: B023
+                x, keep = stacks[kind][0](x, part)
+                seen[kind] += 1
+                keeps.append(keep)
+            return x, keeps
+
+        x, keeps = lax.scan(body, x, {kind: slices(kind) for kind in per}, unroll=unroll)
+        kept += [jax.tree.map(lambda each: each[i], keep) for i in range(repeats) for keep in keeps]  # noqa: B023
+        used.update({kind: count * repeats for kind, count in per.items()})
+    return several(x, kinds[before + period * repeats :]), kept
 
 
 def _read(x: jax.Array, at: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
 from rlhf_core.runtime.signals import stop_if_asked
 
 if TYPE_CHECKING:
+    from rlhf_core.models.config import DecoderConfig
     from rlhf_core.models.decoder import Decoder
 
 SHARD_BYTES = 5 * 10**9
@@ -82,15 +83,23 @@ def usual_name(path: str) -> str:
 class _Leaf:
     """One parameter and its tensors in the files; `lead`: their numbers by layer and by expert."""
 
-    def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...], named: Mapping[str, str]) -> None:
+    def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...], config: DecoderConfig) -> None:
         self.keys = tuple(str(entry.key) for entry in path)
         self.shape = shape
         self.transposed = self.keys[-1] == "kernel"
-        module, last = ".".join(self.keys[:-1]), "bias" if self.keys[-1] == "bias" else "weight"
+        words, layers = self.keys[:-1], tuple(range(config.num_layers))
+        if words[0] == "layers" and config.kinds:  # the files know nothing of kinds
+            layers, words = config.stacks[words[1]].layers, ("layers", *words[2:])
+        module, last = ".".join(words), "bias" if self.keys[-1] == "bias" else "weight"
+        named = dict(config.weight_names)
         name = f"{named.get(module) or usual_name(module)}.{last}"
         axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
         self.lead, inner = shape[: len(axes)], shape[len(axes) :]
-        indices = [dict(zip(axes, index, strict=True)) for index in np.ndindex(self.lead)]
+        numbers = {"layer": layers, "expert": range(self.lead[-1] if self.lead else 0)}
+        indices = [
+            {axis: numbers[axis][i] for axis, i in zip(axes, index, strict=True)}
+            for index in np.ndindex(self.lead)
+        ]
         self.names = [name.format(**index) for index in indices]
         self.tensor_shape = inner[::-1] if self.transposed else inner
 
@@ -124,9 +133,9 @@ class _Leaf:
 
 
 def _leaves(decoder: Decoder) -> list[_Leaf]:
-    named = dict(decoder.config.weight_names)
     return [
-        _Leaf(path, leaf.shape, named) for path, leaf in jax.tree.leaves_with_path(decoder.abstract_params())
+        _Leaf(path, leaf.shape, decoder.config)
+        for path, leaf in jax.tree.leaves_with_path(decoder.abstract_params())
     ]
 
 
