@@ -327,7 +327,7 @@ FAULTS = (
     Fault(
         "sampler-order",
         "prompts are sampled by length, and their completions left in that order",
-        CORE + "sampling/__init__.py",
+        CORE + "sampling/sampler.py",
         "whole[chosen] = part",
         "whole[start : start + len(chosen)] = part",
         ("dapo", "quickstart"),

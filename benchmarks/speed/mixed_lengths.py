@@ -36,7 +36,7 @@ def main() -> None:
     shape = works.MODELS[given.model]
     model = fresh(shape, "lm")
     prompts = list(works.token_ids(PROMPTS, works.PROMPT, shape.vocab))
-    usual = placement.SLOTS["cpu"], sampling.LAST_SLOTS
+    usual = placement.SLOTS["cpu"], sampling.sampler.LAST_SLOTS
     everyone = PROMPTS * GROUP
     ways = {
         "all together": (everyone, NEVER),
@@ -57,7 +57,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         tokens = 0
         for turn in range(1 + given.rounds):  # the first compiles
-            for name, (placement.SLOTS["cpu"], sampling.LAST_SLOTS) in ways.items():
+            for name, (placement.SLOTS["cpu"], sampling.sampler.LAST_SLOTS) in ways.items():
                 sampler = sampling.Sampler(inputs)
                 began = time.perf_counter()
                 samples = sampler(model.params, prompts, jax.random.key(works.SEED))

@@ -267,9 +267,9 @@ def open_collector(
         count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))
         room_left = sampling_memory(context, model, rewards, others)
         function = _open_sampler(context, model, prompts, options, count, room_left, episodes)
-    room = getattr(function, "room" if episodes is None else "conversation_room", None)
+    room = getattr(function, "room", None)
     if room is not None and room.bytes is not None:
-        held = f"{field}: {room.prompts:,} episodes are held together, {room.bytes / 1e9:.1f} GB per device"
+        held = f"{field}: {room.prompts:,} episodes run together, {room.bytes / 1e9:.1f} GB per device"
         context.say(room.line(context.mesh.size, field) if episodes is None else held)
     if field == "train_data":
         context.warn(*system_prompt_warnings(config, rewards, stage))

@@ -18,10 +18,9 @@ from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, placement, turns
-from rlhf_core.sampling.conversations import Conversation, Schedule
 from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
-from rlhf_core.sampling.slot_devices import Devices
-from rlhf_core.sampling.turns import TurnsProgram, cache_length
+from rlhf_core.sampling.schedule import Conversation, Schedule
+from rlhf_core.sampling.turns import Devices, TurnsProgram, cache_length
 
 worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
 KEY = jax.random.key(6)
@@ -309,7 +308,7 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
             tokens, each = np.zeros((turns.STEPS, 2), np.int32), np.ones(2, np.int32)
             return turns.Decoded(tokens, np.full(tokens.shape, np.nan, np.float32), each, each, each)
 
-    monkeypatch.setattr("rlhf_core.sampling.turn_sampler.Devices", Overflows)
+    monkeypatch.setattr("rlhf_core.sampling.sampler.Devices", Overflows)
     bad = {**params, "norm": {"weight": params["norm"]["weight"] * np.nan}}
     with pytest.raises(InputError, match=r"the policy: .*'model\.norm\.weight' holds 16 of 16"):
         sampler.converse(bad, [np.arange(4, 9)], KEY, None, make_world())

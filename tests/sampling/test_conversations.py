@@ -14,14 +14,20 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import sampling
 from rlhf_core.contracts import Continuation, SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Decoder, Definition
 from rlhf_core.plugins.component import load_file
-from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, converse_by_turns, placement
-from rlhf_core.sampling.slot_devices import Devices
+from rlhf_core.sampling import (
+    Sampler,
+    SamplingMesh,
+    SamplingOptions,
+    converse_by_turns,
+    make_sampler,
+    placement,
+)
+from rlhf_core.sampling.turns import Devices
 
 worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
 KEY = jax.random.key(4)
@@ -98,13 +104,13 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
             max_prompt_length=LONGEST_PROMPT,
             conversation_length=None if by_turns else FOLLOWING,
         )
-        sampler = sampling.make_sampler(inputs)
+        sampler = make_sampler(inputs)
         params = jax.device_put(draw(name), definition.shardings(mesh))
         ids = IDS[: len(prompts)] if ids is None else ids
         if hasattr(sampler, "converse"):
             sampler.converse(params, prompts, KEY, ids, world)
         else:
-            monkeypatch.setattr(sampling, "SHORTEST_BUCKET", longest)  # one program
+            monkeypatch.setattr("rlhf_core.sampling.sampler.SHORTEST_BUCKET", longest)  # one program
             sampler = Sampler(replace(inputs, max_prompt_length=longest, conversation_length=None))
             most = sys.maxsize if by_turns else FOLLOWING
             converse_by_turns(sampler, params, prompts, KEY, ids, world, conversation_length=most)
@@ -212,14 +218,14 @@ def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: p
     options = SamplingOptions(
         stop_strings=("a", "eb", "kk", "m"), repetition_penalty=1.2, max_completion_length=7
     )
-    monkeypatch.setattr(sampling, "SHORTEST_BUCKET", 103)  # one program
+    monkeypatch.setattr("rlhf_core.sampling.sampler.SHORTEST_BUCKET", 103)  # one program
     told = []
     for by_turns in (True, False):
         lengths: dict[str, Any] = {"max_prompt_length": 3, "conversation_length": 100}
         if by_turns:
             lengths = {"max_prompt_length": 103}
         world = worlds.MadeUp(words)
-        sampler = sampling.make_sampler(SamplerInputs(model.definition, options, **common, **lengths))
+        sampler = make_sampler(SamplerInputs(model.definition, options, **common, **lengths))
         if by_turns:
             converse_by_turns(sampler, model.params, prompts, KEY, np.arange(12), world)
         else:
@@ -251,7 +257,7 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any, monkeypatch:
     replies = [Continuation(0, added, 30), Continuation(0, added, 50)]
     scripts = [Script(*replies) for _ in range(3)]
     # A family that cannot extend caches takes whole calls by itself: with one program for these and the expected ones.
-    monkeypatch.setattr(sampling, "SHORTEST_BUCKET", LONGEST_PROMPT + FOLLOWING)
+    monkeypatch.setattr("rlhf_core.sampling.sampler.SHORTEST_BUCKET", LONGEST_PROMPT + FOLLOWING)
     whole_calls = {"changes": {"extend": Definition.extend}}
     for script, changes in zip(scripts, ({}, whole_calls, {**whole_calls, "by_turns": True}), strict=True):
         hold(world=script, **changes, **options)
@@ -289,8 +295,8 @@ def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
         max_prompt_length=LONGEST_PROMPT,
         conversation_length=FOLLOWING,
     )
-    sampler = sampling.make_sampler(inputs)
-    assert sampler.conversation_room.slots == len(PROMPTS)
+    sampler = make_sampler(inputs)
+    assert sampler.room.slots == len(PROMPTS)
     sampler.converse(draw("llama"), PROMPTS, KEY, IDS, world)
     worlds.assert_same(world.said, hold())
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs, sampling
+from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, placement
 from rlhf_core.sampling.loop import Written, most_steps, read_completions
@@ -37,7 +37,7 @@ def ask(
 ) -> Rollouts:
     """Nine prompts, three completions each."""
     monkeypatch.setitem(placement.SLOTS, "cpu", slots)
-    monkeypatch.setattr(sampling, "LAST_SLOTS", last)
+    monkeypatch.setattr("rlhf_core.sampling.sampler.LAST_SLOTS", last)
     rng = np.random.default_rng(0)
     words = len(model.tokenizer)
     prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
@@ -123,8 +123,7 @@ def test_a_slot_is_given_to_the_next_at_once(slots: int, model: Any, monkeypatch
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     written: list[Written] = []
     monkeypatch.setattr(
-        sampling,
-        "read_completions",
+        "rlhf_core.sampling.sampler.read_completions",
         lambda *results: written.append(results[0]) or read_completions(*results),
     )
     lengths = ask(model, monkeypatch, ALL, **OPTIONS["strings"]).lengths

@@ -60,7 +60,7 @@ def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
 
 
 def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> list[Program]:
-    program, room, lowered = sampler.program, sampler.conversation_room, sampler.lowered()
+    program, room = sampler.program, sampler.room
     conversations, model = prompts * sampler.num_generations, program.definition
     rows, chunk = program.slots * program.shards, program.chunks[-1]
     fed = program.rows(chunk) * program.shards
@@ -69,7 +69,7 @@ def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> l
     lengths = f"{sampler.max_prompt_length} + {sampler.conversation_length}"
     extend = Program(
         f"extend {fed} × {chunk}",
-        partial(lowered.extend, chunk),
+        partial(sampler.lower, ("extend", chunk)),
         "read",
         calls=-(-conversations // fed) * pieces,
         tokens=min(fed * chunk, conversations * sampler.max_prompt_length),
@@ -77,7 +77,7 @@ def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> l
     )
     decode = Program(
         f"decode {rows} conversations, {lengths} tokens",
-        lowered.decode,
+        partial(sampler.lower, "decode"),
         "sample",
         calls=-(-steps // turns.STEPS),
         tokens=conversations * sampler.conversation_length / -(-steps // turns.STEPS),

@@ -6,17 +6,18 @@ nor on when its world answers. Every process of a run goes through the same step
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
-from rlhf_core.contracts import Continuation, World
+from rlhf_core.contracts import Continuation, SamplerFunction, World
 from rlhf_core.sampling.next_token import ENDED
-from rlhf_core.sampling.slot_devices import Devices
-from rlhf_core.sampling.turns import STEPS, empty_slots
+from rlhf_core.sampling.turns import STEPS, Devices, empty_slots, turn_number
 
 STEPS_WAITING = 16
 """The most tokens per turn that are decoded before the world is asked for replies that are outstanding."""
@@ -272,3 +273,44 @@ def begin_conversations(
         limit = min(longest_turn, conversation_length)
         conversations.append(Conversation(number, context, len(context) + conversation_length, group, limit))
     return conversations
+
+
+def converse_by_turns(
+    sampler: SamplerFunction,
+    params: Any,
+    prompts: Sequence[np.ndarray],
+    key: jax.Array,
+    ids: np.ndarray,
+    world: World,
+    *,
+    conversation_length: int = sys.maxsize,
+) -> None:
+    """Sample the turns of conversations with `world`; conversations wait for each other after every turn.
+
+    sampler: with num_generations 1; the prompts of a call are everything that was said, so its max_prompt_length is
+    that of a prompt plus a conversation. Other arguments, turns and errors are those of `ConversationSampler.converse`.
+    """
+    running = {
+        conversation.number: conversation
+        for conversation in begin_conversations(prompts, conversation_length, sys.maxsize)
+    }
+    turn = 0
+    while running:
+        of_turn = key if turn == 0 else jax.random.fold_in(key, turn_number(turn))
+        contexts = [conversation.context for conversation in running.values()]
+        rollouts = sampler(params, contexts, of_turn, np.asarray(ids)[list(running)])
+        for row, conversation in enumerate(running.values()):
+            length = int(rollouts.lengths[row])
+            finished = bool(rollouts.finished[row]) and length <= conversation.limit
+            length = min(length, conversation.limit)
+            conversation.written.append((rollouts.tokens[row, :length], rollouts.logps[row, :length]))
+            world.submit(conversation.number, *conversation.finish_turn(), finished)
+        answering = dict(running)
+        while answering:
+            for reply in world.replies(wait=True):
+                conversation = answering.pop(reply.conversation)
+                if reply.tokens is None:
+                    del running[reply.conversation]
+                else:
+                    conversation.continue_with(reply, sys.maxsize)
+        turn += 1
