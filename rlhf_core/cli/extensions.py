@@ -45,18 +45,16 @@ def load(name: str, found: Mapping[str, list[EntryPoint]]) -> Any:
     Raises InputError, with what to type, if none has it, if two have it, and if its import fails.
     """
     points = found.get(name, [])
-    if len(points) > 1:
-        points = [point for point in points if distributions.leftover_path(point) is None]
     if not points:
         raise InputError(f"rlhf {name}: not installed; type: pip install {DISTRIBUTIONS[name]}")
     if len(points) > 1:
-        owners = " and ".join(sorted(_owner(point) for point in points))
+        owners = " and ".join(sorted(distributions.owner(point) for point in points))
         raise InputError(f"rlhf {name}: {owners} both have it; uninstall one")
     try:
         return points[0].load()
     except Exception as error:
         raise InputError(
-            f"rlhf {name}: {_owner(points[0])} failed to load: {error_line(error)}; uninstall or update it"
+            f"rlhf {name}: {distributions.owner(points[0])} failed to load: {error_line(error)}; uninstall or update it"
         ) from error
 
 
@@ -76,8 +74,3 @@ def with_commands(plugins: Sequence[PluginInfo]) -> list[PluginInfo]:
         commands = [*components.get("command", []), name]
         infos[place] = replace(infos[place], components={**components, "command": commands})
     return infos
-
-
-def _owner(point: EntryPoint) -> str:
-    found = distributions.find_distribution(point)
-    return f"{found.name} {found.version}" if found else point.value

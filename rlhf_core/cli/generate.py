@@ -108,9 +108,8 @@ def generate(
     from rlhf_core.models import load_model, local_directory, stored_head
     from rlhf_core.models.model import warn_of_constraints
     from rlhf_core.rollouts.completions import empty_warning
-    from rlhf_core.runtime.files import require_writable
-    from rlhf_core.runtime.row_output import for_reader, write_rows
-    from rlhf_core.runtime.terminal import echo
+    from rlhf_core.runtime.files import require_writable, write_atomic
+    from rlhf_core.runtime.terminal import echo, for_reader, row_text
     from rlhf_core.sampling import SHORTEST_BUCKET, Sampler, SamplingOptions, bucket
     from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
     from rlhf_core.tokenizer.encoding import TextOptions, continuations
@@ -211,13 +210,12 @@ def generate(
         }
         for i, text in enumerate(texts)
     ]
-    if file is None and output is None:
-        for row in rows:
-            print(for_reader(row["completion"]))
-    else:
-        write_rows(rows, output)
-        if output is not None:
-            echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
+    if output is not None:
+        write_atomic(output, "".join(map(row_text, rows)))
+        echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
+        return
+    for row in rows:
+        print(for_reader(row["completion"] if file is None else row_text(row).rstrip("\n")))
 
 
 def _fit(

@@ -24,10 +24,9 @@ from rlhf_core.plugins.component import HERE, load_file
 from rlhf_core.plugins.hooks import hookimpl as hookimpl
 from rlhf_core.plugins.registry import CollisionError, Registry
 from rlhf_core.plugins.registry import PluginInfo as PluginInfo
-from rlhf_core.runtime import distributions
 from rlhf_core.runtime.caches import cached
+from rlhf_core.runtime.distributions import GROUP, find_distribution, owner
 
-GROUP = distributions.GROUP
 DISABLE = "RLHF_DISABLE_PLUGINS"
 HOOKS = tuple(name for name in vars(hooks) if name.startswith("rlhf_"))
 
@@ -66,16 +65,8 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     entry point or distribution, separated by commas.
     """
     host = empty_host()
-    points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, _owner(p)))
+    points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, owner(p)))
     disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
-    for point in points:
-        if (path := distributions.leftover_path(point)) is not None:
-            warnings.warn(
-                f"plugin '{point.name}' is left out: {path} was only half uninstalled; delete that directory",
-                PluginWarning,
-                stacklevel=2,
-            )
-    points = [point for point in points if distributions.leftover_path(point) is None]
     known = {name for point in points for name in _names_of(point)}
     for name in sorted(disabled - known):
         warnings.warn(
@@ -123,23 +114,23 @@ def _load_object(host: Host, plugin: object, name: str) -> None:
 
 def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> PluginInfo:
     try:
-        rivals = sorted(_owner(other) for other in points if other.name == point.name)
+        rivals = sorted(owner(other) for other in points if other.name == point.name)
         if len(rivals) > 1:
             raise InputError(f"{' and '.join(rivals)} both have an entry point '{point.name}'; uninstall one")
         _check_pin(point)
-        _register(host, point.load(), _owner(point), point.name)
+        _register(host, point.load(), owner(point), point.name)
     except (Exception, SystemExit) as error:
         if isinstance(error, CollisionError):
             host.registry.contest(error)
         problems = error.problems if isinstance(error, InputError) else [f"it {error_line(error, HERE)}"]
         message = (
-            f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(problems).rstrip('.')}. "
+            f"plugin '{point.name}' (from {owner(point)}) failed to load: {'; '.join(problems).rstrip('.')}. "
             f"Uninstall it or set {DISABLE}={point.name}."
         )
         info = _info(point, "failed", error=scrub(message))
         host.registry.failures.append(info)
         return info
-    return _info(point, "loaded", components=host.registry.components_of(_owner(point)))
+    return _info(point, "loaded", components=host.registry.components_of(owner(point)))
 
 
 def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
@@ -200,19 +191,14 @@ def _check_pin(point: EntryPoint) -> None:
             )
 
 
-def _owner(point: EntryPoint) -> str:
-    dist = distributions.find_distribution(point)
-    return f"{dist.name} {dist.version}" if dist else point.value
-
-
 def _names_of(point: EntryPoint) -> set[str]:
     """Collect the names under which a plugin can be disabled."""
-    dist = distributions.find_distribution(point)
+    dist = find_distribution(point)
     return {_canonical(point.name)} | ({_canonical(dist.name)} if dist else set())
 
 
 def _info(point: EntryPoint, state: Any, **rest: Any) -> PluginInfo:
-    dist = distributions.find_distribution(point)
+    dist = find_distribution(point)
     return PluginInfo(point.name, dist.name if dist else None, dist.version if dist else None, state, **rest)
 
 

@@ -16,7 +16,7 @@ import jax
 
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.agreement import broadcast_text, gather_texts, raise_together, wait_for_all
-from rlhf_core.runtime.files import flush_names, make_directory
+from rlhf_core.runtime.files import flush, make_directory
 
 FILE = ".lock"
 SHARED_SECONDS = 5.0
@@ -43,7 +43,11 @@ def _locked(directory: Path, field: str) -> Iterator[None]:
     path, other = directory / FILE, "--dir" if field == "dir" else field
     try:
         make_directory(directory)
-        flush_names(directory)
+        for (
+            parent
+        ) in directory.absolute().parents:  # a killed process may have made them and not flushed them
+            with suppress(OSError):  # most were there long before, perhaps where this user cannot flush
+                flush(parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except (FileExistsError, NotADirectoryError):
         raise InputError(f"{field}: {directory} is not a directory; give another {other}") from None

@@ -10,8 +10,7 @@ import re
 import secrets
 import shutil
 import stat
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -48,13 +47,13 @@ def attempt(
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if reason is None:
             raise
-        elsewhere = _file_elsewhere(error, path, leftover or path)
-        raise RunError(f"{what} could not be written to {path}: {reason}{elsewhere}. {then}") from error
+        raise RunError(f"{what} could not be written to {path}: {reason}. {then}") from error
 
 
 def disk_reason(error: BaseException) -> str | None:
     """Return the file system's reason in words; None for an error that is not the file system's."""
-    for cause in _walk_causes(error):
+    cause: BaseException | None = error
+    while cause is not None:
         match = _OS_ERROR.search(str(cause))
         number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
         full = next((full for full in FULL if full == number or os.strerror(full) in str(cause)), None)
@@ -64,6 +63,7 @@ def disk_reason(error: BaseException) -> str | None:
             return str(cause.strerror or cause)
         if number is not None:
             return os.strerror(number)
+        cause = cause.__cause__
     return None
 
 
@@ -73,22 +73,6 @@ def disk_message(error: OSError) -> str:
     if error.errno in FULL:
         return f"{disk_reason(error)}{f' while writing {file}' if file else ''}; free some,"
     return f"{f'{file}: ' if file else ''}{disk_reason(error)}; fix that"
-
-
-def _walk_causes(error: BaseException) -> Iterator[BaseException]:
-    following: BaseException | None = error
-    while following is not None:
-        yield following
-        following = following.__cause__
-
-
-def _file_elsewhere(error: BaseException, *places: Path) -> str:
-    """Return ` (FILE)` for the file that failed; empty if it is unknown, or above, at or below one of the places."""
-    names = [each.filename for each in _walk_causes(error) if isinstance(each, OSError) and each.filename]
-    file = Path(os.fsdecode(names[0])) if names and not isinstance(names[0], int) else None
-    if file is None or any(place in (file, *file.parents) or file in place.parents for place in places):
-        return ""
-    return f" ({file})"
 
 
 def _free_space(path: Path) -> str:
@@ -107,70 +91,41 @@ def write_atomic(path: str | Path, content: bytes | str, *, private: bool = Fals
 
     private: only the owner may read a new file.
 
-    Makes missing parent directories. Follows a link and replaces its target; keeps the mode and owner of an existing
-    file. Writes directly into what is not a regular file, such as a pipe or /dev/stdout. Raises RunError if the disk is
-    full or not writable.
+    Makes missing parent directories. Follows a link and replaces its target; keeps the mode of an existing file.
+    Writes directly into what is not a regular file, such as a pipe. Raises RunError if the disk is full or not
+    writable.
     """
     path = Path(path)
     data = _encode(content) if isinstance(content, str) else content
-    name = path.name.encode()[:100].decode(errors="ignore")  # a name may have 255
-    temporary = Path(os.path.realpath(path)).with_name(f".{name}.{secrets.token_hex(4)}.tmp")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
 
     def write() -> None:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        make_directory(target.parent)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o600 if private else None
+        # What is private must be private under its temporary name too.
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else 0o600
+        )
         try:
-            before = os.stat(path)
-        except FileNotFoundError:
-            before = None
-        if before is not None and (stream := _standard_stream(before)) is not None:
-            sys.stdout.flush()
-            _write_all(stream, data)
-        elif before is not None and not stat.S_ISREG(before.st_mode):
-            with open(path, "wb", buffering=0) as file:
-                _write_all(file.fileno(), data)
-        else:
-            _replace(temporary, Path(os.path.realpath(path)), data, before, private)
+            _write_all(descriptor, data)
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, target)
+        flush(target.parent)
 
     attempt(write, path.name, path, leftover=temporary, then=UNTOUCHED)
 
 
-def _replace(
-    temporary: Path, target: Path, data: bytes, before: os.stat_result | None, private: bool
-) -> None:
-    make_directory(target.parent)
-    # A private file must be private under its temporary name too.
-    mode = 0o666 if before is None and not private else 0o600
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        _write_all(descriptor, data)
-        if before is not None:
-            with suppress(PermissionError):
-                os.fchown(descriptor, before.st_uid, before.st_gid)
-            os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, target)
-    flush(target.parent)
-
-
 def open_stream(path: Path) -> TextIO | None:
-    """Open what is not a regular file, such as a pipe or /dev/stdout, to write to it; None for any other path."""
-    if not path.exists():
-        return None
-    status = os.stat(path)
-    if (stream := _standard_stream(status)) is not None:
-        sys.stdout.flush()
-        return open(os.dup(stream), "w", encoding="utf-8")
-    return None if stat.S_ISREG(status.st_mode) else open(path, "w", encoding="utf-8")
-
-
-def _standard_stream(file: os.stat_result) -> int | None:
-    """Return the descriptor of this process's stdout or stderr if `file` is one of them, else None."""
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(descriptor), file):
-                return descriptor
-    return None
+    """Open what is not a regular file, such as a pipe, to write to it; None for any other path."""
+    return open(path, "w", encoding="utf-8") if path.exists() and not path.is_file() else None
 
 
 def _encode(text: str) -> bytes:
@@ -212,29 +167,15 @@ def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
         if durable and new:
             flush(path.parent)
 
-    attempt(write, path.name, path, then=INTACT)
+    attempt(write, path.name, path)
 
 
 def make_directory(path: str | Path) -> None:
     """Make a directory and its missing parents, and flush each of them to disk."""
     path = Path(path)
-    missing: list[Path] = []
-    for directory in (path, *path.parents):
-        if directory.is_dir():
-            break
-        missing.append(directory)
-    for directory in reversed(missing):
+    for directory in reversed([each for each in (path, *path.parents) if not each.is_dir()]):
         directory.mkdir(exist_ok=True)
         flush(directory.parent)
-
-
-def flush_names(directory: Path) -> None:
-    """Flush the names of a directory and of its parents, which a process killed just after making them did not."""
-    for parent in directory.absolute().parents:
-        with suppress(
-            OSError
-        ):  # most were there long before, perhaps where this user, or a file system, cannot flush
-            flush(parent)
 
 
 def flush(path: str | Path) -> None:
@@ -257,14 +198,6 @@ def flush_lines(path: Path) -> None:
             flush(path.parent)
 
     attempt(write, path.name, path)
-
-
-def flush_tree(directory: Path) -> None:
-    """Flush every file and directory below `directory`, the directory itself and its name to disk."""
-    for path in directory.rglob("*"):
-        flush(path)
-    flush(directory)
-    flush(directory.parent)
 
 
 def replace_directory(new: Path, final: Path) -> None:
@@ -290,40 +223,27 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
     A new directory gets its name only once it is whole. Raises RunError if the disk is full or not writable.
     """
     directory = Path(os.path.realpath(directory))
-    empty = directory.is_dir()  # perhaps a mount point, so it stays
-    name = directory.name.encode()[:100].decode(errors="ignore")
-    place = directory if empty else directory.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
+    # An empty one may be a mount point, which cannot be renamed.
+    place = directory if directory.is_dir() else directory.with_name(f".{directory.name}.tmp")
 
     def fill() -> None:
-        if not empty:
-            _remove_killed(directory.parent, name)
+        if place != directory:
+            shutil.rmtree(place, ignore_errors=True)  # left by a call that was killed
         make_directory(place)
         write(place)
-        flush_tree(place)
-        if not empty:
+        for path in (*place.rglob("*"), place):
+            flush(path)
+        if place != directory:
             os.rename(place, directory)
-            try:
-                flush(directory.parent)
-            except OSError:
+        try:
+            flush(directory.parent)
+        except OSError:
+            if place != directory:
                 os.rename(directory, place)  # to be deleted with it
-                raise
+            raise
 
     then = "Nothing of it is left there; fix that and rerun the same command."
-    try:
-        attempt(fill, what, directory, leftover=None if empty else place, then=then)
-    except BaseException:
-        for path in directory.iterdir() if empty else ():
-            with suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
-
-
-def _remove_killed(parent: Path, name: str) -> None:
-    """Delete the directories that killed calls of `fill_directory` left for this name."""
-    killed = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
-    for path in parent.iterdir() if parent.is_dir() else ():
-        if killed.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    attempt(fill, what, directory, leftover=place, then=then)
 
 
 def remove(path: Path) -> None:
@@ -335,16 +255,15 @@ def remove(path: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Delete temporary files that killed calls of `write_atomic` left directly in a directory."""
-    with suppress(OSError):
-        for path in directory.iterdir():
-            if _LEFTOVER.fullmatch(path.name) and path.is_file():
-                with suppress(OSError):
-                    path.unlink()
+    for path in directory.glob(".*.tmp"):
+        if _LEFTOVER.fullmatch(path.name) and path.is_file():
+            with suppress(OSError):
+                path.unlink()
 
 
 def seal(record: Mapping[str, Any]) -> str:
-    """Write `record` as JSON with a checksum, by which `unseal` detects any changed bit."""
-    return _to_json({**record, CHECKSUM: _checksum(record)})
+    """Write `record` as JSON with a checksum, by which `unseal` detects a change."""
+    return json.dumps({**record, CHECKSUM: _checksum(record)}, indent=2, allow_nan=False) + "\n"
 
 
 def unseal(content: bytes) -> dict[str, Any]:
@@ -356,8 +275,7 @@ def unseal(content: bytes) -> dict[str, Any]:
         checksum = record.pop(CHECKSUM, None)
         if checksum is None:
             raise ValueError("it has no checksum")
-        # Also compared as text: some changes to an escaped character leave its meaning as it was.
-        if checksum != _checksum(record) or _to_json({**record, CHECKSUM: checksum}).encode() != content:
+        if checksum != _checksum(record):
             raise ValueError("its checksum is of other content")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -366,10 +284,6 @@ def unseal(content: bytes) -> dict[str, Any]:
 
 def _checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
-def _to_json(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
 def require_writable(output: Path | None, source: Path | None = None) -> None:

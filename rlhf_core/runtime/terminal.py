@@ -1,13 +1,15 @@
-"""Print for a person: as wide as the terminal, with control characters escaped."""
+"""Print for a person, as wide as the terminal and with control characters escaped, or rows for a program."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -77,3 +79,22 @@ def indented_list(title: str, lines: Sequence[str]) -> str:
             for line in lines
         ]
     return escape_control("\n  ".join([title, *lines]))
+
+
+def for_reader(text: str) -> str:
+    """Escape control characters if standard output is a terminal; programs get the text unchanged."""
+    return escape_control(text) if sys.stdout.isatty() else text
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of JSON."""
+    return json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n"
+
+
+def _jsonable(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def number(value: Any) -> float | None:
+    """Return a score, or None for what JSON lacks, such as NaN: a row that could not be scored gets null."""
+    return float(value) if math.isfinite(value) else None

@@ -95,10 +95,3 @@ def test_two_distributions_with_one_command(site: Path, rlhf: Any) -> None:
     assert refused.code == 2
     assert "acme-tools 1.0 and other-tools 1.0 both have it; uninstall one" in refused.message
     assert "finished stages are skipped" in rlhf("run", "--help").out, "core's own commands stay"
-
-
-def test_the_remains_of_a_half_uninstalled_distribution_do_not_count(site: Path, rlhf: Any) -> None:
-    install(site, "acme-tools", "greet = added_commands:greet")
-    install(site, "~cme-tools", "greet = added_commands:greet")
-    assert rlhf("greet", "Mia").out == "hello, Mia\n"
-    assert '"distribution": "acme-tools"' in rlhf("plugins", "--json").out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.runtime import files
+from rlhf_core.runtime import directory_lock
 from rlhf_core.runtime.directory_lock import lock
 
 HOLDER = """
@@ -83,7 +83,7 @@ def test_directories_that_a_killed_process_made_are_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[Path] = []
-    monkeypatch.setattr(files, "flush", lambda path: flushed.append(Path(path)))
+    monkeypatch.setattr(directory_lock, "flush", lambda path: flushed.append(Path(path)))
     (tmp_path / "runs" / "first").mkdir(parents=True)
     with lock(tmp_path / "runs" / "first"):
         assert flushed[:2] == [tmp_path / "runs", tmp_path]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +16,6 @@ from rlhf_core.errors import RunError
 from rlhf_core.runtime import files
 from rlhf_core.runtime.files import (
     append_line,
-    attempt,
     fill_directory,
     make_directory,
     remove_leftovers,
@@ -130,21 +126,6 @@ def test_a_full_device_is_one_message() -> None:
         write_atomic("/dev/full", "x")
 
 
-@pytest.mark.parametrize("redirected", [False, True], ids=["a pipe", "a file"])
-def test_stdout_by_its_name(tmp_path: Path, redirected: bool) -> None:
-    script = "from rlhf_core.runtime.files import write_atomic\nprint('first')\n"
-    script += "write_atomic('/dev/stdout', 'row\\n')\nprint('last')"
-    out = tmp_path / "out"
-    with open(out, "wb") as file:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            stdout=file if redirected else subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            check=True,
-        )
-    assert (out.read_bytes() if redirected else done.stdout) == b"first\nrow\nlast\n"
-
-
 def test_two_at_once_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     inner = iter([True])
@@ -159,12 +140,6 @@ def test_two_at_once_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch: 
     write_atomic(path, "outer")
     assert path.read_text() == "outer"
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
-    path = tmp_path / ("ü" * 127)
-    write_atomic(path, "x")
-    assert path.read_text() == "x"
 
 
 @pytest.mark.parametrize("failing", ["open", "write", "fsync", "replace"])
@@ -270,13 +245,13 @@ def test_a_lone_surrogate_is_written_as_json_writes_it(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_call_left_of_a_directory_is_removed_by_the_next(tmp_path: Path) -> None:
-    for name in (".model.0123abcd.tmp", ".other.0123abcd.tmp"):
+    for name in (".model.tmp", ".other.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("x")
     fill_directory(
         tmp_path / "model", lambda place: (place / "file").write_text("whole") and None, "the model"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.0123abcd.tmp", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.tmp", "model"]
     assert (tmp_path / "model" / "file").read_text() == "whole"
 
 
@@ -354,17 +329,3 @@ def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", fails)
     with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. What"):
         write_atomic(tmp_path / "file", "x")
-
-
-def test_a_file_that_fails_elsewhere_is_named(tmp_path: Path) -> None:
-    log = tmp_path / "metrics.jsonl"
-
-    def write() -> None:
-        raise OSError(errno.EIO, "Input/output error", str(log))
-
-    with pytest.raises(
-        RunError, match=rf"^the checkpoint could not .*/4: Input/output error \({re.escape(str(log))}\)\. "
-    ):
-        attempt(write, "the checkpoint", tmp_path / "checkpoints" / "4")
-    with pytest.raises(RunError, match=r"/metrics\.jsonl: Input/output error\. "):
-        attempt(write, "metrics.jsonl", log)

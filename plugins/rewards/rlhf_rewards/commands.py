@@ -68,8 +68,7 @@ def score(
     from rlhf_core.data.columns import prompts_as_turns
     from rlhf_core.errors import InputError, suggest
     from rlhf_core.runtime.files import open_stream, require_writable
-    from rlhf_core.runtime.row_output import for_reader, row_text
-    from rlhf_core.runtime.terminal import echo
+    from rlhf_core.runtime.terminal import echo, for_reader, row_text
     from rlhf_core.scoring import Scorer, warn_unread
     from rlhf_rewards.reward_bench import Summary, check_ties
     from rlhf_rewards.score import Unfinished, identity_of, with_scores

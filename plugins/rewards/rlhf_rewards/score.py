@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.runtime.files import attempt, flush, make_directory
-from rlhf_core.runtime.row_output import number
+from rlhf_core.runtime.terminal import number
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
