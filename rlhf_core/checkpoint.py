@@ -229,7 +229,8 @@ class Checkpoints:
         """Restore the checkpoint of `step`, by default of the newest whole one; None if there is no checkpoint at all.
 
         abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays), which give each array its
-        sharding, however it was sharded when saved. Skips damaged checkpoints with a warning.
+        sharding, however it was sharded when saved; or a function that makes it of the caller's `host`. Skips damaged
+        checkpoints with a warning.
         accept: called with the checkpoint before its state is read, and so without it; raises if it does not fit.
 
         Raises RunError if no checkpoint is whole, or the one of `step` is not; InputError, naming the arrays, if it was
@@ -245,6 +246,7 @@ class Checkpoints:
             arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
         if accept is not None:
             accept(Restored(step, None, saved["host"], arrays))
+        abstract_state = abstract_state(saved["host"]) if callable(abstract_state) else abstract_state
         wanted = leaves(abstract_state)
         compare(directory, saved["leaves"], {name: shape(leaf) for name, leaf in wanted.items()})
         try:
@@ -271,6 +273,19 @@ class Checkpoints:
             self.wait()
         finally:
             self._pool.shutdown()
+
+    def remove(self, step: int) -> None:
+        """Delete the checkpoint of `step`; the others stay. Without one, nothing happens."""
+        self.wait()
+        path = self.directory / str(step)
+        if jax.process_index() == 0 and path.exists():
+            attempt(lambda: self._delete(step), f"the checkpoint of step {step}", path)
+
+    def _delete(self, step: int) -> None:
+        """Delete a checkpoint, renaming it first, so that killing the deletion leaves no half checkpoint."""
+        aside = self.directory / f".{step}.tmp"
+        os.rename(self.directory / str(step), aside)
+        shutil.rmtree(aside)
 
     def _choose(self, wanted: int | None) -> int | None:
         """Return the wanted step, or that of the newest whole checkpoint; None if there is no checkpoint at all.
@@ -317,11 +332,10 @@ class Checkpoints:
         surplus = set() if self.keep is None else set(whole[: -self.keep])
         problems = []
         for step in sorted(((surplus - {protect}) | self._damaged) - {newest}):
-            old, aside = self.directory / str(step), self.directory / f".{step}.tmp"
+            old = self.directory / str(step)
             try:
                 if old.exists():
-                    os.rename(old, aside)  # first, so that killing the deletion leaves no half checkpoint
-                    shutil.rmtree(aside)
+                    self._delete(step)
             except OSError as error:
                 problems.append(
                     f"the checkpoint of step {step}, which is not needed any more, could not be deleted from "

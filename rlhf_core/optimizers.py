@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from pydantic import Field
 
+from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.contracts import OPTIMIZER
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, RunError, Stopped, error_line
+from rlhf_core.plugins.component import load_function
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -25,6 +27,8 @@ Schedule = Callable[[Any], Any]
 NotNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """The decay of a running average: the share of it that an update keeps."""
+MomentDtype = Literal["float32", "bfloat16"]
+"""The dtype in which an optimizer keeps its first moment; it computes in float32."""
 
 
 def decay_mask(params: Any) -> Any:
@@ -44,9 +48,18 @@ def adamw(
     b1: Decay = 0.9,
     b2: Decay = 0.999,
     eps: NotNegative = 1e-8,
+    mu_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019)."""
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
+    return optax.adamw(
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        mask=decay_mask,
+        mu_dtype=jnp.dtype(mu_dtype),
+    )
 
 
 def adafactor(learning_rate: Any, *, weight_decay: NotNegative = 0.0) -> optax.GradientTransformation:
@@ -57,14 +70,24 @@ def adafactor(learning_rate: Any, *, weight_decay: NotNegative = 0.0) -> optax.G
 
 
 def lion(
-    learning_rate: Any, *, weight_decay: NotNegative = 0.01, b1: Decay = 0.9, b2: Decay = 0.99
+    learning_rate: Any,
+    *,
+    weight_decay: NotNegative = 0.01,
+    b1: Decay = 0.9,
+    b2: Decay = 0.99,
+    mu_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
-    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask)
+    dtype = jnp.dtype(mu_dtype)
+    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask, mu_dtype=dtype)
 
 
 def muon(
-    learning_rate: Any, *, weight_decay: NotNegative = 0.01, beta: Decay = 0.95
+    learning_rate: Any,
+    *,
+    weight_decay: NotNegative = 0.01,
+    beta: Decay = 0.95,
+    mu_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
     """Muon (Jordan 2024) on the layers' matrices, AdamW on embeddings, heads, norms and biases.
 
@@ -72,8 +95,12 @@ def muon(
     learning rate and weight decay.
     """
     axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # [in, out]; earlier axes are layers or experts
-    orthogonal = optax.contrib.muon(-1.0, beta=beta, consistent_rms=0.2, muon_weight_dimension_numbers=axes)
-    direction = optax.partition({"matrix": orthogonal, "other": optax.scale_by_adam()}, _label_matrices)
+    dtype = jnp.dtype(mu_dtype)
+    orthogonal = optax.contrib.muon(
+        -1.0, beta=beta, consistent_rms=0.2, muon_weight_dimension_numbers=axes, mu_dtype=dtype
+    )
+    adam = optax.scale_by_adam(mu_dtype=dtype)
+    direction = optax.partition({"matrix": orthogonal, "other": adam}, _label_matrices)
     return _decoupled(direction, learning_rate, weight_decay)
 
 
@@ -92,10 +119,15 @@ def _label_matrices(params: Any) -> Any:
 
 
 def sgd(
-    learning_rate: Any, *, momentum: Decay = 0.0, weight_decay: NotNegative = 0.0
+    learning_rate: Any,
+    *,
+    momentum: Decay = 0.0,
+    weight_decay: NotNegative = 0.0,
+    mu_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
     """Stochastic gradient descent, with optional momentum and decoupled weight decay."""
-    direction = optax.trace(momentum) if momentum else optax.identity()
+    dtype = jnp.dtype(mu_dtype)
+    direction = optax.trace(momentum, accumulator_dtype=dtype) if momentum else optax.identity()
     return _decoupled(direction, learning_rate, weight_decay)
 
 
@@ -120,8 +152,6 @@ def schedule(
     """
     if name == "constant":
         return partial(_constant_rate, learning_rate, warmup)
-    if name not in _SHAPES:
-        raise InputError(f"scheduler: no schedule named '{name}'; constant, linear, cosine and wsd are known")
     return partial(_falling_rate, name, learning_rate, 0.0 if end is None else end, warmup, total)
 
 
@@ -147,6 +177,32 @@ _SHAPES: dict[str, Callable[[Any], Any]] = {
 """The level that a rate falls to, from 1 to 0, at a share of the updates after the warmup."""
 
 
+def _custom_schedule(named: str | Callable[..., Any], total: int) -> Schedule:
+    """Make the schedule of a function from the number of updates to an optax schedule, and try it."""
+    function = load_function(named) if isinstance(named, str) else named
+    try:
+        made: Schedule = function(total)
+        rate = jax.eval_shape(made, jax.ShapeDtypeStruct((), jnp.int32))
+    except (InputError, RunError, Stopped):
+        raise
+    except Exception as error:
+        raise InputError(f"scheduler: its function {error_line(error)}") from error
+    if getattr(rate, "shape", None) != ():
+        raise InputError(
+            "scheduler: its function must return a schedule, a function from the update's number to one number"
+        )
+    return made
+
+
+def start_afresh(opt_state: Any, step: int) -> Any:
+    """Place an optimizer state without history at update `step` of its schedule; its moments still begin at 0."""
+
+    def of_schedule(path: Any, _: Any) -> bool:
+        return getattr(path[-1], "tuple_name", "") == "ScaleByScheduleState"
+
+    return optax.tree.set(opt_state, of_schedule, count=jnp.int32(step))
+
+
 def make_optimizer(
     config: TrainerConfig, registry: Registry, total: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
@@ -154,13 +210,11 @@ def make_optimizer(
 
     The optimizer first clips gradients to a global norm of `max_grad_norm`.
     """
-    rate = schedule(
-        config.scheduler,
-        config.learning_rate,
-        total,
-        warmup=config.warmup_steps,
-        end=config.learning_rate_end,
-    )
+    named, peak, end = config.scheduler, config.learning_rate, config.learning_rate_end
+    if isinstance(named, str) and named in SCHEDULES:
+        rate = schedule(named, peak, total, warmup=config.warmup_steps, end=end)
+    else:
+        rate = _custom_schedule(named, total)
     options = dict(config.optimizer.options)
     if config.optimizer.name in registry.names(OPTIMIZER) and not registry.check(
         OPTIMIZER, config.optimizer.name, {"weight_decay": config.weight_decay}

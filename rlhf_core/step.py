@@ -143,11 +143,33 @@ def loss_metrics(loss: Loss) -> dict[str, Mean]:
     return {"loss": loss} if isinstance(loss, Mean) else {f"loss/{name}": part for name, part in loss.items()}
 
 
-def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
+def layer_norms(grads: Any) -> dict[str, jax.Array]:
+    """Compute the norm of each layer's gradient, float32 [], by its dotted path, such as "layers.3" or "embed_tokens".
+
+    What stands below `layers` has the layers as its first axis; everything else is a layer by itself.
+    """
+    squares: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        by_row = jnp.square(leaf.astype(jnp.float32)).reshape(leaf.shape[0], -1).sum(1) if leaf.ndim else leaf
+        if "layers" in names[:-1]:
+            above = ".".join(names[: names.index("layers") + 1])
+            parts = {f"{above}.{i}": by_row[i] for i in range(leaf.shape[0])}
+        else:
+            parts = {".".join(names[:-1]) or names[0]: by_row.sum()}
+        for name, part in parts.items():
+            squares[name] = squares.get(name, 0.0) + part
+    return {name: jnp.sqrt(square) for name, square in squares.items()}
+
+
+def apply(
+    state: TrainState, done: Accumulated, *, by_layer: bool = False
+) -> tuple[TrainState, dict[str, Metric]]:
     """Update the state by the mean gradient, unless a loss or gradient has not been finite.
 
     state: from `TrainState.trained`, so that all of its parameters are trained. Returns the next state, and the
-    objective's metrics with `loss` and `grad_norm` (before the optimizer).
+    objective's metrics with `loss` and `grad_norm` (before the optimizer), and where `by_layer` with each of
+    `layer_norms` as `grad_norm/LAYER`.
     """
     if isinstance(done.loss, Mean):
         total, scale = done.loss.total, _inverse(done.loss.count)
@@ -173,19 +195,24 @@ def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, M
     else:  # one value per update, so that over several updates, too, the parts add up to the loss
         parts = {name: Mean.of(part.total * _inverse(part.count)) for name, part in done.loss.items()}
         losses = {"loss": Mean.of(total), **loss_metrics(parts)}
-    return following, {**done.metrics, **losses, "grad_norm": Mean.of(norm)}
+    norms = {f"grad_norm/{name}": Mean.of(x) for name, x in layer_norms(grads).items()} if by_layer else {}
+    return following, {**done.metrics, **losses, "grad_norm": Mean.of(norm), **norms}
 
 
 class Programs:
     """Compiled `accumulate` and `apply`, which donate the previous sums and the trained part of the state."""
 
-    def __init__(self, objective: Objective, state: TrainState, *, from_zero: bool = False) -> None:
+    def __init__(
+        self, objective: Objective, state: TrainState, *, from_zero: bool = False, by_layer: bool = False
+    ) -> None:
         """Shard gradients and the next state like `state`.
+
+        by_layer: also report the norm of each layer's gradient, see `apply`.
 
         from_zero: add the first micro-batch of an update to zeros. This takes one program per shape instead of two and
         an extra pass over the gradient, which pays for updates of several micro-batches.
         """
-        self._objective, self._noise = objective, has_noise(state.params)
+        self._objective, self._noise, self._by_layer = objective, has_noise(state.params), by_layer
         mesh: Mesh = state.step.sharding.mesh
         # Parts would all draw the same dropout masks; and adapters have small gradients.
         self._make(state, in_parts=mesh.shape["data"] > 1 and not self._noise)
@@ -203,10 +230,11 @@ class Programs:
         everywhere: Any = replicated_sharding(mesh)
         gradients = partial(_gradients, self._objective, state.fixed)
         step: Callable[..., Accumulated] = partial(_accumulate, gradients)
-        finish: Callable[..., Any] = apply
+        finish: Callable[..., Any] = partial(apply, by_layer=self._by_layer)
         placed = Accumulated(shardings.params, everywhere, everywhere)
         if in_parts:
-            step, finish, placed = partial(accumulate_parts, step, mesh), apply_parts, _stacked(placed)
+            finish = partial(apply_parts, by_layer=self._by_layer)
+            step, placed = partial(accumulate_parts, step, mesh), _stacked(placed)
         self._in_parts, self._placed = in_parts, placed
         self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
         self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
@@ -344,14 +372,17 @@ def _stacked(shardings: Any) -> Any:
     return jax.tree.map(lambda x: NamedSharding(x.mesh, PartitionSpec("data", *x.spec)), shardings)
 
 
-def apply_parts(state: TrainState, parts: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
+def apply_parts(
+    state: TrainState, parts: Accumulated, *, by_layer: bool = False
+) -> tuple[TrainState, dict[str, Metric]]:
     """Add up the sums that `accumulate_parts` stacked, and `apply` them."""
     grads = jax.tree.map(lambda x: x.sum(0), parts.grads)
     numbers = (parts.loss, parts.metrics)
     count = jax.tree.leaves(numbers)[0].shape[0]
     each = [jax.tree.map(lambda x, i=i: x[i], numbers) for i in range(count)]
     losses, metrics = zip(*each, strict=True)
-    return apply(state, Accumulated(grads, reduce(_merge_losses, losses), reduce(merge, metrics)))
+    done = Accumulated(grads, reduce(_merge_losses, losses), reduce(merge, metrics))
+    return apply(state, done, by_layer=by_layer)
 
 
 def _zeros(tree: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> Accumulated:

@@ -9,10 +9,23 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options, Problem, format_value
-from rlhf_core.config.other_names import TRAINER_NAMES, Ignored
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Taken
 
-PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "extra_optimizer_kwargs")
-"""Names that stand for part of a list, or for several entries of a table."""
+PART_NAMES = (
+    "use_wandb",
+    "wandb_entity",
+    "wandb_name",
+    "extra_optimizer_kwargs",
+    "force_step_start_point",
+    "per_epoch_training_steps",
+    "performance_mode",
+    "report_metrics",
+    "trainer_prefix",
+    "verbose",
+)
+"""Names that stand for part of a list, for several entries of a table, or for a value of several fields."""
+NEVER = 10**9
+"""Updates between two rows of a run that logs its last update alone."""
 
 
 def expand(
@@ -21,7 +34,9 @@ def expand(
     """Expand `data` into canonical fields, with problems and warnings. base: the config it will be merged into."""
     table = dict(data)
     problems = _remove_saved_class(table, cls)
+    problems += _convert(table, cls)
     problems += _replace_aliases(table, cls)
+    problems += _replace_parts(table, cls, base)
     _wrap_single_components(table, cls)
     problems += _remove_ignored(table, cls)
     problems += _nest(table, cls, base)
@@ -55,13 +70,38 @@ def _remove_saved_class(fields: dict[str, Any], cls: type[Options]) -> list[Prob
     return [Problem(key, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
 
 
+def _convert(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
+    """Convert the values of other names that are not taken as they are; remove those that ask for nothing."""
+    problems = []
+    for name, meaning in cls.other_names().items():
+        if name not in fields or not isinstance(meaning, Taken) or name in cls.model_fields:
+            continue
+        try:
+            value = meaning.convert(fields[name])
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(name, str(error)))
+            value = None
+        none_is_ours = (
+            fields.pop(name) is None and "." not in meaning.path and _may_be_none(cls, meaning.path)
+        )
+        if value is not None or none_is_ours:
+            fields[name] = value
+    return problems
+
+
 def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
     """Replace other spellings by names. Both may be given if they agree, or if one of them is none."""
     problems = []
+    meanings = cls.other_names()
     for alias, name in cls.aliases().items():
         if alias not in fields or "." in name:
             continue
-        value = fields.pop(alias)
+        value, meaning = fields.pop(alias), meanings[alias]
+        if isinstance(meaning, Taken) and name in fields:
+            if value in meaning.same:
+                continue
+            if fields[name] is None or meaning.wins:
+                del fields[name]
         if not _may_be_none(cls, name):  # EasyDeL's none: the default
             if fields.get(name, 0) is None:
                 del fields[name]
@@ -70,6 +110,38 @@ def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem
         if name in fields and fields[name] != value:
             problems.append(Problem(alias, f"another name of {name}, which is given too; remove one"))
         fields.setdefault(name, value)
+    return problems
+
+
+def _replace_parts(fields: dict[str, Any], cls: type[Options], base: Options | None) -> list[Problem]:
+    """Replace names that no single field of ours stands for."""
+    problems = []
+    flags = ("force_step_start_point", "performance_mode", "report_metrics", "verbose")
+    given = {name: value for name in flags if (value := fields.pop(name, None)) is not None}
+    for name, value in list(given.items()):
+        if not isinstance(value, bool):
+            problems.append(Problem(name, f"expected true or false, got {format_value(value)}"))
+            del given[name]
+    if given.get("force_step_start_point"):
+        fields["resume_if_possible"] = False
+    if given.get("performance_mode"):
+        fields |= {"log_steps": NEVER, "report_steps": None, "log_grad_norms": False}
+    if given.get("report_metrics") is False:
+        fields |= {"logger": [], "use_wandb": False}
+    if given.get("verbose") is False:
+        fields["progress_bar_type"] = "none"
+    if (steps := fields.pop("per_epoch_training_steps", None)) is not None:
+        epochs = fields.get("num_train_epochs", _default(cls, base, "num_train_epochs"))
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            problems.append(
+                Problem("per_epoch_training_steps", f"expected a number ≥ 1, got {format_value(steps)}")
+            )
+        elif isinstance(epochs, int | float):
+            total, limit = max(1, round(steps * epochs)), fields.get("max_training_steps")
+            fields["max_training_steps"] = min(total, limit) if isinstance(limit, int) else total
+    if (prefix := fields.pop("trainer_prefix", None)) is not None:
+        name = fields.get("run_name", _default(cls, base, "run_name"))
+        fields["run_name"] = f"{prefix}-{name}" if name else prefix
     return problems
 
 

@@ -110,7 +110,7 @@ class Options(BaseModel):
         taken = {
             name: each for name, each in cls.other_names().items() if not isinstance(each, Ignored | Refused)
         }
-        return {name: each if isinstance(each, str) else each[0] for name, each in taken.items()}
+        return {name: each if isinstance(each, str) else str(each[0]) for name, each in taken.items()}
 
     @classmethod
     def names(cls) -> list[str]:

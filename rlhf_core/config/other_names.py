@@ -1,15 +1,30 @@
 """What the fields of other libraries' configs mean here, for every trainer: one table, `TRAINER_NAMES`.
 
-A config written for EasyDeL is accepted unchanged: each of its fields is ours, another name of one, or ignored with a
-warning that says what happens instead. TRL's names are errors that say what to write: their values and defaults
-differ, so they are not taken as ours.
+A config written for EasyDeL is accepted unchanged: each of its fields is ours, another name of one or of an entry of a
+table, or ignored with a warning that says what happens instead. TRL's names are errors that say what to write: their
+values and defaults differ, so they are not taken as ours.
 `docs/reference/coming_from.md` is checked against this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Taken(NamedTuple):
+    """A name whose value is converted, and taken for a field or an entry of a table."""
+
+    path: str
+    """The dotted path of our field."""
+    convert: Callable[[Any], Any] = lambda value: value
+    """Makes our value of theirs; None: as if the name were not given."""
+    same: tuple[Any, ...] = ()
+    """Values that a file of theirs holds by default: they give way to our field, and ask for no table."""
+    wins: bool = False
+    """Whether other values go before our field, where both are given."""
 
 
 class Ignored(NamedTuple):
@@ -19,6 +34,8 @@ class Ignored(NamedTuple):
     """What happens instead, for any value."""
     same: tuple[Any, ...] = ()
     """Values that ask for what happens anyway, and give no warning."""
+    done: bool = False
+    """Whether what the name is for is done anyway; else it is not done."""
 
 
 class Refused(NamedTuple):
@@ -28,9 +45,14 @@ class Refused(NamedTuple):
     """The dotted path of our field, or a sentence on what happens here."""
 
 
-Meaning = str | tuple[str, Any] | Ignored | Refused
+Meaning = str | tuple[str, Any] | Taken | Ignored | Refused
 """What another name stands for. A str is a dotted path that the value is taken for: "max_grad_norm" is a field,
 "loss.epsilon" an entry of a table. A tuple is such a path and the value where a component does not set it."""
+
+
+def _dtype(value: Any) -> Any:
+    """Name a dtype that is given as an object, such as `jnp.bfloat16`."""
+    return value if value is None or isinstance(value, str) else np.dtype(value).name
 
 
 _GENERATION = (
@@ -42,7 +64,7 @@ _HOST = "token ids stay in host memory, batches go to the device one at a time"
 _SHARDS = "the mesh determines the share of a batch that each process reads"
 _SPARSE = "parameters are dense arrays"
 _HISTOGRAM = "histograms of weights are not logged; grad_norm is, at every logged step"
-_BEGIN = "a run resumes from its newest checkpoint; without one it starts at update 0"
+_BEGIN = "a run resumes from its newest checkpoint, if there is one: `checkpoints`"
 _COLLATOR = "examples are packed into rows without padding; there is no other way of batching"
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
 _MESH = "`mesh` of the pipeline says how states are sharded"
@@ -52,24 +74,22 @@ _PACKED = "examples are packed into rows without padding, and do not see each ot
 
 TRAINER_NAMES: Mapping[str, Meaning] = {
     "clip_grad": "max_grad_norm",
-    "max_length": "max_sequence_length",
+    "max_length": Taken("max_sequence_length", same=(None,)),
     "metrics_to_show_in_rich_pbar": "progress_metrics",
     "peft_config": "lora",
     "repo_id": "model",
     "dataset_name": "train_data",
     "dataset_split": "train_data.split",
-    "auto_shard_states": Ignored("states are always sharded over `mesh`", (True,)),
+    "auto_shard_states": Ignored("states are always sharded over `mesh`", (True,), done=True),
     "aux_loss_enabled": Ignored("no auxiliary loss of experts is added", (False,)),
     "backend": Ignored(
         "JAX chooses the device; the environment variable JAX_PLATFORMS overrides it", (None,)
     ),
-    "custom_scheduler": Ignored(
-        "`scheduler` is followed; a registered optimizer can bring its own schedule", (None,)
-    ),
+    "custom_scheduler": Taken("scheduler", same=(None,), wins=True),
     "dataloader_num_workers": Ignored(_WORKERS, (0, None)),
     "dataloader_pin_memory": Ignored(_WORKERS, (False, None)),
-    "do_eval": Ignored("evaluations run where `eval_data` is given, and only there", (True,)),
-    "do_last_save": Ignored("the trained model is always saved at the end", (True,)),
+    "do_eval": Taken("max_evaluation_steps", lambda value: 0 if value is False else None, same=(True,)),
+    "do_last_save": Taken("checkpoints.last"),
     "do_train": Ignored("a stage always trains; `rlhf score` applies a model without training it", (True,)),
     "esurge_hbm_utilization": Ignored(_ESURGE, (0.45, None)),
     "esurge_max_num_seqs": Ignored(_ESURGE, (None,)),
@@ -77,7 +97,6 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "esurge_page_size": Ignored(_ESURGE, (32, None)),
     "esurge_silent_mode": Ignored(_ESURGE, (True,)),
     "esurge_use_tqdm": Ignored(_ESURGE, (True,)),
-    "force_step_start_point": Ignored(_BEGIN, (False,)),
     "generation_config_overrides": Ignored(_GENERATION, (None, {})),
     "generation_dataset_prompt_field": Ignored(_GENERATION, (None, "prompt")),
     "generation_do_sample": Ignored(_GENERATION, (None,)),
@@ -90,73 +109,58 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "generation_preview_print": Ignored(_GENERATION, (False,)),
     "generation_prompts": Ignored(_GENERATION, ([], None)),
     "generation_seed": Ignored(_GENERATION, (None,)),
-    "generation_shard_inputs": Ignored(_GENERATION, (True,)),
+    "generation_shard_inputs": Ignored(_GENERATION, (True,), done=True),
     "generation_temperature": Ignored(_GENERATION, (None,)),
     "generation_top_k": Ignored(_GENERATION, (None,)),
     "generation_top_p": Ignored(_GENERATION, (None,)),
     "generation_use_train_prompts": Ignored(_GENERATION, (False,)),
-    "grain_shard_count": Ignored(_SHARDS, (None,)),
-    "grain_shard_index": Ignored(_SHARDS, (None,)),
-    "ids_to_pop_from_dataset": Ignored(
-        "columns that a trainer does not use are not read; GRPO's rewards are given all of them", ([], None)
+    "grain_shard_count": Ignored(_SHARDS, (None,), done=True),
+    "grain_shard_index": Ignored(_SHARDS, (None,), done=True),
+    "ids_to_pop_from_dataset": Taken("drop_columns", same=(None,)),
+    "init_tx": Ignored(
+        "a stage starts with a fresh optimizer state, and resumes with its own", (True,), done=True
     ),
-    "init_tx": Ignored("a stage starts with a fresh optimizer state, and resumes with its own", (True,)),
-    "is_fine_tuning": Ignored("a stage trains any model, whatever it was trained on before", (True,)),
+    "is_fine_tuning": Ignored(
+        "a stage trains any model, whatever it was trained on before", (True,), done=True
+    ),
     "jax_distributed_config": Ignored(
         "JAX's own start-up joins the processes of SLURM, Open MPI, Kubernetes and TPU jobs", (None,)
     ),
-    "log_all_workers": Ignored("the first process logs, for all: their metrics are the same", (False,)),
-    "log_grad_norms": Ignored("the global norm of the gradient is always logged, as grad_norm", (True,)),
     "loss_config": Ignored("the loss and its options are `loss = { name = …, … }`", (None,)),
     "low_mem_usage": Ignored(
-        "weights are read shard by shard, and the state is donated to every update", (True,)
+        "weights are read shard by shard, and the state is donated to every update", (True,), done=True
     ),
-    "model_name": Ignored("outputs are named after the stage and its directory", (None,)),
+    "model_name": Taken("run_name", same=(None,)),
     "model_parameters": Ignored(
         "a fresh model's sizes are a table: `model = { model_type = …, … }`", (None, {})
     ),
-    "offload_dataset": Ignored(_HOST, (False,)),
-    "offload_device_index": Ignored(_HOST, (0,)),
-    "offload_device_type": Ignored(_HOST, ("cpu",)),
-    "per_epoch_evaluation_steps": Ignored(
-        "max_evaluation_steps limits the batches of an evaluation", (None,)
-    ),
-    "per_epoch_training_steps": Ignored("max_training_steps limits the updates of the whole stage", (None,)),
-    "performance_mode": Ignored(
-        "metrics stay on the device until they are logged; leaving them out would gain nothing", (False,)
-    ),
-    "process_zero_is_admin": Ignored("the first process writes files and prints", (True,)),
+    "offload_dataset": Ignored(_HOST, (False,), done=True),
+    "offload_device_index": Ignored(_HOST, (0,), done=True),
+    "offload_device_type": Ignored(_HOST, ("cpu",), done=True),
+    "per_epoch_evaluation_steps": Taken("max_evaluation_steps", same=(None,)),
+    "process_zero_is_admin": Ignored("the first process writes files and prints", (True,), done=True),
     "pruning_module": Ignored(_SPARSE, (None,)),
-    "remove_ckpt_after_load": Ignored("save_total_limit decides which checkpoints stay", (False,)),
+    "remove_ckpt_after_load": Taken("checkpoints.remove_loaded"),
     "remove_unused_columns": Ignored(
-        "columns that a trainer does not use are not read; GRPO's rewards are given all of them", (False,)
+        "columns that a trainer does not use are not read; GRPO's rewards are given all of them",
+        (False,),
+        done=True,
     ),
-    "report_metrics": Ignored(
-        "metrics are always written to metrics.jsonl; `logger` lists further loggers", (True,)
-    ),
-    "report_steps": Ignored(
-        "log_steps sets how often metrics are logged, to the console and to every logger"
-    ),
-    "resume_if_possible": Ignored(_BEGIN, (True,)),
-    "save_optimizer_state": Ignored(
-        "a checkpoint always holds the optimizer's state, which resuming needs; a trained model never does",
-        (True,),
-    ),
+    "resume_if_possible": Taken("checkpoints.resume"),
+    "save_optimizer_state": Taken("checkpoints.optimizer_state"),
     "sparse_module_type": Ignored(_SPARSE, ("bcoo",)),
     "sparsify_module": Ignored(_SPARSE, (False,)),
     "state_apply_fn_kwarguments_to_model": Ignored("models take no further arguments", (None, {})),
     "step_partition_spec": Ignored("a batch's rows are split over the mesh's axes data and fsdp"),
-    "step_start_point": Ignored(_BEGIN, (None,)),
+    "step_start_point": Taken("checkpoints.start"),
     "train_on_inputs": Ignored(
         "reward models train on whole completions, SFT on completions and whole `text` rows"
     ),
-    "trainer_prefix": Ignored("outputs are named after the stage and its directory", (None,)),
-    "tx_mu_dtype": Ignored("the optimizer's moments are float32, as the parameters are", (None,)),
-    "use_data_collactor": Ignored(_COLLATOR, (True,)),
-    "use_data_collator": Ignored(_COLLATOR, (True,)),
+    "tx_mu_dtype": Taken("optimizer.mu_dtype", _dtype),
+    "use_data_collactor": Ignored(_COLLATOR, (True,), done=True),
+    "use_data_collator": Ignored(_COLLATOR, (True,), done=True),
     "use_esurge_generation": Ignored(_ESURGE, (True, False)),
-    "use_grain": Ignored("grain makes the order of the examples", (True,)),
-    "verbose": Ignored("progress_bar_type sets what the console shows", (True,)),
+    "use_grain": Ignored("grain makes the order of the examples", (True,), done=True),
     "weight_distribution_log_steps": Ignored(_HISTOGRAM, (0,)),
     "weight_distribution_pattern": Ignored(_HISTOGRAM),
     "adam_beta1": Refused("optimizer.b1"),
@@ -186,7 +190,6 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "per_device_train_batch_size": Refused("total_batch_size"),
     "report_to": Refused("logger"),
     "reward_funcs": Refused("rewards"),
-    "run_name": Refused("logger"),
     "save_strategy": Refused("save_steps"),
     "shuffle_dataset": Refused("shuffle_train_dataset"),
     "use_vllm": Refused("sampler"),

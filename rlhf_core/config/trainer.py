@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from rlhf_core.config.aliases import PART_NAMES, expand
 from rlhf_core.config.options import Component, Options, Problem, format_value
-from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Meaning, Refused
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Meaning, Refused, Taken
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
+from rlhf_core.errors import suggest
 from rlhf_core.tokenizer.options import kwargs_problem, parse_date
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
@@ -30,9 +31,24 @@ def to_seconds(value: Any) -> Any:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def constant(value: Any) -> Any:
-    """Read none as constant, which is what EasyDeL calls it."""
-    return "constant" if value is None or value == "none" else value
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
+def check_scheduler(value: Any) -> Any:
+    """Read none as constant, which is what EasyDeL calls it; let functions pass, and their names with a colon."""
+    value = "constant" if value is None or value == "none" else value
+    if callable(value) or (isinstance(value, str) and (value in SCHEDULES or ":" in value)):
+        return value
+    hint = suggest(value, SCHEDULES) if isinstance(value, str) else ""
+    raise ValueError(
+        f"expected 'constant', 'linear', 'cosine' or 'wsd', or module:function, got {format_value(value)}"
+        + (f".{hint}" if hint else "")
+    )
+
+
+def function_name(value: Any) -> str:
+    """Name a function as a file would, `module:function`; leave a name unchanged."""
+    return value if isinstance(value, str) else f"{value.__module__}:{value.__qualname__}"
 
 
 def check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +100,35 @@ class LoraOptions(Options):
     )
 
 
+class CheckpointOptions(Options):
+    """What checkpoints hold, and what a run makes of those it finds."""
+
+    resume: bool = Field(
+        True,
+        description="continue an interrupted run from its newest checkpoint; false: delete its checkpoints and start "
+        "over. A finished stage is kept in any case",
+    )
+    start: int = Field(
+        0,
+        ge=0,
+        description="updates that a run without a checkpoint passes over: it begins with the examples and the learning "
+        "rate of the next one",
+    )
+    last: bool = Field(
+        True,
+        description="write one after the last update; false: the trained model is saved alone, and an error in the "
+        "last evaluation costs the updates since the checkpoint before",
+    )
+    optimizer_state: bool = Field(
+        True,
+        description="hold the optimizer's state; false: a third of the size, and a resumed run starts the optimizer "
+        "afresh, at its place in the schedule",
+    )
+    remove_loaded: bool = Field(
+        False, description="delete a checkpoint once a run has resumed from it, unless it is the best"
+    )
+
+
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 """The fields that need evaluations to be compared with one another."""
 
@@ -122,14 +167,22 @@ class TrainerConfig(Options):
         description='columns that the data has under other names, { prompt = "question" }, or a list of names whose '
         "texts are joined; a table's own `columns` go before",
     )
+    drop_columns: list[str] = Field([], description="columns of the data that nothing reads, rewards neither")
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     learning_rate_end: float | None = Field(
         None,
         ge=0,
         description="learning rate that a falling schedule reaches after the last update; none: 0",
     )
-    scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(constant)] = Field(
-        "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
+    scheduler: Annotated[
+        str | Callable[..., Any],
+        BeforeValidator(check_scheduler),
+        PlainSerializer(function_name, return_type=str, when_used="json"),
+    ] = Field(
+        "constant",
+        description="shape of the learning rate: constant, linear, cosine, or wsd, constant and then linear over the "
+        "last tenth; or a function, in files module:function or file.py:function, from the number of updates to an "
+        "optax schedule",
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
     weight_decay: float = Field(0.01, ge=0, description="per unit of learning rate; not on norms and biases")
@@ -155,7 +208,9 @@ class TrainerConfig(Options):
         description="parts that an update is computed in; changes memory, not the result, except for which values "
         "lora.dropout drops",
     )
-    max_sequence_length: int = Field(1024, ge=2, description="tokens per example, prompt included")
+    max_sequence_length: int | None = Field(
+        1024, ge=2, description="tokens per example, prompt included; none: no limit"
+    )
     overlong: Literal["filter", "truncate"] = Field("filter", description="what happens to longer examples")
     truncation_mode: Literal["keep_end", "keep_start"] = Field(
         "keep_end", description="which end of a longer example is kept if it is truncated"
@@ -167,7 +222,9 @@ class TrainerConfig(Options):
         None, ge=1, description="updates between evaluations; none: only at the end"
     )
     eval_on_start: bool = Field(False, description="evaluate before the first update too")
-    max_evaluation_steps: int | None = Field(None, ge=1, description="batches per evaluation; none: all")
+    max_evaluation_steps: int | None = Field(
+        None, ge=0, description="batches per evaluation; none: all; 0: no evaluation"
+    )
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
@@ -190,8 +247,16 @@ class TrainerConfig(Options):
     save_total_limit: int | None = Field(
         None, ge=1, description="newest checkpoints kept, and the best; none: all"
     )
+    checkpoints: CheckpointOptions = Field(
+        CheckpointOptions(), description="what checkpoints hold, and what a run makes of those it finds"
+    )
     save_directory: PathText | None = Field(
         None, description="where a trainer run from Python writes; none: a new temporary directory"
+    )
+    run_name: str | None = Field(
+        None,
+        min_length=1,
+        description="name of the run in trackers, and of its directory below save_directory; none: as its directory",
     )
     training_time_limit: Annotated[float | None, BeforeValidator(to_seconds)] = Field(
         None,
@@ -199,7 +264,23 @@ class TrainerConfig(Options):
         description="seconds, or text such as '2h30m', after which training ends and saves the model",
     )
     log_steps: int = Field(10, ge=1, description="updates between logged metrics")
-    progress_bar_type: Literal["rich", "tqdm", "json"] = Field("rich", description="what the console shows")
+    report_steps: int | None = Field(
+        None,
+        ge=1,
+        description="updates between the metrics that the loggers of `logger` get; none: as log_steps. A row averages "
+        "the updates since the row before, of either",
+    )
+    log_grad_norms: bool = Field(
+        False, description="also log the norm of each layer's gradient, as grad_norm/LAYER"
+    )
+    log_all_workers: bool = Field(
+        False,
+        description="the loggers of `logger` run in every process of a job, and each process writes its own metrics, "
+        "metrics-1.jsonl of the second; false: the first logs for all",
+    )
+    progress_bar_type: Literal["rich", "tqdm", "json", "none"] = Field(
+        "rich", description="what the console shows"
+    )
     progress_metrics: list[str] | None = Field(
         None, description="metrics next to the progress bar; none: loss, reward and accuracy"
     )
@@ -322,6 +403,8 @@ class TrainerConfig(Options):
             if not dot:
                 return value
             meaning = type(self).other_names()[name]
+            if isinstance(meaning, Taken):
+                return getattr(value, key, None)
             return getattr(value, key, *meaning[1:] if isinstance(meaning, tuple) else ())
 
     @classmethod

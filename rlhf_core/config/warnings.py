@@ -6,12 +6,19 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rlhf_core.config.trainer import SCHEDULES
+
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
 
 
 def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
     """Yield one line per setting, beginning with its name. updates: of the whole run."""
+    if config.scheduler not in SCHEDULES:
+        for name in ("learning_rate_end", "warmup_steps"):
+            if getattr(config, name):
+                yield f"{name}={getattr(config, name):g}: has no effect: the function of `scheduler` sets the rate"
+        return
     if config.learning_rate_end is not None and config.scheduler == "constant":
         yield (
             f"learning_rate_end={config.learning_rate_end:g}: has no effect: scheduler is 'constant'; linear, cosine "

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from rlhf_core.contracts import DATASET
 from rlhf_core.data.columns import normalise_conversations, rename_columns
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Kinds, Records, Source, count_values, digest, json_text
+from rlhf_core.data.source import Kinds, Records, Source, count_values, digest, json_text, mapped
 from rlhf_core.errors import InputError, library_words, reading, suggest
 
 if TYPE_CHECKING:
@@ -74,6 +75,21 @@ def load(
     if isinstance(spec, Mapping):
         return Records([_from_table(spec, registry, base, columns)])
     return Records([_with_columns_mapped(from_memory(spec), columns)])
+
+
+def drop_columns(records: Records, names: Sequence[str]) -> Records:
+    """Leave out columns by name; those that a source lacks are no error."""
+
+    def without(source: Source) -> Source:
+        return replace(
+            source,
+            rows=mapped(source.rows, lambda row: {k: v for k, v in row.items() if k not in names}),
+            fingerprint=digest(source.fingerprint, "drop", *sorted(names)),
+            known_kinds={name: kind for name, kind in source.kinds.items() if name not in names},
+            origin=source.original,
+        )
+
+    return Records([without(source) for source in records.sources])
 
 
 def _with_columns_mapped(source: Source, columns: Mapping[str, Any] | None) -> Source:

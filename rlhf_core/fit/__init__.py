@@ -122,7 +122,8 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
     """
     for line in config_warnings(config, build.updates.total) if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
-    if build.evaluate is None and stage.is_main and (config.eval_data or stage.inputs.get("eval_dataset")):
+    held_out = config.max_evaluation_steps != 0 and (config.eval_data or stage.inputs.get("eval_dataset"))
+    if build.evaluate is None and stage.is_main and held_out:
         warnings.warn(
             f"stage '{stage.name}'.eval_data: given, but the trainer evaluates nothing: its build has no `evaluate`",
             stacklevel=2,
@@ -206,7 +207,8 @@ class _Run:
             plan = {"updates": updates.total, "start": start, "updates_per_epoch": per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
-        steps = Programs(self.build.objective, state, from_zero=uses_several_batches(updates, state))
+        several = uses_several_batches(updates, state)
+        steps = Programs(self.build.objective, state, from_zero=several, by_layer=config.log_grad_norms)
         if start < updates.total:
             self.stage.say(f"compiling, for update {start + 1} of {updates.total}")
             steps.compile(state, expected_calls(updates, start, 1, state))
@@ -248,9 +250,10 @@ class _Run:
         evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
         evaluates = evaluates and self.build.evaluate is not None
         # An evaluation that is compared may be the last thing that happens, so it logs too.
-        logs = ends or count % config.log_steps == 0 or (evaluates and self.best.watches)
+        due = any(count % steps == 0 for steps in (config.log_steps, config.report_steps) if steps)
+        logs = ends or due or (evaluates and self.best.watches)
         improved = False
-        if ends and self.progress.newest != count:
+        if ends and self.progress.newest != count and config.checkpoints.last:
             self.check(steps, state)
             self.progress.save(count, state, reported=False, wait=True)
         if ends and any_process(self.stop.is_set())[0]:

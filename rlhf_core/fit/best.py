@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +26,12 @@ BEST = "best.json"
 LOWER = ("loss", "error", "perplexity", "kl")
 """Endings of metrics that are better when lower. So are the parts of a loss, `loss/NAME`; all others are better when
 higher."""
+
+
+def saved_form(trained: TrainState) -> Callable[[Mapping[str, Any]], TrainState]:
+    """Return what a checkpoint holds of a state, by the checkpoint's `host`: all, or all but the optimizer's state."""
+    wanted = abstract_state(trained)
+    return lambda host: wanted if host.get("optimizer_state", True) else replace(wanted, opt_state=())
 
 
 class Best:
@@ -111,7 +118,7 @@ class Best:
 
     def _restore(self, step: int, last: TrainState, checkpoints: Checkpoints) -> TrainState:
         trained = last.trained()
-        wanted = abstract_state(trained)
+        wanted = saved_form(trained)
         jax.tree.map(lambda x: x.delete(), trained)  # there may not be room for two
         try:
             restored = checkpoints.restore(wanted, step=step)

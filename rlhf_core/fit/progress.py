@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import re
 import time
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
 
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
-from rlhf_core.fit.best import BEST, Best
+from rlhf_core.fit.best import BEST, Best, saved_form
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
 from rlhf_core.stage import identity
 from rlhf_core.stage.decide import Begun, Record, Request, decide
-from rlhf_core.state import TrainState, abstract_state
+from rlhf_core.state import TrainState
 
 if TYPE_CHECKING:
     from rlhf_core.checkpoint import Restored
@@ -44,6 +49,7 @@ class Progress:
         self.stage, self.config, self.updates = stage, config, updates
         self.total = updates.total  # as planned: rollouts of several rounds may end the epochs earlier
         self.checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
+        self.options = config.checkpoints
         self.metrics: dict[str, float] = {}
         self.tokens = 0
         self.elapsed = 0.0
@@ -76,11 +82,17 @@ class Progress:
             raise InputError(*problems)
 
     def restore(self, state: TrainState) -> tuple[int, TrainState]:
-        """Restore the newest whole checkpoint: return the updates done and the state, 0 and `state` without one.
+        """Restore the newest whole checkpoint: return the updates done and the state.
 
-        Truncates the stage's files to what they held then.
+        Without one, or where `checkpoints.resume` is false: `checkpoints.start` and `state`. Truncates the stage's
+        files to what they held then. Raises InputError where nothing is left to do after `checkpoints.start`.
         """
-        saved = self.checkpoints.restore(abstract_state(state.trained()), accept=self.require_same)
+        if not self.options.resume:
+            for step in self.checkpoints.steps():
+                self.checkpoints.remove(step)
+        saved = self.checkpoints.restore(saved_form(state.trained()), accept=self.require_same)
+        if saved is None and self.options.start:
+            state = self._pass_over(state, self.options.start)
         if saved is not None:
             self.newest, self.reported = saved.step, saved.host.get("reported", True)
             self.tokens, self.elapsed = saved.host["tokens"], saved.host["elapsed"]
@@ -90,10 +102,29 @@ class Progress:
             metrics = saved.host["metrics"]
             self.metrics = {name: math.nan if value is None else value for name, value in metrics.items()}
             self.stage.metrics.update(self.metrics)
+            if saved.state.opt_state == ():
+                self.stage.say(
+                    f"the optimizer starts afresh at update {saved.step}: checkpoints.optimizer_state was false"
+                )
+                fresh = _at_update(state.opt_state, saved.step)
+                saved = saved._replace(state=replace(saved.state, opt_state=fresh))
             state = state.with_trained(saved.state)
+            if self.options.remove_loaded and saved.step != self.best.step:
+                self.checkpoints.remove(saved.step)
         if self.stage.is_main:
             cut_files(self.stage.dir, self.newest if self.reported else self.newest - 1)
-        return max(self.newest, 0), state
+        return self.options.start if saved is None else saved.step, state
+
+    def _pass_over(self, state: TrainState, start: int) -> TrainState:
+        """Place a state that begins after the first `start` updates of the run, which it passes over."""
+        if start >= self.total:
+            raise InputError(
+                f"stage '{self.stage.name}'.checkpoints.start: {start:,} updates are passed over, and the run has "
+                f"{self.total:,}"
+            )
+        self.stage.say(f"the first {start:,} of {self.total:,} updates are passed over: checkpoints.start")
+        step = jax.device_put(np.int32(start), state.step.sharding)
+        return replace(state, step=step, opt_state=_at_update(state.opt_state, start))
 
     def save(self, step: int, state: TrainState, *, reported: bool = True, wait: bool = False) -> None:
         """Save the state after `step` updates; `wait`: return once it is on the disk."""
@@ -109,16 +140,22 @@ class Progress:
             "best": self.best.to_json(),
             "metrics": {name: float(x) if math.isfinite(x) else None for name, x in self.metrics.items()},
             "reported": reported,
+            "optimizer_state": self.options.optimizer_state,
         }
-        metrics = self.stage.dir / METRICS  # the stage's other files were flushed when they were written
+        trained = state.trained()
+
+        def flush_metrics() -> None:  # the stage's other files were flushed when they were written
+            for file in metric_files(self.stage.dir):
+                flush_lines(file)
+
         self.checkpoints.save(
             step,
-            state.trained(),
+            trained if self.options.optimizer_state else replace(trained, opt_state=()),
             host=progress,
             arrays=arrays,
             protect=self.best.step,
             block=wait,
-            before=lambda: flush_lines(metrics),
+            before=flush_metrics,
         )
         self.newest, self.saved_at = step, time.perf_counter()
 
@@ -148,7 +185,26 @@ def cut_files(directory: Path, step: int) -> None:
         if later:
             flush(folder)
 
-    JsonLines.cut(directory / METRICS, step)
+    for file in metric_files(directory):
+        JsonLines.cut(file, step)
     for folder in FOLDERS:
         attempt(lambda folder=folder: cut(directory / folder), folder, directory / folder)  # type: ignore[misc]
     attempt(lambda: remove(directory / BEST), BEST, directory / BEST)  # written when the stage ends
+
+
+def metric_files(directory: Path) -> list[Path]:
+    """List a stage's files of metrics: the first process's, and with `log_all_workers` those of the others."""
+    return [directory / METRICS, *directory.glob("metrics-*.jsonl")]
+
+
+def _at_update(opt_state: Any, step: int) -> Any:
+    """Place an optimizer state without history at update `step` of its schedule; its moments still begin at 0."""
+
+    def of_schedule(path: Any, _: Any) -> bool:
+        return getattr(path[-1], "tuple_name", "") == "ScaleByScheduleState"
+
+    counts = optax.tree.get_all_with_path(opt_state, "count", of_schedule)
+    if not counts:
+        return opt_state
+    count = jax.device_put(np.int32(step), counts[0][1].sharding)
+    return optax.tree.set(opt_state, of_schedule, count=count)

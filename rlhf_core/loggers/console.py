@@ -281,17 +281,17 @@ class Console:
     """Show one stage at a time.
 
     progress: "rich" or "tqdm": a bar on stderr, or plain lines, one per logged step, if stderr is not a terminal.
-    "json": one object per event on stdout.
+    "json": one object per event on stdout. "none": nothing.
     metrics: names to show next to the bar; None: loss, reward and accuracy.
     """
 
-    progress: Literal["rich", "tqdm", "json"] = "rich"
+    progress: Literal["rich", "tqdm", "json", "none"] = "rich"
     metrics: list[str] | None = None
     _view: PlainView | None = field(default=None, init=False, repr=False)
 
     @hookimpl(tryfirst=True)
     def rlhf_stage_start(self, stage: Stage) -> None:
-        if stage.is_main:
+        if stage.is_main and self.progress != "none":
             about = f"{shown(stage.dir)} · {_devices(stage)} · seed {stage.seed}"
             names = HEADLINE if self.metrics is None else self.metrics
             self._view = choose(self.progress, stage.name, Pace(stage.dir / "plan.json", names))

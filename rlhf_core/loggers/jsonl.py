@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import append_line, write_atomic
@@ -25,16 +27,20 @@ FILE = "metrics.jsonl"
 class JsonLines:
     """Append rows to STAGE_DIR/metrics.jsonl: `step` (updates done), `time` (seconds since 1970), the metrics.
 
+    every_process: also write metrics-1.jsonl, metrics-2.jsonl, … of the further processes of a job.
     Strict JSON: a metric that is not finite is null. A killed run truncates at most the last row. Rows are flushed to
     disk before the checkpoint of their step.
     """
 
+    every_process: bool = False
+
     @hookimpl(tryfirst=True)
     def rlhf_step_end(self, stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
-        if not stage.is_main:
-            return
         row = {"step": step, "time": round(time.time(), 3), **strict(metrics)}
-        append_line(stage.dir / FILE, json.dumps(row, allow_nan=False))
+        if not (stage.is_main or self.every_process):
+            return
+        file = FILE if stage.is_main else f"metrics-{jax.process_index()}.jsonl"
+        append_line(stage.dir / file, json.dumps(row, allow_nan=False))
 
     @staticmethod
     def cut(path: str | Path, step: int) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
 
+import jax
+
 from rlhf_core.config.secrets import public_table
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import write_atomic
@@ -29,7 +31,8 @@ NO_LOGIN = "wandb has no login (`wandb login`, or WANDB_API_KEY)"
 class Wandb:
     """Log config and metrics under their own names, in one wandb run per stage, grouped by run directory.
 
-    project, entity, name: as in wandb; name's default is "RUN_DIRECTORY/STAGE".
+    project, entity, name: as in wandb; name's default is the config's `run_name`, else "RUN_DIRECTORY/STAGE". With
+    `log_all_workers` each process has a run of its own, whose name ends with its number.
     mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
     without a key or where wandb cannot go online, which is said. A resumed stage keeps its wandb id. Errors in wandb
     become warnings.
@@ -43,7 +46,7 @@ class Wandb:
 
     @hookimpl
     def rlhf_stage_start(self, stage: Stage, config: TrainerConfig) -> None:
-        if not stage.is_main:
+        if not (stage.is_main or config.log_all_workers):
             return
         mode = self._mode()
         reason = "" if mode != "offline" or self._asked() == "offline" else NO_LOGIN
@@ -70,13 +73,15 @@ class Wandb:
                 stage.say(f"wandb is offline, as asked. To upload the run: wandb sync {files}")
 
     def _begin(self, wandb: Any, stage: Stage, config: TrainerConfig, mode: Any) -> Any:
+        worker = "" if stage.is_main else f"-{jax.process_index()}"
+        name = self.name or config.run_name or f"{stage.dir.parent.name}/{stage.name}"
         return wandb.init(
             project=self.project,
             entity=self.entity,
-            name=self.name or f"{stage.dir.parent.name}/{stage.name}",
+            name=name + worker,
             group=stage.dir.parent.name,
             job_type=stage.name,
-            id=_run_id(stage),
+            id=_run_id(stage, worker),
             resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
             mode=mode,
             dir=str(stage.dir),
@@ -110,9 +115,9 @@ class Wandb:
             self._run = None
 
 
-def _run_id(stage: Stage) -> str:
+def _run_id(stage: Stage, worker: str) -> str:
     """Return the stage's wandb run id, created once and stored in its directory so that a resumed run keeps it."""
-    path = stage.dir / "wandb_run_id.txt"
+    path = stage.dir / f"wandb_run_id{worker}.txt"
     if not path.exists():
         write_atomic(path, secrets.token_hex(8) + "\n")
     return path.read_text().strip()

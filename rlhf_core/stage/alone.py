@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
         `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called like loggers; and `accept`,
         names of changed rewards and environments to continue with, such as "rewards.judge".
-    Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory.
+    Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory,
+    and below it to `config.run_name`, where there is one.
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
     is in use, or holds a run with another model, data, rewards or settings.
     """
@@ -112,7 +114,8 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
     if is_main:
         listen(host, callbacks)
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
-    directory = Path(broadcast_text(str(config.save_directory or made)))
+    below = re.sub(r"[^\w.-]+", "-", config.run_name or "").strip(".-")
+    directory = Path(broadcast_text(str(config.save_directory or made)), below)
     stage = Stage(
         name=trainer,
         dir=directory,

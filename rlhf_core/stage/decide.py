@@ -29,7 +29,6 @@ Action = Literal["begin", "continue", "extend", "skip", "refuse"]
 UNCOMPARED = frozenset(
     {
         "logger",
-        "use_wandb",
         "progress_bar_type",
         "progress_metrics",
         "log_completions",
@@ -37,6 +36,8 @@ UNCOMPARED = frozenset(
         "track_memory",
         "save_total_limit",
         "save_directory",
+        "run_name",
+        "log_all_workers",
         "dataset_num_proc",
     }
 )
@@ -47,11 +48,17 @@ MAY_CHANGE = frozenset(
     {
         *LENGTH,
         "log_steps",
+        "report_steps",
+        "log_grad_norms",
         "num_preview_samples",
         "save_steps",
         "save_interval_minutes",
         "training_time_limit",
         "verify",
+        "checkpoints.last",
+        "checkpoints.optimizer_state",
+        "checkpoints.remove_loaded",
+        "checkpoints.resume",
     }
 )
 """Fields that may change during a run, with a warning; all processes of a job must have the same."""
@@ -60,8 +67,9 @@ _OF_CALLS = re.compile(r"(rewards\[\d+\]|environment)\.(timeout|processes|on_err
 _REWARD = re.compile(r"rewards\[(\d+)\]")
 _EPISODES = ("max_turns", "max_tokens", "max_seconds", "weight", "history")
 """Options of an `environment` that say how episodes are held; changes of these cannot be accepted."""
-_WHOLE_RUN = ("linear", "cosine")
-"""Schedules whose learning rates all depend on the length of the run."""
+_SAME_RATES = ("constant", "wsd", None)
+"""Schedules whose learning rates do not all depend on the length of the run, as those of functions may; none: of a
+trainer that makes its own."""
 
 
 class Difference(NamedTuple):
@@ -156,6 +164,9 @@ def decide(begun: Begun | None, request: Request) -> Decision:
     """
     if begun is None:
         return Decision("begin")
+    if not begun.done and (request.now["config"].get("checkpoints") or {}).get("resume") is False:
+        line = f"stage '{request.name}' was begun before and starts over: checkpoints.resume is false"
+        return Decision("begin", (), (line,))
     now, name = request.now, f"stage '{request.name}'"
     changes = compare(begun.record, now)
     refused, warned = [*changes.refused], changes.warned
@@ -333,9 +344,9 @@ def _why_not_as_long(begun: Begun, request: Request, *, changed: bool) -> str | 
     # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
     falls = warmup + 0.9 * (min(before, asked) - warmup)
     has_fallen = scheduler == "wsd" and made - 1 > falls
-    if asked == before or made == 0 or (scheduler not in _WHOLE_RUN and not has_fallen):
+    if asked == before or made == 0 or (scheduler in _SAME_RATES and not has_fallen):
         return None
-    how = "spreads the learning rate over the whole run" if scheduler in _WHOLE_RUN else "had begun to fall"
+    how = "had begun to fall" if has_fallen else "spreads the learning rate over the whole run"
     return (
         f'scheduler = "{scheduler}" {how}, so the updates already made would have had other rates; a run can be '
         'extended with scheduler = "constant"'
@@ -372,7 +383,7 @@ def _root(key: str) -> str:
 
 
 def _may_change(key: str) -> bool:
-    return _root(key) in MAY_CHANGE or _OF_CALLS.fullmatch(key) is not None
+    return bool({key, _root(key)} & MAY_CHANGE) or _OF_CALLS.fullmatch(key) is not None
 
 
 def _function(value: Any) -> str | None:

@@ -16,6 +16,7 @@ from rlhf_core import artifacts, workers
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line
 from rlhf_core.loggers import Console, JsonLines
+from rlhf_core.loggers.every import every
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
@@ -94,6 +95,8 @@ def run_stage(
     if not begins:
         how = "is trained further" if decision.action == "extend" else "continues"
         notes.say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
+    if begins and stage.is_main and record.then:  # it starts over
+        record.put_back({})
     before = dict(record.then)
     event_log: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
@@ -147,7 +150,7 @@ def execute(
     if stage.is_main:
         for directory in (stage.dir, *stage.dir.glob("*/")):
             remove_leftovers(directory)
-    listeners = make_loggers(config, stage) if stage.is_main else {}
+    listeners = make_loggers(config, stage) if stage.is_main or config.log_all_workers else {}
     listeners["newest metrics"] = _NewestMetrics()
     for name, listener in reversed(listeners.items()):  # pluggy calls the newest first
         host.pm.register(listener, name=name)
@@ -193,13 +196,14 @@ def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
     configured = {component.name for component in config.logger}
     loggers: dict[str, Any] = {}
     if "jsonl" not in configured:
-        loggers["logger 'jsonl'"] = JsonLines()
-    if "console" not in configured:
+        loggers["logger 'jsonl'"] = JsonLines(config.log_all_workers)
+    if "console" not in configured and stage.is_main:
         loggers["logger 'console'"] = Console(config.progress_bar_type, config.progress_metrics)
     for index, component in enumerate(config.logger):
         name = f"logger '{component.name}'"
         name = f"{name} (logger[{index}])" if name in loggers else name
-        loggers[name] = stage.registry.get(LOGGER, component.name, **component.options)
+        logger = stage.registry.get(LOGGER, component.name, **component.options)
+        loggers[name] = logger if config.report_steps is None else every(logger, config.report_steps)
     return loggers
 
 

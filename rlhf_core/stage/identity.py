@@ -26,11 +26,13 @@ from rlhf_core import artifacts, runtime
 from rlhf_core.config.build import components
 from rlhf_core.config.paths import is_input_field, split_file_name
 from rlhf_core.config.secrets import public_table
+from rlhf_core.config.trainer import function_name
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
 from rlhf_core.data.source import digest, json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import Model
+from rlhf_core.plugins.component import load_function
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.files import disk_reason, seal, unseal, write_atomic
 from rlhf_core.stage.decide import flat, is_compared
@@ -182,7 +184,12 @@ def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 def _components(
     trainer: str, config: TrainerConfig, registry: Registry
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (field, code) of the trainer and of every component that the configuration names."""
+    """Yield (field, code) of the trainer, of every component that the configuration names, and of a schedule."""
+    if not isinstance(config.scheduler, str):
+        yield "scheduler", _code(function_name(config.scheduler), "", of_callable(config.scheduler))
+    elif ":" in config.scheduler and not split_file_name(config.scheduler):  # a file is an input
+        with suppress(InputError):  # which is reported when it is used
+            yield "scheduler", _code(config.scheduler, "", of_callable(load_function(config.scheduler)))
     named: list[tuple[str, Kind[Any], str]] = [("trainer", TRAINER, trainer)]
     for field, kind, _, component in components(type(config), dict(config)):
         if kind != LOGGER and not (

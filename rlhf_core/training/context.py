@@ -193,6 +193,8 @@ class Context:
         config, stage, where = self.config, self.stage, f"stage '{self.name}'.{field}"
         dataset = stage.inputs.get(field.replace("_data", "_dataset"))
         spec = dataset if dataset is not None else getattr(config, field)
+        if field == "eval_data" and config.max_evaluation_steps == 0:
+            spec = None
         if spec is None:
             if field == "train_data":
                 raise InputError(f"{where}: missing; give a file, a dataset name, or a table")
@@ -204,6 +206,8 @@ class Context:
         stop_if_asked(f"before the data of stage '{self.name}' were read")
         with error_context(stage, field):
             records = data.load(spec, registry=self.registry, columns=config.columns)
+            if config.drop_columns:
+                records = data.drop_columns(records, config.drop_columns)
             if config.system_prompt is not None and not episodes:
                 require_conversations(records.sources)
         return records
@@ -363,13 +367,16 @@ class Context:
         limits = (config.total_batch_size, config.num_train_epochs, config.max_training_steps)
         total, drawn = data.count_updates(count, *limits), data.count_examples(count, *limits)
         each = min(config.total_batch_size, drawn)  # an update holds no more than the data of all epochs
-        per_update, tokens = config.total_batch_size * longest, f"at most {drawn * longest:,} tokens"
+        per_update, tokens = config.total_batch_size * (longest or 0), "tokens unknown: there is no limit"
+        if longest is not None:
+            tokens = f"at most {drawn * longest:,} tokens"
         if sizes is not None:
             longest, every = int(sizes.max()), int(sizes.sum())
             per_update = round(every / count * config.total_batch_size)
             tokens = f"about {round(drawn / count * every):,} tokens, shared prompts once"
         updates = f"{total:,} update{'s'[: total > 1]} of {each} {unit}, {drawn / count:.2f} epochs"
-        self.expect(Expected([report, updates, tokens], total, per_update, longest, examples=each))
+        lines = [report, updates, tokens]
+        self.expect(Expected(lines, total, per_update, longest or 0, examples=each))
 
     def expect(self, expected: Expected) -> None:
         """Add what a source of updates will do. Raises ModelNotHereError where the build cannot continue."""

@@ -62,7 +62,7 @@ class FakeRegistry:
         (
             "scheduler",
             "cosin",
-            "expected 'constant', 'linear', 'cosine' or 'wsd', got 'cosin'. Did you mean 'cosine'?",
+            "expected 'constant', 'linear', 'cosine' or 'wsd', or module:function, got 'cosin'. Did you mean 'cosine'?",
         ),
     ],
 )
@@ -226,7 +226,8 @@ def test_fields() -> None:
     rows = {row.name: row for row in fields(PolicyConfig)}
     assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "peak learning rate", ", ≥ 0")
     assert rows["model"].type == "text | table | none"
-    assert rows["scheduler"].type == '"constant" | "linear" | "cosine" | "wsd"'
+    assert rows["scheduler"].type == "text | function"
+    assert rows["overlong"].type == '"filter" | "truncate"'
     assert (rows["loss"].type, rows["loss"].default) == ("policy loss", {"name": "dapo"})
     assert (rows["rewards"].type, rows["advantage"].type) == ("list of reward", "advantage | none")
     assert rows["shuffle_train_dataset"].type == "true or false"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from rlhf_core.config import TrainerConfig, build
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
 from rlhf_core.errors import InputError
+from rlhf_core.stage.decide import flat
 
 EASYDEL: dict[str, Any] = {
     "auto_shard_states": True,
@@ -62,7 +64,7 @@ EASYDEL: dict[str, Any] = {
     "learning_rate": 5e-5,
     "learning_rate_end": None,
     "log_all_workers": False,
-    "log_grad_norms": True,
+    "log_grad_norms": False,
     "log_steps": 10,
     "loss_config": None,
     "low_mem_usage": True,
@@ -123,15 +125,33 @@ ASKS_FOR_MORE: dict[str, Any] = {
     "esurge_hbm_utilization": 0.9,
     "loss_config": {"label_smoothing": 0.1},
     "offload_dataset": True,
-    "remove_ckpt_after_load": True,
-    "report_steps": 5,
     "step_partition_spec": [["dp", "fsdp"], "sp"],
     "train_on_inputs": True,
-    "trainer_prefix": "rewardtrainer",
     "weight_distribution_log_steps": 50,
     "weight_distribution_pattern": ".*",
 }
 """Values that ask for another behaviour."""
+TAKES_EFFECT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "custom_scheduler": ("schedules.py:warm", {"scheduler": "schedules.py:warm"}),
+    "do_eval": (False, {"max_evaluation_steps": 0}),
+    "do_last_save": (False, {"checkpoints.last": False}),
+    "force_step_start_point": (True, {"checkpoints.resume": False}),
+    "ids_to_pop_from_dataset": (["id"], {"drop_columns": ["id"]}),
+    "max_length": (None, {"max_sequence_length": None}),
+    "model_name": ("m", {"run_name": "m"}),
+    "per_epoch_evaluation_steps": (3, {"max_evaluation_steps": 3}),
+    "per_epoch_training_steps": (7, {"max_training_steps": 70}),
+    "performance_mode": (True, {"log_steps": 10**9}),
+    "remove_ckpt_after_load": (True, {"checkpoints.remove_loaded": True}),
+    "report_steps": (5, {"report_steps": 5}),
+    "resume_if_possible": (False, {"checkpoints.resume": False}),
+    "save_optimizer_state": (False, {"checkpoints.optimizer_state": False}),
+    "step_start_point": (4, {"checkpoints.start": 4}),
+    "trainer_prefix": ("reward", {"run_name": "reward"}),
+    "tx_mu_dtype": (jnp.bfloat16, {"optimizer.mu_dtype": "bfloat16"}),
+    "verbose": (False, {"progress_bar_type": "none"}),
+}
+"""{field: (a value of theirs, what it becomes)}."""
 
 
 IGNORED = {name: each for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
@@ -157,6 +177,25 @@ def test_every_other_value_is_one_warning_that_says_what_happens_instead() -> No
     )
 
 
+@pytest.mark.parametrize("name", TAKES_EFFECT)
+def test_a_field_of_theirs_takes_effect_under_our_name(name: str) -> None:
+    value, ours = TAKES_EFFECT[name]
+    given = {k: v for k, v in EASYDEL.items() if name != "max_length" or k != "max_sequence_length"}
+    found = flat(TrainerConfig(**{**given, name: value}).to_dict())
+    plain = flat(TrainerConfig(**given).to_dict())
+    assert {key: x for key, x in found.items() if plain.get(key) != x} == flat(ours)
+
+
+def test_a_name_and_a_prefix_are_one_name_and_a_shorter_run_wins() -> None:
+    assert TrainerConfig(trainer_prefix="reward", model_name="first").run_name == "reward-first"
+    assert TrainerConfig(report_metrics=False, use_wandb=True).logger == []
+    assert TrainerConfig(per_epoch_training_steps=7, max_training_steps=20).max_training_steps == 20
+    with pytest.raises(InputError, match="per_epoch_training_steps: expected a number ≥ 1, got 0"):
+        TrainerConfig(per_epoch_training_steps=0)
+    with pytest.raises(InputError, match=r"do_last_save: the same as checkpoints\.last, which is given too"):
+        TrainerConfig(do_last_save=False, checkpoints={"last": False})
+
+
 def test_no_value_of_theirs_becomes_one_of_ours() -> None:
     with pytest.warns(UserWarning, match="has no effect here"):
         config = TrainerConfig(**(EASYDEL | ASKS_FOR_MORE))
@@ -168,7 +207,7 @@ def test_no_value_of_theirs_becomes_one_of_ours() -> None:
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_every_field_of_the_table_can_be_given(name: str) -> None:
-    instead, same = IGNORED[name]
+    instead, same, _ = IGNORED[name]
     assert said(**{name: "something of their own"}) == [
         f"TrainerConfig.{name}: has no effect here: {instead}"
     ]
@@ -220,9 +259,9 @@ def test_a_file_that_easydel_saved_is_taken() -> None:
     saved = EASYDEL | {"trainer_config_class": "TrainerConfig", "max_sequence_length": 700, "max_length": 700}
     assert said(**saved) == []
     assert TrainerConfig(**saved).max_sequence_length == 700
-    for nothing in ({"max_length": None}, {"max_sequence_length": None, "max_length": None}):
-        without = {k: v for k, v in EASYDEL.items() if k != "max_sequence_length"} | nothing
-        assert TrainerConfig(**without).max_sequence_length == 1024
+    without = {k: v for k, v in EASYDEL.items() if k != "max_sequence_length"}
+    assert TrainerConfig(**without).max_sequence_length == 1024
+    assert TrainerConfig(max_sequence_length=None, max_length=None).max_sequence_length is None
     assert TrainerConfig(max_length=300, max_sequence_length=None).max_sequence_length == 300
     assert TrainerConfig(max_length=None, max_sequence_length=300).max_sequence_length == 300
     with pytest.raises(InputError, match="max_length: another name of max_sequence_length"):

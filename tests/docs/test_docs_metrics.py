@@ -14,7 +14,14 @@ from rlhf_core import ENVIRONMENT, PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Regis
 from rlhf_core.runtime import peak_memory
 
 EVERY = "Every trainer"
-PLACEHOLDERS = {"NAME": r"[^/]+", "LOSS": "told", "METRIC": "size", "SUBSET": r"[^/]+", "K": r"\d+"}
+PLACEHOLDERS = {
+    "NAME": r"[^/]+",
+    "LAYER": r"[^/]+",
+    "LOSS": "told",
+    "METRIC": "size",
+    "SUBSET": r"[^/]+",
+    "K": r"\d+",
+}
 
 
 class Row(NamedTuple):
@@ -89,7 +96,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
     """Settings under which all that the trainer can log is logged."""
     held_out = short.rows[trainer][:4]
     given: dict[str, Any] = {"inputs": {"eval_dataset": held_out}, "listeners": (Told(),)}
-    given |= {"max_training_steps": 2, "track_memory": True}
+    given |= {"max_training_steps": 2, "track_memory": True, "log_grad_norms": True}
     if trainer == "reward":
         given["inputs"] = {"eval_dataset": [{**row, "subset": "short"} for row in held_out]}
         given["loss"] = "told"

@@ -69,7 +69,7 @@ def grouped(table: list[tuple[str, ...]]) -> dict[str, str]:
     return {field: row[1] for row in table for field in re.findall(r"`(\w+)`", row[0])}
 
 
-EASYDEL_WORKS, EASYDEL_DOES_NOTHING = tables("EasyDeL's RewardConfig")
+EASYDEL_WORKS, EASYDEL_DONE, EASYDEL_NOT_DONE = tables("EasyDeL's RewardConfig")
 TRL_SHARED, TRL_GRPO, TRL_REFUSED = tables("TRL's RewardConfig")
 
 
@@ -80,12 +80,13 @@ def registry() -> Registry:
 
 def test_every_field_of_easydel_is_there_once() -> None:
     seed = load_file(REPOSITORY / "tests/config/test_options_seed.py")
-    theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, "max_length", "center_rewards_coefficient"}
-    works, nothing = rows(EASYDEL_WORKS), grouped(EASYDEL_DOES_NOTHING)
-    assert not works.keys() & nothing.keys()
-    assert works.keys() | nothing.keys() == theirs
-    ignored = {name: each.instead for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
-    assert nothing == ignored
+    theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, *seed.TAKES_EFFECT, "center_rewards_coefficient"}
+    works, done, not_done = rows(EASYDEL_WORKS), grouped(EASYDEL_DONE), grouped(EASYDEL_NOT_DONE)
+    assert len({*works, *done, *not_done}) == len(works) + len(done) + len(not_done)
+    assert {*works, *done, *not_done} == theirs
+    ignored = {name: each for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
+    assert done == {name: each.instead for name, each in ignored.items() if each.done}
+    assert not_done == {name: each.instead for name, each in ignored.items() if not each.done}
 
 
 @pytest.mark.parametrize("field", rows(EASYDEL_WORKS))

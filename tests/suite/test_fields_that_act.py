@@ -1,0 +1,216 @@
+"""Fields of EasyDeL's config in real runs: checkpoints, schedules, moments, and what loggers hear."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_core import hookimpl
+from rlhf_core.errors import InputError
+from rlhf_core.step import layer_norms
+
+
+class Interrupt:
+    """A logger that interrupts after an update."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def rlhf_step_end(self, step: int) -> None:
+        if step == self.step:
+            raise KeyboardInterrupt
+
+
+def checkpoints(directory: Path) -> list[int]:
+    return sorted(int(each.name) for each in directory.glob("checkpoints/[0-9]*"))
+
+
+def interrupted(short: Any, at: str, step: int = 4, **given: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        short.train("sft", at=at, listeners=(Interrupt(step),), save_steps=2, **given)
+
+
+def equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(leaf, right[path]) for path, leaf in left.items())
+
+
+def test_a_run_without_resuming_starts_over(short: Any, tmp_path: Path) -> None:
+    whole, _ = short.train("sft", at="whole")
+    interrupted(short, "again")
+    assert checkpoints(tmp_path / "again/sft") == [2]
+    again, watch = short.train("sft", at="again", resume_if_possible=False)
+    assert watch.steps() == [1, 2, 3, 4, 5, 6]
+    assert equal(whole, again)
+
+
+def test_a_checkpoint_without_the_optimizer_s_state(
+    short: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Momentum begins at 0 after update 2; the schedule goes on."""
+    given = {"save_optimizer_state": False, "scheduler": "linear"}
+    interrupted(short, "again", **given)
+    again, watch = short.train("sft", at="again", **given)
+    assert "the optimizer starts afresh at update 2" in capsys.readouterr().err
+    assert watch.steps() == [3, 4, 5, 6]
+    rates = [row["learning_rate"] for row in watch.rows]
+    np.testing.assert_allclose(rates, [1e-2 * (1 - i / 6) for i in (2, 3, 4, 5)], rtol=1e-6)
+    whole, _ = short.train("sft", at="whole", scheduler="linear")
+    assert not equal(whole, again)
+    host = json.loads((tmp_path / "again/sft/checkpoints/6/host.json").read_text())
+    assert not any(name.startswith("opt_state") for name in host["leaves"])
+    assert host["host"]["optimizer_state"] is False
+
+
+def test_a_run_begins_at_a_later_update(short: Any) -> None:
+    """Of sgd, which has no moments, two runs of three updates and one of six differ by the first three alone."""
+    given = {"optimizer": "sgd", "scheduler": "linear"}
+    first, _ = short.train("sft", at="first", **given)
+    later, watch = short.train("sft", at="later", step_start_point=3, **given)
+    assert watch.steps() == [4, 5, 6]
+    assert watch.rows[0]["learning_rate"] == pytest.approx(1e-2 * (1 - 3 / 6))
+    assert watch.rows[0]["epoch"] == pytest.approx(16 / 11)
+    assert not equal(first, later)
+    with pytest.raises(InputError, match=r"checkpoints\.start: 6 updates are passed over, and the run has 6"):
+        short.train("sft", at="never", step_start_point=6, **given)
+
+
+def test_the_last_checkpoint_and_the_one_that_was_loaded(short: Any, tmp_path: Path) -> None:
+    whole, _ = short.train("sft", at="whole", do_last_save=False)
+    assert checkpoints(tmp_path / "whole/sft") == []
+    interrupted(short, "again", step=5)
+    assert checkpoints(tmp_path / "again/sft") == [2, 4]
+    again, _ = short.train("sft", at="again", remove_ckpt_after_load=True, do_last_save=False)
+    assert checkpoints(tmp_path / "again/sft") == [2]
+    assert equal(whole, again)
+
+
+def half(total: int) -> Any:
+    """A schedule that halves the rate in the middle of the run."""
+    return lambda step: jnp.where(step < total // 2, 1e-2, 5e-3)
+
+
+def test_a_function_is_the_schedule(short: Any, tmp_path: Path) -> None:
+    found, watch = short.train("sft", custom_scheduler=half)
+    assert [row["learning_rate"] for row in watch.rows] == pytest.approx([1e-2] * 3 + [5e-3] * 3)
+    file = tmp_path / "rates.py"
+    file.write_text("import optax\n\ndef rate(total):\n    return optax.constant_schedule(1e-2)\n")
+    constant, _ = short.train("sft", at="constant")
+    named, _ = short.train("sft", at="named", scheduler=f"{file}:rate")
+    assert equal(constant, named)
+    assert not equal(constant, found)
+    with pytest.raises(InputError, match="scheduler: its function must return a schedule"):
+        short.train("sft", at="wrong", scheduler=lambda total: lambda step: jnp.ones(3))
+
+
+def test_moments_in_bfloat16(short: Any, tmp_path: Path) -> None:
+    exact, _ = short.train("sft", at="exact")
+    found, _ = short.train("sft", at="half", tx_mu_dtype="bfloat16")
+    host = json.loads((tmp_path / "half/sft/checkpoints/6/host.json").read_text())
+    kinds = {name.rsplit(".mu.")[0]: kind.partition("[")[0] for name, kind in host["leaves"].items()}
+    assert {kind for name, kind in kinds.items() if name.endswith("opt_state.1.0")} == {"bfloat16"}
+    assert not equal(exact, found)
+    for path, leaf in exact.items():
+        np.testing.assert_allclose(found[path], leaf, atol=2e-3)
+
+
+def test_loggers_hear_of_every_third_update(short: Any) -> None:
+    from rlhf_core.loggers.every import every
+
+    class Heard:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        @hookimpl
+        def rlhf_step_end(self, step: int) -> None:
+            self.steps.append(step)
+
+    heard = Heard()
+    short.train("sft", listeners=(every(heard, 4),), log_steps=2, report_steps=4)
+    assert heard.steps == [4, 6]
+    _, watch = short.train("sft", at="both", log_steps=4, report_steps=3)
+    assert watch.steps() == [3, 4, 6]
+
+
+def test_norms_of_layers(short: Any) -> None:
+    draw = np.random.default_rng(0)
+    grads = {
+        "embed_tokens": {"embedding": draw.normal(size=(5, 3))},
+        "layers": {
+            "mlp": {"kernel": draw.normal(size=(2, 3, 4))},
+            "norm": {"weight": draw.normal(size=(2, 3))},
+        },
+    }
+    found = layer_norms(jax.tree.map(jnp.float32, grads))
+    layers = [
+        np.sqrt(
+            sum(
+                (leaf[i] ** 2).sum()
+                for leaf in (grads["layers"]["mlp"]["kernel"], grads["layers"]["norm"]["weight"])
+            )
+        )
+        for i in range(2)
+    ]
+    expected = {
+        "embed_tokens": np.linalg.norm(grads["embed_tokens"]["embedding"]),
+        "layers.0": layers[0],
+        "layers.1": layers[1],
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6)
+    _, watch = short.train("sft", max_training_steps=1, log_grad_norms=True)
+    norms = [x for name, x in watch.rows[0].items() if name.startswith("grad_norm/")]
+    np.testing.assert_allclose(np.sqrt(np.sum(np.square(norms))), watch.rows[0]["grad_norm"], rtol=1e-5)
+
+
+def test_columns_that_are_dropped_are_not_seen(short: Any) -> None:
+    rows = [{**row, "bad": 1} for row in short.rows["grpo"]]
+
+    def seen(completions: list[str], **columns: Any) -> list[float]:
+        assert "bad" not in columns
+        return [float(len(text)) for text in completions]
+
+    short.train(
+        "grpo",
+        max_training_steps=1,
+        num_iterations=1,
+        ids_to_pop_from_dataset=["bad", "absent"],
+        inputs={"train_dataset": rows, "rewards": [seen]},
+    )
+
+
+def test_no_evaluation_and_no_limit_where_asked(short: Any) -> None:
+    rows = short.rows["sft"]
+    _, watch = short.train("sft", max_training_steps=1, do_eval=False, inputs={"eval_dataset": rows})
+    assert not any(name.startswith("eval_") for row in watch.rows for name in row)
+    long = [{"prompt": "a", "completion": " b" * 1400}, *rows]
+    _, watch = short.train(
+        "sft",
+        at="long",
+        total_batch_size=12,
+        max_training_steps=1,
+        max_length=None,
+        inputs={"train_dataset": long},
+    )
+    assert watch.rows[0]["num_tokens"] > 1400
+
+
+def test_optax_s_schedules_are_schedules() -> None:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.optimizers import make_optimizer
+    from rlhf_core.plugins import load
+
+    config = TrainerConfig(scheduler=lambda total: optax.cosine_decay_schedule(0.1, total))
+    _, rate = make_optimizer(config, load().registry, 10)
+    np.testing.assert_allclose(
+        [rate(i) for i in range(11)], [0.05 * (1 + np.cos(np.pi * i / 10)) for i in range(11)], atol=1e-7
+    )
+    assert config.to_dict()["scheduler"].endswith("<lambda>")
