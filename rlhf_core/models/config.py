@@ -59,7 +59,11 @@ class DecoderConfig:
     windows: per layer, how many positions back a query sees; None: all of them.
     ropes, layer_ropes: the rotary embeddings, and the index of each layer's among them; empty: the first for all.
     experts: MLPs per layer; `experts_per_token` of them compute a token; 0: one plain MLP. They are weighted by the
-        router's probabilities, divided by their sum with `normalise_experts`.
+        router's probabilities, divided by their sum with `normalise_experts`, times `expert_scale`.
+    router: probabilities are a softmax over all experts, or sigmoids, with a correction that is not trained and counts
+        for the choice alone. expert_groups: (groups of experts, groups that a token's experts may come from).
+    shared_size: intermediate size of an MLP that computes every token beside its experts; 0: there is none.
+        shared_gate: whether its output is multiplied by a sigmoid of its own.
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
     kinds: the name of each layer's kind, where layers have different parameters; empty: they are all alike.
     variants: (kind, its fields and their values) of the kinds whose fields differ from these.
@@ -95,6 +99,11 @@ class DecoderConfig:
     experts: int = 0
     experts_per_token: int = 0
     normalise_experts: bool = True
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    expert_groups: tuple[int, int] = (1, 1)
+    expert_scale: float = 1.0
+    shared_size: int = 0
+    shared_gate: bool = False
     weight_names: tuple[tuple[str, str], ...] = ()
     initializer_range: float = 0.02
     kinds: tuple[str, ...] = ()

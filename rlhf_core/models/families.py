@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rlhf_core.models import glm4_moe
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Architecture:
     partial_rotary: bool = False
     scaled_rope: str | None = None
     """The kind of layer that `rope_scaling` is for, where one table stands for all; None: all kinds."""
+    details: Callable[[Fields, int], Mapping[str, Any]] | None = None
+    """(config.json, number of layers) → further fields of the decoder's config, for a family that is code."""
     query_growth: bool = False
     """Whether a rope table may have `llama_4_scaling_beta`."""
     weight_names: Mapping[str, str] = field(default_factory=dict)
@@ -251,6 +254,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         layer_types=every_layer,
         query_growth=True,
+    ),
+    "glm4_moe": Architecture(
+        "Glm4MoeForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            **glm4_moe.DEFAULTS,
+        },
+        qkv_bias="attention_bias",
+        partial_rotary=True,
+        normalise_experts="norm_topk_prob",
+        details=glm4_moe.details,
+        weight_names=glm4_moe.WEIGHT_NAMES,
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core.contracts import ModelFamily
@@ -415,9 +416,11 @@ def parse(
         weight_names=tuple(rules.weight_names.items()),
         initializer_range=read.number("initializer_range", 0.02),
     )
-    if config.experts_per_token > experts:
+    if rules.details is not None:
+        config = replace(config, **rules.details(read, layers))
+    if config.experts_per_token > config.experts:
         read.problem(
-            f"num_experts_per_tok {config.experts_per_token} is more than there are experts, {experts}"
+            f"num_experts_per_tok {config.experts_per_token} is more than there are experts, {config.experts}"
         )
     read.check_unknown(model_type)
     if read.problems:

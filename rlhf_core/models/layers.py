@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -188,27 +189,55 @@ class Experts(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
-        router = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
-        self.gate = router((c.hidden_size, c.experts), axes=("layers", "embed", None))
+        linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
+        self.gate = linear((c.hidden_size, c.experts), axes=("layers", "embed", None))
+        if c.router == "sigmoid":
+            zero = jnp.zeros((c.num_layers, c.experts), jnp.float32)
+            self.gate.e_score_correction_bias = nnx.Param(zero, axes=("layers", None))
         self.experts = ExpertMLPs(c, rngs)
+        if c.shared_size:
+            self.shared_expert = MLP(replace(c, intermediate_size=c.shared_size), rngs)
+        if c.shared_gate:
+            self.shared_expert_gate = linear((c.hidden_size, 1), axes=("layers", "embed", None))
         self.config = c
+
+    def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[N, D] → the weights of each token's experts, float32 [N, per token], and their numbers, int32 likewise."""
+        c, logits = self.config, self.gate(tokens).astype(jnp.float32)
+        if c.router == "softmax":
+            weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), c.experts_per_token)
+        else:
+            probability, (groups, allowed) = jax.nn.sigmoid(logits), c.expert_groups
+            score = lax.stop_gradient(probability + self.gate.e_score_correction_bias[...])
+            if allowed < groups:
+                each = score.reshape(len(score), groups, -1)
+                best = lax.top_k(each, min(2, each.shape[-1]))[0].sum(-1)
+                among = (lax.top_k(best, allowed)[1][..., None] == jnp.arange(groups)).any(1)
+                score = jnp.where(among[..., None], each, -jnp.inf).reshape(score.shape)
+            chosen = lax.top_k(score, c.experts_per_token)[1]
+            weight = jnp.take_along_axis(probability, chosen, axis=1)
+        if c.normalise_experts:
+            weight = weight / weight.sum(-1, keepdims=True)
+        return weight if c.expert_scale == 1 else weight * c.expert_scale, chosen
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → the same."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         per_token = c.experts_per_token
-        probability = jax.nn.softmax(self.gate(tokens).astype(jnp.float32), axis=-1)
-        weight, chosen = lax.top_k(probability, per_token)  # [N, per_token]
-        if c.normalise_experts:
-            weight = weight / weight.sum(-1, keepdims=True)
+        weight, chosen = self.route(tokens)
         order = jnp.argsort(
             chosen.reshape(-1), stable=True
         )  # by expert; pair n belongs to token n // per_token
         counts = jnp.bincount(chosen.reshape(-1), length=c.experts)
         made = self.experts(tokens[order // per_token], counts)
         apart = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [N, per_token, D]
-        mixed = jnp.einsum("nkd,nk->nd", apart, weight.astype(x.dtype))
-        return sum_over_tensor(mixed).reshape(x.shape)
+        mixed = sum_over_tensor(jnp.einsum("nkd,nk->nd", apart, weight.astype(x.dtype))).reshape(x.shape)
+        if not c.shared_size:
+            return mixed
+        shared = self.shared_expert(x)
+        if c.shared_gate:
+            shared = shared * jax.nn.sigmoid(self.shared_expert_gate(x))
+        return mixed + shared
 
 
 class RMSNorm(nnx.Module):

@@ -90,7 +90,8 @@ class _Leaf:
         words, layers = self.keys[:-1], tuple(range(config.num_layers))
         if words[0] == "layers" and config.kinds:  # the files know nothing of kinds
             layers, words = config.stacks[words[1]].layers, ("layers", *words[2:])
-        module, last = ".".join(words), "bias" if self.keys[-1] == "bias" else "weight"
+        stored = {"kernel": "weight", "embedding": "weight"}
+        module, last = ".".join(words), stored.get(self.keys[-1], self.keys[-1])
         named = dict(config.weight_names)
         name = f"{named.get(module) or usual_name(module)}.{last}"
         axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
