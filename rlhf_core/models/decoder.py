@@ -38,7 +38,7 @@ from rlhf_core.models.config import (
 )
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
-from rlhf_core.models.lora import Lora, merge
+from rlhf_core.models.lora import Lora, linear_modules, merge
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import device_count, platform
@@ -155,6 +155,16 @@ class Decoder(Definition):
 
     def with_lora(self, lora: Lora | None) -> Self:
         return replace(self, lora=lora)
+
+    def module_names(self) -> dict[str, list[str]]:
+        names = weights.tensor_names(self)
+        return {
+            module: [
+                name.removesuffix(".weight")
+                for name in names["layers", *module.split("."), "kernel"].tolist()
+            ]
+            for module in linear_modules(self.with_lora(None).abstract_params())
+        }
 
     def abstract_params(self) -> Params:
         return _tree(self.config, self.head, self.lora)[1]

@@ -17,7 +17,7 @@ from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.attention import capped
-from rlhf_core.models.lora import Lora
+from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.params import Path, join, paths, split
 from rlhf_core.runtime.caches import Exact
 from rlhf_core.tokenizer.encoding import ids_without_token
@@ -159,6 +159,15 @@ class Definition:
         An adapter is {"adapter": {"lora_a", "lora_b"}} next to the kernel [layers, in, out] of each of `lora.targets`.
         """
         raise InputError(f"lora: models of {type(self).__name__} take no adapters")
+
+    def module_names(self) -> dict[str, list[str]]:
+        """Return {dotted path of a linear layer within `layers`: its name in the files, by layer}."""
+        shapes = self.with_lora(None).abstract_params()
+        counts = {path[1:-1]: leaf.shape[0] for path, leaf in paths(shapes) if path[0] == "layers"}
+        return {
+            module: [f"model.layers.{i}.{module}" for i in range(counts[tuple(module.split("."))])]
+            for module in linear_modules(shapes)
+        }
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:

@@ -41,7 +41,7 @@ class Lora:
 
 
 def linear_modules(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """List dotted paths, within a layer, of the modules that can be adapted: those with a kernel [layers, in, out]."""
+    """List dotted paths, within `layers`, of the modules that can be adapted: those with a kernel [layers, in, out]."""
     kernels = [path for path, leaf in paths(params) if path[0] == "layers" and path[-1] == "kernel"]
     sizes = {path: leaf.shape for path, leaf in paths(params)}
     return tuple(".".join(path[1:-1]) for path in kernels if len(sizes[path]) == 3 and path[-2] != ROUTER)
@@ -57,7 +57,7 @@ def resolve(targets: str | Sequence[str], modules: Sequence[str]) -> tuple[str, 
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
         try:
-            hits = {m for m in modules if target in (m, m.rpartition(".")[2]) or re.fullmatch(target, m)}
+            hits = {m for m in modules if f".{m}".endswith(f".{target}") or re.fullmatch(target, m)}
         except re.error as error:
             raise InputError(f"lora.targets: {target!r} is not a regular expression: {error}") from None
         if not hits:

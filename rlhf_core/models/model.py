@@ -291,7 +291,7 @@ class Model:
             self,
             definition=definition,
             params=complete(definition, self.params, self.mesh, seed),
-            adapter=peft.config_for(lora, base=named, head=definition.head),
+            adapter=peft.config_for(lora, definition.module_names(), base=named, head=definition.head),
         )
 
     def merged(self) -> Model:
@@ -354,7 +354,7 @@ class Model:
         values = jax.tree.map(np.asarray, gather(trained))
         if jax.process_index() == 0:
             assert self.adapter is not None
-            peft.save(directory, self.adapter, values)
+            peft.save(directory, self.adapter, values, self.definition.module_names())
 
 
 def with_padding_apart(model: Model) -> Model:

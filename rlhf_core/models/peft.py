@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,8 +174,15 @@ def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
     return changed
 
 
-def config_for(lora: Lora, *, base: str | None, head: str, revision: str | None = None) -> dict[str, Any]:
-    """Make the adapter_config.json of an adapter of the model `base`."""
+def config_for(
+    lora: Lora,
+    names: Mapping[str, Sequence[str]],
+    *,
+    base: str | None,
+    head: str,
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """Make the adapter_config.json of an adapter of the model `base`. names: `Definition.module_names`."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -183,7 +190,9 @@ def config_for(lora: Lora, *, base: str | None, head: str, revision: str | None 
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted({target.rpartition(".")[2] for target in lora.targets}),
+        "target_modules": sorted(
+            {name.rpartition(".")[2] for target in lora.targets for name in names[target]}
+        ),
         "modules_to_save": None,
         "use_rslora": lora.use_rslora,
         "use_dora": False,
@@ -194,18 +203,19 @@ def config_for(lora: Lora, *, base: str | None, head: str, revision: str | None 
     return for_head(config | ({} if revision is None else {"revision": revision}), head)
 
 
-def save(directory: Path, config: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+def save(
+    directory: Path, config: Mapping[str, Any], params: Mapping[str, Any], names: Mapping[str, Sequence[str]]
+) -> None:
     """Write the adapter's two files, float32.
 
-    params: a nested dict of host arrays; only adapters and the reward head are written.
+    params: a nested dict of host arrays; only adapters and the reward head are written. names: as for `config_for`.
     """
     tensors: dict[str, np.ndarray] = {}
     for path, value in paths(params):
         if path[-1] in ("lora_a", "lora_b"):
             kind = "lora_A" if path[-1] == "lora_a" else "lora_B"
-            for layer, part in enumerate(value):
-                name = f"{PREFIX}model.layers.{layer}.{'.'.join(path[1:-2])}.{kind}.weight"
-                tensors[name] = np.ascontiguousarray(part.T)
+            for module, part in zip(names[".".join(path[1:-2])], value, strict=True):
+                tensors[f"{PREFIX}{module}.{kind}.weight"] = np.ascontiguousarray(part.T)
         elif path[0] == "score":
             tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(value.T)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})

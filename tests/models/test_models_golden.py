@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from rlhf_core import SamplerInputs
 from rlhf_core.models import Model, load_model
+from rlhf_core.models.peft import WEIGHTS
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.sampling import Sampler, SamplingOptions
@@ -139,7 +140,7 @@ def test_scores(shared: Path, family: str) -> None:
     np.testing.assert_allclose(scores, golden["score"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", only("gemma2", "mixtral"))
+@pytest.mark.parametrize("family", [*only("gemma2", "mixtral"), "glm4_moe"])
 def test_greedy_tokens(shared: Path, family: str) -> None:
     model = load_model(shared / "golden" / family)
     golden = np.load(shared / "golden" / family / "golden.npz")
@@ -162,6 +163,29 @@ def continued(model: Model, golden: np.lib.npyio.NpzFile, length: int, shape: tu
         )
     )
     return sampler(model.params, prompts, jax.random.key(0)).tokens
+
+
+def test_adapters_of_layers_of_two_kinds(shared: Path, tmp_path: Path) -> None:
+    """Their files have the names of the model's, and say the same; merged, they compute the same."""
+    golden = np.load(shared / "golden" / "glm4_moe" / "golden.npz")
+    model = load_model(shared / "golden" / "glm4_moe").with_lora(rank=2, targets=["q_proj", "mlp.gate_proj"])
+    draw = np.random.default_rng(0)
+    model = model.with_params(
+        jax.tree.map_with_path(
+            lambda path, x: x + 0.1 * draw.standard_normal(x.shape) if path[-1].key == "lora_b" else x,
+            model.params,
+        )
+    )
+    model.save(tmp_path)
+    names = {name.removeprefix("base_model.model.model.layers.") for name in load_file(tmp_path / WEIGHTS)}
+    modules = [f"{i}.self_attn.q_proj" for i in range(3)] + ["0.mlp.gate_proj"]
+    assert names == {f"{module}.lora_{side}.weight" for module in modules for side in "AB"}
+    again = load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    ids, mask = golden["input_ids"], golden["attention_mask"]
+    found, merged = (np.asarray(each.logits(ids, mask)) for each in (model, model.merged()))
+    np.testing.assert_allclose(found, merged, atol=1e-4)
+    assert np.abs(found - golden["logits"])[mask > 0].max() > 1e-2
 
 
 def test_sharded_bfloat16_files(shared: Path, tmp_path: Path) -> None:

@@ -100,6 +100,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "glm4_moe": BASE
+    | {
+        "model_type": "glm4_moe",
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "head_dim": 8,
+    },
     "smollm3": BASE
     | {
         "model_type": "smollm3",

@@ -173,11 +173,28 @@ def hidden(
                 out[t] += share[t, e] / whole * gated(x[t : t + 1], one, i)[0]
         return out
 
+    def grouped(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
+        """GLM-4.5: the experts of the groups with the best two; the correction counts for the choice alone."""
+        share, out = 1 / (1 + np.exp(-linear(x, group["gate"], i))), np.zeros_like(x)
+        for t in range(len(x)):
+            score = (share[t] + group["gate"]["e_score_correction_bias"][i]).reshape(hf["n_group"], -1)
+            allowed = np.argsort(-np.sort(score, -1)[:, -2:].sum(-1))[: hf["topk_group"]]
+            score = np.where(np.isin(np.arange(len(score)), allowed)[:, None], score, -np.inf).reshape(-1)
+            taken = np.argsort(-score)[: hf["num_experts_per_tok"]]
+            for e in taken:
+                one = {part: {"kernel": g["kernel"][:, e]} for part, g in group["experts"].items()}
+                weight = hf["routed_scaling_factor"] * share[t, e] / share[t, taken].sum()
+                out[t] += weight * gated(x[t : t + 1], one, i)[0]
+        return out + gated(x, group["shared_expert"], i)
+
     x = p["embed_tokens"]["embedding"][tokens]
     x = x * (math.sqrt(hf["hidden_size"]) if gemma else hf.get("embedding_multiplier", 1.0))
-    stack = p["layers"]
-    for i in range(hf["num_hidden_layers"]):
-        mlp = routed if "experts" in stack["mlp"] else gated
+    for number in range(hf["num_hidden_layers"]):
+        stack, i = p["layers"], number
+        if "first_k_dense_replace" in hf:
+            dense = hf["first_k_dense_replace"]
+            stack, i = stack["dense" if number < dense else "experts"], number - dense * (number >= dense)
+        mlp = gated if "experts" not in stack["mlp"] else grouped if "n_group" in hf else routed
         first, second = stack.get("input_layernorm"), stack["post_attention_layernorm"]
         if olmo:
             x = x + norm(attend(x, stack["self_attn"], i), second, i)
