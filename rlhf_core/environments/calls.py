@@ -1,20 +1,22 @@
-"""Call an environment's methods: directly, on the event loop, or in worker processes."""
+"""The environment of a stage: its options, calls of its methods, and what these may return."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
+from rlhf_core.config import Component
 from rlhf_core.contracts import LARGEST_REWARD, Turn
 from rlhf_core.data.columns import message_problem
-from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, Stopped
 from rlhf_core.hidden import scrub
 from rlhf_core.tokenizer.options import with_joined_parts
@@ -24,17 +26,69 @@ from rlhf_core.workers import (
     awaited,
     describe_failure,
     outcome_of,
+    run_async,
     start_async,
 )
 from rlhf_core.workers.pickling import dumps
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Environment
-    from rlhf_core.environments.options import EnvironmentOptions
+    from rlhf_core.environments.conversation import ConversationEncoder
 
 METHODS = ("reset", "step")
 OWN_METRICS = ("turns", "failed", "cut_ratio", "observation_tokens")
 """Metrics that `Episodes.measure` computes, as episodes/NAME."""
+
+
+ANSWER_TOKENS = 64
+"""What an episode has room for at least after each turn, unless `max_tokens` says otherwise."""
+SECONDS = 60.0
+"""How long a call may take that has no `timeout`."""
+MADE_UP = {"role": "assistant", "content": "The answer is 4."}
+
+
+class EnvironmentOptions(Component):
+    """Name an environment in a config: `environment: Annotated[EnvironmentOptions, ENVIRONMENT] | None`."""
+
+    name: str = Field(
+        default="tools", description="the environment; `tools`: functions that the policy may call"
+    )
+    max_turns: int = Field(default=8, ge=1, description="completions per episode")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per episode after its first prompt, the environment's included; none: max_turns × "
+        "(sampling.max_completion_length + the same again, 64 or more, for an answer)",
+    )
+    max_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="wall time per episode, after which it ends with its turn; none: no limit",
+    )
+    timeout: float | None = Field(
+        default=None, gt=0, description="seconds per call of `reset` or `step`; none: no limit"
+    )
+    processes: int | None = Field(
+        default=None, ge=1, description="worker processes that the calls share; none: no worker"
+    )
+    on_error: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="when an episode fails or takes too long: leave it out and report it, or end the run",
+    )
+    weight: float = Field(default=1.0, description="weight of the episode's reward in the sum of rewards")
+    history: Literal["kept", "encoded_again"] = Field(
+        default="kept",
+        description="what a turn continues: the tokens so far, or the conversation as the chat template writes it "
+        "again, for templates that rewrite earlier turns; every turn is then a training row of its own",
+    )
+    check: bool = Field(
+        default=True, description="whether `rlhf check` begins an episode and takes one made-up turn"
+    )
+
+    def length(self, max_completion_length: int) -> int:
+        """Return the most tokens of an episode after its first prompt."""
+        answers = max(max_completion_length, ANSWER_TOKENS)
+        return self.max_tokens or self.max_turns * (max_completion_length + answers)
 
 
 class EpisodeError(Exception):
@@ -109,6 +163,15 @@ class EnvironmentCalls:
         if isinstance(error, EpisodeError):
             return str(error)
         return describe_failure(error, self.options.timeout)
+
+
+def call_environment(state: bytes, method: str, arguments: tuple[Any, ...]) -> tuple[bytes, Any]:
+    """Call `method` of a pickled environment: (its state afterwards, what the method returned)."""
+    environment = pickle.loads(state)
+    value = getattr(environment, method)(*arguments)
+    if inspect.isawaitable(value):
+        value = run_async(awaited(value))  # on the loop of the calls before
+    return dumps(environment), value
 
 
 async def _awaited(environment: Any, method: str, arguments: Sequence[Any]) -> tuple[Any, Any]:
@@ -209,3 +272,45 @@ def plain_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
         name: sum(each[name] for each in metrics if name in each) / sum(name in each for each in metrics)
         for name in names
     }
+
+
+def try_episode(
+    calls: EnvironmentCalls,
+    encoder: ConversationEncoder,
+    row: Mapping[str, Any],
+    place: str,
+    max_prompt_length: int,
+) -> str:
+    """Begin an episode with a row and answer its prompt with a made-up completion; return a line about it.
+
+    Calls are made in a process of their own where the environment can be sent to one.
+    Raises InputError for what the methods raise, or return that is no messages and no turn.
+    """
+    try:
+        limited = calls.options.replace(timeout=calls.options.timeout or SECONDS)
+        probe = EnvironmentCalls(limited, calls.make, calls.where)
+    except InputError:  # it cannot be sent to another process
+        probe = calls
+    method, answered = "reset", ""
+    try:
+        environment, value = probe.wait_for(probe.make(), "reset", dict(row), 0)
+        messages = checked_messages(value, "reset")
+        prompt = encoder.prompt(messages, tools=calls.tools)
+        if len(prompt) > max_prompt_length:
+            raise InputError(
+                f"{place}: reset returned a prompt of {len(prompt):,} tokens, more than "
+                f"max_prompt_length={max_prompt_length:,}; raise it"
+            )
+        method = "step"
+        _, value = probe.wait_for(environment, "step", dict(MADE_UP))
+        turn = checked_turn(value)
+        if not turn.done:
+            reply = [*messages, MADE_UP]
+            added = [dict(message) for message in turn.messages]
+            answer = encoder.observation(reply, added, ended_by=None, tools=calls.tools)
+            answered = f"; the answer to a made-up completion has {len(answer):,}"
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{place}: {probe.explain(method, error)}") from error
+    return f"{place} begins with {len(prompt):,} tokens{answered}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.environments.history import REMEDY, history_problem, template_problem
+from rlhf_core.environments.history import REMEDY, Trial
 from rlhf_core.environments.parsing import shared_length
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
@@ -74,7 +74,7 @@ class ConversationEncoder:
         self.encoder = Encoder(tokenizer, options)
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys([*self.encoder.special.eos, *map(int, stop_ids)]))
-        self._problems: dict[tuple[str, str, str, bool], str | None] = {}
+        self._problems: dict[tuple[str, str, bool, bool], str | None] = {}
 
     @property
     def name(self) -> str:
@@ -134,13 +134,13 @@ class ConversationEncoder:
         keep what it wrote before, for all replies, unless the whole conversation is `encoded_again` in
         each turn.
         """
-        for role, then in [*((role, role) for role in roles), *permutations(roles, 2)]:
-            for check in (template_problem,) if encoded_again else (template_problem, history_problem):
-                key = check.__name__, role, then, bool(tools)
-                if key not in self._problems:
-                    self._problems[key] = check(self, role, tools, then)
-                if problem := self._problems[key]:
-                    return problem
+        for pair in [*((role, role) for role in roles), *permutations(roles, 2)]:
+            key = (*pair, bool(tools), encoded_again)
+            if key not in self._problems:
+                trial = Trial(self, *pair, tools)
+                self._problems[key] = trial.refusal() or (None if encoded_again else trial.change())
+            if problem := self._problems[key]:
+                return problem
         return None
 
     def write(

@@ -1,4 +1,4 @@
-"""Find out whether a chat template rewrites earlier turns, by rendering conversations that grow."""
+"""Find out, before a run, whether a chat template refuses, drops or rewrites the turns of conversations that grow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
 
 REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps earlier turns'
-LONG = 10, 4000
-"""Turns and characters per message of a long conversation, in which a template may cut what is old."""
 TOOL = {
     "type": "function",
     "function": {
@@ -31,99 +29,81 @@ TOOL = {
 
 
 class Form(NamedTuple):
-    """What a reply holds. thought: in the "text", between `marks`, or in a "field" of its own, `reasoning_content`."""
+    """What a reply holds. thought: the mark that opens one in its text, or "field": it is its `reasoning_content`."""
 
     text: bool = True
     thought: str = ""
     call: bool = False
-    marks: tuple[str, str] = ("<think>", "</think>")
 
 
-SPOKEN = (
-    Form(),
-    Form(thought="text"),
-    Form(thought="field"),
-    Form(thought="text", marks=("[THINK]", "[/THINK]")),
-)
+SPOKEN = (Form(), Form(thought="<think>"), Form(thought="field"), Form(thought="[THINK]"))
 CALLING = (
     Form(text=False, call=True),
     Form(call=True),
-    Form(text=False, thought="text", call=True),
-    Form(thought="text", call=True),
+    Form(text=False, thought="<think>", call=True),
+    Form(thought="<think>", call=True),
     Form(thought="field", call=True),
 )
 
 
-def template_problem(
-    encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
-) -> str | None:
-    """Describe what the template refuses or leaves out of a conversation in which messages of `role` follow replies.
+class Trial:
+    """Conversations of one template in which messages of `role`, and then of role `then`, in turn, follow the replies.
 
-    tools: JSON schemas, which it must write, as it must the calls. then: the role after every other reply. Return None
-    if nothing is missing.
+    tools: JSON schemas, which the template must write, as it must the calls.
     """
-    name = encoder.name
-    trial = _Trial(encoder, role, [*tools, TOOL] if tools else None, then)
-    if tools:
-        try:
-            text = trial.written([_user(0)], open_turn=True)
-        except InputError as error:
-            return f"{name} refuses tools: {error}"
-        words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
-        if missing := [what for what, word in words.items() if word not in text]:
-            return (
-                f"{name} leaves out the schemas of tools (their {', '.join(missing)}): the policy would not know "
-                "what it may call. Give a chat template that writes them"
-            )
-    refusals = []
-    for form in (CALLING[0],) if tools else (Form(), Form(call=True)):
-        messages = [_user(0), _reply(form, 1), *trial.added(1)]
-        try:
-            text = trial.written(messages, open_turn=True)
-        except InputError as error:
-            refusals.append(str(error))
-            continue
-        if tools and "qzxvalue1" not in trial.written(messages[:2]):
-            return f"{name} leaves out the tool calls of replies. Give a chat template that writes them"
-        if "qzxadded1" not in text:
-            return f"{name} leaves out '{role}' messages. Give a chat template that writes them"
-        return None
-    what = "tool calls, or " if tools else ""
-    return f"{name} refuses {what}'{role}' messages after a reply: {refusals[0]}"
-
-
-def history_problem(
-    encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
-) -> str | None:
-    """Describe what the template does to its past when messages of `role` follow replies, or return None.
-
-    then: the role after every other reply.
-    """
-    trial = _Trial(encoder, role, [*tools, TOOL] if tools else None, then)
-    try:
-        forms, changes = trial.forms()
-        if not forms:
-            return next(iter(changes), f"{encoder.name} leaves out what replies say. {REMEDY}")
-        last = next((form for form in forms if not form.call), forms[0])
-        mixed = [*forms, last, *reversed(forms), last]
-        conversations: list[tuple[Sequence[Message], Sequence[Form], int]] = [([_user(0)], mixed, 0)]
-        if then == role:
-            conversations.append(([_system(), _user(0)], mixed, 0))
-            conversations.append(([_user(0, LONG[1])], [forms[-1]] * LONG[0], LONG[1]))
-        problems = (trial.growth_problem(*each) for each in conversations)
-        return next((problem for problem in problems if problem), None)
-    except InputError as error:
-        words = str(error)
-        return words if encoder.name in words else f"{encoder.name} fails on '{role}' messages: {words}"
-
-
-class _Trial:
-    """Conversations of one template in which messages of one role, or two in turn, follow the replies."""
 
     def __init__(
-        self, encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+        self, encoder: ConversationEncoder, role: str, then: str, tools: Sequence[Any] | None
     ) -> None:
-        self.encoder, self.role, self.tools, self.then = encoder, role, tools, then
+        self.encoder, self.role, self.then = encoder, role, then
+        self.tools = [*tools, TOOL] if tools else None
+
+    def refusal(self) -> str | None:
+        """Describe what the template refuses or leaves out of the shortest such conversation, or return None."""
+        name = self.encoder.name
+        if self.tools:
+            try:
+                text = self.written([_user(0)], open_turn=True)
+            except InputError as error:
+                return f"{name} refuses tools: {error}"
+            words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
+            if missing := [what for what, word in words.items() if word not in text]:
+                return (
+                    f"{name} leaves out the schemas of tools (their {', '.join(missing)}): the policy would not know "
+                    "what it may call. Give a chat template that writes them"
+                )
+        refusals = []
+        for form in (CALLING[0],) if self.tools else (Form(), Form(call=True)):
+            messages = [_user(0), _reply(form, 1), *self.added(1)]
+            try:
+                text = self.written(messages, open_turn=True)
+            except InputError as error:
+                refusals.append(str(error))
+                continue
+            if self.tools and "qzxvalue1" not in self.written(messages[:2]):
+                return f"{name} leaves out the tool calls of replies. Give a chat template that writes them"
+            if "qzxadded1" not in text:
+                return f"{name} leaves out '{self.role}' messages. Give a chat template that writes them"
+            return None
+        what = "tool calls, or " if self.tools else ""
+        return f"{name} refuses {what}'{self.role}' messages after a reply: {refusals[0]}"
+
+    def change(self) -> str | None:
+        """Describe what the template does to earlier turns of longer conversations, or return None."""
+        try:
+            forms, changes = self.forms()
+            if not forms:
+                return next(iter(changes), f"{self.encoder.name} leaves out what replies say. {REMEDY}")
+            last = next((form for form in forms if not form.call), forms[0])
+            replies = [*forms, last, *reversed(forms), last]
+            begun = [[_user(0)]]
+            if self.then == self.role:
+                begun.append([{"role": "system", "content": "qzxsystem"}, _user(0)])
+            return next((change for each in begun if (change := self.growth(each, replies))), None)
+        except InputError as error:
+            words = str(error)
+            named = f"{self.encoder.name} fails on '{self.role}' messages: {words}"
+            return words if self.encoder.name in words else named
 
     def forms(self) -> tuple[list[Form], list[str]]:
         """Return the forms of replies that a policy may write, and how the template changes its prompt for others."""
@@ -154,7 +134,7 @@ class _Trial:
             return "qzxtext1" in self.written([_user(0), _reply(Form(call=True), 1)])
         return True
 
-    def growth_problem(self, messages: Sequence[Message], replies: Sequence[Form], length: int) -> str | None:
+    def growth(self, messages: Sequence[Message], replies: Sequence[Form]) -> str | None:
         """Render a conversation turn by turn, and describe the first change of what was written before."""
         name = self.encoder.name
         try:
@@ -162,8 +142,7 @@ class _Trial:
         except InputError:
             return None  # there are no such conversations
         for number, form in enumerate(replies, 1):
-            messages = [*messages, _reply(form, number, length)]
-            added = self.added(number, length)
+            messages, added = [*messages, _reply(form, number)], self.added(number)
             try:
                 longer = self.written([*messages, *added], open_turn=True)
             except InputError:
@@ -185,40 +164,36 @@ class _Trial:
             messages, opened = [*messages, *added], longer
         return None
 
-    def added(self, number: int, length: int = 0) -> list[Message]:
+    def added(self, number: int) -> list[Message]:
         """Make the message that follows a reply."""
         role = self.role if number % 2 else self.then
-        name = {"name": "qzxtool"} if role == "tool" else {}
-        return [{"role": role, "content": _words(f"qzxadded{number}", length), **name}]
+        return [
+            {
+                "role": role,
+                "content": f"qzxadded{number} end",
+                **({"name": "qzxtool"} if role == "tool" else {}),
+            }
+        ]
 
     def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
         return self.encoder.write(self.encoder.completed(messages), self.tools, open_turn=open_turn)
 
 
-def _words(word: str, length: int) -> str:
-    return f"{word} {'and on ' * (length // 7)}{word}end"
+def _user(number: int) -> Message:
+    return {"role": "user", "content": f"qzxasked{number} end"}
 
 
-def _system() -> Message:
-    return {"role": "system", "content": "qzxsystem"}
-
-
-def _user(number: int, length: int = 0) -> Message:
-    return {"role": "user", "content": _words(f"qzxasked{number}", length)}
-
-
-def _reply(form: Form, number: int, length: int = 0) -> Message:
-    thought, text = _words(f"qzxthought{number}", length), _words(f"qzxtext{number}", length) * form.text
+def _reply(form: Form, number: int) -> Message:
+    thought, text = f"qzxthought{number} end", f"qzxtext{number} end" * form.text
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if form.thought == "field":
         message["reasoning_content"] = thought
     elif form.thought:
-        message["content"] = f"{form.marks[0]}\n{thought}\n{form.marks[1]}\n\n{text}"
+        closing = f"{form.thought[0]}/{form.thought[1:]}"
+        message["content"] = f"{form.thought}\n{thought}\n{closing}\n\n{text}"
     if form.call:
-        arguments = {"qzxparameter": f"qzxvalue{number}"}
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": "qzxtool", "arguments": arguments}}
-        ]
+        function = {"name": "qzxtool", "arguments": {"qzxparameter": f"qzxvalue{number}"}}
+        message["tool_calls"] = [{"type": "function", "function": function}]
     return message
 
 
@@ -226,7 +201,7 @@ def _parts(reply: Message) -> Iterator[tuple[str, str]]:
     """Yield what must stay of a reply, each with a name for it."""
     said = f"{reply['content']} {reply.get('reasoning_content', '')}"
     for what in ("thought", "text"):
-        if match := re.search(rf"qzx{what}\d+ .*qzx{what}\d+end", said):
+        if match := re.search(rf"qzx{what}\d+ end", said):
             yield f"a reply's {what}", match[0]
     for call in reply.get("tool_calls") or ():
         for said in (call["function"]["name"], *call["function"]["arguments"].values()):

@@ -21,7 +21,7 @@ PICKLES = {
     "rlhf_core/workers/child.py",
     "rlhf_core/workers/pickling.py",
     "rlhf_core/workers/pool.py",
-    "rlhf_core/environments/worker_call.py",
+    "rlhf_core/environments/calls.py",
 }
 """Modules that unpickle what a worker or its parent has sent."""
 PIPELINE = """

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.contracts import Turn
 from rlhf_core.environments import EnvironmentOptions
-from rlhf_core.environments.calls import EnvironmentCalls
-from rlhf_core.environments.checks import MADE_UP, try_episode
+from rlhf_core.environments.calls import MADE_UP, EnvironmentCalls, try_episode
 from rlhf_core.environments.conversation import CallStyle, ConversationEncoder, _as_text
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file

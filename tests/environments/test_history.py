@@ -110,12 +110,6 @@ FRESH = {
         "{% set messages = messages[-12:] if messages | length > 12 else messages %}" + template("{{ m.content }}"),
         OPENS,
     ),
-    "old messages are shortened": (
-        "user",
-        template("{{ m.content if loop.index > messages | length - 2 else m.content[:1000] }}"),
-        OPENS,
-    ),
-    "long messages are shortened": ("user", template("{{ m.content[:1000] }}"), "leaves out a reply's t"),
     "messages are numbered from the end": ("user", template("{{ m.content }}", header="{{ loop.revindex }}"), OPENS),
     "the number of messages comes first": (
         "user",
