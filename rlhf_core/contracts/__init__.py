@@ -18,7 +18,6 @@ from rlhf_core.contracts.sampling import Rollouts as Rollouts
 from rlhf_core.contracts.sampling import SamplerFunction as SamplerFunction
 from rlhf_core.contracts.sampling import SamplerInputs as SamplerInputs
 from rlhf_core.contracts.sampling import SamplerMaker as SamplerMaker
-from rlhf_core.contracts.sampling import SamplingSettings as SamplingSettings
 from rlhf_core.contracts.sampling import World as World
 from rlhf_core.contracts.trainers import Forecast as Forecast
 from rlhf_core.contracts.trainers import Trainer as Trainer

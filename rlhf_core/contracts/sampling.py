@@ -12,29 +12,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.models import Definition
-
-
-class SamplingSettings(Protocol):
-    """The options of `rlhf_core.sampling.SamplingOptions`, whose descriptions say what they mean; hashable."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def max_completion_length(self) -> int: ...
-    @property
-    def stop_strings(self) -> tuple[str, ...]: ...
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def mesh(self) -> Any: ...
+    from rlhf_core.sampling import SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -53,7 +31,7 @@ class SamplerInputs:
     """
 
     definition: Definition
-    options: SamplingSettings
+    options: SamplingOptions
     mesh: Mesh
     stop_ids: Sequence[int]
     prompts_per_call: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import permutations, takewhile
+from itertools import count, permutations, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,13 +153,15 @@ class ConversationEncoder:
         """Give calls and results the ids that they lack, and write arguments as the template takes them."""
         completed: list[Message] = []
         awaited: list[str] = []
-        for number, message in enumerate(messages):
+        unused = (f"{number:09d}" for number in count())  # nine characters, as some templates demand
+        for message in messages:
             if calls := message.get("tool_calls"):
-                calls = [{**call, "id": call.get("id") or call_id(number, k)} for k, call in enumerate(calls)]
+                calls = [{**call, "id": call.get("id") or next(unused)} for call in calls]
                 awaited = [str(call["id"]) for call in calls]
                 message = {**message, "tool_calls": [self._with_arguments(call) for call in calls]}
             elif message["role"] == "tool":
-                message = _with_id(message, awaited.pop(0) if awaited else call_id(*_place(messages, number)))
+                answered = awaited.pop(0) if awaited else next(unused)
+                message = {**message, "tool_call_id": message.get("tool_call_id") or answered}
             completed.append(message)
         return completed
 
@@ -218,23 +220,21 @@ class ConversationEncoder:
             if message["role"] == "assistant":
                 following = takewhile(lambda m: m["role"] != "assistant", messages[number + 1 :])
                 results = [m for m in following if m["role"] == "tool"]
-                message = self._dummy_reply(number, message, results, self._style)
+                message = self._dummy_reply(message, results, self._style)
             dummied.append(message)
         return dummied
 
-    def _dummy_reply(
-        self, number: int, message: Message, results: Sequence[Message], style: CallStyle
-    ) -> Message:
-        count = len(results) if style.most is None else min(style.most, len(results))
-        if not count:
+    def _dummy_reply(self, message: Message, results: Sequence[Message], style: CallStyle) -> Message:
+        """Make a dummy with a call for each result, which have ids, as far as the style takes them."""
+        results = results[: style.most]
+        if not results:
             return {"role": "assistant", **self._dummy}
         written = [call.get("function", {}).get("name") for call in message.get("tool_calls") or ()]
         calls = []
-        for k, result in enumerate(results[:count]):
+        for k, result in enumerate(results):
             name = result.get("name") or (written[k] if k < len(written) else None) or "call"
-            arguments = {"argument": LAST if k == count - 1 else FIRST}
-            call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-            call["id"] = result.get("tool_call_id") or call_id(number, k)
+            function = {"name": name, "arguments": {"argument": LAST if k == len(results) - 1 else FIRST}}
+            call = {"type": "function", "function": function, "id": result["tool_call_id"]}
             calls.append(_as_text(call) if style.as_text else call)
         return {"role": "assistant", **self._dummy, "tool_calls": calls}
 
@@ -260,10 +260,10 @@ class ConversationEncoder:
         asked = {"role": "user", "content": "a"}
         for style in STYLES:
             results = [
-                {"role": "tool", "name": "call", "content": "b", "tool_call_id": call_id(1, k)}
+                {"role": "tool", "name": "call", "content": "b", "tool_call_id": f"{k:09d}"}
                 for k in range(2 if style.most is None else 1)
             ]
-            reply = self._dummy_reply(1, {}, results, style)
+            reply = self._dummy_reply({}, results, style)
             try:
                 self.write([asked, reply, *results], open_turn=True)
             except InputError:
@@ -294,26 +294,6 @@ class ConversationEncoder:
     def _tokenize(self, text: str) -> Ints:
         ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return np.array(ids["input_ids"], np.int32)
-
-
-def call_id(message: int, call: int) -> str:
-    """Make the id of a call that the policy gave none: nine characters, as some templates demand."""
-    return f"{message:06d}{call:03d}"
-
-
-def _with_id(result: Message, given: str) -> Message:
-    """Give a result the id of its call, unless it has one."""
-    return result if result.get("tool_call_id") else {**result, "tool_call_id": given}
-
-
-def _place(messages: Sequence[Message], number: int) -> tuple[int, int]:
-    """Find the reply that a result answers, and which of its calls."""
-    earlier = 0
-    for k in range(number - 1, -1, -1):
-        if messages[k]["role"] == "assistant":
-            return k, earlier
-        earlier += messages[k]["role"] == "tool"
-    return 0, earlier
 
 
 def _as_text(call: Message) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_core.contracts import SamplingSettings
 from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
 from rlhf_core.models import Definition
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
+
+if TYPE_CHECKING:
+    from rlhf_core.sampling import SamplingOptions
 
 
 class Queue(NamedTuple):
@@ -127,7 +129,7 @@ class SamplingProgram:
     """The static arguments of a compiled program. Samplers with equal ones share it."""
 
     definition: Definition
-    options: SamplingSettings
+    options: SamplingOptions
     mesh: Mesh
     stop_ids: tuple[int, ...]
     num_generations: int

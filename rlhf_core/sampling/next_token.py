@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.contracts import SamplingSettings
 from rlhf_core.logprobs.logits import unembed, without
 from rlhf_core.models import Definition
 from rlhf_core.sampling.filters import (
@@ -19,6 +18,9 @@ from rlhf_core.sampling.filters import (
     top_p_filter,
 )
 from rlhf_core.sampling.placement import Peers
+
+if TYPE_CHECKING:
+    from rlhf_core.sampling import SamplingOptions
 
 ENDED = 1
 """A token that ends its completion: a stop token, or one that completes a stop string."""
@@ -59,12 +61,12 @@ class TokenSampler:
     peers: Peers
     vocab_size: int
     absent: tuple[tuple[int, int], ...]
-    options: SamplingSettings
+    options: SamplingOptions
     key_type: str
 
     @classmethod
     def of(
-        cls, model: Definition, params: Any, peers: Peers, options: SamplingSettings, key_type: str
+        cls, model: Definition, params: Any, peers: Peers, options: SamplingOptions, key_type: str
     ) -> Self:
         kernel, softcap = model.unembedding(params)
         if kernel is not None:
@@ -106,7 +108,7 @@ def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
 
 
 def _choose(
-    logits: jax.Array, uniforms: jax.Array, options: SamplingSettings, seen: jax.Array | None
+    logits: jax.Array, uniforms: jax.Array, options: SamplingOptions, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Choose (tokens int32 [B], their log-probabilities float32 [B]) from logits [B, V], given uniforms [B, 2].
 

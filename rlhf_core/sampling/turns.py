@@ -10,7 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from rlhf_core.contracts import SamplingSettings
 from rlhf_core.mesh import AXES, ROW_AXES, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.loop import empty_cache, put, take, time_axes
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
+
+if TYPE_CHECKING:
+    from rlhf_core.sampling import SamplingOptions
 
 CHUNKS = (16, 64, 256)
 """Tokens that are fed to a slot together, padding included."""
@@ -54,7 +56,7 @@ class TurnsProgram:
     """The static arguments of the compiled programs."""
 
     definition: Definition
-    options: SamplingSettings
+    options: SamplingOptions
     mesh: Mesh
     stop_ids: tuple[int, ...]
     slots: int

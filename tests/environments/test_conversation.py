@@ -377,7 +377,7 @@ def test_a_strict_template_gets_the_ids_of_the_calls() -> None:
 def test_a_strict_template_takes_calls_without_ids_and_malformed_ones() -> None:
     for reply in (called(), chat.assistant("[TOOL_CALLS][{")):
         text, _, _ = observed(STRICT, [chat.user("a"), reply], [result("2")], 1, bos="<s>")
-        assert text == '[TOOL_RESULTS]{"content": "2", "call_id": "000001000"}[/TOOL_RESULTS]'
+        assert text == '[TOOL_RESULTS]{"content": "2", "call_id": "000000000"}[/TOOL_RESULTS]'
 
 
 def test_results_are_written_under_the_names_that_were_called() -> None:
@@ -459,16 +459,15 @@ def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None
     completed = encoder.completed([chat.user("a"), first, result("2"), result("3"), *more])
     assert [call["id"] for m in completed for call in m.get("tool_calls", ())] == [
         "a",
-        "000001001",
-        "000006000",
+        "000000000",
+        "000000003",
     ]
     assert [m["tool_call_id"] for m in completed if m["role"] == "tool"] == [
-        *("a", "000001001", "000001002", "000001003"),  # two more than were called
-        *("000006000", "b"),
+        *("a", "000000000", "000000001", "000000002"),  # two more than were called
+        *("000000003", "b"),
     ]
     said = [chat.assistant("b"), chat.user("c"), result("2"), result("3")]
     assert [m["tool_call_id"] for m in encoder.completed(said)[2:]] == ["000000000", "000000001"]
-    assert [m["tool_call_id"] for m in encoder.completed(said[2:])] == ["000000000", "000000001"]
 
 
 def test_dummies_have_the_calls_that_results_answer() -> None:
@@ -481,7 +480,8 @@ def test_dummies_have_the_calls_that_results_answer() -> None:
         nameless,
         result("3", name="other"),
     ]
-    dummied = encoder._with_dummies([*said, chat.assistant("b"), chat.user("c"), called("z"), nameless])
+    more = [chat.assistant("b"), chat.user("c"), called("z"), nameless]
+    dummied = encoder._with_dummies(encoder.completed([*said, *more]))
     calls = [
         [(c["id"], c["function"]) for c in m.get("tool_calls", ())]
         for m in dummied
@@ -494,14 +494,14 @@ def test_dummies_have_the_calls_that_results_answer() -> None:
     assert calls == [
         [
             ("y", call("add", "qzxfirst")),
-            ("000001001", call("call", "qzxfirst")),
-            ("000001002", call("other", "qzxlast")),
+            ("000000000", call("call", "qzxfirst")),
+            ("000000001", call("other", "qzxlast")),
         ],
         [],
-        [("000007000", call("add", "qzxlast"))],
+        [("z", call("add", "qzxlast"))],
     ]
     for results, count in ((said[2:], 1), ([], 0)):
-        reply = encoder._dummy_reply(1, said[1], results, CallStyle(most=1))
+        reply = encoder._dummy_reply(said[1], results, CallStyle(most=1))
         assert [c["function"]["arguments"] for c in reply.get("tool_calls", ())] == [
             {"argument": "qzxlast"}
         ] * count
