@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,7 +97,7 @@ class EpisodeError(Exception):
 class EnvironmentCalls:
     """Makes a stage's environments and calls them.
 
-    quick: whether a call returns its value, instead of a future: methods that are neither async nor limited in time.
+    quick: whether a call is done when it returns: of methods that are neither async nor limited in time.
     Raises InputError for an object without `reset` or `step`, and for one that a worker process cannot import.
     """
 
@@ -131,29 +130,34 @@ class EnvironmentCalls:
                     f"{error}; make its methods async, keep what it holds picklable, or leave out `{why}`"
                 ) from error
 
-    def call(self, environment: Any, method: str, *arguments: Any) -> Any:
-        """Call a method: its value if `quick`, else a future of (the environment afterwards, the value)."""
-        if self.in_workers:
-            if self._pool is None or self._pool.closed:
-                self._pool = Pool(call_environment, self.options.processes or 1)
-            state = environment if isinstance(environment, bytes) else dumps(environment)
-            return self._pool.submit(state, method, arguments, seconds=self.options.timeout)
-        if self.asynchronous:
-            return start_async(_awaited(environment, method, arguments), self.options.timeout)
-        return getattr(environment, method)(*arguments)
+    def call(self, environment: Any, method: str, *arguments: Any) -> Future[tuple[Any, Any]]:
+        """Call a method: a future of (the environment afterwards, the value), which is done already if `quick`."""
+        try:
+            if self.in_workers:
+                if self._pool is None or self._pool.closed:
+                    self._pool = Pool(call_environment, self.options.processes or 1)
+                state = environment if isinstance(environment, bytes) else dumps(environment)
+                return self._pool.submit(state, method, arguments, seconds=self.options.timeout)
+            if self.asynchronous:
+                return start_async(_awaited(environment, method, arguments), self.options.timeout)
+            value = getattr(environment, method)(*arguments)
+        except BaseException as error:
+            return failed(error)
+        done: Future[tuple[Any, Any]] = Future()
+        done.set_result((environment, value))
+        return done
 
     def wait_for(self, environment: Any, method: str, *arguments: Any) -> tuple[Any, Any]:
         """Call a method and wait for it: (the environment afterwards, the value).
 
         Raises EpisodeError for what the method raises, and InputError as it raises that.
         """
-        call = attempt(partial(self.call, environment, method, *arguments))
-        result = outcome_of(call) if isinstance(call, Future) else call
+        result = outcome_of(self.call(environment, method, *arguments))
         if isinstance(result, InputError):
             raise result
         if isinstance(result, BaseException):
             raise EpisodeError(self._how(result)) from result
-        return (environment, result) if self.quick else result
+        return result
 
     def explain(self, method: str, error: BaseException) -> str:
         """Describe a call that raised."""
@@ -178,14 +182,13 @@ async def _awaited(environment: Any, method: str, arguments: Sequence[Any]) -> t
     return environment, await awaited(getattr(environment, method)(*arguments))
 
 
-def attempt(call: Callable[[], Any]) -> Any:
-    """Make a call; return its value or, as a value, what it raised, such as exit()."""
-    try:
-        return call()
-    except (KeyboardInterrupt, Stopped):  # the run's
-        raise
-    except BaseException as error:
-        return error
+def failed(error: BaseException) -> Future[Any]:
+    """Return a call that raised, exit() included; raise what interrupts the run."""
+    if isinstance(error, KeyboardInterrupt | Stopped):
+        raise error
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:

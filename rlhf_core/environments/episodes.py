@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,9 +18,9 @@ from rlhf_core.contracts import Continuation, Rollouts, Turn
 from rlhf_core.environments.calls import (
     EnvironmentCalls,
     EpisodeError,
-    attempt,
     checked_messages,
     checked_turn,
+    failed,
     plain_metrics,
 )
 from rlhf_core.errors import InputError, RunError
@@ -127,14 +126,10 @@ class Episodes:
         return [self.episodes[i].prompt for i in self.running]
 
     def _reset(self, group: int, max_prompt_length: int) -> None:
-        begun: list[Any] = []
         if self._calls_here:
-            for episode in self.episodes:
-                episode.began = time.monotonic()
-                begun.append(attempt(partial(self._begin, episode)))
+            begun = [self._begin(episode) for episode in self.episodes]
             for episode, call in zip(self.episodes, begun, strict=True):
-                result = outcome_of(call) if isinstance(call, Future) else call
-                episode.messages = self._checked(episode, "reset", result) or []
+                episode.messages = self._checked(episode, "reset", call) or []
         self._share()
         for i, episode in enumerate(self.episodes):
             episode.first = len(episode.messages)
@@ -142,9 +137,13 @@ class Episodes:
                 first = next(each for each in self.episodes[i - i % group :] if each.failure is None)
                 self._encode_prompt(episode, first, max_prompt_length)
 
-    def _begin(self, episode: Episode) -> Any:
-        episode.environment = self.calls.make()
-        return self.calls.call(episode.environment, "reset", dict(episode.row), episode.seed)
+    def _begin(self, episode: Episode) -> Future[tuple[Any, Any]]:
+        episode.began = time.monotonic()
+        try:
+            environment = self.calls.make()
+        except BaseException as error:
+            return failed(error)
+        return self.calls.call(environment, "reset", dict(episode.row), episode.seed)
 
     def _encode_prompt(self, episode: Episode, first: Episode, max_prompt_length: int) -> None:
         """Encode the messages that an episode began with. first: of its group, whose prompt it shares."""
@@ -165,22 +164,22 @@ class Episodes:
         except (EpisodeError, InputError) as error:
             self._fail(episode, "reset", error)
 
-    def _checked(self, episode: Episode, method: str, result: Any) -> Any:
-        """Check what a method returned, and keep the environment that a future came back with.
+    def _checked(self, episode: Episode, method: str, call: Future[tuple[Any, Any]]) -> Any:
+        """Wait for a call, keep the environment that it leaves, and check what the method returned.
 
         Returns messages or a turn; None where the method raised or returned something else, so that the episode failed.
         """
+        result = outcome_of(call)
         if not isinstance(result, BaseException):
-            if not self.calls.quick:
-                episode.environment, result = result
-            check: Callable[[], Any] = partial(checked_messages, result, method)
-            if method == "step":
-                check = partial(checked_turn, result, sum(r for r in episode.rewards if r is not None))
-            result = attempt(check)
-        if isinstance(result, BaseException):
-            self._fail(episode, method, result)
-            return None
-        return result
+            episode.environment, value = result
+            try:
+                if method == "reset":
+                    return checked_messages(value, method)
+                return checked_turn(value, sum(r for r in episode.rewards if r is not None))
+            except Exception as error:
+                result = error
+        self._fail(episode, method, result)
+        return None
 
     def _fail(self, episode: Episode, method: str, error: BaseException) -> None:
         episode.failure = f"{episode.place}: {self.calls.explain(method, error)}"
@@ -199,18 +198,17 @@ class Episodes:
         episode.messages.append(read(tokens))
         if not self._calls_here:
             return
-        message = dict(episode.messages[-1])
-        call = attempt(partial(self.calls.call, episode.environment, "step", message))
-        if isinstance(call, Future):
-            self._pending[call] = conversation
-        else:
+        call = self.calls.call(episode.environment, "step", dict(episode.messages[-1]))
+        if call.done():
             self._answer(conversation, call)
+        else:
+            self._pending[call] = conversation
 
-    def _answer(self, conversation: int, result: Any) -> None:
+    def _answer(self, conversation: int, call: Future[tuple[Any, Any]]) -> None:
         """Make the continuation that follows from what `step` returned or raised."""
         episode = self.episodes[self.running[conversation]]
         reply = None
-        if (turn := self._checked(episode, "step", result)) is not None:
+        if (turn := self._checked(episode, "step", call)) is not None:
             episode.rewards.append(turn.reward)
             episode.metrics.append(turn.metrics)
             try:
@@ -277,7 +275,7 @@ class Episodes:
             timeout = None if block and not self._ready else 0
             done, _ = futures.wait(self._pending, timeout=timeout, return_when=futures.FIRST_COMPLETED)
             for call in [call for call in self._pending if call in done]:
-                self._answer(self._pending.pop(call), outcome_of(call))
+                self._answer(self._pending.pop(call), call)
 
     def end(self) -> None:
         """Let every process know how the episodes went. Raises RunError where all of them failed."""

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.contracts import Continuation, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes
-from rlhf_core.environments.calls import EpisodeError, attempt, checked_turn
+from rlhf_core.environments.calls import EpisodeError, checked_turn, failed
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.hidden import HIDDEN, remember
 
@@ -148,11 +148,8 @@ def test_whatever_an_environment_raises_fails_its_episode(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stopped])
 def test_what_stops_the_run_is_no_failure_of_an_environment(error: type[BaseException]) -> None:
-    def interrupted() -> None:
-        raise error
-
     with pytest.raises(error):
-        attempt(interrupted)
+        failed(error())
 
 
 TURN = Turn([USER])
