@@ -14,8 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-LARGEST_REPLY = 1 << 28
-"""Bytes of a message out: the parent has to hold all of it."""
 
 
 def main() -> None:
@@ -101,18 +99,12 @@ def _try(work: Any) -> tuple[Any, ...]:
 
 def _pickle_reply(reply: tuple[Any, ...]) -> bytes:
     try:
-        packed = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         from rlhf_core.hidden import scrub
 
         text = f"returned what cannot be sent from its process: {type(error).__name__}: {scrub(str(error))[:300]}"
         return pickle.dumps(("raised", text, type(error).__name__))
-    if len(packed) > LARGEST_REPLY:
-        text = (
-            f"returned {len(packed):,} bytes, more than the {LARGEST_REPLY:,} that are sent from its process"
-        )
-        return pickle.dumps(("raised", text, "ValueError"))
-    return packed
 
 
 if __name__ == "__main__":

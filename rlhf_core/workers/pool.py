@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -15,24 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import RunError, error_line
 from rlhf_core.hidden import known
-from rlhf_core.workers.child import LARGEST_REPLY
 from rlhf_core.workers.pickling import dumps
 
 CORE = str(Path(__file__).parent.parent)
 CHILD = str(Path(__file__).with_name("child.py"))
-ATTEMPTS, STARTS = 3, 6
-"""How often to make a call, and to start a process for it, before giving up on processes that die."""
+ATTEMPTS = 3
+"""How often to make a call before giving up on processes that die."""
 LOAD_SECONDS = 600.0
 """How long a worker may take to import what it calls."""
-PIPE_BYTES = 1 << 16
-"""Bytes of a message that a pipe takes even if the worker does not read."""
 SLICE = 0.25
 """Seconds between checks that a process is alive, in case a child of it holds the pipe open."""
 
@@ -157,51 +153,42 @@ class Pool:
 
     def _call(self, message: bytes, cpu_seconds: float | None, seconds: float | None) -> Any:
         """Make a call in a worker that no other thread uses, again in another one if the process dies."""
-        cause, calls = "the pool is closed", 0
-        for _ in range(STARTS):
-            if self.closed or calls == ATTEMPTS:
+        cause = "the pool is closed"
+        for _ in range(ATTEMPTS):
+            worker = self._take()
+            if worker is None:
                 break
-            worker = None
             try:
-                worker = self._take()
-                calls += 1
-                reply = worker.unready or worker.call(message, cpu_seconds, seconds)
+                reply = worker.call(message, cpu_seconds, seconds)
             except _Ended as ended:
                 cause = str(ended)
                 if ended.slow:
                     raise TooSlowError(cause) from None
                 continue
             finally:
-                if worker is not None:
-                    self._give_back(worker)
+                self._give_back(worker)
             if reply[0] == "value":
                 return reply[1]
             raise reply[1] if reply[0] == "refused" else RaisedError(reply[1], reply[2])
         raise DiedError(cause)
 
-    def _take(self) -> _Worker:
+    def _take(self) -> _Worker | None:
         with self._lock:
+            if self.closed:
+                return None
             if self._idle:
                 return self._idle.pop()
-        try:
-            worker = _Worker()
-        except OSError as error:
-            raise RunError(f"a worker process could not be started: {error}") from error
-        with self._lock:
+            try:
+                worker = _Worker(self._function, self._memory)
+            except OSError as error:
+                raise RunError(f"a worker process could not be started: {error}") from error
             self._workers.add(worker)
-        if self.closed:
-            worker.kill()
-        try:
-            worker.load(self._function, self._memory)
-        except BaseException:
-            self._give_back(worker)
-            raise
-        return worker
+            return worker
 
     def _give_back(self, worker: _Worker) -> None:
         """Keep a process for the next call, or remove what is left of it."""
         with self._lock:
-            if worker.usable:
+            if worker.usable and not self.closed:
                 self._idle.append(worker)
                 return
             self._workers.discard(worker)
@@ -220,9 +207,10 @@ class _Ended(Exception):
 class _Worker:
     """One worker process. unready: its reply if it could not load the function. usable: whether it answers calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: bytes, memory: int | None) -> None:
+        self._function, self._memory = function, memory
         self.unready: tuple[Any, ...] | None = None
-        self.usable = False
+        self.usable = self._loaded = False
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self.process = subprocess.Popen(
@@ -234,104 +222,66 @@ class _Worker:
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators belong to the parent
             )
             self.pipe = Connection(ours.detach())
-        self._ready = select.poll()
-        self._ready.register(self.pipe, select.POLLIN)
 
-    def load(self, function: bytes, memory: int | None) -> None:
+    def _load(self) -> None:
         """Have the process import the function."""
         start = {
             "parent": os.getpid(),
             "path": sys.path,
-            "memory": memory,
-            "function": function,
+            "memory": self._memory,
+            "function": self._function,
             "secrets": known(),
         }
-        reply, late = self._exchange(pickle.dumps(start), LOAD_SECONDS)
-        if reply is None:
-            raise _Ended(
-                f"it took longer than {LOAD_SECONDS:g} s to import" if late else self._how_it_ended()
-            )
-        self.usable = reply[0] == "value"
-        self.unready = None if self.usable else reply
+        reply = self._exchange(pickle.dumps(start), LOAD_SECONDS)
+        self._loaded, self.unready = True, None if reply[0] == "value" else reply
 
     def call(self, message: bytes, cpu_seconds: float | None, seconds: float | None) -> tuple[Any, ...]:
         """Make a call and return the reply. Raises _Ended if none arrives."""
-        wall = seconds
-        if wall is None and cpu_seconds is not None:
-            wall = max(60.0, 30 * cpu_seconds)  # the function may sleep
         self.usable = False
-        reply, late = self._exchange(message, wall)
-        if reply is None:
-            how = self._how_it_ended()
-            if late and seconds is not None:
-                raise _Ended(f"took longer than {seconds:g} s", slow=True)
-            if late:
-                raise _Ended(f"gave no answer within {wall:g} s")
+        if not self._loaded:
+            self._load()
+        if self.unready is not None:
+            return self.unready
+        # The function may sleep, which takes no CPU time.
+        wall = max(60.0, 30 * cpu_seconds) if seconds is None and cpu_seconds is not None else seconds
+        try:
+            reply = self._exchange(message, wall)
+        except _Ended as ended:
             if cpu_seconds is not None and self.process.returncode == -signal.SIGPROF:
-                raise _Ended(f"took longer than {cpu_seconds:g} s of CPU time", slow=True)
-            raise _Ended(how)
+                raise _Ended(f"took longer than {cpu_seconds:g} s of CPU time", slow=True) from None
+            ended.slow = ended.slow and seconds is not None
+            raise
         self.usable = True
         return reply
 
-    def _exchange(self, message: bytes, seconds: float | None) -> tuple[tuple[Any, ...] | None, bool]:
-        """Send a message; return the reply, None if none comes, and whether the time was up, at which it is killed."""
+    def _exchange(self, message: bytes, seconds: float | None) -> tuple[Any, ...]:
+        """Send a message and return the reply. Raises _Ended if none comes in time, and ends the process."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
-        timer = None
-        if (
-            seconds is not None and len(message) > PIPE_BYTES
-        ):  # a worker that reads nothing would block `send_bytes`
-            timer = threading.Timer(seconds, self.kill)
-            timer.daemon = True
-            timer.start()
         try:
             self.pipe.send_bytes(message)
-            while not self._ready.poll(1000 * min(SLICE, max(until - time.monotonic(), 0))):
+            while not self.pipe.poll(min(SLICE, max(until - time.monotonic(), 0))):
                 if time.monotonic() >= until:
                     self.kill()
-                    return None, True
-                if self._has_ended() and not self._ready.poll(0):
-                    return None, False
-            return pickle.loads(self.pipe.recv_bytes(LARGEST_REPLY)), False
-        except (EOFError, OSError):  # also for a message that is too long
-            return None, time.monotonic() >= until
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _has_ended(self) -> bool:
-        """Check whether the process has ended, without releasing its id, which its group has too."""
-        try:
-            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return True
-
-    def _how_it_ended(self) -> str:
-        until = time.monotonic() + 1
-        while not self._has_ended():
-            if time.monotonic() > until:
-                return "something else than an answer was written to its pipe"
-            time.sleep(0.01)
+                    raise _Ended(f"took longer than {seconds:g} s", slow=True)
+                if self.process.poll() is not None and not self.pipe.poll(0):
+                    break
+            else:
+                return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            pass
         self.kill()
         code = self.process.wait()
         if code >= 0:
-            return f"its process ended with code {code}"
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return (
-            f"its process was ended by {name}{', as where memory ran out' if -code == signal.SIGKILL else ''}"
-        )
+            raise _Ended(f"its process ended with code {code}")
+        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+        memory = ", as where memory ran out" if -code == signal.SIGKILL else ""
+        raise _Ended(f"its process was ended by {name}{memory}")
 
     def kill(self) -> None:
         """Kill the process and the others of its group."""
-        if self.process.returncode is None:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self.process.kill()  # its session does not exist yet
-            except PermissionError:  # a zombie, on some systems
-                pass
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left; a zombie, on some systems
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # where its session does not exist yet
 
     def dispose(self) -> None:
         """Wait for the process to end, and close the pipe."""

@@ -102,20 +102,6 @@ def test_a_coroutine_that_awaits_again_when_cancelled_is_left_behind(method: str
     assert (other.failure, other.reward) == (None, 1.0)
 
 
-class Blocks(LateToEnd):
-    async def _work(self, method: str) -> None:
-        if self.late and method == self.method:
-            time.sleep(1.5)  # on purpose
-
-
-def test_a_coroutine_that_blocks_the_loop_costs_its_own_episode() -> None:
-    """Calls that have not begun run on another loop."""
-    LateToEnd.made, began = 1, time.monotonic()
-    held = episodes(lambda: Blocks("reset"), count=2, timeout=0.1)
-    assert time.monotonic() - began < 1.4
-    assert [episode.failure is None for episode in held.episodes] == [False, True]
-
-
 class Exits(BaseException):
     """No Exception, as GeneratorExit and SystemExit."""
 

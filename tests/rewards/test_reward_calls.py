@@ -203,14 +203,9 @@ async def late_to_end(completions):
         await asyncio.sleep(30)
 
 
-async def blocks(completions):
-    time.sleep(1.5)
-
-
-@pytest.mark.parametrize("function", [late_to_end, blocks])
-def test_an_asynchronous_function_that_cannot_be_cancelled_is_left_behind(function):
+def test_an_asynchronous_function_that_awaits_again_when_cancelled_is_left_behind():
     begin = time.perf_counter()
-    stuck = Reward("stuck", 1.0, function, timeout=0.1, on_error="skip")
+    stuck = Reward("stuck", 1.0, late_to_end, timeout=0.1, on_error="skip")
     with pytest.warns(UserWarning, match=r"'stuck' took longer than its timeout of 0\.1 s"):
         values = score(
             [stuck, Reward("ones", 1.0, ones), Reward("double", 1.0, doubles, timeout=1.0)], INPUTS
@@ -219,7 +214,7 @@ def test_an_asynchronous_function_that_cannot_be_cancelled_is_left_behind(functi
     assert values[:, 1:].tolist() == [[1, 2]] * 3
     assert score([Reward("double", 1.0, doubles)], INPUTS).tolist() == [[2]] * 3
     workers.close()
-    assert time.perf_counter() - begin < (5 if function is late_to_end else 1.4)
+    assert time.perf_counter() - begin < 5
 
 
 async def doubles(completions):
