@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options, Problem, format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Taken
+from rlhf_core.config.paths import table_in
 
 PART_NAMES = (
     "use_wandb",
@@ -169,6 +170,7 @@ def _nest(fields: dict[str, Any], cls: type[Options], base: Options | None) -> l
     found.sort(key=lambda item: item[2] != "name")
     given = {field: _table(fields[field]) for _, field, _ in found if field in fields}
     tables: dict[str, dict[str, Any]] = {}
+    asked = {name: fields[name] for name, _, _ in found}
     problems = []
     for name, field, key in found:
         value, default = fields.pop(name), _default(cls, base, field)
@@ -187,8 +189,24 @@ def _nest(fields: dict[str, Any], cls: type[Options], base: Options | None) -> l
             problems.append(Problem(name, f"the same as {field}.{key}, which is given too; remove one"))
         else:
             tables[field][key] = value
+    for field in [field for field in tables if field not in given and _default(cls, base, field) is None]:
+        # A file of theirs has all names of a table that nobody asked for.
+        asked_by = getattr(table_in(cls.model_fields[field].annotation), "ASKED_BY", ())
+        if asked_by and not set(asked_by) & set(tables[field]):
+            del tables[field]
+            problems += [
+                Problem(name, f"has no effect without {field}.{asked_by[0]}", fatal=False)
+                for name, value in asked.items()
+                if cls.aliases()[name].partition(".")[0] == field and value not in _same(cls, name)
+            ]
     fields |= {name: table for name, table in tables.items() if table or name in given}
     return problems
+
+
+def _same(cls: type[Options], name: str) -> tuple[Any, ...]:
+    """Return the values of a name that ask for nothing."""
+    meaning = cls.other_names()[name]
+    return meaning.same if isinstance(meaning, Taken) else ()
 
 
 def _nest_wandb(fields: dict[str, Any], default: Any) -> list[Problem]:

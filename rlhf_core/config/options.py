@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_core.config.other_names import Ignored, Meaning, Refused
+from rlhf_core.config.other_names import Ignored, Meaning, Refused, Taken
 from rlhf_core.config.paths import table_in
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.hidden import hide_named
@@ -108,7 +108,10 @@ class Options(BaseModel):
     def aliases(cls) -> dict[str, str]:
         """Return {another name: the dotted path that it is taken for}."""
         taken = {
-            name: each for name, each in cls.other_names().items() if not isinstance(each, Ignored | Refused)
+            name: each
+            for name, each in cls.other_names().items()
+            if not isinstance(each, Ignored | Refused)
+            and not (isinstance(each, Taken) and name in cls.model_fields)  # the trainer has its own
         }
         return {name: each if isinstance(each, str) else str(each[0]) for name, each in taken.items()}
 

@@ -55,9 +55,15 @@ def _dtype(value: Any) -> Any:
     return value if value is None or isinstance(value, str) else np.dtype(value).name
 
 
-_GENERATION = (
-    "GRPO writes completions to samples/, of rollouts and fixed prompts; a reward stage writes scored pairs"
-)
+def _sampling(value: Any) -> Any:
+    """Rename the entries of a table of generation options to ours; none and an empty table ask for nothing."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        "max_completion_length" if key == "max_new_tokens" else key: x for key, x in value.items()
+    } or None
+
+
 _ESURGE = "the component that `sampler` names samples completions"
 _WORKERS = "batches are made between updates, while the device computes; no worker processes are needed"
 _HOST = "token ids stay in host memory, batches go to the device one at a time"
@@ -97,23 +103,25 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "esurge_page_size": Ignored(_ESURGE, (32, None)),
     "esurge_silent_mode": Ignored(_ESURGE, (True,)),
     "esurge_use_tqdm": Ignored(_ESURGE, (True,)),
-    "generation_config_overrides": Ignored(_GENERATION, (None, {})),
-    "generation_dataset_prompt_field": Ignored(_GENERATION, (None, "prompt")),
-    "generation_do_sample": Ignored(_GENERATION, (None,)),
-    "generation_extra_kwargs": Ignored(_GENERATION, (None, {})),
-    "generation_interval": Ignored(_GENERATION, (None,)),
-    "generation_log_to_wandb": Ignored(_GENERATION, (True, False)),
-    "generation_max_new_tokens": Ignored(_GENERATION, (None,)),
-    "generation_num_prompts": Ignored(_GENERATION, (1, None)),
-    "generation_num_return_sequences": Ignored(_GENERATION, (None,)),
-    "generation_preview_print": Ignored(_GENERATION, (False,)),
-    "generation_prompts": Ignored(_GENERATION, ([], None)),
-    "generation_seed": Ignored(_GENERATION, (None,)),
-    "generation_shard_inputs": Ignored(_GENERATION, (True,), done=True),
-    "generation_temperature": Ignored(_GENERATION, (None,)),
-    "generation_top_k": Ignored(_GENERATION, (None,)),
-    "generation_top_p": Ignored(_GENERATION, (None,)),
-    "generation_use_train_prompts": Ignored(_GENERATION, (False,)),
+    "generation_interval": Taken("previews.every"),
+    "generation_prompts": Taken("previews.prompts", lambda value: value or None, same=([], None)),
+    "generation_use_train_prompts": Taken("previews.from_data", lambda value: value or None, same=(False,)),
+    "generation_dataset_prompt_field": Taken("previews.prompt_column", same=(None, "prompt")),
+    "generation_num_prompts": Taken("previews.count", same=(None, 1)),
+    "generation_num_return_sequences": Taken("previews.num_return", same=(None,)),
+    "generation_max_new_tokens": Taken("previews.max_new_tokens", same=(None,)),
+    "generation_temperature": Taken("previews.temperature", same=(None,)),
+    "generation_do_sample": Taken(
+        "previews.temperature", lambda value: 0.0 if value is False else None, same=(None, True)
+    ),
+    "generation_top_k": Taken("previews.top_k", lambda value: value or None, same=(None, 0)),
+    "generation_top_p": Taken("previews.top_p", same=(None,)),
+    "generation_seed": Taken("previews.seed", same=(None,)),
+    "generation_extra_kwargs": Taken("previews.sampling", _sampling, same=(None, {})),
+    "generation_config_overrides": Taken("previews.sampling", _sampling, same=(None, {})),
+    "generation_preview_print": Taken("previews.print", same=(None, False)),
+    "generation_log_to_wandb": Taken("previews.log", same=(None, True, False)),
+    "generation_shard_inputs": Ignored("prompts of previews are spread over the devices", (True,), done=True),
     "grain_shard_count": Ignored(_SHARDS, (None,), done=True),
     "grain_shard_index": Ignored(_SHARDS, (None,), done=True),
     "ids_to_pop_from_dataset": Taken("drop_columns", same=(None,)),

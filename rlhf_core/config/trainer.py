@@ -129,6 +129,35 @@ class CheckpointOptions(Options):
     )
 
 
+class Previews(Options):
+    """Completions of a few fixed prompts while a policy trains, always with the same random numbers."""
+
+    ASKED_BY: ClassVar[tuple[str, ...]] = ("every", "prompts", "from_data")
+
+    every: int = Field(
+        100,
+        ge=1,
+        description="updates between previews; there is one before the first and after the last, too",
+    )
+    prompts: list[str | list[dict[str, Any]]] = Field([], description="texts, or lists of messages")
+    from_data: bool | None = Field(
+        None,
+        description="take `count` prompts of eval_data, else of train_data, evenly spread; none: where there are no "
+        "`prompts`",
+    )
+    prompt_column: str = Field("prompt", description="the column that has them, where the data has it")
+    count: int = Field(4, ge=1, description="prompts of the data")
+    num_return: int = Field(1, ge=1, description="completions per prompt")
+    max_new_tokens: int = Field(128, ge=1, description="tokens of a completion, the stop token included")
+    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1, description="share of the probability to sample from")
+    top_k: int | None = Field(None, ge=1, description="number of likeliest tokens to sample from")
+    sampling: dict[str, Any] = Field({}, description="further options, as in `sampling` of GRPO")
+    seed: int | None = Field(None, ge=0, le=2**32 - 1, description="none: the stage's")
+    print: bool = Field(True, description="in the terminal")
+    log: bool = Field(True, description="as tables of loggers, such as wandb's")
+
+
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 """The fields that need evaluations to be compared with one another."""
 
@@ -290,6 +319,10 @@ class TrainerConfig(Options):
         description="log peak memory as memory/...; a number, EasyDeL's interval, means true",
     )
     logger: list[Annotated[Component, LOGGER]] = Field([], description="loggers besides metrics.jsonl")
+    previews: Previews | None = Field(
+        None,
+        description="completions while training, in the terminal, samples/, the report and loggers; none: no previews",
+    )
     frozen_parameters: Annotated[str | list[str], AfterValidator(check_regex)] | None = Field(
         None, description="regular expressions; parameters whose dotted path matches one are not trained"
     )

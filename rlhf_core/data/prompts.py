@@ -172,7 +172,12 @@ def _add_prompts(source: Source) -> Source:
 
 def _without_last_replies(row: Mapping[str, Any]) -> list[Any]:
     """Return the row's conversation without the assistant turns at its end."""
-    turns = list(row["messages"])
+    return without_last_replies(row["messages"])
+
+
+def without_last_replies(messages: Sequence[Any]) -> list[Any]:
+    """Return a conversation without the assistant turns at its end."""
+    turns = list(messages)
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
     return turns

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +58,20 @@ __all__ = [
 ]
 
 
+NO_PREVIEWS = "the trainer shows no completions; those of reward models are scored pairs, num_preview_samples"
 POLICY = "policy"
 """Of several models, the one that becomes the output `model`."""
+
+
+class PreviewFunction(Protocol):
+    """Shows completions of fixed prompts after some updates."""
+
+    @property
+    def bytes(self) -> int:
+        """What sampling takes per device, at most."""
+        ...
+
+    def __call__(self, step: int, state: TrainState, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,8 @@ class Build:
         error after the first update becomes a warning.
     preview: (updates done, state), called before the first update and, without `evaluate`, after the last; a RunError
         after training becomes a warning.
+    previews: (updates done, state), called before the first update, every `config.previews.every` updates and after the
+        last; an error after the first update becomes a warning. `bytes` is what it takes per device.
     after_update: (updates done, state), called every `after_update_steps` updates, whose loss and gradients are known
         to be finite by then.
     stop_when: (metrics of a logged step) → a reason to give up, or None.
@@ -88,6 +102,7 @@ class Build:
     trains: Mapping[str, TrainerConfig] = field(default_factory=dict)
     evaluate: Callable[[TrainState], dict[str, float]] | None = None
     preview: Callable[[int, TrainState], None] | None = None
+    previews: PreviewFunction | None = None
     after_update: Callable[[int, TrainState], None] | None = None
     after_update_steps: int = 1
     stop_when: Callable[[Mapping[str, float]], str | None] | None = None
@@ -128,6 +143,8 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
             f"stage '{stage.name}'.eval_data: given, but the trainer evaluates nothing: its build has no `evaluate`",
             stacklevel=2,
         )
+    if build.previews is None and config.previews is not None and stage.is_main:
+        warnings.warn(f"stage '{stage.name}'.previews: has no effect: {NO_PREVIEWS}", stacklevel=2)
     state, schedule = build.state(config, stage)
     run = _Run(stage, config, build, schedule)
     try:
@@ -227,6 +244,8 @@ class _Run:
         return_freed_memory()  # before the programs that take the most
         if step == 0 and self.build.preview is not None:
             self.build.preview(0, state)
+        if step == 0:
+            self.show(0, state)
         done, counts = None, steps.count(state, update.batches)
         for number, batch in enumerate(update.batches):
             done = steps.accumulate(state, put_rows(self.mesh, batch), done, number, counts)
@@ -268,6 +287,10 @@ class _Run:
                     f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}: {reason}. "
                     f"The state is kept in {self.stage.dir / 'checkpoints'}."
                 )
+        every = config.previews.every if config.previews is not None else 0
+        if every and (ends or count % every == 0):
+            self.check(steps, state)
+            self.show(count, state)
         # Last, so that a signal received during an evaluation stops the run after this update.
         saves, stops = any_process(improved or self.progress.due(count), self.stop.is_set())
         exhausted = self.best.exhausted and not ends
@@ -278,6 +301,22 @@ class _Run:
             self.progress.checkpoints.wait()
             raise self.stopped(count)
         return ends or exhausted
+
+    def show(self, count: int, state: TrainState) -> None:
+        """Show the previews after `count` updates; a failure after the first update must not cost the run."""
+        if self.build.previews is None:
+            return
+        began = time.perf_counter()
+        try:
+            self.build.previews(count, state)
+        except RunError as error:
+            if count == 0:
+                raise
+            warnings.warn(
+                f"stage '{self.stage.name}': the previews after update {count} are left out: {error}",
+                stacklevel=2,
+            )
+        self.progress.window.started += time.perf_counter() - began
 
     def stopped(self, count: int) -> Stopped:
         return Stopped(

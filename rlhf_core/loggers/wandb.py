@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import netrc
 import os
 import secrets
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -95,6 +96,11 @@ class Wandb:
             self._guarded(lambda: self._run.log(dict(metrics), step=step))
 
     @hookimpl
+    def rlhf_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._run is not None:
+            self._guarded(lambda: self._run.log({f"samples/{name}": _table(step, rows)}, step=step))
+
+    @hookimpl
     def rlhf_stage_end(self, error: BaseException | None) -> None:
         if self._run is not None:
             self._guarded(lambda: self._run.finish(exit_code=0 if error is None else 1))
@@ -113,6 +119,18 @@ class Wandb:
         except Exception as error:
             warnings.warn(f"wandb failed, continuing without it: {error}", stacklevel=3)
             self._run = None
+
+
+def _table(step: int, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Make a table of completions, with the update in the first column; messages are written as text."""
+    import wandb
+
+    names = [name for name in ("prompt", "completion", "reward", "length", "finished") if name in rows[0]]
+    cells = [[row[name] for name in names] for row in rows]
+    texts = [
+        [x if not isinstance(x, list) else json.dumps(x, ensure_ascii=False) for x in row] for row in cells
+    ]
+    return wandb.Table(columns=["step", *names], data=[[step, *row] for row in texts])
 
 
 def _run_id(stage: Stage, worker: str) -> str:

@@ -1,7 +1,7 @@
 """All hooks of the host `rlhf`.
 
     register (once per plugin, when it loads)
-    stage_start → step_end × n → artifact_saved × outputs → stage_end
+    stage_start → (step_end | samples) × n → artifact_saved × outputs → stage_end
 
 Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
 hook has. The order in which implementations of a hook are called is not defined, except that metrics.jsonl and the
@@ -10,8 +10,8 @@ console come before the loggers that a stage names. An exception ends the run wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -55,6 +55,16 @@ def rlhf_step_end(stage: Stage, step: int, metrics: Mapping[str, float]) -> None
     step: updates done so far; 0 for an evaluation before the first. Metrics of an evaluation are prefixed `eval_`, and
     share one call with those of an update that is logged too. A run that was killed repeats the updates since its
     newest checkpoint, and calls this again for them.
+    """
+
+
+@hookspec
+def rlhf_samples(stage: Stage, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Called after completions of fixed prompts were written, with the state after `step` updates.
+
+    name: "preview", of `previews`; "evaluation", of the prompts of `eval_data`, or of those that GRPO and distillation
+    show. rows: as in samples/NAME-STEP.jsonl, one per completion: `prompt`, `completion`, texts or messages, `length`
+    in tokens, `finished`, and where there are rewards `reward`, and `rewards` by label.
     """
 
 

@@ -266,7 +266,7 @@ def open_collector(
         train = field == "train_data"
         count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))
         room_left = sampling_memory(context, model, rewards, others)
-        function = _open_sampler(context, model, prompts, options, count, room_left, episodes)
+        function = open_sampler(context, model, prompts, options, count, room_left, episodes)
     room = getattr(function, "room", None)
     if room is not None and room.bytes is not None:
         held = f"{field}: {room.prompts:,} episodes run together, {room.bytes / 1e9:.1f} GB per device"
@@ -285,14 +285,14 @@ def _without_difference(rollout: Rollout) -> NDArray[np.bool_]:
     return all_equal(rollout.total.reshape(len(rollout.prompts), -1))
 
 
-def _open_sampler(
+def open_sampler(
     context: Context,
     model: Model,
     prompts: Prompts | EpisodeRows,
     options: RolloutOptions,
     prompts_per_call: int,
     memory: int | None,
-    episodes: EpisodeSource | None,
+    episodes: EpisodeSource | None = None,
 ) -> Any:
     """Make the sampler. One without `converse` gets whole conversations of episodes as prompts.
 

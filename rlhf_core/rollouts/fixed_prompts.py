@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.rollouts.collector import RolloutCollector, warm_up
 from rlhf_core.rollouts.rollout import Rollout
+from rlhf_core.rollouts.shown import completion_lines
 
 if TYPE_CHECKING:
     from rlhf_core.models import Model
@@ -28,13 +29,15 @@ KEY_NUMBER = 2**31 - 1
 class FixedPrompts:
     """The first `count` prompts of the collector, `previewed` of which, evenly spread, are written to be read.
 
-    After update NNNNNN, DIR/samples/evaluation-NNNNNN.jsonl has their completions with every reward, and, after an
+    After update NNNNNN, DIR/samples/NAME-NNNNNN.jsonl has their completions with every reward, and, after an
     evaluation, DIR/evaluations/NNNNNN.json `step` and `prompt_rewards`: each prompt's mean reward, null where nothing
     scored it. What differs from one evaluation to the next is the policy alone.
 
     stored: makes the parameters that are read from those of the state, such as `Model.as_stored`.
     pass_threshold: the reward from which on a completion has passed; None: pass@k is not reported.
     measure: further metrics of an evaluation's rollout, from the state that wrote it.
+    name: of the files, and of the event that tells loggers. seed: of the random keys; None: the state's key.
+    prints: whether the completions are printed. logs: whether loggers are told.
     """
 
     collector: RolloutCollector
@@ -45,6 +48,10 @@ class FixedPrompts:
     written: set[int] = field(default_factory=set)
     """Updates whose file this process has written."""
     measure: Callable[[Rollout, TrainState], Mapping[str, float]] | None = None
+    name: str = "evaluation"
+    seed: int | None = None
+    prints: bool = False
+    logs: bool = True
 
     def warm_up(self, model: Model) -> None:
         """Start to compile the sampler for these prompts."""
@@ -71,16 +78,20 @@ class FixedPrompts:
         """Write completions of the state after `step` updates, unless an evaluation has done so."""
         if self.previewed and step not in self.written:
             chosen = self._spread()
-            self.collector.stage.say(
-                f"answering {len(chosen)} prompts for samples/evaluation-{step:06d}.jsonl"
-            )
+            if not self.prints:
+                self.collector.stage.say(
+                    f"answering {len(chosen)} prompts for samples/{self.name}-{step:06d}.jsonl"
+                )
             self._write(step, self._complete(state, chosen, required=False))
 
     def _spread(self) -> NDArray[np.int64]:
         return np.linspace(0, self.count - 1, min(self.previewed, self.count)).astype(np.int64)
 
     def _complete(self, state: TrainState, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
-        key, group = jax.random.fold_in(state.key, KEY_NUMBER), self.collector.options.num_generations
+        key = (
+            state.key if self.seed is None else jax.device_put(jax.random.key(self.seed), state.key.sharding)
+        )
+        key, group = jax.random.fold_in(key, KEY_NUMBER), self.collector.options.num_generations
         # A completion's random numbers go by its number among those of all prompts, whichever are completed.
         ids = (chosen[:, None] * group + np.arange(group)).reshape(-1)
         params = self.stored(self.collector.policy(state.params))
@@ -88,9 +99,15 @@ class FixedPrompts:
 
     def _write(self, step: int, rollout: Rollout) -> None:
         self.written.add(step)
-        if self.collector.stage.is_main:
-            path = self.collector.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl"
-            rollout.write(path, self.collector.rewards)
+        stage, rewards = self.collector.stage, self.collector.rewards
+        if stage.is_main:
+            rollout.write(stage.dir / "samples" / f"{self.name}-{step:06d}.jsonl", rewards)
+        if self.prints:
+            for lines in completion_lines(rollout, rewards, len(rollout.total)):
+                stage.say(f"after update {step:,}, {lines}")
+        if self.logs:
+            rows = rollout.rows(rewards)
+            stage.hook.rlhf_samples(stage=stage, step=step, name=self.name, rows=rows)
 
     def _write_rewards(self, step: int, total: NDArray[np.float64]) -> None:
         """Write the mean reward of each prompt; total: float64 [prompts, n], NaN where a completion is not scored."""

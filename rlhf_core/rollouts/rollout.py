@@ -244,18 +244,23 @@ class Rollout:
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
-        """Write one JSON line per completion: `prompt`, `columns` (the row's others, long ones cut), `completion`,
-        where there are rewards `reward` (the weighted sum) and `rewards` ({label: value, null where one does not
-        apply}), `advantage` (its mean over tokens, where there are advantages), `length` in tokens and `finished`,
-        false for a completion that was cut. An episode also has `turns`, with the number of its message among those of
-        the completion, the length in tokens and the reward of each, and `failure`, where it failed; its `length` is
-        that of all its turns.
+        """Write one JSON line per completion, with the values of `rows`."""
+        lines = (json.dumps(row, ensure_ascii=False, default=_text) + "\n" for row in self.rows(rewards))
+        write_atomic(path, "".join(lines))
+
+    def rows(self, rewards: Sequence[Reward]) -> list[dict[str, Any]]:
+        """Describe each completion, without secrets: `prompt`, `columns` (the row's others, long ones cut),
+        `completion`, where there are rewards `reward` (the weighted sum) and `rewards` ({label: value, null where one
+        does not apply}), `advantage` (its mean over tokens, where there are advantages), `length` in tokens and
+        `finished`, false for a completion that was cut. An episode also has `turns`, with the number of its message
+        among those of the completion, the length in tokens and the reward of each, and `failure`, where it failed; its
+        `length` is that of all its turns.
         """
         assert self.inputs is not None
-        lines = []
+        rows = []
         for i, text in enumerate(self.inputs.completions):
             length, said = int(self.samples.mask[i].sum()), self.conversations
-            line = {
+            row = {
                 "prompt": self.inputs.prompts[i],
                 **self._columns(i),
                 "completion": text,
@@ -265,11 +270,11 @@ class Rollout:
                 "finished": bool(self.samples.finished[i]),
                 **({} if said is None else said.described(i)),
             }
-            lines.append(json.dumps(scrub_all(line), ensure_ascii=False, default=_text) + "\n")
-        write_atomic(path, "".join(lines))
+            rows.append(scrub_all(row))
+        return rows
 
     def _columns(self, i: int) -> dict[str, Any]:
-        """Return the columns of completion i's row, for `write`; {} without any."""
+        """Return the columns of completion i's row, for `rows`; {} without any."""
         assert self.inputs is not None
         columns = {
             name: _cut(values[i])
@@ -279,7 +284,7 @@ class Rollout:
         return {"columns": columns} if columns else {}
 
     def _scores(self, i: int, rewards: Sequence[Reward]) -> dict[str, Any]:
-        """Describe how completion i was scored, for `write`."""
+        """Describe how completion i was scored, for `rows`."""
         each = {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)}
         return {"reward": _number(self.total[i]), "rewards": each} if rewards else {}
 

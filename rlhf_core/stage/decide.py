@@ -51,6 +51,7 @@ MAY_CHANGE = frozenset(
         "report_steps",
         "log_grad_norms",
         "num_preview_samples",
+        "previews",
         "save_steps",
         "save_interval_minutes",
         "training_time_limit",

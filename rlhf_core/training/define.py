@@ -85,6 +85,7 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
         for name in trains
     )
     parts |= {name: device_bytes(tree) for name, tree in made.held.items()}
+    parts |= {"previews": made.previews.bytes} if made.previews is not None else {}
     parts |= {name: device_bytes(params[name]) for name in models if name not in trains}
     policy = models[next(iter(trains))].definition
     return parts | dict(expected.held(policy, parts["parameters"]))

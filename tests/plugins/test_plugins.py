@@ -333,6 +333,7 @@ def test_the_hooks_are_these(world: World) -> None:
         "rlhf_check_on": ("on", "suggest"),
         "rlhf_stage_start": ("stage", "config"),
         "rlhf_step_end": ("stage", "step", "metrics"),
+        "rlhf_samples": ("stage", "step", "name", "rows"),
         "rlhf_artifact_saved": ("stage", "artifact"),
         "rlhf_stage_end": ("stage", "error"),
     }

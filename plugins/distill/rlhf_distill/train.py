@@ -15,6 +15,7 @@ from rlhf_core.rollouts import (
     RolloutUpdates,
     choose_rollout_rows,
     open_collector,
+    open_previews,
 )
 from rlhf_core.training import Build, Context, python_trainer
 from rlhf_distill.config import DistillConfig
@@ -44,11 +45,13 @@ def build(config: DistillConfig, context: Context) -> Build:
         require_separate_terms(divergence, config, context.stage)
     student = context.model("lm")
     models = {STUDENT: student, TEACHER: open_teacher(config, context, student)}
+    common: dict[str, Any] = {
+        "trains": {STUDENT: config},
+        "previews": open_previews(context, student, policy=STUDENT),
+    }
     if not config.sampled_per_update:
         models, of_data = _given(context, models)
-        built = Build(
-            models, of_data, objective(_definitions(models), divergence, config), trains={STUDENT: config}
-        )
+        built = Build(models, of_data, objective(_definitions(models), divergence, config), **common)
         if (texts := context.texts("eval_data")) is None:
             return built
 
@@ -86,11 +89,9 @@ def build(config: DistillConfig, context: Context) -> Build:
     loss, stored = objective(_definitions(models), divergence, config), student.as_stored
     if held_out is None:
         shown = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, stored=stored)
-        return Build(models, updates, loss, trains={STUDENT: config}, preview=shown.preview)
+        return Build(models, updates, loss, preview=shown.preview, **common)
     fixed = _fixed_prompts(context, student, models, divergence, held_out)
-    return Build(
-        models, updates, loss, trains={STUDENT: config}, evaluate=fixed.evaluate, preview=fixed.preview
-    )
+    return Build(models, updates, loss, evaluate=fixed.evaluate, preview=fixed.preview, **common)
 
 
 def given_config(config: DistillConfig, seed: int, total: int) -> DistillConfig:

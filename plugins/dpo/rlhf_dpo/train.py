@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
@@ -56,7 +57,8 @@ def build(config: DPOConfig, context: Context) -> Build:
             readers["eval_data"], reference, measure, beta=config.beta, stored=model.as_stored
         )
     loss = partial(objective, model.definition, measure, beta=config.beta)
-    return Build(model, PairUpdates(updates, reference), loss, evaluate=evaluate)
+    previews = open_previews(context, model)
+    return Build(model, PairUpdates(updates, reference), loss, evaluate=evaluate, previews=previews)
 
 
 DPOTrainer = python_trainer("dpo", DPOConfig, __name__)

@@ -16,6 +16,7 @@ from rlhf_core.rollouts import (
     RolloutUpdates,
     choose_rollout_rows,
     open_collector,
+    open_previews,
 )
 from rlhf_core.training import Build, Context, Reference, open_rewards, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
@@ -83,6 +84,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
         ),
         evaluate=None if held_out is None else held_out.evaluate,
         preview=previewed.preview,
+        previews=open_previews(context, model),
         after_update=_reference_sync(config, context, reference) if moves and reference else None,
         after_update_steps=config.ref_model_sync_steps,
         stop_when=watch(config.limits),

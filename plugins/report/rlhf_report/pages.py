@@ -166,6 +166,7 @@ class StageView:
     groups: tuple[tuple[str, tuple[Chart, ...]], ...]
     zeros: tuple[str, ...]
     completions: Completions | None
+    previews: Completions | None
     rollout: RolloutGroups | None
     pairs: tuple[samples.ScoredPair, ...]
     parts: tuple[Part, ...]
@@ -272,6 +273,7 @@ def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> 
         groups=tuple((title, tuple(charts)) for title, charts in in_order(groups)),
         zeros=tuple(zeros),
         completions=completed,
+        previews=samples.fixed_prompts(stage, made.problems, "preview"),
         rollout=rollout,
         pairs=tuple(samples.scored_pairs(stage, made.problems)),
         parts=tuple(parts(stage, run.seconds)),

@@ -267,7 +267,7 @@ def completions(
             _spread("reward", rollouts, lambda text: text.reward),
             _spread("length", rollouts, lambda text: text.length),
         ]
-    opposite = _fixed_prompts(stage, problems) or (_of_rollouts(rollouts) if rollouts else None)
+    opposite = fixed_prompts(stage, problems, "evaluation") or (_of_rollouts(rollouts) if rollouts else None)
     newest = _groups(max(rollouts), rollouts[max(rollouts)]) if rollouts else None
     return opposite, newest, [spread for spread in spreads if spread is not None]
 
@@ -287,9 +287,9 @@ def _groups(update: int, texts: Sequence[Text]) -> RolloutGroups | None:
     return RolloutGroups(update, tuple(group for _, group in groups[:MOST_GROUPS])) if groups else None
 
 
-def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
-    """Pair the first preview's completions of the fixed prompts with the trained model's."""
-    files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
+def fixed_prompts(stage: StageRun, problems: list[str], name: str) -> Completions | None:
+    """Pair the first completions of fixed prompts with the trained model's. name: "evaluation" or "preview"."""
+    files = _numbered(stage.dir / "samples", f"{name}-*.jsonl")
     ends = _ends(stage, files, problems)
     previews = [(step, texts) for step in ends if (texts := list(_texts(files[step], problems)))]
     if not previews:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, python_trainer
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
@@ -16,7 +17,7 @@ def build(config: SFTConfig, context: Context) -> Build:
     loss, evaluate = partial(objective, model.definition), None
     if (texts := context.texts("eval_data")) is not None:
         evaluate = context.held_out(model, texts, reads_tokens=True).evaluator(loss)
-    return Build(model, updates, loss, evaluate=evaluate)
+    return Build(model, updates, loss, evaluate=evaluate, previews=open_previews(context, model))
 
 
 SFTTrainer = python_trainer("sft", SFTConfig, __name__)
