@@ -108,7 +108,7 @@ def over_parts(function: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any
     mapped = jax.vmap(function, axis_name="parts", spmd_axis_name="data")
 
     def cut(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x.reshape(count, -1, *x.shape[1:]), spread)
+        return jax.lax.with_sharding_constraint(x.reshape(count, x.shape[0] // count, *x.shape[1:]), spread)
 
     def call(rows: Any, other: Any) -> Any:
         rows, token = jax.tree.map(cut, rows), _parts.set(count)

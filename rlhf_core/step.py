@@ -25,7 +25,7 @@ from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
-__all__ = ["Objective"]
+__all__ = ["Loss", "Objective"]
 
 log = logging.getLogger("rlhf_core")
 
@@ -62,16 +62,11 @@ def accumulate(
     params: Any,
     batch: Any,
     before: Accumulated | None,
-    key: jax.Array | None = None,
-    counts: Counts | None = None,
+    *,
     fixed: frozenset[Path] = frozenset(),
 ) -> Accumulated:
-    """Add one micro-batch; before=None for the first of an update saves a pass over zeros.
-
-    key: for the adapters' dropout; None: no dropout. counts: of several losses, over the whole update; None: the
-    micro-batch is the whole update. fixed: paths of parameters without a gradient.
-    """
-    return _accumulate(partial(_gradients, objective, fixed), params, batch, before, key, counts)
+    """Add one micro-batch; before=None for the first of an update. fixed: paths of parameters without a gradient."""
+    return _accumulate(partial(_gradients, objective, fixed), params, batch, before)
 
 
 def _accumulate(
@@ -82,8 +77,10 @@ def _accumulate(
     key: jax.Array | None = None,
     counts: Counts | None = None,
 ) -> Accumulated:
-    """Do what `accumulate` does. gradients: `_gradients` with its first two arguments bound.
+    """Do what `accumulate` does; before=None saves a pass over zeros.
 
+    gradients: `_gradients` with its first two arguments bound. key: for the adapters' dropout; None: no dropout.
+    counts: of several losses, over the whole update; None: the micro-batch is the whole update.
     Jitted on its own, the same object is traced once for the first micro-batch of an update and for those that follow.
     """
     params = params if key is None else with_noise(params, key)
@@ -100,7 +97,7 @@ def _accumulate(
 def _gradients(
     objective: Objective, fixed: frozenset[Path], params: Any, batch: Any, counts: Counts | None
 ) -> tuple[Any, tuple[Loss, dict[str, Metric]]]:
-    """Compute (gradient of the sum, (losses, metrics)) of a micro-batch."""
+    """Compute (gradient of the sum, (losses, metrics)) of a micro-batch. fixed: parameters without a gradient."""
     trained, rest = split(params, fixed) if fixed else (params, {})
 
     def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric]]]:
@@ -189,14 +186,17 @@ def apply(
         opt_state=keep(opt_state, state.opt_state),
         guard=jnp.where((state.guard < 0) & ~finite, state.step, state.guard),
     )
-    # An update without a trained token has loss 0, not 0/0.
-    if isinstance(done.loss, Mean):
-        losses = {"loss": Mean(total, jnp.where(done.loss.count > 0, done.loss.count, 1.0))}
-    else:  # one value per update, so that over several updates, too, the parts add up to the loss
-        parts = {name: Mean.of(part.total * _inverse(part.count)) for name, part in done.loss.items()}
-        losses = {"loss": Mean.of(total), **loss_metrics(parts)}
     norms = {f"grad_norm/{name}": Mean.of(x) for name, x in layer_norms(grads).items()} if by_layer else {}
-    return following, {**done.metrics, **losses, "grad_norm": Mean.of(norm), **norms}
+    return following, {**done.metrics, **mean_losses(done.loss), "grad_norm": Mean.of(norm), **norms}
+
+
+def mean_losses(loss: Loss) -> dict[str, Mean]:
+    """Name the losses of an update as they are logged: `loss`; of several, `loss/NAME`, and `loss` for their sum."""
+    if isinstance(loss, Mean):  # an update without a trained token has loss 0, not 0/0
+        return {"loss": Mean(loss.total, jnp.where(loss.count > 0, loss.count, 1.0))}
+    # One value per update, so that over several updates, too, the parts add up to the loss.
+    parts = {name: Mean.of(part.total * _inverse(part.count)) for name, part in loss.items()}
+    return {"loss": Mean.of(_sum_of_means(loss)), **loss_metrics(parts)}
 
 
 class Programs:
@@ -285,7 +285,7 @@ class Programs:
         """Trace the first micro-batch of an update, and keep what it returns, without values."""
         try:
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
-        except Exception as error:
+        except NotImplementedError as error:
             if not self._in_parts:
                 raise
             # JAX may not be able to map an operation over parts, such as the products of experts.

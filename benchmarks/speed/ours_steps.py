@@ -209,7 +209,6 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
         PolicyReader(config, logps, reference, layout, mesh),
         layout,
-        POLICY_LOSS.attribute(loss, "aggregation"),
     )
     updates = RolloutUpdates(context, collector, layout, steps, reference=reference)
     tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)

@@ -8,6 +8,7 @@ from rlhf_core.training.define import python_trainer as python_trainer
 from rlhf_core.training.held_out import HeldOut as HeldOut
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
 from rlhf_core.training.padded import named_loss as named_loss
+from rlhf_core.training.padded import padded_rows as padded_rows
 from rlhf_core.training.reference import Reference as Reference
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "define_trainer",
     "named_loss",
     "open_rewards",
+    "padded_rows",
     "python_trainer",
 ]

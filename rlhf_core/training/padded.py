@@ -1,4 +1,4 @@
-"""Losses over padded batches, for trainers' mathematics as plain functions."""
+"""Losses over padded batches: laid out as rows, they are the trainers' own, as plain functions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,57 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.config import Component
-from rlhf_core.metrics import Mean, Metric, results
+from rlhf_core.contracts import Rows
+from rlhf_core.metrics import Metric, results
+from rlhf_core.packing import Packed
 from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime.caches import Exact
-from rlhf_core.step import split_step
+from rlhf_core.step import mean_losses, split_step
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Kind
     from rlhf_core.models import Definition
     from rlhf_core.state import TrainState
+    from rlhf_core.step import Loss
+
+
+def padded_rows(
+    *sequences: tuple[jax.Array, jax.Array, jax.Array],
+    start: int = 0,
+    token_values: Mapping[str, jax.Array] | None = None,
+    sequence_values: Mapping[str, jax.Array] | None = None,
+) -> Packed:
+    """Lay out a padded batch as the rows that objectives read, for use inside jit.
+
+    sequences: of each row, as (token ids, attention mask, weights of trained tokens), [B, T] each; T may differ, and
+    padding be on either side. They lie one after the other in the row and do not see each other. The first attended
+    token of each is not trained on, since nothing predicts it. start: columns before it have no trained token.
+    token_values: {name: float32 [B, ΣT − start]}, which may be anything outside of trained tokens. sequence_values:
+    {name: float32 [B, sequences]}.
+    """
+    parts, last, end = [], [], 0
+    for number, (ids, mask, weights) in enumerate(sequences):
+        attended, columns = mask != 0, end + jnp.arange(ids.shape[1], dtype=jnp.int32)
+        end += ids.shape[1]
+        positions = jnp.maximum(jnp.cumsum(attended, axis=1, dtype=jnp.int32) - 1, 0)
+        fill = partial(jnp.broadcast_to, shape=ids.shape)
+        parts.append(
+            Rows(
+                tokens=ids,
+                positions=positions,
+                visible_until=jnp.where(attended, jnp.int32(end), 0),
+                parent=fill(jnp.maximum(columns - 1, 0)),
+                sequence=fill(jnp.int32(number)),
+                weight=jnp.where(positions > 0, weights, 0).astype(jnp.float32),
+            )
+        )
+        last.append(jnp.max(jnp.where(attended, columns, -1), axis=1))
+    rows = Rows(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+    trained = jnp.where(rows.weight != 0, jnp.arange(end, dtype=jnp.int32), -1)[:, start:]
+    values = {name: jnp.where(trained >= 0, x, 0.0) for name, x in (token_values or {}).items()}
+    ends: Any = jnp.stack(last, axis=1)
+    arrays: Any = (rows, ends, trained, values, dict(sequence_values or {}), jnp.zeros_like(ends))
+    return Packed(*arrays)
 
 
 @dataclass(frozen=True)
@@ -40,7 +82,7 @@ class PaddedObjective:
 
     def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
-    ) -> tuple[Mean, Mapping[str, Metric]]:
+    ) -> tuple[Loss, Mapping[str, Metric]]:
         """Compute the loss, as sum and count, and the metrics of a batch of the declared arrays; for use inside jit."""
         raise NotImplementedError
 
@@ -52,13 +94,14 @@ class PaddedObjective:
         Returns the next state and the metrics, with `loss` and `grad_norm` (before the optimizer). Arrays of rank 0 are
         not split. Raises ValueError where the parts do not divide the batch, or an array is missing.
         """
-        return _update(Exact(self), state, self._arrays(batch), splits)
+        return _update(Exact(self), state, self.arrays(batch), splits)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Compute the metrics and `loss` without an update, and so without `grad_norm`."""
-        return _evaluate(Exact(self), state, self._arrays(batch))
+        return _evaluate(Exact(self), state, self.arrays(batch))
 
-    def _arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Take the declared arrays of a batch. Raises ValueError where one is missing."""
         if missing := [name for name in (*self.ids, *self.numbers) if batch.get(name) is None]:
             raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
         dtypes = dict.fromkeys(self.ids, jnp.int32) | dict.fromkeys(
@@ -82,8 +125,7 @@ def _update(
 @partial(jax.jit, static_argnames="exact")
 def _evaluate(exact: Exact, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     loss, metrics = exact.value.compute(state.model, state.params, batch)
-    # As an update without a trained token, see `apply`.
-    return {**results(metrics), "loss": jnp.where(loss.count > 0, loss.result(), 0.0)}
+    return {**results(metrics), **results(mean_losses(loss))}
 
 
 def named_loss(kind: Kind[Any], losses: Mapping[str, Any], loss: Any, **options: Any) -> tuple[str, Any]:

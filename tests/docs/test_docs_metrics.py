@@ -106,6 +106,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
         given |= {
             "loss": "told",
             "dynamic_sampling": {"max_rounds": 2},
+            "entropy_coef": 0.1,
             "sampler_correction": {"max": 2.0},
             "evaluation": {"num_generations": 2, "pass_threshold": 0.5},
             "environment": "told",

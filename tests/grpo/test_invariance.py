@@ -6,7 +6,7 @@ is not long has every value of every option.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rlhf_core.metrics import merge, results
 from rlhf_core.models import fresh_model
 from rlhf_core.packing.rows import Layout
 from rlhf_core.plugins.component import load_file
-from rlhf_core.step import Accumulated, accumulate, apply
+from rlhf_core.step import Accumulated, _accumulate, _gradients, _merge_losses, apply, count, loss_metrics
 
 reference = load_file(Path(__file__).parents[1] / "shared" / "update_reference.py")
 cases = load_file(Path(__file__).parents[1] / "shared" / "update_cases.py")
@@ -96,12 +96,21 @@ def padded(case: Any) -> tuple[Any, dict[str, Any], Any]:
 
 def packed(case: Any, layout: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
     """(value, metrics, gradients) of the trainer's objective, sums of the micro-batches divided once."""
-    compute, done = case.objective(None), None
-    for batch in case.laid_out(**layout):
-        done = accumulate(compute, params_of(case), batch, done)
-    assert done is not None
-    mean = jax.tree.map(lambda g: g / done.loss.count, done.grads)
-    return done.loss.result(), results(done.metrics), mean
+    compute, params, batches = case.objective(None), params_of(case), case.laid_out(**layout)
+    every: dict[str, Any] = {}
+    for batch in batches:
+        loss, metrics = compute(params, batch)
+        every = merge(every, {**metrics, **loss_metrics(loss)})
+    counts = {name: metric.count for name, metric in every.items() if name.partition("/")[0] == "loss"}
+
+    def total(params: Any) -> Any:
+        losses = [loss_metrics(compute(params, batch)[0]) for batch in batches]
+        return sum(
+            mean.total / jnp.maximum(counts[name], 1) for each in losses for name, mean in each.items()
+        )
+
+    value, grads = jax.value_and_grad(total)(params)
+    return value, results(every), grads
 
 
 def assert_is(got: tuple[Any, dict[str, Any], Any], case: Any, options: Any, correction: Any) -> None:
@@ -221,15 +230,25 @@ class Four:
         state = create_state(model, optax.sgd(0.1))
         objectives = [case.objective(model.definition) for case in cases]
 
-        @jax.jit  # one program for all: most of it is the same
-        def accumulate_each(params: Any, batches: Any) -> Any:
-            return [accumulate(o, params, b, None) for o, b in zip(objectives, batches, strict=True)]
+        @jax.jit
+        def count_each(params: Any, batches: Any) -> Any:
+            return [count(o, params, b) for o, b in zip(objectives, batches, strict=True)]
 
-        # One program at a time: XLA on CPU can lock up where several of them wait for all devices.
-        parts = [
-            jax.block_until_ready(accumulate_each(state.params, put_rows(model.mesh, list(batches))))
+        @jax.jit  # one program for all: most of it is the same
+        def accumulate_each(params: Any, batches: Any, counts: Any) -> Any:
+            steps = (partial(_gradients, o, frozenset()) for o in objectives)
+            return [
+                _accumulate(step, params, b, None, None, c)
+                for step, b, c in zip(steps, batches, counts, strict=True)
+            ]
+
+        placed = [
+            put_rows(model.mesh, list(batches))
             for batches in zip(*(case.laid_out(**layout) for case in cases), strict=True)
         ]
+        counts = jax.tree.map(lambda *x: sum(x), *(count_each(state.params, batches) for batches in placed))
+        # One program at a time: XLA on CPU can lock up where several of them wait for all devices.
+        parts = [jax.block_until_ready(accumulate_each(state.params, batches, counts)) for batches in placed]
         update = jax.jit(lambda state, part: apply(state, whole(part)))
         return [numbers_of(update(state, part), self.tiny) for part in zip(*parts, strict=True)]
 
@@ -238,7 +257,8 @@ def whole(parts: Any) -> Accumulated:
     first, *others = parts
     for part in others:
         grads = jax.tree.map(jnp.add, first.grads, part.grads)
-        first = Accumulated(grads, first.loss.merge(part.loss), merge(first.metrics, part.metrics))
+        losses = _merge_losses(first.loss, part.loss)
+        first = Accumulated(grads, losses, merge(first.metrics, part.metrics))
     return first
 
 

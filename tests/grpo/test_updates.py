@@ -10,7 +10,7 @@ import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
 from rlhf_grpo.train import _sampled
-from rlhf_grpo.updates import GRPOSteps, PolicyReader, with_entropy_scale, with_kept
+from rlhf_grpo.updates import GRPOSteps, PolicyReader, with_kept
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh
@@ -82,7 +82,7 @@ def make(tiny, tmp_path):
             )
         policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
         advantage = advantage or Group(config.scale_rewards)
-        steps = GRPOSteps(config, collector, advantage, policies, LAYOUT, "token_mean")
+        steps = GRPOSteps(config, collector, advantage, policies, LAYOUT)
         context = Context(config, stage)
         updates = RolloutUpdates(context, collector, LAYOUT, steps, reference=reference)
         updates.config, updates.policies = config, policies
@@ -509,8 +509,6 @@ def test_nothing_to_train_on_has_no_quantile(make):
     blank.token_values["entropies"] = np.zeros(blank.trained.shape, np.float32)
     batches = with_kept([blank], 0.4)
     assert not batches[0].token_values["kept"].any()
-    scale = with_entropy_scale(batches, "token_mean", C)[0].sequence_values["entropy_scale"]
-    assert np.isfinite(scale).all()
 
 
 def test_no_two_rollouts_share_a_key(make):

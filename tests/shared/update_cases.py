@@ -11,7 +11,7 @@ import numpy as np
 from rlhf_grpo.config import SamplerCorrection
 from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.objective import Terms, objective
-from rlhf_grpo.updates import with_entropy_scale, with_kept
+from rlhf_grpo.updates import with_kept
 
 from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack
 
@@ -180,8 +180,6 @@ class Case:
         else:
             for batch in batches:
                 del batch.token_values["entropies"]
-        if self.options["entropy_coef"]:
-            batches = with_entropy_scale(batches, self.loss.aggregation, LONGEST)
         return batches
 
 

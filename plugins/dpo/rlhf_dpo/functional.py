@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
-from rlhf_core.training import PaddedObjective, named_loss
-from rlhf_dpo.losses import DPO_LOSS, LOSSES, DPOInputs
-from rlhf_dpo.objective import pair_loss
+from rlhf_core.training import PaddedObjective, named_loss, padded_rows
+from rlhf_dpo.losses import DPO_LOSS, LOSSES
+from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Definition
+    from rlhf_core.packing import Packed
     from rlhf_dpo.losses import DPOLoss
 
     Loss: TypeAlias = str | Mapping[str, Any] | DPOLoss
 
 SIDES = ("chosen", "rejected")
+PARTS = ("input_ids", "attention_mask", "completion_mask")
 _named = partial(named_loss, DPO_LOSS, LOSSES)
 
 
@@ -49,18 +50,18 @@ def dpo_loss(
     Returns the mean loss, float32 [], and the metrics rewards/chosen, rewards/rejected, rewards/accuracies (strict),
     rewards/margins, logps/chosen and logps/rejected, float32 [] each.
     """
-    one = jnp.ones(jnp.shape(logps_chosen), jnp.float32)
-    inputs = _inputs(
-        (logps_chosen, logps_rejected),
-        (ref_logps_chosen, ref_logps_rejected),
-        (
-            one if tokens_chosen is None else tokens_chosen,
-            one if tokens_rejected is None else tokens_rejected,
+    present = jnp.ones(jnp.shape(logps_chosen), bool)
+    inputs = inputs_of(
+        _both(logps_chosen, logps_rejected),
+        _both(ref_logps_chosen, ref_logps_rejected),
+        _both(
+            present if tokens_chosen is None else tokens_chosen,
+            present if tokens_rejected is None else tokens_rejected,
         ),
-        beta,
+        float(beta),
     )
     name, component = _named(loss_type, label_smoothing=label_smoothing)
-    value, metrics = pair_loss(component, inputs, jnp.ones(one.shape, bool), name=name)
+    value, metrics = pair_loss(component, inputs, present, name=name)
     return value.result(), {k: metric.result() for k, metric in metrics.items()}
 
 
@@ -93,8 +94,8 @@ def training_step(
     Returns the next state and the metrics of `dpo_loss`, with `loss` and `grad_norm` (before the optimizer).
     Raises ValueError where the parts do not divide the batch, or an array is missing.
     """
-    objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
-    return objective.update(state, batch, gradient_accumulation_steps)
+    padded = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    return padded.update(state, batch, gradient_accumulation_steps)
 
 
 def evaluation_step(
@@ -106,35 +107,20 @@ def evaluation_step(
     label_smoothing: float = 0.0,
 ) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
-    objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
-    return objective.evaluate(state, batch)
-
-
-def _logps(
-    model: Definition, params: Any, ids: jax.Array, attended: jax.Array, completion: jax.Array
-) -> jax.Array:
-    hidden = model.padded_hidden(params, ids, attended)
-    kernel, softcap = model.unembedding(params)
-    # Nothing predicts a first token; with padding on the left, padding would.
-    predicted = (completion[:, 1:] != 0) & (attended[:, 1:] != 0) & (attended[:, :-1] != 0)
-    targets = jnp.where(predicted, ids[:, 1:], -1)
-    return token_logps(hidden[:, :-1], kernel, targets, softcap=softcap)[0].sum(1)
+    padded = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    return padded.evaluate(state, batch)
 
 
 @partial(jax.jit, static_argnums=0)
 def _completion_logps(model: Definition, params: Any, *arrays: jax.Array) -> jax.Array:
-    return _logps(model, params, *arrays)
+    return sequence_logps(model, params, _rows(arrays))[:, 0]
 
 
 @dataclass(frozen=True)
 class _Objective(PaddedObjective):
-    """`pair_loss` of the completions of a padded batch."""
+    """The trainer's objective of a padded batch."""
 
-    ids = tuple(
-        f"{part}_{side}"
-        for side in ("chosen", "rejected")
-        for part in ("input_ids", "attention_mask", "completion_mask")
-    )
+    ids = tuple(f"{part}_{side}" for side in SIDES for part in PARTS)
     numbers = ("ref_logps_chosen", "ref_logps_rejected")
     loss: tuple[str, DPOLoss]
     beta: float
@@ -142,22 +128,21 @@ class _Objective(PaddedObjective):
     def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Mean, Mapping[str, Metric]]:
-        masks = [batch[f"completion_mask_{side}"] for side in SIDES]
-        logps = [
-            _logps(model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"], mask)
-            for side, mask in zip(SIDES, masks, strict=True)
-        ]
-        reference = [batch[name].reshape(-1) for name in self.numbers]
-        inputs = _inputs(logps, reference, [(mask != 0).sum(1) for mask in masks], self.beta)
+        sides = [[batch[f"{part}_{side}"] for part in PARTS] for side in SIDES]
+        values = {
+            "reference": _both(*(batch[name].reshape(-1) for name in self.numbers)),
+            "tokens": _both(*((completion != 0).sum(1) for *_, completion in sides)),
+        }
         name, component = self.loss
-        return pair_loss(component, inputs, jnp.ones(logps[0].shape, bool), name=name)
+        measure = partial(pair_loss, component, name=name)
+        return objective(model, measure, params, _rows(*sides, sequence_values=values), beta=self.beta)
 
 
-def _inputs(
-    logps: Sequence[jax.Array], reference: Sequence[jax.Array], tokens: Sequence[jax.Array], beta: float
-) -> DPOInputs:
-    """Make the inputs of a loss from arrays of the chosen and the rejected completions."""
-    (a, b), (ref_a, ref_b), (n, m) = (
-        [jnp.asarray(x, jnp.float32) for x in sides] for sides in (logps, reference, tokens)
-    )
-    return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), float(beta))
+def _rows(*sides: Sequence[jax.Array], **values: Any) -> Packed:
+    """Lay out sequences, each as `PARTS`: those of a pair in one row."""
+    return padded_rows(*((ids, mask, (mask != 0) & (there != 0)) for ids, mask, there in sides), **values)
+
+
+def _both(chosen: Any, rejected: Any) -> jax.Array:
+    """Join arrays of the chosen and the rejected completions, float32 [pairs, 2]."""
+    return jnp.stack([jnp.asarray(x, jnp.float32) for x in (chosen, rejected)], axis=-1)

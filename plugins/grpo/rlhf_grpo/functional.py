@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
-from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
-from rlhf_core.training import PaddedObjective
+from rlhf_core.objective import trained_logps
+from rlhf_core.training import PaddedObjective, padded_rows
 from rlhf_grpo.losses import LOSSES
-from rlhf_grpo.objective import Terms, combine
+from rlhf_grpo.objective import Terms, combine, objective
 
 if TYPE_CHECKING:
     from rlhf_core import PolicyLoss, TrainState
     from rlhf_core.models import Definition
+    from rlhf_core.packing import Packed
+    from rlhf_core.step import Loss
 
 
 def policy_loss(
@@ -83,19 +85,12 @@ def policy_loss(
             raise ValueError(f"top_entropy_quantile={top_entropy_quantile} needs entropies")
         kept = kept_by_entropy(entropies, mask, top_entropy_quantile)
     inputs = padded_inputs(logps, old_logps, advantages, mask, ref_logps, entropies)
-    count = _denominator(component, mask, terms, num_items)
-    effective = mask.sum() if kept is None else (mask * kept).sum()
     value, metrics = combine(
-        component,
-        inputs,
-        terms,
-        sequences=mask.shape[0],
-        kept=kept,
-        num_items=num_items,
-        entropy_scale=count / jnp.maximum(effective, 1.0),
+        component, inputs, terms, sequences=mask.shape[0], kept=kept, num_items=num_items
     )
+    losses = [value] if isinstance(value, Mean) else value.values()
     # Where nothing is in the mask the loss is 0, not 0/0.
-    loss = value.total / jnp.where(value.count > 0, value.count, 1.0)
+    loss = jnp.stack([each.total / jnp.where(each.count > 0, each.count, 1.0) for each in losses]).sum()
     return loss, {k: metric.result() for k, metric in metrics.items()}
 
 
@@ -142,22 +137,8 @@ def get_per_token_logps_and_entropies(
 def _read(
     model: Definition, params: Any, ids: jax.Array, mask: jax.Array, prompt_length: int, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    return completion_logps(model, params, ids, mask, prompt_length, temperature)
-
-
-def completion_logps(
-    model: Definition, params: Any, ids: jax.Array, mask: jax.Array, prompt_length: int, temperature: float
-) -> tuple[jax.Array, jax.Array]:
-    hidden = model.padded_hidden(params, ids, mask)
-    kernel, softcap = model.unembedding(params)
-    return token_logps(
-        hidden[:, prompt_length - 1 : -1],
-        kernel,
-        ids[:, prompt_length:],
-        temperature=temperature,
-        softcap=softcap,
-        entropy=True,
-    )
+    rows = padded_rows((ids, mask, jnp.ones(ids.shape)), start=prompt_length)
+    return trained_logps(model, params, rows, temperature=temperature, entropy=True)
 
 
 def padded_inputs(
@@ -183,13 +164,6 @@ def padded_inputs(
         ref_logps=inside(ref_logps),
         entropies=inside(entropies),
     )
-
-
-def _denominator(loss: PolicyLoss, mask: jax.Array, terms: Terms, num_items: Any) -> Any:
-    aggregation = POLICY_LOSS.attribute(loss, "aggregation")
-    if aggregation == "token_mean":
-        return mask.sum() if num_items is None else num_items
-    return mask.shape[0] * (terms.max_completion_length if aggregation == "fixed_length" else 1)
 
 
 def loss_by_name(name: str, **options: Any) -> PolicyLoss:
@@ -259,18 +233,17 @@ def grpo_step(
         bias_correction=use_bias_correction_kl,
         max_completion_length=max_completion_length or jnp.shape(arrays["completion_ids"])[1],
     )
-    objective = _Objective(component, terms, temperature)
+    padded = _Objective(component, terms, temperature)
     if top_entropy_quantile < 1.0:
         # The quantile is over the whole batch, so it is taken before the batch is split.
-        read = {name: jnp.asarray(arrays[name], jnp.int32) for name in objective.ids}
-        arrays["kept"] = _kept(temperature, state, read, top_entropy_quantile)
+        arrays["kept"] = _kept(temperature, state, padded.arrays(arrays), top_entropy_quantile)
     if not is_training:
-        return state, objective.evaluate(state, arrays)
+        return state, padded.evaluate(state, arrays)
     if arrays.get("num_items_in_batch") is not None:
         arrays["num_items_in_batch"] = (
             jnp.asarray(arrays["num_items_in_batch"], jnp.float32) / gradient_accumulation_steps
         )
-    return objective.update(state, arrays, gradient_accumulation_steps)
+    return padded.update(state, arrays, gradient_accumulation_steps)
 
 
 def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[str, Any]:
@@ -294,7 +267,7 @@ def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[
 
 @dataclass(frozen=True)
 class _Objective(PaddedObjective):
-    """`combine` of the completions of a padded batch."""
+    """The trainer's objective of a padded batch."""
 
     ids = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     numbers = ("advantages",)
@@ -305,37 +278,41 @@ class _Objective(PaddedObjective):
 
     def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
-    ) -> tuple[Mean, Mapping[str, Metric]]:
-        logps, entropies = _logps_and_entropies(model, params, batch, self.temperature)
-        mask = batch["completion_mask"].astype(jnp.float32)
-        inputs = padded_inputs(
-            logps,
-            batch.get("old_per_token_logps"),
-            batch["advantages"],
-            mask,
-            batch.get("ref_per_token_logps"),
-            entropies,
-        )
-        return combine(
+    ) -> tuple[Loss, Mapping[str, Metric]]:
+        return objective(
+            model,
             self.component,
-            inputs,
             self.terms,
-            sequences=mask.shape[0],
-            kept=batch.get("kept"),
+            params,
+            _rows(batch),
+            temperature=self.temperature,
             num_items=batch.get("num_items_in_batch"),
         )
 
 
+def _rows(batch: Mapping[str, jax.Array]) -> Packed:
+    """Lay out prompts with their completions."""
+    mask, prompt_mask = batch["completion_mask"], batch["prompt_mask"]
+    values = {"advantages": jnp.broadcast_to(batch["advantages"][:, None], mask.shape)}
+    names = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "kept": "kept"}
+    values |= {name: batch[given] for name, given in names.items() if given in batch}
+    if "ref_logps" in values:  # the objective reads NaN as "this policy is the reference"
+        values["ref_logps"] = jnp.nan_to_num(
+            values["ref_logps"], nan=jnp.inf, posinf=jnp.inf, neginf=-jnp.inf
+        )
+    return padded_rows(
+        (
+            jnp.concatenate([batch["prompt_ids"], batch["completion_ids"]], axis=1),
+            jnp.concatenate([prompt_mask, mask], axis=1),
+            jnp.concatenate([jnp.zeros_like(prompt_mask), mask], axis=1),
+        ),
+        start=prompt_mask.shape[1],
+        token_values=values,
+    )
+
+
 @partial(jax.jit, static_argnums=(0, 3))
 def _kept(temperature: float, state: TrainState, batch: Mapping[str, jax.Array], share: float) -> jax.Array:
-    mask = batch["completion_mask"].astype(jnp.float32)
-    entropies = _logps_and_entropies(state.model, state.params, batch, temperature)[1]
-    return kept_by_entropy(entropies, mask, share)
-
-
-def _logps_and_entropies(
-    model: Definition, params: Any, batch: Mapping[str, jax.Array], temperature: float
-) -> tuple[jax.Array, jax.Array]:
-    ids = jnp.concatenate([batch["prompt_ids"], batch["completion_ids"]], axis=1)
-    mask = jnp.concatenate([batch["prompt_mask"], batch["completion_mask"]], axis=1)
-    return completion_logps(model, params, ids, mask, batch["prompt_ids"].shape[1], temperature)
+    rows: Any = _rows(batch)
+    _, entropies = trained_logps(state.model, state.params, rows, temperature=temperature, entropy=True)
+    return kept_by_entropy(entropies, rows.trained >= 0, share)

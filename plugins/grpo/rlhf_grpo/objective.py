@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf_core import PolicyInputs, PolicyLoss
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
+    from rlhf_core.step import Loss
     from rlhf_grpo.config import GRPOConfig, SamplerCorrection
 
 
@@ -103,15 +104,15 @@ def combine(
     kept: jax.Array | None = None,
     importance: jax.Array | None = None,
     num_items: Any = None,
-    entropy_scale: Any = 1.0,
-) -> tuple[Mean, dict[str, Metric]]:
+) -> tuple[Loss, dict[str, Metric]]:
     """Combine a policy loss with KL and entropy terms: return it as sum and count, with its metrics.
+
+    With `entropy_coef` it is two losses, "policy" and "entropy", whose means are over different tokens.
 
     sequences: how many there are, those without a trained token included (they count in the average over sequences).
     kept: float32 [N, T], 0 where the entropy quantile leaves a token out of the policy loss (KL stays).
     importance: float32 [N, T], what the policy loss is multiplied by, as `importance` gives it.
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
-    entropy_scale: the denominator of the loss over that of the mean entropy.
 
     Raises InputError for a loss that raises, or does not return one number per token.
     """
@@ -139,12 +140,14 @@ def combine(
         total, count = (value * mask / length).sum(), sequences
     else:
         total, count = (value * mask).sum(), sequences * terms.max_completion_length
-    if inputs.entropies is not None:
-        metrics["entropy"] = Mean.of(inputs.entropies, mask)
-        if terms.entropy_coef:
-            effective = mask if kept is None else mask * kept
-            total = total - terms.entropy_coef * entropy_scale * (inputs.entropies * effective).sum()
-    return Mean(total, jnp.asarray(count, jnp.float32)), metrics
+    policy = Mean(total, jnp.asarray(count, jnp.float32))
+    if inputs.entropies is None:
+        return policy, metrics
+    metrics["entropy"] = Mean.of(inputs.entropies, mask)
+    if not terms.entropy_coef:
+        return policy, metrics
+    bonus = Mean.of(-terms.entropy_coef * inputs.entropies, mask if kept is None else mask * kept)
+    return {"policy": policy, "entropy": bonus}, metrics
 
 
 def objective(
@@ -156,12 +159,13 @@ def objective(
     *,
     temperature: float,
     correction: SamplerCorrection | None = None,
-) -> tuple[Mean, Mapping[str, Metric]]:
+    num_items: Any = None,
+) -> tuple[Loss, Mapping[str, Metric]]:
     """Compute the loss and metrics of rows.
 
-    Per trained token they carry `sampling_logps`, `advantages` and, where they are kept, `old_logps` (without: the
+    Per trained token they carry `advantages` and, where they are known, `sampling_logps`, `old_logps` (without: the
     policy's own, so that the ratio is 1 with its gradient), `ref_logps` (NaN: this policy is the reference) and `kept`;
-    per sequence `reward` and `entropy_scale`, both optional.
+    per sequence `reward`, where it is known. num_items: as for `combine`.
     """
     logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
     mask, sequence = trained_weight(batch), trained_sequence(batch)
@@ -181,9 +185,9 @@ def objective(
         sequences=batch.last.shape[1],
         rewards=None if rewards is None else jnp.take_along_axis(rewards, sequence, axis=1),
     )
-    sampling = values["sampling_logps"]
-    corrected = None if correction is None else importance(inputs, sampling, correction)
-    scale = batch.sequence_values.get("entropy_scale")
+    sampling, corrected = values.get("sampling_logps"), None
+    if sampling is not None and correction is not None:
+        corrected = importance(inputs, sampling, correction)
     value, metrics = combine(
         loss,
         inputs,
@@ -191,7 +195,6 @@ def objective(
         sequences=(batch.last >= 0).sum(),
         kept=values.get("kept"),
         importance=corrected,
-        # The same number in every sequence; a maximum finds it in whichever row has one.
-        entropy_scale=1.0 if scale is None else scale.max(),
+        num_items=num_items,
     )
-    return value, metrics | mismatch(inputs, sampling, corrected)
+    return value, metrics if sampling is None else metrics | mismatch(inputs, sampling, corrected)

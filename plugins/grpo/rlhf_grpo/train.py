@@ -53,8 +53,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
     policies = PolicyReader(config, logps, reference, layout, context.mesh)
     context.ahead(policies.compile, model.params)
-    aggregation = POLICY_LOSS.attribute(loss, "aggregation")
-    steps = GRPOSteps(config, collector, advantage, policies, layout, aggregation)
+    steps = GRPOSteps(config, collector, advantage, policies, layout)
     updates = RolloutUpdates(
         context,
         collector,

@@ -31,10 +31,7 @@ PER_SEQUENCE = ("index", "reward")
 
 
 class GRPOSteps:
-    """Gives rollouts group-normalised advantages, and cuts them into minibatches of whole groups.
-
-    aggregation: of the policy loss.
-    """
+    """Gives rollouts group-normalised advantages, and cuts them into minibatches of whole groups."""
 
     def __init__(
         self,
@@ -43,15 +40,14 @@ class GRPOSteps:
         advantage: Advantage,
         policies: PolicyReader,
         layout: Layout,
-        aggregation: str,
     ) -> None:
         self.config, self.collector, self.prompts = config, collector, collector.prompts
         self.advantage, self.policies = advantage, policies
-        self.layout, self.aggregation = layout, aggregation
+        self.layout = layout
         self.keeps_share = config.top_entropy_quantile < 1
         read = [name for name in policies.names if name != "entropies"]
         self.token_names = (*SAMPLED, "advantages", *read, *(("kept",) if self.keeps_share else ()))
-        self.sequence_names = (*PER_SEQUENCE, *(("entropy_scale",) if config.entropy_coef else ()))
+        self.sequence_names = PER_SEQUENCE
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
@@ -79,9 +75,6 @@ class GRPOSteps:
         ]
         if self.keeps_share:
             packed = [with_kept(batches, self.config.top_entropy_quantile) for batches in packed]
-        if self.config.entropy_coef:
-            length = self.config.sampling.max_completion_length
-            packed = [with_entropy_scale(batches, self.aggregation, length) for batches in packed]
         return packed
 
     def _mask(self, rollout: Rollout) -> NDArray[np.bool_]:
@@ -164,30 +157,6 @@ def with_kept(batches: Sequence[Packed], share: float) -> list[Packed]:
         values["kept"] = ((e >= threshold) & t).astype(np.float32)
         marked.append(batch._replace(token_values=values))
     return marked
-
-
-def with_entropy_scale(
-    batches: Sequence[Packed], aggregation: str, max_completion_length: int
-) -> list[Packed]:
-    """Give every sequence `entropy_scale`: the policy loss's denominator over the mean entropy's."""
-    tokens = sum(int((b.trained >= 0).sum()) for b in batches)
-    sequences = sum(int((b.last >= 0).sum()) for b in batches)
-    effective = sum(
-        int(b.token_values["kept"].sum() if "kept" in b.token_values else (b.trained >= 0).sum())
-        for b in batches
-    )
-    denominator = {
-        "token_mean": tokens,
-        "sequence_mean": sequences,
-        "fixed_length": sequences * max_completion_length,
-    }[aggregation]
-    scale = denominator / max(effective, 1)
-    return [
-        b._replace(
-            sequence_values={**b.sequence_values, "entropy_scale": np.full(b.last.shape, scale, np.float32)}
-        )
-        for b in batches
-    ]
 
 
 def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.training import PaddedObjective, named_loss
+from rlhf_core.training import PaddedObjective, named_loss, padded_rows
 from rlhf_reward.losses import LOSSES
-from rlhf_reward.objective import pair_loss
+from rlhf_reward.objective import objective, pair_loss
 
 if TYPE_CHECKING:
     from rlhf_core import PairwiseLoss, TrainState
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     Loss: TypeAlias = str | Mapping[str, Any] | PairwiseLoss
 
+SIDES = ("chosen", "rejected")
 _named = partial(named_loss, PAIRWISE_LOSS, LOSSES)
 
 
@@ -66,8 +67,8 @@ def training_step(
     Returns the next state and the metrics of `pairwise_loss`, with `loss` and `grad_norm` (before the optimizer).
     Raises ValueError where the parts do not divide the batch.
     """
-    objective = _Objective(_named(loss), center_rewards_coefficient)
-    return objective.update(state, batch, gradient_accumulation_steps)
+    padded = _Objective(_named(loss), center_rewards_coefficient)
+    return padded.update(state, batch, gradient_accumulation_steps)
 
 
 def evaluation_step(
@@ -83,11 +84,9 @@ def evaluation_step(
 
 @dataclass(frozen=True)
 class _Objective(PaddedObjective):
-    """`pair_loss` of the scores of a padded batch."""
+    """The trainer's objective of a padded batch."""
 
-    ids = tuple(
-        f"{part}_{side}" for side in ("chosen", "rejected") for part in ("input_ids", "attention_mask")
-    )
+    ids = tuple(f"{part}_{side}" for side in SIDES for part in ("input_ids", "attention_mask"))
     optional = ("margin",)
     loss: tuple[str, PairwiseLoss]
     coefficient: float | None
@@ -95,35 +94,12 @@ class _Objective(PaddedObjective):
     def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Mean, Mapping[str, Metric]]:
-        chosen, rejected = (
-            model.padded_scores(params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
-            for side in ("chosen", "rejected")
+        sides = [(batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"]) for side in SIDES]
+        margin = batch["margin"].reshape(-1) if "margin" in batch else jnp.zeros(len(sides[0][0]))
+        rows = padded_rows(
+            *((ids, mask, jnp.zeros(ids.shape)) for ids, mask in sides),
+            sequence_values={"margin": jnp.stack([margin, margin], axis=1)},
         )
-        rejected = jnp.where(
-            _same_tokens(batch), chosen, rejected
-        )  # to the last bit, however they are padded
-        margin = batch["margin"].reshape(-1) if "margin" in batch else jnp.zeros_like(chosen)
-        pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
         name, component = self.loss
-        return pair_loss(component, pairs, present, self.coefficient, name=name)
-
-
-def _same_tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Find the pairs whose sequences are the same tokens, padded on the same side, bool [pairs]."""
-    masks = [batch[f"attention_mask_{side}"] for side in ("chosen", "rejected")]
-    ids = [
-        batch[f"input_ids_{side}"] * mask for side, mask in zip(("chosen", "rejected"), masks, strict=True)
-    ]
-    width = max(mask.shape[1] for mask in masks)
-    found = jnp.zeros(masks[0].shape[0], bool)
-    for on_the_left in (False, True):
-        equal = jnp.ones_like(found)
-        for pair in (ids, masks):
-            lacks = [width - x.shape[1] for x in pair]
-            a, b = (
-                jnp.pad(x, ((0, 0), (n, 0) if on_the_left else (0, n)))
-                for x, n in zip(pair, lacks, strict=True)
-            )
-            equal &= (a == b).all(1)
-        found |= equal
-    return found
+        measure = partial(pair_loss, component, coefficient=self.coefficient, name=name)
+        return objective(model, measure, params, rows)
