@@ -255,7 +255,7 @@ MUTANTS = (
         "values-unpickled",
         "what a reward returned is sent as it is",
         "rlhf_core/rewards/values.py",
-        "return checked_values(f\"reward '{self.label}'\", values, count), log.values",
+        "return checked_values(self.name, values, count), log.values",
         "return values, log.values",
         "T12",
         "alone bombs",

@@ -16,13 +16,14 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import LARGEST_REWARD, Turn
 from rlhf_core.data.columns import message_problem
-from rlhf_core.errors import InputError, Stopped
+from rlhf_core.errors import InputError
 from rlhf_core.hidden import scrub
 from rlhf_core.tokenizer.options import with_joined_parts
 from rlhf_core.workers import (
     Pool,
     UnsendableError,
     awaited,
+    call_now,
     describe_failure,
     outcome_of,
     run_async,
@@ -132,20 +133,17 @@ class EnvironmentCalls:
 
     def call(self, environment: Any, method: str, *arguments: Any) -> Future[tuple[Any, Any]]:
         """Call a method: a future of (the environment afterwards, the value), which is done already if `quick`."""
-        try:
-            if self.in_workers:
-                if self._pool is None or self._pool.closed:
-                    self._pool = Pool(call_environment, self.options.processes or 1)
-                state = environment if isinstance(environment, bytes) else dumps(environment)
-                return self._pool.submit(state, method, arguments, seconds=self.options.timeout)
-            if self.asynchronous:
-                return start_async(_awaited(environment, method, arguments), self.options.timeout)
-            value = getattr(environment, method)(*arguments)
-        except BaseException as error:
-            return failed(error)
-        done: Future[tuple[Any, Any]] = Future()
-        done.set_result((environment, value))
-        return done
+        return call_now(self._call, environment, method, arguments)
+
+    def _call(self, environment: Any, method: str, arguments: Sequence[Any]) -> Any:
+        if self.in_workers:
+            if self._pool is None or self._pool.closed:
+                self._pool = Pool(call_environment, self.options.processes or 1)
+            state = environment if isinstance(environment, bytes) else dumps(environment)
+            return self._pool.submit(state, method, arguments, seconds=self.options.timeout)
+        if self.asynchronous:
+            return start_async(_awaited(environment, method, arguments), self.options.timeout)
+        return environment, getattr(environment, method)(*arguments)
 
     def wait_for(self, environment: Any, method: str, *arguments: Any) -> tuple[Any, Any]:
         """Call a method and wait for it: (the environment afterwards, the value).
@@ -180,15 +178,6 @@ def call_environment(state: bytes, method: str, arguments: tuple[Any, ...]) -> t
 
 async def _awaited(environment: Any, method: str, arguments: Sequence[Any]) -> tuple[Any, Any]:
     return environment, await awaited(getattr(environment, method)(*arguments))
-
-
-def failed(error: BaseException) -> Future[Any]:
-    """Return a call that raised, exit() included; raise what interrupts the run."""
-    if isinstance(error, KeyboardInterrupt | Stopped):
-        raise error
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
 
 
 def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:

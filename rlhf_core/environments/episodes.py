@@ -20,12 +20,11 @@ from rlhf_core.environments.calls import (
     EpisodeError,
     checked_messages,
     checked_turn,
-    failed,
     plain_metrics,
 )
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.agreement import broadcast_text
-from rlhf_core.workers import outcome_of
+from rlhf_core.workers import call_now, outcome_of
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
@@ -139,11 +138,8 @@ class Episodes:
 
     def _begin(self, episode: Episode) -> Future[tuple[Any, Any]]:
         episode.began = time.monotonic()
-        try:
-            environment = self.calls.make()
-        except BaseException as error:
-            return failed(error)
-        return self.calls.call(environment, "reset", dict(episode.row), episode.seed)
+        row, seed = dict(episode.row), episode.seed
+        return call_now(lambda: self.calls.call(self.calls.make(), "reset", row, seed))
 
     def _encode_prompt(self, episode: Episode, first: Episode, max_prompt_length: int) -> None:
         """Encode the messages that an episode began with. first: of its group, whose prompt it shares."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
@@ -24,14 +23,14 @@ from rlhf_core.config import Component
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.hidden import remember_attributes, scrub
-from rlhf_core.rewards.values import LOG, MetricLog, WorkerCall, checked_values
+from rlhf_core.rewards.values import LOG, Call, Scored
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import (
     DiedError,
     Pool,
     TooSlowError,
     UnsendableError,
-    awaited,
+    call_now,
     describe_failure,
     is_async,
     outcome_of,
@@ -126,11 +125,16 @@ class Reward:
         """Return the options set for a function; columns with these names do not reach it."""
         return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
 
+    @property
+    def call(self) -> Call:
+        """Return what calls it."""
+        return Call(self.function, f"reward '{self.label}'", self.logs)
+
     def pool(self) -> Pool:
         """Return its worker pool. Raises InputError for a function that another process cannot import."""
         if self._pool is None or self._pool.closed:
             try:
-                self._pool = Pool(WorkerCall(self.function, self.label, self.logs), self.processes or 1)
+                self._pool = Pool(self.call, self.processes or 1)
             except UnsendableError as error:
                 why = "timeout" if self.processes is None else "processes"
                 raise InputError(
@@ -385,46 +389,54 @@ def failure(reward: Reward, outcome: Outcome) -> str:
 
 
 def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
-    """Call functions concurrently on the event loop; return one outcome each."""
-    # Functions that block the loop come first, before any timeout starts.
+    """Call functions: those that run in this thread one after another, then the others at the same time."""
     order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
-    calls: dict[int, futures.Future[Any]] = {
-        f: start_async(_call_one(rewards[f], inputs), None if rewards[f].in_workers else rewards[f].timeout)
-        for f in order
-    }
+    readable = [_readable(reward, inputs) for reward in rewards]
+    begun = {f: _begin(rewards[f], select(inputs, readable[f])) for f in order}
     try:
-        futures.wait(calls.values())
+        futures.wait([call for calls in begun.values() for call in calls])
     except BaseException:
-        for call in calls.values():
+        for call in [call for calls in begun.values() for call in calls]:
             call.cancel()
         raise
-    return [outcome_of(calls[f]) for f in range(len(rewards))]
+    count = len(inputs.completions)
+    return [_outcome(reward, begun[f], readable[f], count) for f, reward in enumerate(rewards)]
 
 
-async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
-    """Call one function: float64 [N], NaN where it does not apply. Raises RunError for invalid return values."""
-    if any(place in reward.unreadable for place in inputs.places):
-        rows = [i for i, place in enumerate(inputs.places) if place not in reward.unreadable]
-        table = np.full(len(inputs.places), np.nan)
-        if rows:
-            table[rows] = await _call_one(reward, select(inputs, rows))
-        return table
+def _readable(reward: Reward, inputs: RewardInputs) -> list[int]:
+    """List the completions whose rows the reward's `check` did not reject."""
+    places = inputs.places or [""] * len(inputs.completions)
+    return [i for i, place in enumerate(places) if place not in reward.unreadable]
+
+
+def _begin(reward: Reward, inputs: RewardInputs) -> list[futures.Future[Scored]]:
+    """Start a call, or one for each of its parts; none for no completions."""
+    count = len(inputs.completions)
+    if not count:
+        return []
     if reward.in_workers:
         pool = reward.pool()
-        calls = [
+        return [
             pool.submit(reward.arguments(part), len(part.completions), seconds=reward.timeout)
             for part in parts(inputs, reward.processes or 1)
         ]
-        done = await asyncio.gather(*map(asyncio.wrap_future, calls))
-        values = [value for part, _ in done for value in part]
-        names = dict.fromkeys(name for _, logged in done for name in logged)
-        reward.logged = {name: [x for _, logged in done for x in logged.get(name, ())] for name in names}
-    else:
-        log = MetricLog()
-        arguments = reward.arguments(inputs) | ({LOG: log} if reward.logs else {})
-        returned = await awaited(reward.function(**arguments))
-        values = checked_values(f"reward '{reward.label}'", returned, len(inputs.completions))
-        reward.logged = log.values
+    arguments = reward.arguments(inputs)
+    if reward.asynchronous:
+        return [start_async(reward.call.on_loop(arguments, count), reward.timeout)]
+    return [call_now(reward.call, arguments, count)]
+
+
+def _outcome(
+    reward: Reward, calls: Sequence[futures.Future[Scored]], rows: Sequence[int], count: int
+) -> Outcome:
+    """Join the results of calls for these of `count` completions; return the first exception if one raised."""
+    done: list[Any] = [outcome_of(call) for call in calls]
+    if raised := [each for each in done if isinstance(each, BaseException)]:
+        return raised[0]
+    values = [value for part, _ in done for value in part]
+    for _, logged in done:
+        for name, numbers in logged.items():
+            reward.logged.setdefault(name, []).extend(numbers)
     undefined = sum(value is not None and math.isnan(value) for value in values)
     if undefined and "NaN" not in reward.told:
         reward.told.add("NaN")
@@ -433,7 +445,9 @@ async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
             "'does not apply'",
             stacklevel=2,
         )
-    return np.array(values, np.float64)
+    table = np.full(count, np.nan)
+    table[rows] = np.array(values, np.float64)
+    return table
 
 
 def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:

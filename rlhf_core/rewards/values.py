@@ -1,4 +1,4 @@
-"""Call a reward function in a worker process, and check what a function returned. Nothing here imports jax."""
+"""Call a reward function, and check what it returns. Worker processes import this module: it does not import jax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlhf_core.contracts import LARGEST_REWARD
 from rlhf_core.errors import RunError
@@ -19,6 +19,8 @@ MEASURED = ("mean", "std", "failed", "unscored")
 """Last parts of the names of metrics that are measured of every reward."""
 LONGEST = 200
 """Characters of a wrong value to show."""
+Scored: TypeAlias = tuple[list[float | None], dict[str, list[float]]]
+"""Values of completions, None where a reward does not apply, and {metric: the values that were logged}."""
 
 
 class MetricLog:
@@ -43,25 +45,32 @@ class MetricLog:
 
 
 @dataclass(frozen=True)
-class WorkerCall:
-    """A reward function, as a worker process calls it. logs: whether it takes `log_metric`.
+class Call:
+    """A reward function, as it is called here or in a worker process.
 
-    What is returned is checked there, too: its own code, which converting it runs, stays within the call's time limit.
+    What it returns is checked where it is called: code of its own, which converting it runs, has the call's time limit.
+    name: as messages begin. logs: whether the function takes `log_metric`.
     """
 
     function: Any
-    label: str
+    name: str
     logs: bool = False
 
-    def __call__(
-        self, arguments: Mapping[str, Any], count: int
-    ) -> tuple[list[float | None], dict[str, list[float]]]:
+    def __call__(self, arguments: Mapping[str, Any], count: int) -> Scored:
         """Return the checked values of `count` completions, and the metrics that were logged."""
-        log = MetricLog()
-        values = self.function(**arguments, **({LOG: log} if self.logs else {}))
+        values, log = self._values(arguments)
         if inspect.isawaitable(values):
             values = run_async(awaited(values))  # on the loop of the calls before
-        return checked_values(f"reward '{self.label}'", values, count), log.values
+        return checked_values(self.name, values, count), log.values
+
+    async def on_loop(self, arguments: Mapping[str, Any], count: int) -> Scored:
+        """Do the same for an asynchronous function."""
+        values, log = self._values(arguments)
+        return checked_values(self.name, await awaited(values), count), log.values
+
+    def _values(self, arguments: Mapping[str, Any]) -> tuple[Any, MetricLog]:
+        log = MetricLog()
+        return self.function(**arguments, **({LOG: log} if self.logs else {})), log
 
 
 def checked_values(reward: str, values: Any, count: int) -> list[float | None]:

@@ -1,6 +1,7 @@
 """Run slow or untrusted user code: in a pool of processes, or on an event loop in a thread of its own."""
 
 from rlhf_core.workers.event_loop import awaited as awaited
+from rlhf_core.workers.event_loop import call_now as call_now
 from rlhf_core.workers.event_loop import is_async as is_async
 from rlhf_core.workers.event_loop import outcome_of as outcome_of
 from rlhf_core.workers.event_loop import run_async as run_async

@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rlhf_core.errors import Stopped
 from rlhf_core.workers.pool import TooSlowError, at_stage_end
 
 T = TypeVar("T")
@@ -74,6 +75,25 @@ async def awaited(value: Any) -> Any:
     while inspect.isawaitable(value):
         value = await value
     return value
+
+
+def call_now(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call a function in this thread; return its outcome as a future that is done, or the future that it returns.
+
+    What a function raises is its outcome, exit() included; what interrupts the run is raised.
+    """
+    future: Future[Any] = Future()
+    try:
+        value = function(*arguments)
+    except (KeyboardInterrupt, Stopped):
+        raise
+    except BaseException as error:
+        future.set_exception(error)
+        return future
+    if isinstance(value, Future):
+        return value
+    future.set_result(value)
+    return future
 
 
 def outcome_of(call: Future[T]) -> T | BaseException:

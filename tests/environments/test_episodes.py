@@ -14,9 +14,10 @@ import pytest
 
 from rlhf_core.contracts import Continuation, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes
-from rlhf_core.environments.calls import EpisodeError, checked_turn, failed
+from rlhf_core.environments.calls import EpisodeError, checked_turn
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.hidden import HIDDEN, remember
+from rlhf_core.workers import call_now
 
 PROMPT, ADDED, STOP = 5, 3, 1
 """Tokens of a prompt, and of what an environment adds; the id that ends a completion."""
@@ -134,8 +135,11 @@ def test_whatever_an_environment_raises_fails_its_episode(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stopped])
 def test_what_stops_the_run_is_no_failure_of_an_environment(error: type[BaseException]) -> None:
+    def interrupted() -> None:
+        raise error
+
     with pytest.raises(error):
-        failed(error())
+        call_now(interrupted)
 
 
 TURN = Turn([USER])

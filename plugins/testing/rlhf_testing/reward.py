@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.errors import RunError, suggest
-from rlhf_core.rewards.values import LOG, MetricLog, checked_values
-from rlhf_core.workers import awaited, describe_failure, outcome_of, start_async
+from rlhf_core.rewards.values import LOG, Call, MetricLog
+from rlhf_core.workers import call_now, describe_failure, outcome_of
 from rlhf_testing.findings import Broken, Findings, make_component, require_close
 from rlhf_testing.fixtures import a_stage
 
@@ -78,7 +78,7 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
             kept = copy.deepcopy(rows)
             arguments = _arguments(reward, rows)
             before = copy.deepcopy(arguments)
-            _call(reward, arguments)
+            _call(reward, arguments, len(rows))
             changed = [name for name in arguments if arguments[name] != before[name]] + (
                 ["rows"] if rows != kept else []
             )
@@ -91,26 +91,22 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
 
 def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
     """Score rows: float64 [rows], NaN where the reward does not apply. Raises Broken for invalid values."""
-    returned = _call(reward, _arguments(reward, rows))
-    try:
-        values = checked_values("it", returned, len(rows))
-    except RunError as error:
-        raise Broken(str(error)) from None
+    values = _call(reward, _arguments(reward, rows), len(rows))
     if any(value is not None and math.isnan(value) for value in values):
         raise Broken("it returned NaN; return None where it does not apply")
     return np.array(values, np.float64)
 
 
-def _call(reward: Any, arguments: Mapping[str, Any]) -> Any:
-    async def call() -> Any:
-        return await awaited(reward(**arguments))
-
-    value = outcome_of(start_async(call()))  # as in a run, on one event loop for all calls
-    if isinstance(value, Exception):
-        raise value
-    if isinstance(value, BaseException):
-        raise Broken(describe_failure(value, None))
-    return value
+def _call(reward: Any, arguments: Mapping[str, Any], count: int) -> list[float | None]:
+    scored = outcome_of(call_now(Call(reward, "it"), arguments, count))
+    if isinstance(scored, RunError):
+        raise Broken(str(scored))
+    if isinstance(scored, Exception):
+        raise scored
+    if isinstance(scored, BaseException):
+        raise Broken(describe_failure(scored, None))
+    values: list[float | None] = scored[0]
+    return values
 
 
 def _arguments(reward: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
