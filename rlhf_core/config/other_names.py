@@ -65,7 +65,7 @@ def _sampling(value: Any) -> Any:
 
 
 _ESURGE = "the component that `sampler` names samples completions"
-_WORKERS = "batches are made between updates, while the device computes; no worker processes are needed"
+_PINNED = "batches are made between updates, while the device computes"
 _HOST = "token ids stay in host memory, batches go to the device one at a time"
 _SHARDS = "the mesh determines the share of a batch that each process reads"
 _SPARSE = "parameters are dense arrays"
@@ -92,8 +92,7 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
         "JAX chooses the device; the environment variable JAX_PLATFORMS overrides it", (None,)
     ),
     "custom_scheduler": Taken("scheduler", same=(None,), wins=True),
-    "dataloader_num_workers": Ignored(_WORKERS, (0, None)),
-    "dataloader_pin_memory": Ignored(_WORKERS, (False, None)),
+    "dataloader_pin_memory": Ignored(_PINNED, (False, None)),
     "do_eval": Taken("max_evaluation_steps", lambda value: 0 if value is False else None, same=(True,)),
     "do_last_save": Taken("checkpoints.last"),
     "do_train": Ignored("a stage always trains; `rlhf score` applies a model without training it", (True,)),

@@ -333,6 +333,12 @@ class TrainerConfig(Options):
     dataset_num_proc: int | None = Field(
         None, ge=1, description="one process tokenises, with one thread per core; another number is a warning"
     )
+    dataloader_num_workers: int | None = Field(
+        0, ge=0, description="processes that tokenise large files and streams; 0 or none: a thread does"
+    )
+    shuffle_buffer: int = Field(
+        4096, ge=1, description="rows of a stream that are shuffled together; 1: they keep their order"
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
         description="dtype of computation; none: float32 on CPUs, bfloat16 on accelerators. Parameters, logits and "

@@ -7,6 +7,7 @@ from rlhf_core.data.batch_order import visited_rows as visited_rows
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.encoded import require_vocabulary as require_vocabulary
+from rlhf_core.data.lazy import LazyRows as LazyRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.prompts import EpisodeRows as EpisodeRows
 from rlhf_core.data.prompts import Prompts as Prompts

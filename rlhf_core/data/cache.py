@@ -69,7 +69,8 @@ class TokenCache:
                     yield encoded
             problems.raise_if_any()
 
-        if self.encoder is None or len(source.rows) < SMALL or self._settings_hash is None:
+        cached = source.fingerprint and len(source.rows) >= SMALL
+        if self.encoder is None or not cached or self._settings_hash is None:
             return join_parts(build())
         return load_or_build(f"{self.kind}-{digest(source.fingerprint, self._settings_hash)[:40]}", build)
 

@@ -167,9 +167,10 @@ class Selected(NamedTuple):
         return np.concatenate([of(rows)[rows.used] for rows in self.parts])
 
 
-def select(records: Records, cache: TokenCache, form: Form, limit: Limit) -> Selected:
+def select(records: Records, cache: TokenCache, form: Form, limit: Limit, *, part: bool = False) -> Selected:
     """Encode all rows and select those to use; the report says why others are not.
 
+    part: the rows are some of a larger whole: they may all be dropped, and only drops and cuts are reported.
     Raises InputError naming file and row of the first few problems, and if no row is left.
     """
     limit.check()
@@ -186,7 +187,7 @@ def select(records: Records, cache: TokenCache, form: Form, limit: Limit) -> Sel
     for source, offset in zip(records.sources, records.offsets(), strict=True):
         rows = Selection(source, offset, cache.encode(source, encode), form.names)
         report.total += rows.count
-        if encoder is not None and "doubled" in form.notes:
+        if encoder is not None and "doubled" in form.notes and not part:
             refuse_repeats(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
         rows.drop(~form.trainable(rows), report.empty)
         lengths.append(rows.longest[rows.used])
@@ -199,16 +200,20 @@ def select(records: Records, cache: TokenCache, form: Form, limit: Limit) -> Sel
             rows.record(over & rows.used, report.truncated)
         else:
             rows.drop(over, report.filtered)
+        parts.append(rows)
+        if part:
+            continue
         rows.record_notes(form.notes, report)
         columns = form.text_columns(source)
         if columns and skips_template(source, encoder, *columns):
             rows.record(rows.used, report.untemplated)
-        parts.append(rows)
     kept = np.concatenate([np.flatnonzero(rows.used) + rows.offset for rows in parts])
     places = Places(records, kept)
     digests = np.concatenate([rows.digests[rows.used] for rows in parts])
-    record_repeats(report, digests, places)
     report.kept = len(kept)
+    if part:
+        return Selected(parts, report, places, digests)
+    record_repeats(report, digests, places)
     report.require_some(records.name, np.concatenate(lengths), limit.setting)
     return Selected(parts, report, places, digests)
 

@@ -206,6 +206,15 @@ def _json_row(line: str) -> Row:
     return row
 
 
+def parse_line(line: bytes, kind: str, place: str) -> Row:
+    """Parse a line of a jsonl or txt file. Raises InputError that begins with `place`."""
+    try:
+        text = line.removeprefix(BOM).decode().removesuffix("\n")
+        return _json_row(text) if kind == "jsonl" else {"text": text.removesuffix("\r")}
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}{_line_problem(error)}") from error
+
+
 def _read_jsonl(file: io.BufferedIOBase, name: str) -> Rows:
     return _read_lines(file, name, _json_row)
 

@@ -184,6 +184,8 @@ def encode_pairs(
     truncation_mode: str = "keep_end",
     chat_template: str | TextOptions | None = None,
     completions: bool = False,
+    margins: bool = True,
+    part: bool = False,
 ) -> Pairs:
     """Tokenise preferences, reading them by their columns and checking every row.
 
@@ -193,9 +195,10 @@ def encode_pairs(
     overlong: "filter" drops a pair if either sequence is too long, "truncate" cuts each by `truncation_mode`.
     completions: find where they start (`Pair.starts`): after the prompt; without one, after the turns that both
         conversations share, or where texts or ids differ. A pair whose completions are cut away is dropped.
+    margins: whether the caller reads them; if not, the report lists the pairs that have one. part: as in `select`.
     Raises InputError naming file and row of the first few problems, and if no pair is left.
     """
-    encoder = None if tokenizer is None else Encoder(tokenizer, chat_template)
+    encoder = None if tokenizer is None else Encoder.of(tokenizer, chat_template)
 
     def firsts(rows: Selection) -> NDArray[np.int64]:
         """Index of the first completion token of each sequence once it is cut, int64 [rows, 2]; else 0."""
@@ -210,9 +213,8 @@ def encode_pairs(
     encode = partial(_encode, encoder=encoder, completions=completions)
     form = Form("pairs", SIDES, NOTES, encode, trainable, _text_columns)
     cache = TokenCache("completions" if completions else "pairs", encoder)
-    chosen = select(records, cache, form, Limit(max_length, overlong, truncation_mode))
-    list_unread_columns(chosen.report, records, _used_columns)
-    return Pairs(
+    chosen = select(records, cache, form, Limit(max_length, overlong, truncation_mode), part=part)
+    pairs = Pairs(
         chosen.sequences("chosen"),
         chosen.sequences("rejected"),
         chosen.values(lambda rows: rows.arrays["margin"]),
@@ -221,6 +223,33 @@ def encode_pairs(
         chosen.digests,
         chosen.report,
         chosen.places,
+    )
+    if not part:
+        list_unread_columns(pairs.report, records, _used_columns)
+    if not margins:
+        pairs.report.unread += [pairs.where(i) for i in np.flatnonzero(pairs.margins).tolist()]
+    return pairs
+
+
+def usable_pairs(source: Source, options: TextOptions) -> NDArray[np.bool_]:
+    """Check all rows as far as that needs no tokenizer; tell which could teach something, bool [rows].
+
+    Raises InputError naming file and row of the first few problems.
+    """
+    problems = Problems()
+    for i, row in enumerate(source.rows):
+        read_margin(row, source.where(i), problems)
+    if any(set(family) <= set(source.columns) for family in FAMILIES):
+        problems.raise_if_any()
+        return np.ones(len(source.rows), bool)
+    parsed = parse_pairs(source, problems, options.prompt_repeated)
+    problems.raise_if_any()
+    return np.array(
+        [
+            p.chosen != p.rejected and not (cells.is_blank(p.chosen) or cells.is_blank(p.rejected))
+            for p in parsed
+        ],
+        bool,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -59,9 +60,7 @@ def load(
     """
     if isinstance(spec, Records):
         return (
-            spec
-            if columns is None
-            else Records([_with_columns_mapped(source, columns) for source in spec.sources])
+            spec if columns is None else Records([with_columns(source, columns) for source in spec.sources])
         )
     if isinstance(spec, list | tuple):
         if not spec:
@@ -69,12 +68,12 @@ def load(
         if not all(map(_is_row, spec)):
             loaded = [load(item, registry=registry, base=base, columns=columns) for item in spec]
             return Records([source for records in loaded for source in records.sources])
-        return Records([_with_columns_mapped(from_memory(spec), columns)])
+        return Records([with_columns(from_memory(spec), columns)])
     if isinstance(spec, str | Path):
-        return Records([_with_columns_mapped(_from_name(str(spec), {}, registry, base), columns)])
+        return Records([with_columns(_from_name(str(spec), {}, registry, base), columns)])
     if isinstance(spec, Mapping):
         return Records([_from_table(spec, registry, base, columns)])
-    return Records([_with_columns_mapped(from_memory(spec), columns)])
+    return Records([with_columns(from_memory(spec), columns)])
 
 
 def drop_columns(records: Records, names: Sequence[str]) -> Records:
@@ -92,8 +91,19 @@ def drop_columns(records: Records, names: Sequence[str]) -> Records:
     return Records([without(source) for source in records.sources])
 
 
-def _with_columns_mapped(source: Source, columns: Mapping[str, Any] | None) -> Source:
+def with_columns(source: Source, columns: Mapping[str, Any] | None) -> Source:
+    """Rename the columns of a source and convert its conversations."""
     return normalise_conversations(source if not columns else rename_columns(source, columns))
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data, or one of a list, are a function, iterated and of no known length, or a table with `streaming`."""
+    if isinstance(data, list | tuple):
+        return not all(map(_is_row, data)) and any(map(is_stream, data))
+    if isinstance(data, Mapping):
+        return data.get("streaming") is True and bool({"name", "path"} & set(data))
+    iterated = hasattr(data, "__iter__") and not hasattr(data, "__len__")
+    return inspect.isfunction(data) or inspect.ismethod(data) or (iterated and not isinstance(data, type))
 
 
 def _is_row(item: Any) -> bool:
@@ -142,7 +152,7 @@ def _from_table(
             )
         else:
             source = _from_name(str(name), options, registry, base)
-    source = _with_columns_mapped(source, columns)
+    source = with_columns(source, columns)
     if weight == 1:
         return source
     n, whole = len(source.rows), int(weight)
@@ -162,11 +172,12 @@ def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None,
         return from_memory(registry.get(DATASET, name), name)
     has_format = format_of(path) is not None
     if has_format or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
-        raise InputError(_missing(path, name))
-    return _from_hub(name, options, path, registry)
+        raise InputError(missing_file(path, name))
+    return from_memory(hub_dataset(name, options, path, registry), name)
 
 
-def _missing(path: Path, name: str) -> str:
+def missing_file(path: Path, name: str) -> str:
+    """Say that a file does not exist, and which has a similar name."""
     if not path.parent.is_dir():
         parent = path.parent.parent
         hint = suggest(path.parent.name, [p.name for p in parent.iterdir()]) if parent.is_dir() else ""
@@ -179,7 +190,7 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
     if hub := [key for key in options if key not in FILE_OPTIONS]:
         raise InputError(f"{name} is a file: {', '.join(hub)} is for datasets of the hub; leave it out")
     if not path.exists():
-        raise InputError(_missing(path, name))
+        raise InputError(missing_file(path, name))
     if path.is_dir():
         if "field" in options:
             raise InputError(f"{name} is a directory: field is for files; leave it out")
@@ -245,8 +256,17 @@ def _from_directory(path: Path, name: str, split: str | None) -> Source:
     return from_memory(dataset, name)
 
 
-def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Registry | None) -> Source:
-    """Load a dataset from the Hugging Face hub, or from its cache if HF_HUB_OFFLINE is set."""
+def hub_dataset(
+    name: str,
+    options: Mapping[str, Any],
+    path: Path = Path(),
+    registry: Registry | None = None,
+    streaming: bool = False,
+) -> Any:
+    """Load a dataset from the Hugging Face hub, or from its cache if HF_HUB_OFFLINE is set.
+
+    path, registry: where a similar name is looked for, of a file or of a registered dataset.
+    """
     import datasets
     from huggingface_hub import dataset_info
 
@@ -260,10 +280,11 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
         revision = options.get("revision")
         if not offline:
             dataset_info(name, revision=revision, timeout=10)  # one request; loading would keep retrying
-        dataset = datasets.load_dataset(
+        return datasets.load_dataset(
             name,
             options.get("subset"),
             split=options.get("split") or "train",
+            **({"streaming": True} if streaming else {}),
             **{key: options[key] for key in ("revision", "data_files") if options.get(key) is not None},
         )
     except Exception as error:  # the network, the hub and the dataset's files fail in many ways
@@ -272,7 +293,6 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
             f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}). "
             f"Without network, fetch it elsewhere and give its files.{hint}"
         ) from error
-    return from_memory(dataset, name)
 
 
 def from_memory(data: Any, name: str = "dataset") -> Source:
@@ -312,7 +332,7 @@ def _rows_of(data: Any, name: str) -> Sequence[Any]:
         return table_rows(data)
     if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
         return [
-            {column: None if _is_missing(value) else value for column, value in row.items()}
+            {column: None if _ismissing_file(value) else value for column, value in row.items()}
             for row in data.to_dict("records")
         ]
     if hasattr(data, "to_dicts"):  # polars
@@ -325,6 +345,6 @@ def _rows_of(data: Any, name: str) -> Sequence[Any]:
     )
 
 
-def _is_missing(value: Any) -> bool:
+def _ismissing_file(value: Any) -> bool:
     """Whether a value is NaN, NaT or NA, which pandas uses for an empty cell."""
     return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)

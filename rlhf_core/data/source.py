@@ -32,7 +32,7 @@ class Source:
     numbers: Sequence[int] | NDArray[np.int64]
     """1-based number of each row in the file; repeated rows repeat their number."""
     fingerprint: str
-    """Hash of the content."""
+    """Hash of the content; empty: not known, and token ids are not cached."""
     known_kinds: Kinds | None = None
     """`kinds`, if they are known already."""
     remarks: tuple[str, ...] = field(default=())
@@ -132,19 +132,20 @@ class Records(Sequence[Mapping[str, Any]]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(len(self)))]
-        source, k = self._find(range(len(self))[i])
+        source, k = self.find(range(len(self))[i])
         return source.rows[k]
 
     def where(self, i: int) -> str:
         """Name row `i`, such as "prefs.jsonl row 17"."""
-        source, k = self._find(range(len(self))[i])
+        source, k = self.find(range(len(self))[i])
         return source.where(k)
 
     def offsets(self) -> list[int]:
         """Return the index of each source's first row."""
         return [0, *self._ends[:-1]]
 
-    def _find(self, i: int) -> tuple[Source, int]:
+    def find(self, i: int) -> tuple[Source, int]:
+        """Return the source of row `i`, and the row's index there."""
         at = bisect.bisect_right(self._ends, i)
         return self.sources[at], i - (self._ends[at - 1] if at else 0)
 

@@ -50,6 +50,7 @@ def encode_texts(
     truncation_mode: str = "keep_end",
     chat_template: str | TextOptions | None = None,
     values: Sequence[str] = (),
+    part: bool = False,
 ) -> Texts:
     """Tokenise demonstrations. Which tokens are learned depends on the columns:
 
@@ -60,9 +61,10 @@ def encode_texts(
     max_length: tokens; longer rows are dropped ("filter") or cut ("truncate", by `truncation_mode`).
     chat_template: as in `template_text`, or all options as `TextOptions`.
     values: columns of numbers, one per text, which an objective reads as `batch.sequence_values[column]`.
+    part: as in `select`.
     Raises InputError naming file and row of the first few problems, and if no text is left.
     """
-    encoder = Encoder(tokenizer, chat_template)
+    encoder = Encoder.of(tokenizer, chat_template)
 
     def trained(rows: Selection) -> NDArray[np.int64]:
         """Count the learned tokens of each row, int64 [rows]; the first token never counts."""
@@ -72,7 +74,8 @@ def encode_texts(
 
     encode = partial(_encode, encoder=encoder)
     form = Form("texts", ("tokens",), NOTES, encode, lambda rows: trained(rows) > 0, _text_columns)
-    chosen = select(records, TokenCache("texts", encoder), form, Limit(max_length, overlong, truncation_mode))
+    limit = Limit(max_length, overlong, truncation_mode)
+    chosen = select(records, TokenCache("texts", encoder), form, limit, part=part)
     problems = Problems()
     numbers = {
         column: [
@@ -83,7 +86,8 @@ def encode_texts(
         for column in values
     }
     problems.raise_if_any()
-    list_unread_columns(chosen.report, records, lambda source: (*used_columns(source), *values))
+    if not part:
+        list_unread_columns(chosen.report, records, lambda source: (*used_columns(source), *values))
     return Texts(
         chosen.sequences("tokens"),
         chosen.sequences("tokens", "learned"),
@@ -92,6 +96,31 @@ def encode_texts(
         chosen.report,
         chosen.places,
         {name: np.array(column, np.float32) for name, column in numbers.items()},
+    )
+
+
+def usable_texts(source: Source, options: TextOptions, values: Sequence[str] = ()) -> NDArray[np.bool_]:
+    """Check all rows as far as that needs no tokenizer; tell which could teach something, bool [rows].
+
+    Raises InputError naming file and row of the first few problems.
+    """
+    problems = Problems()
+    for column in values:
+        for i, row in enumerate(source.rows):
+            read_number(row, column, source.where(i), problems)
+    columns = read_columns(source)
+    if "chosen" in columns:
+        completions: list[Turns] = [p.chosen for p in parse_pairs(source, problems, options.prompt_repeated)]
+        problems.raise_if_any()
+    else:
+        chat = {name: name == "messages" or cells.is_chat(source, name) for name in columns}
+        chat |= {"text": False} if "text" in columns else {}
+        answered = "completion" if chat.get("completion") else None
+        completions = [row[-1] for row in _read_values(source, chat, answered)]
+        problems.raise_if_any()
+    return np.array(
+        [cells.is_answered(turns) and not cells.is_blank(until_last_reply(turns)) for turns in completions],
+        bool,
     )
 
 

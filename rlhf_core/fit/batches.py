@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import batch_rows, count_examples, count_updates, visited_rows
+from rlhf_core.data import batch_rows, count_examples, count_updates, require_vocabulary, visited_rows
+from rlhf_core.data.lazy import Encoding, LazyRecords, LazyRows, Reading, State
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
-from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout, empty_batches, pack
+from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout, empty_batches, pack, with_room
 from rlhf_core.packing.trees import most_branches, sizes_of, trained_of
 from rlhf_core.runtime.devices import platform
 
@@ -247,3 +249,93 @@ class DatasetUpdates:
                 f"start it would have had {missing} more examples, which are passed over now",
                 stacklevel=2,
             )
+
+
+class LazyUpdates:
+    """Draw `total_batch_size` examples per update from rows that are encoded while updates use them.
+
+    An update is a function of the data, the seed and `n`: it begins where the one before ended, and a row that is
+    dropped makes room for the next. Checkpoints hold the position.
+    """
+
+    def __init__(
+        self,
+        rows: LazyRows,
+        config: TrainerConfig,
+        layout: Layout,
+        *,
+        vocabulary: int,
+        say: Callable[[str], None],
+        sequence_names: Sequence[str] = (),
+        group: int = 1,
+    ) -> None:
+        """vocabulary: embeddings of the model. say: prints how many rows were dropped, after the last update."""
+        self.data = rows
+        self.config, self.layout, self._vocabulary, self._say = config, layout, vocabulary, say
+        self._names, self._group = sequence_names, group
+        limits = (config.total_batch_size, config.num_train_epochs, config.max_training_steps)
+        self.total = count_updates(len(rows), *limits)
+        self._examples = count_examples(len(rows), *limits)
+        self._positions: dict[int, State | None] = {0: None}
+        self._made: dict[int, tuple[list[Tree], list[str]]] = {}
+        self._reading: Reading | None = None
+        self._next = 0
+
+    def shapes(self) -> list[Packed]:
+        return empty_batches(self.layout, sequence_names=self._names)
+
+    def needs_state(self, step: int) -> bool:
+        return False
+
+    def update(self, step: int, state: TrainState | None = None) -> Update:
+        trees, places = self._read(step)
+        layout = with_room(self.layout, trees, self._group)
+        batches = pack(trees, layout, sequence_names=self._names, group=self._group)
+        if any(int(batch.rows.tokens.max()) >= self._vocabulary for batch in batches):
+            require_vocabulary(trees, places.__getitem__, self._vocabulary)
+        return Update(batches, sum(tree.size for tree in trees), places.__getitem__)
+
+    def _read(self, step: int) -> tuple[list[Tree], list[str]]:
+        """Read the examples of an update, from the nearest position before it that is known."""
+        if step in self._made:
+            return self._made[step]
+        if self._reading is None or self._next != step:
+            self._next = max(known for known in self._positions if known <= step)
+            self._reading = Reading(self.data, self._encoding, self._positions[self._next])
+        while self._next <= step:
+            size, first = self.config.total_batch_size, self._next * self.config.total_batch_size
+            examples = [next(self._reading) for _ in range(min(size, self._examples - first))]
+            self._made[self._next] = [each.tree for each in examples], [each.where for each in examples]
+            self._next += 1
+            self._positions[self._next] = self._reading.state
+        recent = -KNOWN_UPDATES - FIRST_UPDATES
+        for old in sorted(self._made)[:recent]:
+            del self._made[old]
+        for old in sorted(self._positions)[1:recent]:
+            del self._positions[old]
+        if step == self.total - 1:
+            self._end()
+        return self._made[step]
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        if isinstance(self.data, LazyRecords) and self._examples >= len(self.data):
+            self.data.cache()
+        return Encoding(self.data.encoder, self.config.dataloader_num_workers or 0)
+
+    def _end(self) -> None:
+        if isinstance(self.data, LazyRecords):
+            self.data.wait()
+        if self._reading is not None and (dropped := self._reading.dropped):
+            self._say(f"{dropped:,} rows that updates met were dropped: nothing to learn, or too long")
+
+    def epochs(self, step: int) -> float:
+        """Return the passes over the data; of a stream, whose length is not known, the share of the run."""
+        done = min(step * self.config.total_batch_size, self._examples)
+        return done / (len(self.data) or self._examples)
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {"position": self._positions[step]}, {}
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        self._positions[step] = host["position"]

@@ -28,6 +28,7 @@ __all__ = [
     "split",
     "tree",
     "useful_fraction",
+    "with_room",
 ]
 
 Shape: TypeAlias = tuple[int, int]
@@ -121,6 +122,30 @@ def empty_batches(
 
     classes = zip(layout.time, layout.rows, layout.sequences, layout.trained, strict=True)
     return [one(*shape) for shape in classes]
+
+
+def with_room(layout: Layout, trees: Sequence[Tree], group: int) -> Layout:
+    """Add a class of rows for the trees that fit none, of a layout that was chosen from other trees.
+
+    group: branches of a tree that stay together.
+    """
+    longest = most = 0
+    for each in trees:
+        sizes, needs = [len(branch) for branch in each.branches], trained_per_branch(each)
+        for at in range(0, len(sizes), group):
+            longest = max(longest, len(each.prefix) + sum(sizes[at : at + group]))
+            most = max(most, sum(needs[at : at + group]))
+    time, trained = layout.time[-1], layout.trained[-1]
+    if longest <= time and (most <= trained or not trained):
+        return layout
+    while time < longest:
+        time *= 2
+    return layout._replace(
+        time=(*layout.time, time),
+        rows=(*layout.rows, layout.rows[-1]),
+        sequences=(*layout.sequences, max(layout.sequences[-1], group)),
+        trained=(*layout.trained, time if trained else 0),
+    )
 
 
 def _split_to_fit(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tree], Ints]:

@@ -39,6 +39,7 @@ UNCOMPARED = frozenset(
         "run_name",
         "log_all_workers",
         "dataset_num_proc",
+        "dataloader_num_workers",
     }
 )
 """Fields of logging and saving, which may also differ between processes."""

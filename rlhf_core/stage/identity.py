@@ -28,6 +28,7 @@ from rlhf_core.config.paths import is_input_field, split_file_name
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.trainer import function_name
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
+from rlhf_core.data.records import is_stream
 from rlhf_core.data.source import digest, json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
 from rlhf_core.mesh import fetch_array
@@ -272,8 +273,11 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 def of_rows(data: Any) -> str:
     """Hash the rows of data in memory: a list of mappings, a `datasets.Dataset`, a data frame, or any sequence.
 
-    A list may also mix these with file names and tables that name a file; then the contents of the files count.
+    A list may also mix these with file names and tables that name a file; then the contents of the files count. Of a
+    stream given as a function or an iterable, the source of its code counts.
     """
+    if is_stream(data) and not isinstance(data, list | tuple | Mapping):
+        return digest("stream", of_callable(data))
     if isinstance(data, list | tuple) and not all(isinstance(item, Mapping) for item in data):
         return digest("several", *map(_of_item, data))
     content = hashlib.sha256()

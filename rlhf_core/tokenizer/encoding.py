@@ -48,6 +48,11 @@ class Encoder:
         self._blank: dict[int, bool] = {}
         self._adds_eos = any(int(i) in self.special.eos for i in self.tokenize([("a", True)])[0][-1:])
 
+    @classmethod
+    def of(cls, tokenizer: Any, chat_template: str | TextOptions | None = None) -> Encoder:
+        """Make an encoder, unless `tokenizer` is one already."""
+        return tokenizer if isinstance(tokenizer, Encoder) else cls(tokenizer, chat_template)
+
     def prompts(
         self,
         prompts: Sequence[Turns],

@@ -6,8 +6,9 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import numpy as np
@@ -18,8 +19,12 @@ from rlhf_core import data
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.data import EpisodeRows, Pairs, Prompts, Texts
 from rlhf_core.data.columns import require_conversations
+from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
+from rlhf_core.data.preferences import usable_pairs
+from rlhf_core.data.records import is_stream
+from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError
-from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
+from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Definition, Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
@@ -48,7 +53,6 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
     from rlhf_core.tokenizer.options import ReadAt, TextOptions
 
-T = TypeVar("T", Texts, Pairs)
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 UNHEARD_OF = "\U0010fffd"
 """A text that no vocabulary has as a token."""
@@ -187,9 +191,36 @@ class Context:
     def records(self, field: str, *, episodes: bool = False) -> Records | None:
         """Open the rows of `train_data`, or of `eval_data`, which may not be given: None.
 
-        episodes: whether an environment makes the conversations. Raises InputError for plain texts with a
-        `system_prompt`.
+        Of a stream, `eval_data` has the rows of `max_evaluation_steps` batches. episodes: whether an environment makes
+        the conversations. Raises InputError for plain texts with a `system_prompt`, and for a stream as `train_data`.
         """
+        config, spec = self.config, self._spec(field)
+        if spec is None:
+            return None
+        with error_context(self.stage, field):
+            if not is_stream(spec):
+                records = data.load(spec, registry=self.registry, columns=config.columns)
+            elif field == "train_data":
+                raise InputError(
+                    "a stream, and all rows are read before the first update here: write them to a file, or leave out "
+                    "streaming"
+                )
+            elif config.max_evaluation_steps is None:
+                raise InputError("a stream, whose length is not known: set max_evaluation_steps")
+            else:
+                from rlhf_core.data.streams import first_rows, open_streams
+
+                count = (config.eval_batch_size or config.total_batch_size) * config.max_evaluation_steps
+                streams = open_streams(spec, registry=self.registry, columns=config.columns)
+                records = first_rows(streams, count)
+            if config.drop_columns:
+                records = data.drop_columns(records, config.drop_columns)
+            if config.system_prompt is not None and not episodes:
+                require_conversations(records.sources)
+        return records
+
+    def _spec(self, field: str) -> Any:
+        """Return what `train_data` or `eval_data` is; None for `eval_data` that are not given."""
         config, stage, where = self.config, self.stage, f"stage '{self.name}'.{field}"
         dataset = stage.inputs.get(field.replace("_data", "_dataset"))
         spec = dataset if dataset is not None else getattr(config, field)
@@ -204,37 +235,30 @@ class Context:
                 self.warn(f"evaluation_steps: nothing is evaluated without {field}")
             return None
         stop_if_asked(f"before the data of stage '{self.name}' were read")
-        with error_context(stage, field):
-            records = data.load(spec, registry=self.registry, columns=config.columns)
-            if config.drop_columns:
-                records = data.drop_columns(records, config.drop_columns)
-            if config.system_prompt is not None and not episodes:
-                require_conversations(records.sources)
-        return records
+        return spec
 
     @overload
-    def texts(self, field: Literal["train_data"], *, values: Sequence[str] = ()) -> Texts: ...
+    def texts(self, field: Literal["train_data"], *, values: Sequence[str] = ()) -> Texts | LazyRows: ...
     @overload
-    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | None: ...
-    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | None:
+    def texts(self, field: Literal["eval_data"], *, values: Sequence[str] = ()) -> Texts | None: ...
+    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | LazyRows | None:
         """Tokenise the demonstrations of `train_data` or of `eval_data`, which may not be given: None.
 
-        values: columns of numbers, which an objective reads as `batch.sequence_values[column]`.
-        Raises InputError for rows that are not demonstrations, and for those without these numbers.
+        Training data of many rows, and streams, are tokenised while updates use them: `updates` takes them as well, and
+        `trees` are those of the first rows. values: columns of numbers, which an objective reads as
+        `batch.sequence_values[column]`. Raises InputError for rows that are not demonstrations, and for those without
+        these numbers.
         """
         length = self.config.max_sequence_length
-
-        def encode(records: Records) -> Texts:
-            options = self._encoding()
-            return data.encode_texts(records, self.tokenizer, max_length=length, values=values, **options)
-
-        return self._rows(field, "demonstrations", encode)
+        encode = partial(data.encode_texts, max_length=length, values=values, **self._encoding())
+        return self._rows(field, "demonstrations", encode, partial(usable_texts, values=values))
 
     @overload
     def pairs(
         self,
         field: Literal["train_data"],
         *,
+        whole: Literal[True],
         read_at: ReadAt | None = "eos",
         completions: bool = False,
         margins: bool = True,
@@ -242,8 +266,19 @@ class Context:
     @overload
     def pairs(
         self,
-        field: str,
+        field: Literal["train_data"],
         *,
+        whole: bool = False,
+        read_at: ReadAt | None = "eos",
+        completions: bool = False,
+        margins: bool = True,
+    ) -> Pairs | LazyRows: ...
+    @overload
+    def pairs(
+        self,
+        field: Literal["eval_data"],
+        *,
+        whole: bool = False,
         read_at: ReadAt | None = "eos",
         completions: bool = False,
         margins: bool = True,
@@ -252,27 +287,23 @@ class Context:
         self,
         field: str,
         *,
+        whole: bool = False,
         read_at: ReadAt | None = "eos",
         completions: bool = False,
         margins: bool = True,
-    ) -> Pairs | None:
+    ) -> Pairs | LazyRows | None:
         """Tokenise the preference pairs of `train_data` or of `eval_data`, which may not be given: None.
 
+        whole: tokenise all now, which is otherwise done as for `texts`, for a trainer that reads the pairs itself.
         read_at: where conversations end: "eos", after the stop token that follows the last reply; "template", where the
         chat template ends; None: as the stage's reward model was trained. completions: find where they start, for
         losses over tokens. margins: whether the loss reads them; the report counts those it does not.
         Raises InputError for rows that are not pairs, and for training data without a pair that differs.
         """
-        length = self.config.max_sequence_length
-
-        def encode(records: Records) -> Pairs:
-            options = {**self._encoding(read_at), "completions": completions}
-            pairs = data.encode_pairs(records, self.tokenizer, max_length=length, **options)
-            if not margins:
-                pairs.report.unread += [pairs.where(i) for i in np.flatnonzero(pairs.margins).tolist()]
-            return pairs
-
-        return self._rows(field, "pairs", encode)
+        options = {**self._encoding(read_at), "completions": completions, "margins": margins}
+        options["max_length"] = self.config.max_sequence_length
+        usable = None if whole else usable_pairs
+        return self._rows(field, "pairs", partial(data.encode_pairs, **options), usable)
 
     def prompts(self, field: str, max_prompt_length: int) -> Prompts | None:
         """Tokenise the prompts of `train_data` or of `eval_data`, which may not be given: None.
@@ -294,20 +325,67 @@ class Context:
         records = self.records(field, episodes=True)
         return None if records is None else EpisodeRows(records, max_prompt_length)
 
-    def _rows(self, field: str, unit: str, encode: Callable[[Records], T]) -> Any:
-        records, needed = self.records(field), field == "train_data"
+    def _rows(self, field: str, unit: str, encode: partial[Any], usable: Callable[..., Any] | None) -> Any:
+        """Encode rows. usable: as of `LazyRecords`, for training data that may be encoded later; None: all are now."""
+        needed = field == "train_data"
+        if needed and usable is not None and is_stream(self._spec(field)):
+            return self._stream(unit, encode)
+        records = self.records(field)
         if records is None:
             return None
         if self.tokenizer is None:
             self.missing = True
             self._expect(unit, len(records), f"{len(records):,} {unit} before length limits")
         with error_context(self.stage, field):
-            rows = encode(records)
+            if needed and usable is not None and len(records) > WHOLE:
+                usable = partial(usable, options=encode.keywords["chat_template"])
+                seed, shuffle = self._order_seed, self.config.shuffle_train_dataset
+                lazy = LazyRecords(records, usable, encode, self.tokenizer, seed=seed, shuffle=shuffle)
+                return self._opened(lazy, unit)
+            rows = encode(records, self.tokenizer)
         self._report(rows.report, field)
         if needed:
             self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
         if needed and self.shapes:
             self._expect(unit, len(rows), str(rows.report), sizes_of(rows.trees()))
+        return rows
+
+    @property
+    def _order_seed(self) -> int:
+        seed = self.config.shuffle_seed_train
+        return self.seed if seed is None else seed
+
+    def _stream(self, unit: str, encode: partial[Any]) -> LazyRows:
+        from rlhf_core.data.streams import LazyStreams, open_streams
+
+        config = self.config
+        if config.max_training_steps is None:
+            raise InputError(
+                f"stage '{self.name}'.max_training_steps: missing; train_data is a stream, whose length is not known"
+            )
+        if self.tokenizer is None:
+            self.missing = True
+            self._expect(unit, 0, f"a stream of {unit}")
+        with error_context(self.stage, "train_data"):
+            streams = open_streams(
+                self._spec("train_data"),
+                registry=self.registry,
+                columns=config.columns,
+                drop=config.drop_columns,
+            )
+            window = config.shuffle_buffer if config.shuffle_train_dataset else 1
+            rows = LazyStreams(streams, encode, self.tokenizer, seed=self._order_seed, window=window)
+            if config.system_prompt is not None:
+                require_conversations(rows.sample.places.records.sources)
+        return self._opened(rows, unit)
+
+    def _opened(self, rows: LazyRows, unit: str) -> LazyRows:
+        """Say what is known of training data that are encoded while updates use them."""
+        if not self.shapes and not rows.sample.report.all_as_given:
+            self.warn(f"train_data: {rows.report}")
+        self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
+        if self.shapes:
+            self._expect(unit, len(rows), rows.report, sizes_of(rows.trees()))
         return rows
 
     def _report(self, report: Report, field: str) -> None:
@@ -361,7 +439,8 @@ class Context:
     def _expect(self, unit: str, count: int, report: str, sizes: NDArray[np.int64] | None = None) -> None:
         """Count the examples, updates and tokens of training rows; end the build where the model is not here.
 
-        sizes: int64 [rows], tokens; None: not known.
+        count: 0 for a stream, whose length is not known. sizes: int64 [rows], tokens, of all or of the first rows;
+        None: not known.
         """
         config, longest = self.config, self.config.max_sequence_length
         limits = (config.total_batch_size, config.num_train_epochs, config.max_training_steps)
@@ -371,10 +450,11 @@ class Context:
         if longest is not None:
             tokens = f"at most {drawn * longest:,} tokens"
         if sizes is not None:
-            longest, every = int(sizes.max()), int(sizes.sum())
-            per_update = round(every / count * config.total_batch_size)
-            tokens = f"about {round(drawn / count * every):,} tokens, shared prompts once"
-        updates = f"{total:,} update{'s'[: total > 1]} of {each} {unit}, {drawn / count:.2f} epochs"
+            longest, mean = int(sizes.max()), int(sizes.sum()) / len(sizes)
+            per_update = round(mean * config.total_batch_size)
+            tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
+        epochs = f", {drawn / count:.2f} epochs" if count else ""
+        updates = f"{total:,} update{'s'[: total > 1]} of {each} {unit}{epochs}"
         lines = [report, updates, tokens]
         self.expect(Expected(lines, total, per_update, longest or 0, examples=each))
 
@@ -384,6 +464,7 @@ class Context:
         if self.missing:
             raise ModelNotHereError
 
+    @overload
     def updates(
         self,
         model: Model,
@@ -393,7 +474,28 @@ class Context:
         reads_tokens: bool,
         sequence_names: Sequence[str] = (),
         group: int = 1,
-    ) -> tuple[Model, DatasetUpdates]:
+    ) -> tuple[Model, DatasetUpdates]: ...
+    @overload
+    def updates(
+        self,
+        model: Model,
+        rows: Texts | Pairs | LazyRows,
+        trees: Trees | None = None,
+        *,
+        reads_tokens: bool,
+        sequence_names: Sequence[str] = (),
+        group: int = 1,
+    ) -> tuple[Model, DatasetUpdates | LazyUpdates]: ...
+    def updates(
+        self,
+        model: Model,
+        rows: Texts | Pairs | LazyRows,
+        trees: Trees | None = None,
+        *,
+        reads_tokens: bool,
+        sequence_names: Sequence[str] = (),
+        group: int = 1,
+    ) -> tuple[Model, DatasetUpdates | LazyUpdates]:
         """Draw updates from rows; return the model with the attention that suits them, and the source of updates.
 
         trees: of the rows, one each; None: `rows.trees()`. reads_tokens: whether the objective reads values of trained
@@ -404,12 +506,23 @@ class Context:
         with error_context(self.stage, "model"):
             data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
         self._note_positions(model, trees)
-        self.warn(*batch_warnings(self.config, len(trees)))
+        if len(rows):
+            self.warn(*batch_warnings(self.config, len(rows)))
         layout: Any = None
         if self.has_devices:
             width = model.definition.hidden_size
             layout = choose_row_layout(trees, self.config, self.mesh, width, reads_tokens=reads_tokens)
             model = choose_attention(model, self.config, self.stage, trees, layout, group=group)
+        if isinstance(rows, LazyRows):
+            return model, LazyUpdates(
+                rows,
+                self.config,
+                layout,
+                vocabulary=model.definition.vocab_size,
+                say=lambda line: self.say(f"train_data: {line}"),
+                sequence_names=sequence_names,
+                group=group,
+            )
         return model, DatasetUpdates(
             trees,
             self.config,

@@ -46,6 +46,8 @@ def test_defaults_are_the_contract_s() -> None:
         "track_memory": False,
         "attention": {"name": "auto"},
         "remat": "auto",
+        "dataloader_num_workers": 0,
+        "shuffle_buffer": 4096,
     }
     unset = """dtype model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps
         max_evaluation_steps save_interval_minutes save_total_limit save_directory training_time_limit

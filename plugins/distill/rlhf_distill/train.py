@@ -32,7 +32,7 @@ from rlhf_distill.updates import DistillSteps, WithGiven
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
-    from rlhf_core.fit import DatasetUpdates
+    from rlhf_core.fit import UpdateSource
     from rlhf_core.models import Model
     from rlhf_core.rollouts import Rollout, RolloutCollector
     from rlhf_distill.divergences import Divergence
@@ -110,7 +110,7 @@ def _definitions(models: Mapping[str, Model]) -> dict[str, Any]:
     return {name: model.definition for name, model in models.items()}
 
 
-def _given(context: Context, models: Mapping[str, Model]) -> tuple[dict[str, Model], DatasetUpdates]:
+def _given(context: Context, models: Mapping[str, Model]) -> tuple[dict[str, Model], UpdateSource]:
     """Open the given completions of `train_data`; return the models with the attention that suits them, and updates."""
     texts = context.texts("train_data")
     made = {name: context.updates(model, texts, reads_tokens=True) for name, model in models.items()}

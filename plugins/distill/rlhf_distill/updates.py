@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.fit import DatasetUpdates, Update
+from rlhf_core.fit import Update, UpdateSource
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import Rollout, RolloutUpdates
 
@@ -35,7 +35,7 @@ class DistillSteps:
 class WithGiven:
     """An `UpdateSource` whose updates have the examples of two: `count` sampled ones, and those of `given`."""
 
-    def __init__(self, sampled: RolloutUpdates, given: DatasetUpdates, count: int) -> None:
+    def __init__(self, sampled: RolloutUpdates, given: UpdateSource, count: int) -> None:
         self.sampled, self.given, self.count = sampled, given, count
         self.data = _BothRows(sampled.prompts, given.data, len(sampled.prompts))
 
@@ -50,7 +50,7 @@ class WithGiven:
         return self.sampled.needs_state(step)
 
     def update(self, step: int, state: TrainState) -> Update:
-        sampled, given, count = self.sampled.update(step, state), self.given.update(step), self.count
+        sampled, given, count = self.sampled.update(step, state), self.given.update(step, state), self.count
         numbered = [
             batch._replace(example=np.where(batch.example < 0, -1, batch.example + count))
             for batch in given.batches
@@ -65,10 +65,12 @@ class WithGiven:
         return self.sampled.epochs(step)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return self.sampled.snapshot(step)
+        host, arrays = self.sampled.snapshot(step)
+        return {"sampled": host, "given": self.given.snapshot(step)[0]}, arrays
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self.sampled.restore(step, host, arrays)
+        self.sampled.restore(step, host["sampled"], arrays)
+        self.given.restore(step, host["given"], {})
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def build(config: DPOConfig, context: Context) -> Build:
         )
 
     model = context.model("lm")
-    train = context.pairs("train_data", **PAIRS)
+    train = context.pairs("train_data", whole=True, **PAIRS)
     pairs = PairSet.of(train)
     model, updates = context.updates(model, train, pairs.trees, **ROWS)
     readers = {

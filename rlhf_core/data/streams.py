@@ -1,0 +1,279 @@
+"""Data that are read in order: a generator function, an `IterableDataset`, files and hub datasets that are streamed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grain
+
+from rlhf_core.contracts import DATASET
+from rlhf_core.data.encoded import Pairs, Texts
+from rlhf_core.data.files import COMPRESSIONS, FORMATS, format_of, parse_line
+from rlhf_core.data.lazy import BLOCK, SAMPLE, Block, BlockEncoder, LazyRows, State
+from rlhf_core.data.records import drop_columns, hub_dataset, is_stream, load, missing_file, with_columns
+from rlhf_core.data.source import Records, Source
+from rlhf_core.errors import InputError, RunError, error_line, reading
+
+if TYPE_CHECKING:
+    from rlhf_core.plugins.registry import Registry
+
+HEAD = 1000
+"""Rows that show which columns a stream has, and what they hold."""
+LINES = ("jsonl", "txt")
+"""Formats that are read line by line here; `datasets` streams the others."""
+
+Row = tuple[int, Mapping[str, Any]]
+"""A row and its number, from 1."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Rows that are read in order, and from the start again where they end."""
+
+    name: str
+    """What messages call it."""
+    start: Callable[[State], Iterator[tuple[Row, State]]]
+    """Iterates from a state, {} at the start; each row comes with the state after it."""
+    head: Source
+    """Its first rows, as the stream has them."""
+    weight: float = 1.0
+    """Its share of the rows, in proportion to the other streams'."""
+    columns: Mapping[str, Any] | None = None
+    drop: tuple[str, ...] = ()
+
+    def finished(self, part: Source) -> Source:
+        """Rename, convert and drop the columns of some rows, in memory, so that another process can have them."""
+        (source,) = drop_columns(Records([with_columns(part, self.columns)]), self.drop).sources
+        return replace(source, rows=list(source.rows), fingerprint="", known_kinds=source.kinds, origin="")
+
+
+def open_streams(
+    spec: Any,
+    *,
+    registry: Registry | None = None,
+    columns: Mapping[str, Any] | None = None,
+    drop: Sequence[str] | None = None,
+) -> list[Stream]:
+    """Open the streams that `spec` names, and read the first rows of each.
+
+    A list may mix streams with what `load` reads; each takes part in proportion to its `weight`. columns: as in `load`.
+    drop: columns to leave out.
+    Raises InputError for data that are missing or cannot be read.
+    """
+    items = spec if isinstance(spec, list | tuple) else [spec]
+    streams = []
+    for item in items:
+        options = dict(item) if isinstance(item, Mapping) else {}
+        mine, weight = options.pop("columns", columns), options.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise InputError(f"weight of {options.get('name')} is {weight!r}: give a number above 0")
+        if options.pop("streaming", False):
+            name, start = _of_table(options, registry)
+        elif is_stream(item):
+            name, start = "dataset", _of_iterable(item, "dataset")
+        else:
+            records = load(options or item, registry=registry, columns=mine)
+            records = drop_columns(records, drop or ())
+            streams += [_of_source(source, weight) for source in records.sources]
+            continue
+        head = [row for row, _ in islice(start({}), HEAD)]
+        if not head:
+            raise InputError(f"{name} has no rows")
+        for number, row in head:
+            if not isinstance(row, Mapping):
+                raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
+        source = Source(name, [row for _, row in head], [number for number, _ in head], "")
+        with_columns(source, mine)  # raises where its columns cannot be read
+        streams.append(Stream(name, start, source, weight, mine, tuple(drop or ())))
+    return streams
+
+
+def _of_source(source: Source, weight: float) -> Stream:
+    def start(state: State) -> Iterator[tuple[Row, State]]:
+        for i in range(state.get("rows", 0), len(source.rows)):
+            yield (int(source.numbers[i]), source.rows[i]), {"rows": i + 1}
+
+    return Stream(source.name, start, source, weight)
+
+
+def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Row, State]]]:
+    """Read what a function yields, or what is iterated; to continue, rows that were read are passed over."""
+    if isinstance(data, Iterator):
+        raise InputError(
+            f"{name} is {type(data).__name__}, which can be read once, and a run that resumes reads it again: give the "
+            "function that makes it"
+        )
+
+    def start(state: State) -> Iterator[tuple[Row, State]]:
+        number = done = state.get("rows", 0)
+        try:
+            if done and hasattr(data, "skip"):
+                rows: Iterable[Any] = data.skip(done)
+            else:
+                rows = islice(data() if callable(data) else data, done, None)
+            for number, row in enumerate(rows, done + 1):
+                yield (number, row), {"rows": number}
+        except (InputError, RunError):
+            raise
+        except Exception as error:  # the author's code
+            raise RunError(f"{name}, after row {number}: {error_line(error, __file__)}") from error
+
+    return start
+
+
+def _of_table(
+    options: dict[str, Any], registry: Registry | None
+) -> tuple[str, Callable[[State], Iterator[tuple[Row, State]]]]:
+    name, path = options.pop("name", None), options.pop("path", None)
+    if registry is not None and name in registry.names(DATASET) and name not in FORMATS:
+        given = options if path is None else {**options, "path": path}
+        return str(name), _of_iterable(registry.get(DATASET, name, **given), str(name))
+    if path is None:
+        return str(name), _of_iterable(hub_dataset(str(name), options, streaming=True), str(name))
+    file, kind = Path(path).expanduser(), name or format_of(Path(path))
+    if options or kind not in FORMATS:
+        raise InputError(
+            f"data table {path}: {', '.join(options) or kind} cannot be streamed; a table of a file has name (one of "
+            f"{', '.join(FORMATS)}), path, streaming, weight, columns"
+        )
+    if not file.exists():
+        raise InputError(missing_file(file, str(path)))
+    if kind in LINES:
+        return str(path), _of_lines(file, str(path), kind)
+    import datasets
+
+    loader = {"arrow": "arrow", "parquet": "parquet", "csv": "csv", "json": "json"}[kind]
+    with reading(str(path)):
+        data = datasets.load_dataset(loader, data_files=str(file), split="train", streaming=True)
+    return str(path), _of_iterable(data, str(path))
+
+
+def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tuple[Row, State]]]:
+    def start(state: State) -> Iterator[tuple[Row, State]]:
+        with reading(name), _open(path) as lines:
+            at, number = state.get("offset", 0), state.get("line", 0)
+            lines.seek(at) if lines.seekable() else lines.read(at)
+            for line in lines:
+                at, number = at + len(line), number + 1
+                if line.strip():
+                    row = parse_line(line, kind, f"{name} row {number}")
+                    yield (number, row), {"offset": at, "line": number}
+
+    return start
+
+
+def _open(path: Path) -> Any:
+    compression = COMPRESSIONS.get(path.suffix.lstrip(".").lower())
+    if compression is None:
+        return open(path, "rb")
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(str(path), compression), 1 << 20)
+
+
+class _Rows(grain.IterDataset[Any]):
+    """The rows of a stream, again and again, each with the number of its stream."""
+
+    def __init__(self, number: int, stream: Stream) -> None:
+        super().__init__()
+        self.number, self.stream = number, stream
+
+    def __iter__(self) -> _RowIterator:
+        return _RowIterator(self)
+
+
+class _RowIterator(grain.DatasetIterator[Any]):
+    def __init__(self, rows: _Rows) -> None:
+        super().__init__()
+        self._source, self._state = rows, State()
+        self._rows: Iterator[tuple[Row, State]] | None = None
+
+    def __next__(self) -> tuple[int, Row]:
+        for _ in range(2):
+            if self._rows is None:
+                self._rows = self._source.stream.start(self._state)
+            if (found := next(self._rows, None)) is not None:
+                row, self._state = found
+                return self._source.number, row
+            self._rows, self._state = None, {}  # an epoch has ended
+        raise InputError(f"{self._source.stream.name} has no rows, where it had some before")
+
+    def get_state(self) -> State:
+        return dict(self._state)
+
+    def set_state(self, state: State) -> None:
+        self._rows, self._state = None, dict(state)
+
+
+def _mixed(streams: list[Stream], window: int, seed: int) -> Any:
+    """Mix streams by their weights, each shuffled by a window: (number of the stream, row), without end."""
+    datasets: list[Any] = [_Rows(number, stream) for number, stream in enumerate(streams)]
+    if window > 1:
+        datasets = [
+            grain.experimental.WindowShuffleIterDataset(dataset, window_size=window, seed=seed + number)
+            for number, dataset in enumerate(datasets)
+        ]
+    if len(streams) == 1:
+        return datasets[0]
+    return grain.IterDataset.mix(datasets, [stream.weight for stream in streams])
+
+
+def _block(streams: list[Stream], rows: list[tuple[int, Row]]) -> Block:
+    """Make a block of (number of the stream, row)."""
+    block = Block.of([(streams[stream].head, number, row) for stream, (number, row) in rows])
+    finished = [streams[stream].finished for stream in dict.fromkeys(stream for stream, _ in rows)]
+    return block._replace(parts=[finish(part) for finish, part in zip(finished, block.parts, strict=True)])
+
+
+def first_rows(streams: list[Stream], count: int) -> Records:
+    """Read the first rows of the streams, mixed by their weights."""
+    return Records(_block(streams, list(islice(_mixed(streams, 1, 0), count))).parts)
+
+
+class LazyStreams(LazyRows):
+    """Streams, each shuffled by a window, mixed by their weights."""
+
+    def __init__(
+        self,
+        streams: list[Stream],
+        encode: Callable[..., Pairs | Texts],
+        tokenizer: Any,
+        *,
+        seed: int,
+        window: int,
+    ) -> None:
+        """window: rows of each stream that are shuffled together; 1: they keep their order.
+
+        Raises InputError naming file and row of the first few problems of the first rows.
+        """
+        self.streams, self.encoder = streams, BlockEncoder(encode, tokenizer)
+        self._dataset = _mixed(streams, window, seed)
+        sample = _block(streams, list(islice(self._dataset, SAMPLE)))
+        self.sample = encode(Records(sample.parts), tokenizer)
+        names = ", ".join(dict.fromkeys(stream.name for stream in streams))
+        self.report = f"{names}: of the first {SAMPLE:,} rows of the stream: {self.sample.report}"
+
+    def __len__(self) -> int:
+        return 0
+
+    def blocks(self) -> _StreamBlocks:
+        return _StreamBlocks(self, iter(self._dataset.batch(BLOCK, batch_fn=list)))
+
+
+class _StreamBlocks:
+    def __init__(self, streams: LazyStreams, rows: grain.DatasetIterator[Any]) -> None:
+        self._streams, self._rows = streams, rows
+
+    def __next__(self) -> Block:
+        return _block(self._streams.streams, next(self._rows))
+
+    def get_state(self) -> State:
+        return dict(self._rows.get_state())
+
+    def set_state(self, state: State) -> None:
+        self._rows.set_state(state)

@@ -1,0 +1,240 @@
+"""Updates of rows that are encoded on the way: the same for any number of workers, and from any position."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.config import TrainerConfig
+from rlhf_core.data import cache, lazy
+from rlhf_core.data.lazy import LazyRecords, LazyRows
+from rlhf_core.data.preferences import usable_pairs
+from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, Update, choose_row_layout
+from rlhf_core.tokenizer.options import TextOptions
+from rlhf_core.workers import pool
+
+LIMIT = 64
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(lazy, "BLOCK", 8)
+    monkeypatch.setattr(lazy, "SAMPLE", 16)
+    monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 8)
+    monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 16)
+    monkeypatch.setattr(cache, "SMALL", 1)
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    yield
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: ModuleType) -> Any:
+    return tiny.make_tokenizer()
+
+
+def encoding(limit: int = LIMIT) -> Any:
+    return partial(data.encode_pairs, max_length=limit, chat_template=TextOptions())
+
+
+def records(rows: Any, tokenizer: Any, limit: int = LIMIT, seed: int = 3) -> LazyRecords:
+    usable = partial(usable_pairs, options=TextOptions())
+    return LazyRecords(data.load(rows), usable, encoding(limit), tokenizer, seed=seed, shuffle=True)
+
+
+def streams(spec: Any, tokenizer: Any, window: int = 12, **options: Any) -> LazyStreams:
+    return LazyStreams(open_streams(spec, **options), encoding(), tokenizer, seed=3, window=window)
+
+
+def updates(rows: LazyRows, tiny: ModuleType, workers: int = 0, **options: Any) -> LazyUpdates:
+    config = TrainerConfig(total_batch_size=5, dataloader_num_workers=workers, **options)
+    layout = choose_row_layout(rows.trees(), config, tiny.one_device(), 16, reads_tokens=False)
+    return LazyUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=("margin",), group=2)
+
+
+def names(update: Update) -> list[str]:
+    """The rows of an update, in their order."""
+    found = [batch.example[batch.example >= 0] for batch in update.batches]
+    return [update.where(i) for i in np.unique(np.concatenate(found)).tolist()]
+
+
+def contents(update: Update) -> list[bytes]:
+    leaves = [array.tobytes() for batch in update.batches for array in jax.tree.leaves(batch)]
+    return [*leaves, *(name.encode() for name in names(update))]
+
+
+def test_without_drops_they_are_those_of_rows_encoded_before(tiny: ModuleType, tokenizer: Any) -> None:
+    rows = tiny.pairs(21)
+    made = updates(records(rows, tokenizer), tiny, num_train_epochs=2.5)
+    whole = encoding()(data.load(rows), tokenizer)
+    of_whole = DatasetUpdates(
+        whole.trees(), made.config, made.layout, seed=3, data=whole, sequence_names=("margin",), group=2
+    )
+    assert made.total == of_whole.total == 11
+    for step in [7, 0, *range(11)]:
+        assert contents(made.update(step)) == contents(of_whole.update(step))
+        assert made.epochs(step) == of_whole.epochs(step)
+
+
+def test_a_row_that_is_dropped_makes_room_for_the_next(
+    tiny: ModuleType, tokenizer: Any, capsys: Any, tmp_path: Path
+) -> None:
+    rows = tiny.pairs(40)
+    for row in rows[::4]:
+        row["chosen"] = " ".join(["word"] * 80)
+    rows[1]["chosen"] = rows[1]["rejected"]
+    made = updates(records(rows, tokenizer), tiny, num_train_epochs=2)
+    assert len(made.data) == 39  # the equal pair needs no tokenizer to be left out
+    found = [names(made.update(step)) for step in range(made.total)]
+    assert [len(each) for each in found] == [*[5] * 15, 3]
+    kept = [name for each in found for name in each]
+    assert set(Counter(kept[:29]).values()) == {1}
+    assert not {f"dataset row {n}" for n in (2, *range(1, 41, 4))} & set(kept)
+    assert "rows that updates met were dropped" in capsys.readouterr().out
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+    again = updates(records(rows, tokenizer), tiny, num_train_epochs=2)
+    again.update(0)
+    again.data.wait()  # type: ignore[attr-defined]
+    assert [names(again.update(step)) for step in range(made.total)] == found
+
+
+def made_up(count: int) -> Callable[[], Iterator[dict[str, Any]]]:
+    def rows() -> Iterator[dict[str, Any]]:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        for i in range(count):
+            number = f"{letters[i // 26]} {letters[i % 26]}"
+            yield {"prompt": number, "chosen": " A" + " B" * (i % 7), "rejected": " C"}
+
+    return rows
+
+
+def every_kind(tiny: ModuleType, directory: Path) -> dict[str, Any]:
+    first, second = made_up(30), tiny.write_rows(directory / "b.jsonl", tiny.pairs(17))
+    packed = directory / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress(second.read_bytes()))
+    parquet = directory / "d.parquet"
+    import datasets
+
+    kept = datasets.Dataset.from_list(tiny.pairs(20))
+    kept.to_parquet(str(parquet))
+    return {
+        "function": first,
+        "lines": {"name": "jsonl", "path": str(second), "streaming": True},
+        "packed": {"path": str(packed), "streaming": True},
+        "parquet": {"path": str(parquet), "streaming": True},
+        "iterable": kept.to_iterable_dataset(),
+        "mixed": [first, {"path": str(second), "streaming": True, "weight": 0.5}, str(second)],
+    }
+
+
+@pytest.mark.parametrize("kind", ["function", "lines", "packed", "parquet", "iterable", "mixed"])
+def test_a_stream_continues_from_any_update(
+    tiny: ModuleType, tokenizer: Any, kind: str, tmp_path: Path
+) -> None:
+    spec = every_kind(tiny, tmp_path)[kind]
+    whole = updates(streams(spec, tokenizer), tiny, max_training_steps=12)
+    expected, positions = [], []
+    for step in range(12):
+        positions.append(json.loads(json.dumps(whole.snapshot(step)[0])))
+        expected.append(contents(whole.update(step)))
+    for killed, workers in [(1, 0), (4, 2 if kind == "function" else 0), (7, 0), (11, 0)]:
+        rest = updates(streams(spec, tokenizer), tiny, workers, max_training_steps=12)
+        rest.restore(killed, positions[killed], {})
+        assert contents(rest.update(0)) == expected[0]  # the loop looks at the first ones again
+        assert [contents(rest.update(step)) for step in range(killed, 12)] == expected[killed:]
+
+
+def test_a_stream_has_each_row_once_before_it_starts_again(tiny: ModuleType, tokenizer: Any) -> None:
+    made = updates(streams(made_up(30), tokenizer), tiny, max_training_steps=12)
+    found = [name for step in range(12) for name in names(made.update(step))]
+    rows = {f"dataset row {n}" for n in range(1, 31)}
+    windows = [found[:12], found[12:24]]
+    assert [{int(name.split()[-1]) for name in window} for window in windows] == [
+        set(range(1, 13)),
+        set(range(13, 25)),
+    ]
+    assert set(found) == rows
+    assert set(Counter(found).values()) == {2}
+    assert windows[0] != sorted(windows[0], key=lambda name: int(name.split()[-1]))
+
+
+def test_streams_are_mixed_by_weight(tiny: ModuleType, tokenizer: Any, tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "b.jsonl", tiny.pairs(50))
+    spec = [made_up(200), {"path": str(path), "streaming": True, "weight": 0.25}]
+    made = updates(streams(spec, tokenizer), tiny, max_training_steps=20)
+    found = [name.rpartition(" row ")[0] for step in range(20) for name in names(made.update(step))]
+    assert Counter(found) == {"dataset": 80, str(path): 20}
+    assert len(first_rows(open_streams(spec), 40)) == 40
+
+
+def test_a_wrong_row_of_a_stream_is_named_when_it_is_met(
+    tiny: ModuleType, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_rows(tmp_path / "b.jsonl", tiny.pairs(40))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:30], "", "{not json", *lines[31:]]))
+    monkeypatch.setattr("rlhf_core.data.streams.HEAD", 10)
+    made = updates(
+        streams({"path": str(path), "streaming": True}, tokenizer, window=1), tiny, max_training_steps=8
+    )
+    made.update(3)
+    with pytest.raises(InputError, match=r"b\.jsonl row 32 is not JSON"):
+        made.update(7)
+    rows = [*tiny.pairs(30), {"prompt": "a", "chosen": 3, "rejected": "b"}]
+    made = updates(streams(lambda: iter(rows), tokenizer, window=1), tiny, max_training_steps=8)
+    with pytest.raises(InputError, match="dataset row 31: 'chosen' is a number, not text"):
+        made.update(7)
+
+    def failing() -> Iterator[dict[str, Any]]:
+        yield from tiny.pairs(30)
+        raise ValueError("the disk is gone")
+
+    made = updates(streams(failing, tokenizer, window=1), tiny, max_training_steps=8)
+    made.update(3)
+    with pytest.raises(RunError, match=r"after row 30: raised ValueError: the disk is gone \(.*test_lazy"):
+        made.update(7)
+
+
+def test_what_cannot_be_streamed_says_why(tiny: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="can be read once"):
+        open_streams(iter(tiny.pairs(3)))
+    with pytest.raises(InputError, match="dataset has no rows"):
+        open_streams(lambda: iter(()))
+    with pytest.raises(InputError, match="dataset row 1 is str, not a mapping"):
+        open_streams(lambda: iter("ab"))
+    with pytest.raises(InputError, match=r"no file .*absent\.jsonl"):
+        open_streams({"path": str(tmp_path / "absent.jsonl"), "streaming": True})
+
+
+def test_a_longer_example_gets_a_longer_row(tiny: ModuleType, tokenizer: Any) -> None:
+    rows = tiny.pairs(60)
+    lazily = records(rows, tokenizer)
+    first = {int(name.split()[-1]) for name in map(lazily.where, range(16))}
+    late = next(i for i in range(1, 61) if i not in first)
+    rows[late - 1]["chosen"] = " ".join(["word"] * 50)
+    made = updates(records(rows, tokenizer), tiny, num_train_epochs=1)
+    widths = [max(batch.rows.tokens.shape[1] for batch in made.update(step).batches) for step in range(12)]
+    longest = made.layout.time[-1]
+    assert sorted(widths)[-2] <= longest < 50 <= max(widths)
+
+
+def test_ids_that_the_model_lacks_name_their_row(tiny: ModuleType) -> None:
+    rows = [{"chosen_ids": [3, 4], "rejected_ids": [3, 5 + i]} for i in range(40)]
+    rows[20]["rejected_ids"] = [3, 2000]
+    made = updates(records(rows, None), tiny, num_train_epochs=1)
+    with pytest.raises(InputError, match="dataset row 21: token id 2000 is out of range"):
+        list(itertools.starmap(made.update, ((step,) for step in range(8))))
