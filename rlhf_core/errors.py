@@ -53,6 +53,11 @@ class Stopped(Exception):
     """A signal or time limit ended the run after its state was saved (exit code 75)."""
 
 
+def counted(number: int, nouns: str) -> str:
+    """Return a number and what it counts: `1 prompt`, `1,234 prompts`. nouns: in the plural, which ends in an s."""
+    return f"{number:,} {nouns.removesuffix('s') if number == 1 else nouns}"
+
+
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` for the closest name in `known`, or an empty string if none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_core.cli.options import Base, Output, Plugins, Template
-from rlhf_core.errors import InputError, NonFiniteError, RunError
+from rlhf_core.errors import InputError, NonFiniteError, RunError, counted
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
@@ -212,7 +212,7 @@ def generate(
     ]
     if output is not None:
         write_atomic(output, "".join(map(row_text, rows)))
-        echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
+        echo(f"{output}: {counted(len(rows), 'completions')}")
         return
     for row in rows:
         print(for_reader(row["completion"] if file is None else row_text(row).rstrip("\n")))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_core.config.trainer import SCHEDULES
+from rlhf_core.errors import counted
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -27,7 +28,7 @@ def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
     if config.warmup_steps > updates:
         reached = config.learning_rate * updates / config.warmup_steps
         yield (
-            f"warmup_steps={config.warmup_steps}: the run has {updates:,} update{'s'[: updates > 1]}, so that the "
+            f"warmup_steps={config.warmup_steps}: the run has {counted(updates, 'updates')}, so that the "
             f"learning rate ends at {reached:g} of {config.learning_rate:g}"
         )
 
@@ -45,7 +46,7 @@ def batch_warnings(
     endless = config.max_training_steps is not None or prompts_per_rollout is not None
     times = taken / rows if endless else min(taken / rows, config.num_train_epochs)
     kind = "row" if prompts_per_rollout is None else "prompt"
-    data = f"total_batch_size={size}: train_data has {rows:,} {kind}{'s'[: rows > 1]}"
+    data = f"total_batch_size={size}: train_data has {counted(rows, f'{kind}s')}"
     if times <= 1:
         yield f"{data}, so that the run is one update of all of them; a smaller total_batch_size makes several"
         return

@@ -10,7 +10,7 @@ from typing import Annotated, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import SHOWN, InputError
+from rlhf_core.errors import SHOWN, InputError, counted
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Report:
         return all(rows is self.duplicates for _, rows, _ in self._categories())
 
     def _counts(self) -> str:
-        return f"{self.total:,} {self.unit}: {self.kept:,} kept"
+        return f"{counted(self.total, self.unit)}: {self.kept:,} kept"
 
     def _categories(self) -> list[tuple[str, list[str], bool]]:
         """List the non-empty categories: (count and label, rows, whether they are over the limit)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -97,10 +98,16 @@ def each_stage(
             # What is wrong with a fresh model is told where its table is, not again by the stages that train it on.
             new = [p for p in error.problems if p not in told or earlier not in sources]
             told.update(p for p in new if p.startswith("model: "))
-            problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in new]
+            problems += [p if p.startswith(prefix) else f"{prefix}{_of_field(p, planned)}" for p in new]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return results
+
+
+def _of_field(problem: str, planned: StagePlan) -> str:
+    """Return what follows a stage's name: the path of a field, or else a problem of the stage as a whole."""
+    field = re.match(r"(\w+)[\w.\[\]]*: ", problem)
+    return f".{problem}" if field and field[1] in type(planned.config).model_fields else f": {problem}"
 
 
 def _forecast(planned: StagePlan, stage: Stage, host: Host, mesh: AbstractMesh | None) -> Forecast:

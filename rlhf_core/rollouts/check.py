@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
+from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
 from rlhf_core.rollouts.episodes import forecast_episodes
@@ -55,7 +56,7 @@ def open_rollout_prompts(
         records = context.records(field)
         if records is not None and needed:
             of_rewards = _told(context, forecast_rewards(rewards, records, stage, field))
-            report = f"{len(records):,} prompts before length limits"
+            report = f"{counted(len(records), 'prompts')} before length limits"
             _expect(context, options, (len(records), length), report, of_rewards.lines)
         return None
     prompts = context.prompts(field, length)
@@ -96,12 +97,12 @@ def _expect(
     sampled = -(-total // serves) * per_rollout * group
     lines = [
         report,
-        f"a rollout is {per_rollout:,} prompts × {group} completions = {per_rollout * group:,}"
+        f"a rollout is {counted(per_rollout, 'prompts')} × {counted(group, 'completions')} = {per_rollout * group:,}"
         + (f", drawn up to {rounds} times (dynamic_sampling)" if rounds > 1 else ""),
         f"{'at most ' if rounds > 1 and config.max_training_steps is None else ''}"
-        f"{total:,} updates of {config.total_batch_size:,} completions; a rollout serves {serves}; "
+        f"{counted(total, 'updates')} of {counted(config.total_batch_size, 'completions')}; a rollout serves {serves}; "
         f"{sampled // group / count:.2f} epochs",
-        f"{sampled:,} completions, at most {sampled * length:,} sampled tokens"
+        f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),
     ]
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.artifacts import write_atomic
+from rlhf_core.errors import counted
 from rlhf_core.rollouts.collector import RolloutCollector, warm_up
 from rlhf_core.rollouts.rollout import Rollout
 from rlhf_core.rollouts.shown import completion_lines
@@ -80,7 +81,7 @@ class FixedPrompts:
             chosen = self._spread()
             if not self.prints:
                 self.collector.stage.say(
-                    f"answering {len(chosen)} prompts for samples/{self.name}-{step:06d}.jsonl"
+                    f"answering {counted(len(chosen), 'prompts')} for samples/{self.name}-{step:06d}.jsonl"
                 )
             self._write(step, self._complete(state, chosen, required=False))
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.data import batch_rows, count_updates
+from rlhf_core.errors import counted
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Layout, Packed, empty_batches
@@ -197,7 +198,7 @@ class RolloutUpdates:
         number = step // self.updates_per_rollout
         if self.rollout is None:  # the sampler compiles
             count = self.order.prompts_per_rollout * self.collector.options.num_generations
-            self.stage.say(f"drawing the first rollout, {count:,} completions")
+            self.stage.say(f"drawing the first rollout, {counted(count, 'completions')}")
         rollout = self.collector.collect(state, number, self.order.next_prompts(number))
         self.timing = rollout.timing
         self.order.add_rounds(rollout.rounds)

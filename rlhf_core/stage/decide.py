@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rlhf_core.errors import counted
 from rlhf_core.hidden import HIDDEN
 
 Record = Mapping[str, Any]
@@ -336,12 +337,11 @@ def _why_not_as_long(begun: Begun, request: Request, *, changed: bool) -> str | 
     if before is None:
         return None
     if begun.done and asked <= before:
-        return f"the stage has made its {before:,} updates; it can only be extended"
+        return f"the stage has made its {counted(before, 'updates')}; it can only be extended"
     made = begun.made if begun.made is not None else before if begun.done else 0
     if asked < made:
-        return (
-            f"it has made {made:,} updates, more than the {asked:,} that are asked for; give at least as many"
-        )
+        done = counted(made, "updates")
+        return f"it has made {done}, more than the {asked:,} that are asked for; give at least as many"
     scheduler, warmup = config.get("scheduler"), config.get("warmup_steps") or 0
     # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
     falls = warmup + 0.9 * (min(before, asked) - warmup)

@@ -23,7 +23,7 @@ from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.records import is_stream
 from rlhf_core.data.texts import usable_texts
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, counted
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Definition, Head, Model, check_model, load_model
@@ -335,7 +335,7 @@ class Context:
             return None
         if self.tokenizer is None:
             self.missing = True
-            self._expect(unit, len(records), f"{len(records):,} {unit} before length limits")
+            self._expect(unit, len(records), f"{counted(len(records), unit)} before length limits")
         with error_context(self.stage, field):
             if needed and usable is not None and len(records) > WHOLE:
                 usable = partial(usable, options=encode.keywords["chat_template"])

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from rlhf_core.contracts import Forecast
+from rlhf_core.errors import counted
 from rlhf_core.mesh import with_shardings
 from rlhf_core.models import Decoder, Definition, Model
 from rlhf_core.models.config import remat_policy
@@ -162,7 +163,7 @@ def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: Abstra
     where = "in all"
     if mesh is not None:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        where = f"on {f'each of {mesh.size} devices' if mesh.size > 1 else '1 device'} ({axes})"
+        where = f"on {'each of ' * (mesh.size > 1)}{counted(mesh.size, 'devices')} ({axes})"
     return f"memory at most about {format_bytes(sum(parts.values()))} {where}, {precision}: {listed}"
 
 

@@ -70,7 +70,7 @@ def test_a_divergence_of_ten_lines_is_checked(pipeline: Path, rlhf: Callable[...
     checked = rlhf("check", str(pipeline), "--plugin", "mine.py")
     assert checked.code == 0, checked.message
     said = " ".join(checked.out.split())
-    assert "a rollout is 2 prompts × 1 completions = 2" in said
+    assert "a rollout is 2 prompts × 1 completion = 2" in said
     assert "6 texts: 6 kept; an update also has 2 of these" in said
     assert "teacher" in said
 

@@ -373,8 +373,8 @@ def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_pat
     with pytest.raises(InputError) as caught:
         stage_forecasts(plan(read(path, dir="runs/a"), host), host)
     *_, last = told = caught.value.problems
-    assert last.startswith("stage 'base': model: unknown field 'num_hidden_layer'")
-    assert all(problem.startswith("stage 'base': model: ") for problem in told)
+    assert last.startswith("stage 'base'.model: unknown field 'num_hidden_layer'")
+    assert all(problem.startswith("stage 'base'.model: ") for problem in told)
 
 
 def test_what_is_dropped_of_eval_data_is_told_too(tiny: ModuleType, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_no_device_is_touched(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyP
     for name in ("devices", "local_devices"):
         monkeypatch.setattr(jax, name, refuse)
     assert (
-        "1024 devices (data 256, fsdp 4, tensor 1)"
+        "1,024 devices (data 256, fsdp 4, tensor 1)"
         in memory(rlhf, "policy.toml", "--devices", "1024", "--set", "mesh.fsdp=4")[0]
     )
 
