@@ -106,7 +106,7 @@ class Continuation(NamedTuple):
 
 
 class World(Protocol):
-    """What the conversations of one call of `converse` are held with; the same calls on every process, in step.
+    """The other side of the conversations of one call of `converse`; the same calls on every process, in step.
 
     An attribute `quick` says whether it answers at once, so that a conversation need not make room for others while it
     waits; default: False.

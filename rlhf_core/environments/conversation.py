@@ -91,7 +91,7 @@ class ConversationEncoder:
 
         tools: JSON schemas of what the policy may call. Raises InputError if the template refuses the conversation.
         """
-        return self.encoder.prompts([self.completed(messages)], [tools])[0]
+        return self.encoder.prompts([self.with_call_ids(messages)], [tools])[0]
 
     def observation(
         self,
@@ -149,7 +149,7 @@ class ConversationEncoder:
         """Render a conversation as `ChatTemplate.write` does."""
         return self.encoder.chat.write(messages, tools=tools, open_turn=open_turn)
 
-    def completed(self, messages: Sequence[Message]) -> list[Message]:
+    def with_call_ids(self, messages: Sequence[Message]) -> list[Message]:
         """Give calls and results the ids that they lack, and write arguments as the template takes them."""
         completed: list[Message] = []
         awaited: list[str] = []
@@ -169,7 +169,7 @@ class ConversationEncoder:
         self, messages: Sequence[Message], added: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> Tail:
         """Render what follows the last reply, with dummies in place of replies. Raises InputError as `observation`."""
-        whole = self._with_dummies(self.completed([*messages, *added]))
+        whole = self._with_dummies(self.with_call_ids([*messages, *added]))
         last = len(messages) - 1
         calls = bool(whole[last].get("tool_calls"))
         before = self.write(whole[:last], tools, open_turn=True)

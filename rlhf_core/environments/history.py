@@ -176,7 +176,7 @@ class Trial:
         ]
 
     def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
-        return self.encoder.write(self.encoder.completed(messages), self.tools, open_turn=open_turn)
+        return self.encoder.write(self.encoder.with_call_ids(messages), self.tools, open_turn=open_turn)
 
 
 def _user(number: int) -> Message:

@@ -203,7 +203,7 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     asked = {"role": "user", "content": "a"}
     try:
         reply = {"role": "assistant", "content": TEXT, "tool_calls": [call]}
-        closed = encoder.write(encoder.completed([asked, reply]))
+        closed = encoder.write(encoder.with_call_ids([asked, reply]))
     except InputError:
         return None
     if not all(word in closed for word in (NAME, *ARGUMENTS.values())):

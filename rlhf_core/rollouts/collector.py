@@ -72,7 +72,7 @@ class RolloutOptions:
 class RolloutCollector:
     """Samples completions of prompts with the policy as it is, and scores them, unless there are no rewards.
 
-    sampler: None in a stage that is only checked. episodes: holds the episodes of the stage's environment; None:
+    sampler: None in a stage that is only checked. episodes: runs the episodes of the stage's environment; None:
     prompts have completions. absent: the ids that the sampler must not choose, see `Definition.absent`.
     """
 
@@ -112,7 +112,7 @@ class RolloutCollector:
                 wanted * self.options.num_generations,
                 len(parts) * wanted * self.options.num_generations,
             )
-            parts.append(self.complete(self.policy(state.params), chosen, key, np.arange(first, first + n)))
+            parts.append(self.sample(self.policy(state.params), chosen, key, np.arange(first, first + n)))
             kept += int((~_without_difference(parts[-1])).sum())
         whole = Rollout.join(parts)
         metrics = self.metrics(whole)
@@ -140,7 +140,7 @@ class RolloutCollector:
         samples = whole.samples._replace(version=version)
         return replace(whole, samples=samples, number=number, rounds=len(parts), metrics=metrics)
 
-    def complete(
+    def sample(
         self,
         params: Any,
         chosen: NDArray[np.int64],
@@ -155,7 +155,7 @@ class RolloutCollector:
         RunError where no reward applies to any completion.
         """
         if self.episodes is not None:
-            return self._hold(self.episodes, params, chosen, key, ids, required=required)
+            return self._run_episodes(self.episodes, params, chosen, key, ids, required=required)
         assert isinstance(self.prompts, Prompts)
         began = time.perf_counter()
         try:
@@ -172,7 +172,7 @@ class RolloutCollector:
         logged = logged_metrics(self.rewards)
         return Rollout(chosen, samples, rewards, total, inputs, metrics=logged, timing=timing)
 
-    def _hold(
+    def _run_episodes(
         self,
         source: EpisodeSource,
         params: Any,
@@ -182,25 +182,25 @@ class RolloutCollector:
         *,
         required: bool,
     ) -> Rollout:
-        """Hold and score episodes that begin with the `chosen` rows; the rest as in `complete`."""
+        """Run and score episodes that begin with the `chosen` rows; the rest as in `sample`."""
         began = time.perf_counter()
         group = len(ids) // len(chosen)
-        held = source.hold(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
-        ended, samples = time.perf_counter(), held.samples()
+        run = source.run(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
+        ended, samples = time.perf_counter(), run.samples()
         self._require_tokens(samples)
-        failures = [episode.failure for episode in held.episodes if episode.failure is not None]
+        failures = [episode.failure for episode in run.episodes if episode.failure is not None]
         if failures and self.stage.is_main:
             warnings.warn(
                 f"{len(failures)} of {len(ids)} episodes failed and are left out; the first: {failures[0]}",
                 stacklevel=2,
             )
-        inputs = episode_inputs(self.prompts, chosen.tolist(), held.episodes)
+        inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
         rewards, total = measure(self.rewards, inputs, needed=required)
-        failed = [episode.failure is not None for episode in held.episodes]
+        failed = [episode.failure is not None for episode in run.episodes]
         rewards[failed], total[failed] = np.nan, np.nan
         timing = Timing(ended - began, time.perf_counter() - ended, int(np.sum(samples.mask)))
-        said = Conversations.of(held, group, one_row_per_turn=source.one_row_per_turn)
-        metrics = {**held.measure(), **logged_metrics(self.rewards)}
+        said = Conversations.of(run, group, one_row_per_turn=source.one_row_per_turn)
+        metrics = {**run.measure(), **logged_metrics(self.rewards)}
         return Rollout(
             chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, conversations=said
         )

@@ -1,4 +1,4 @@
-"""Open a stage's environment, and hold its episodes with a sampler."""
+"""Open a stage's environment, and run its episodes with a sampler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeSource:
-    """Holds the episodes of a stage.
+    """Runs the episodes of a stage.
 
     length: the most tokens of an episode after its prompt; turn_length: of a completion.
     """
@@ -55,7 +55,7 @@ class EpisodeSource:
         """Whether every turn is a training row of its own, whose prompt is all that was said before it."""
         return self.options.history == "encoded_again"
 
-    def hold(
+    def run(
         self,
         sampler: Any,
         params: Any,
@@ -64,7 +64,7 @@ class EpisodeSource:
         key: jax.Array,
         ids: NDArray[np.int64],
     ) -> Episodes:
-        """Hold an episode for each of `ids`, int64 [N]; those of a group begin with the same row of `chosen`, [P].
+        """Run an episode for each of `ids`, int64 [N]; those of a group begin with the same row of `chosen`, [P].
 
         Raises RunError where all episodes fail, or one does and `on_error` is "stop".
         """
@@ -84,18 +84,18 @@ class EpisodeSource:
             length=self.length,
             turn_length=self.turn_length,
         )
-        held = np.asarray(ids)[episodes.running]
-        if len(held):
+        running = np.asarray(ids)[episodes.running]
+        if len(running):
             try:
                 if hasattr(sampler, "converse"):
-                    sampler.converse(params, episodes.prompts, key, held, episodes)
+                    sampler.converse(params, episodes.prompts, key, running, episodes)
                 else:
                     converse_by_turns(
                         sampler,
                         params,
                         episodes.prompts,
                         key,
-                        held,
+                        running,
                         episodes,
                         conversation_length=self.length,
                     )

@@ -205,7 +205,7 @@ def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> No
         collector = RolloutCollector(
             stage, prompts, tokenizer, sampler, rewards, RolloutOptions(8, 1, options, 1)
         )
-        collector.complete(None, np.array([0]), key, np.array([0]))
+        collector.sample(None, np.array([0]), key, np.array([0]))
     assert [text.strip() for text in read] == ["a b h", "a b"]
     assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)
 

@@ -456,7 +456,7 @@ def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None
     first = {**called("a"), "tool_calls": [*called("a")["tool_calls"], nameless]}
     second = {**first, "tool_calls": [nameless]}
     more = [result("4"), result("5"), second, result("6"), result("7", tool_call_id="b")]
-    completed = encoder.completed([chat.user("a"), first, result("2"), result("3"), *more])
+    completed = encoder.with_call_ids([chat.user("a"), first, result("2"), result("3"), *more])
     assert [call["id"] for m in completed for call in m.get("tool_calls", ())] == [
         "a",
         "000000000",
@@ -467,7 +467,7 @@ def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None
         *("000000003", "b"),
     ]
     said = [chat.assistant("b"), chat.user("c"), result("2"), result("3")]
-    assert [m["tool_call_id"] for m in encoder.completed(said)[2:]] == ["000000000", "000000001"]
+    assert [m["tool_call_id"] for m in encoder.with_call_ids(said)[2:]] == ["000000000", "000000001"]
 
 
 def test_dummies_have_the_calls_that_results_answer() -> None:
@@ -481,7 +481,7 @@ def test_dummies_have_the_calls_that_results_answer() -> None:
         result("3", name="other"),
     ]
     more = [chat.assistant("b"), chat.user("c"), called("z"), nameless]
-    dummied = encoder._with_dummies(encoder.completed([*said, *more]))
+    dummied = encoder._with_dummies(encoder.with_call_ids([*said, *more]))
     calls = [
         [(c["id"], c["function"]) for c in m.get("tool_calls", ())]
         for m in dummied

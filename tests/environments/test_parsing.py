@@ -119,7 +119,7 @@ def rendered(encoder: ConversationEncoder, calls: Any, content: str) -> str:
     asked = {"role": "user", "content": "a"}
     reply = {"role": "assistant", "content": content, "tool_calls": calls}
     opened = encoder.write([asked], TOOLS, open_turn=True)
-    text = encoder.write(encoder.completed([asked, reply]), TOOLS)
+    text = encoder.write(encoder.with_call_ids([asked, reply]), TOOLS)
     assert text.startswith(opened)
     text = text[len(opened) :].rstrip("\n")
     end = next(stop for stop in encoder.stops.values() if text.endswith(stop))

@@ -161,7 +161,7 @@ def collect(tiny, model, config, tmp_path):
         rewards = open_rewards([], stage, environment=made.environment)
         options = RolloutOptions(made.max_prompt_length, 4, made.sampling, 4, environment=made.environment)
         collector = open_collector(context, model, rewards, options)
-        rollout = collector.complete(
+        rollout = collector.sample(
             model.params, np.arange(4), jax.random.key(3), np.arange(16), required=False
         )
         return collector, rollout

@@ -59,12 +59,12 @@ PROMPTS = SimpleNamespace(row=lambda i: {}, where=lambda i: f"row {i + 1}", colu
 
 def test_the_seed_of_a_group_follows_the_number_of_its_first_completion(source):
     key = jax.random.key(3)
-    source.hold(Says(), None, PROMPTS, [5, 0], key, np.arange(4, 8))
+    source.run(Says(), None, PROMPTS, [5, 0], key, np.arange(4, 8))
     first, same, other, _ = seeds = list(Remembers.seeds)
     assert first == same != other
     for ids, expected in ((np.arange(6, 8), seeds[2:]), (np.arange(2), None)):
         Remembers.seeds = []
-        source.hold(Says(), None, PROMPTS, [3], key, ids)
+        source.run(Says(), None, PROMPTS, [3], key, ids)
         assert Remembers.seeds == expected if expected else Remembers.seeds[0] not in seeds
 
 
@@ -78,7 +78,7 @@ def test_rewards_of_failed_episodes_are_left_out_of_every_function(source):
     with pytest.warns(
         UserWarning, match="1 of 4 episodes failed and are left out; the first: row 1: .* no such game"
     ):
-        rollout = collector.complete(None, np.array([5, 0]), jax.random.key(3), np.arange(4))
+        rollout = collector.sample(None, np.array([5, 0]), jax.random.key(3), np.arange(4))
     assert np.isnan(rollout.rewards).tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
     assert np.nan_to_num(rollout.total, nan=-1).tolist() == [1.0, 2.0, -1.0, 4.0]
 
@@ -117,7 +117,7 @@ def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monke
     monkeypatch.setattr(Remembers, "reset", reset)
     prompts = SimpleNamespace(row=lambda i: {"number": i}, where=lambda i: f"row {i + 1}")
     with pytest.raises(RunError, match=r"^row 9: the outputs are not finite"):
-        source.hold(Breaks(), None, prompts, [5, 8], jax.random.key(3), np.arange(4))
+        source.run(Breaks(), None, prompts, [5, 8], jax.random.key(3), np.arange(4))
     assert seen == [[2, 3]]
 
 
