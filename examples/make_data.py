@@ -102,7 +102,12 @@ def write_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
     tokenizer.save("tokenizer/tokenizer.json")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     Path("tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
 
 

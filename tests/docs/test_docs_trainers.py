@@ -38,7 +38,7 @@ def test_the_stage_of_the_page_runs(
         "def brevity(completions, **columns):\n    return [-len(text) / 9 for text in completions]\n"
     )
     blocks = documents.blocks(documents.REPOSITORY / PAGES[name])
-    (text,) = [text for language, text in blocks if language == "toml"]
+    text = next(text for language, text in blocks if language == "toml")
     for large, small in SMALL.items():
         text = text.replace(large, small)
     (tmp_path / "pipeline.toml").write_text(f'dir = "runs"\n{text}max_training_steps = 1\n')

@@ -32,6 +32,7 @@ class Page(NamedTuple):
 
 PAGES = [
     Page("docs/tutorial/your_own_data.md", fails=("rlhf data shop.csv",)),
+    Page("docs/tutorial/from_easydel.md"),
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
 ]

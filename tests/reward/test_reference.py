@@ -1,4 +1,4 @@
-"""docs/reference/losses/pairwise.md: its table is complete, its options are the code's, its blocks run."""
+"""Losses in docs/reference/trainers/reward.md: their table is complete, its options are the code's, its blocks run."""
 
 import re
 import tomllib
@@ -13,7 +13,8 @@ from rlhf_core.config import build
 
 @pytest.fixture(scope="module")
 def page(repository):
-    return (repository / "docs/reference/losses/pairwise.md").read_text(encoding="utf-8")
+    text = (repository / "docs/reference/trainers/reward.md").read_text(encoding="utf-8")
+    return text.partition("\n## Losses\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_the_table_of_losses_is_complete_and_right(page, registry):
     rows = table(page, "| name | options | of a pair | use it when |")
     documented = {re.match(r"\[`(\w+)`\]\(#\1\)", row[0].strip())[1]: row[1] for row in rows}
     assert sorted(documented) == registry.names(PAIRWISE_LOSS)
-    assert set(documented) <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
+    assert set(documented) <= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
     scores = np.random.default_rng(0).normal(size=(2, 9))
     for name, cell in documented.items():
         options = tomllib.loads("\n".join(re.findall(r"`(.*?)`", cell)))
