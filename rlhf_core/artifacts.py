@@ -114,8 +114,8 @@ def require_base(adapter: Path, base: Path) -> None:
     named = _open(adapter).metadata.get("base") if (adapter / MANIFEST).is_file() else None
     if named is not None and (base / MANIFEST).is_file() and identity(base) != named:
         raise InputError(
-            f"{adapter / ADAPTER_CONFIG}: its base model, {base}, is not the one that the adapter was trained on: "
-            "restore that one, set base_model_name_or_path to where it is, or give it as --base"
+            f"{adapter / ADAPTER_CONFIG}: its base model, {base}, is not the model the adapter was trained on: "
+            "restore that model, set base_model_name_or_path to its location, or give it as --base"
         )
 
 
@@ -220,7 +220,7 @@ def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
         path = directory / name
         if path.is_file() and (path.stat().st_size == files[name]["size"] or has_other_base(name)):
             return None
-        return f"{path} is missing or has another size than when it was written"
+        return f"{path} is missing or its size has changed since it was written"
 
     def other_content(name: str) -> str | None:
         if hash_file(directory / name) == files[name]["sha256"] or has_other_base(name):

@@ -52,7 +52,7 @@ def leaves(tree: Any) -> dict[str, Any]:
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
     if len(named) != len(pairs):
-        raise ValueError("two arrays of the state have the same dotted path: a key of it contains a dot")
+        raise ValueError("two arrays of the state have the same dotted path: a key contains a dot")
     return named
 
 
@@ -315,7 +315,7 @@ class Checkpoints:
             )
         if step is None and damaged:
             raise RunError(
-                f"none of the checkpoints in {self.directory} is whole: {'; '.join(damaged)}. "
+                f"no checkpoint in {self.directory} is intact: {'; '.join(damaged)}. "
                 "Delete that directory to start this stage from its beginning."
             )
         for problem in damaged if jax.process_index() == 0 else ():
@@ -338,7 +338,7 @@ class Checkpoints:
                     self._delete(step)
             except OSError as error:
                 problems.append(
-                    f"the checkpoint of step {step}, which is not needed any more, could not be deleted from "
+                    f"the checkpoint of step {step}, which is no longer needed, could not be deleted from "
                     f"{old}: {disk_reason(error)}"
                 )
         self._damaged.clear()

@@ -110,21 +110,19 @@ def loss_output(
         here = (str(Path(__file__).parent), str(Path(caller).parent))
         if isinstance(error, jax.errors.JAXTypeError):
             raise InputError(
-                f"{what} asks for a number that is not known while it is compiled ({type(error).__name__}): "
-                f"write jnp in place of np, jnp.where in place of if, and no float(){code_location(error, *here)}"
+                f"{what} uses a traced value as a Python number ({type(error).__name__}): use jnp instead of "
+                f"np, jnp.where instead of if, and no float(){code_location(error, *here)}"
             ) from error
         raise InputError(f"{what} {error_line(error, *here)}") from error
     if not isinstance(out, LossOutput):
         got = "an array" if isinstance(out, jax.Array) else type(out).__name__
-        raise InputError(f"{what} returned {got}; wanted is LossOutput(loss, metrics)")
-    wanted = (
-        f"wanted is a number per {element}, {list(shape)} as its inputs are: leave the mean to the trainer"
-    )
+        raise InputError(f"{what} returned {got}; expected LossOutput(loss, metrics)")
+    wanted = f"expected one number per {element}, {list(shape)} like its inputs; the trainer takes the mean"
     if jnp.shape(out.loss) != tuple(shape):
         raise InputError(f"{what} returned an array of shape {list(jnp.shape(out.loss))}; {wanted}")
     if not isinstance(out.metrics, Mapping):
         got = type(out.metrics).__name__
-        raise InputError(f"{what} returned metrics of type {got}; wanted are names with arrays, as a dict")
+        raise InputError(f"{what} returned metrics of type {got}; expected a dict of names and arrays")
     for name, value in out.metrics.items():
         if not isinstance(value, jax.Array | np.ndarray):
             raise InputError(f"{what} returned {type(value).__name__} as metric {name!r}; {wanted}")

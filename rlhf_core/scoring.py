@@ -153,8 +153,8 @@ class Contract:
         fields = dataclasses.fields(cls)
         if not given:
             raise InputError(
-                f"{where}: the reward model was saved without a contract, which says how to read its scores; its "
-                "trainer gives artifacts.save_model one, contract=scoring_contract(config, stage, model), from "
+                f"{where}: the reward model was saved without a contract, which defines its scores; its "
+                "trainer must pass one to artifacts.save_model, contract=scoring_contract(config, stage, model), from "
                 "rlhf_core.training"
             )
         missing = dataclasses.MISSING
@@ -174,8 +174,8 @@ class Contract:
             )
         if not self.std > 0:
             raise InputError(
-                f"{where}: cannot normalize: the stored standard deviation of its scores is {self.std:g}, as all "
-                "were equal; train it on more data, or leave normalize out"
+                f"{where}: cannot normalize: the stored standard deviation of its scores is {self.std:g}, as "
+                "all scores were equal; train it on more data, or leave normalize out"
             )
 
     def normalized(self, scores: np.ndarray) -> np.ndarray:
@@ -226,7 +226,7 @@ class Scorer:
         if contract.compute_dtype not in (None, model.computes_in):
             warnings.warn(
                 f"{model.source or 'the reward model'}: trained in {contract.compute_dtype} and scored in "
-                f"{model.computes_in}: scores differ from its evaluation in their last digits",
+                f"{model.computes_in}: scores differ slightly from its evaluation",
                 stacklevel=2,
             )
         self.encoder = Encoder(model.tokenizer, contract.text_options)
@@ -282,8 +282,9 @@ class Scorer:
             contract = Contract.of_foreign(model)
         if contract.base is not None and base_identity(model) != contract.base:
             raise InputError(
-                f"{path}: its base model, {model.source}, has other weights than those that it was trained on; restore "
-                "these, or set base_model_name_or_path in its adapter_config.json to where they are, or give --base"
+                f"{path}: its base model, {model.source}, has other weights than those it was trained on; "
+                "restore them, set base_model_name_or_path in its adapter_config.json to their location, or "
+                "give --base"
             )
         trained_in = contract.compute_dtype
         if dtype is None and trained_in not in (None, model.computes_in):
@@ -439,8 +440,8 @@ class Scorer:
         odd = [str(i) for i, ids in enumerate(fitted) if ids.max() >= size or ids.min() < 0]
         if odd:
             raise InputError(
-                f"sequences {', '.join(odd[:5])} to score have tokens outside the model's vocabulary, which is 0 to "
-                f"{size - 1}: use the tokenizer that it was trained with"
+                f"sequences {', '.join(odd[:5])} to score have token ids out of range (vocab_size {size}): use "
+                f"the tokenizer it was trained with"
             )
         if limit is None or not (long := sum(len(ids) > limit for ids in fitted)):
             return fitted

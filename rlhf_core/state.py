@@ -113,7 +113,7 @@ def create_state(
     params = _copy_shared(params, fixed)
     trained = split(params, fixed)[0]
     if not trained:
-        raise InputError("frozen_parameters: nothing would be trained, of adapters and heads neither")
+        raise InputError("frozen_parameters: nothing would be trained, not even adapters or heads")
     shardings = jax.tree.map(lambda x: x.sharding, trained)
     if isinstance(tx, Mapping):
         _require_names(tx, params, trained)
@@ -186,7 +186,7 @@ def _require_names(tx: Mapping[str, Any], params: Mapping[str, Any], trained: Ma
     unknown = [name for name in tx if name not in params]
     missing = [name for name in trained if name not in tx]
     problems = [f"tx: no model is called '{name}'.{suggest(name, params)}" for name in unknown]
-    problems += [f"tx: none for '{name}', which is trained" for name in missing]
+    problems += [f"tx: missing for '{name}', which is trained" for name in missing]
     if problems:
         raise InputError(*problems)
 

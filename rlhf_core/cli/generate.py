@@ -52,7 +52,7 @@ def generate(
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: the most likely token.")
+        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
     ] = 1.0,
     top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
@@ -65,7 +65,7 @@ def generate(
     ] = None,
     stop_token_ids: Annotated[
         list[int] | None,
-        typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable."),
+        typer.Option("--stop_token_ids", min=0, help="In addition to the model's own; repeatable."),
     ] = None,
     num_generations: Annotated[
         int, typer.Option("--num_generations", min=1, help="Completions per prompt.")
@@ -83,9 +83,7 @@ def generate(
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(
-            "--system", metavar="TEXT", help="System message of prompts that have none of their own."
-        ),
+        typer.Option("--system", metavar="TEXT", help="System message for prompts that have none."),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")

@@ -9,7 +9,7 @@ import typer
 
 Plugins = Annotated[
     list[Path] | None,
-    typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+    typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
 ]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")

@@ -26,14 +26,14 @@ Sets = Annotated[
     ),
 ]
 RunDirectory = Annotated[
-    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")
+    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory; overrides the file's `dir`.")
 ]
 Reuse = Annotated[
     Path | None,
     typer.Option(
         "--reuse",
         metavar="RUN",
-        help="Take over finished stages of another run directory that match; the others train.",
+        help="Reuse matching finished stages of another run directory; train the others.",
     ),
 ]
 Only = Annotated[
@@ -47,7 +47,7 @@ Accept = Annotated[
     typer.Option(
         "--accept",
         metavar="NAME",
-        help="Continue with a reward or environment that has changed, such as rewards.judge; repeatable.",
+        help="Accept a changed reward or environment, such as rewards.judge, and continue; repeatable.",
     ),
 ]
 
@@ -141,7 +141,7 @@ def check(
             "devices of a machine.",
         ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="With --on: for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --on: print JSON.")] = False,
 ) -> None:
     """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
     from rlhf_core.pipeline.check import Target, check

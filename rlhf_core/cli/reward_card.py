@@ -40,8 +40,8 @@ def for_other_libraries(model: Model, contract: Contract) -> Model:
         theirs = tokenizer.apply_chat_template(PROBE, return_dict=False)
         if trained != theirs:
             warnings.warn(
-                "apply_chat_template of the exported tokenizer makes other tokens of a conversation than the reward "
-                "model was trained on, so its scores differ there; score with the artifact",
+                "apply_chat_template of the exported tokenizer tokenizes conversations differently from the "
+                "reward model's training, so its scores differ there; use the artifact for scoring",
                 stacklevel=3,
             )
     return with_padding_apart(dataclasses.replace(model, tokenizer=tokenizer))

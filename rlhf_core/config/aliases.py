@@ -109,7 +109,7 @@ def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem
             if value is None:
                 continue
         if name in fields and fields[name] != value:
-            problems.append(Problem(alias, f"another name of {name}, which is given too; remove one"))
+            problems.append(Problem(alias, f"another name for {name}, which is also given; remove one"))
         fields.setdefault(name, value)
     return problems
 
@@ -186,7 +186,7 @@ def _nest(fields: dict[str, Any], cls: type[Options], base: Options | None) -> l
         if value is None and (default is None or isinstance(default, Component)):
             continue  # an option that is none counts as not given
         if key in (given.get(field) or {}):
-            problems.append(Problem(name, f"the same as {field}.{key}, which is given too; remove one"))
+            problems.append(Problem(name, f"the same as {field}.{key}, which is also given; remove one"))
         else:
             tables[field][key] = value
     for field in [field for field in tables if field not in given and _default(cls, base, field) is None]:
@@ -222,7 +222,7 @@ def _nest_wandb(fields: dict[str, Any], default: Any) -> list[Problem]:
     tables: list[Any] = [_table(logger) or logger for logger in loggers]
     wandb_tables = [table for table in tables if isinstance(table, dict) and table.get("name") == "wandb"]
     if enabled and wandb_tables and "logger" in fields:
-        return [Problem("use_wandb", "logger names wandb too; remove one")]
+        return [Problem("use_wandb", "logger also names wandb; remove one")]
     if enabled and not wandb_tables:
         wandb_tables = [{"name": "wandb"}]
         tables += wandb_tables
@@ -248,7 +248,7 @@ def _nest_optimizer(fields: dict[str, Any], default: Any) -> list[Problem]:
     fields["optimizer"] = {**table, **extra}
     return [
         Problem(
-            f"extra_optimizer_kwargs.{key}", f"the same as optimizer.{key}, which is given too; remove one"
+            f"extra_optimizer_kwargs.{key}", f"the same as optimizer.{key}, which is also given; remove one"
         )
         for key in twice
     ]

@@ -91,7 +91,7 @@ class LoraOptions(Options):
     rank: int = Field(8, ge=1, description="rank of the product that is added to a kernel")
     alpha: float = Field(16.0, gt=0, description="the product is multiplied by alpha / rank")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of a layer's inputs that its adapter does not see during training"
+        0.0, description="dropout rate of the adapters' inputs during training"
     )
     use_rslora: bool = Field(False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023)")
     targets: str | list[str] = Field(
@@ -194,14 +194,14 @@ class TrainerConfig(Options):
     columns: dict[str, str | list[str]] | None = Field(
         None,
         description='columns that the data has under other names, { prompt = "question" }, or a list of names whose '
-        "texts are joined; a table's own `columns` go before",
+        "texts are joined; a table's own `columns` take precedence",
     )
     drop_columns: list[str] = Field([], description="columns of the data that nothing reads, rewards neither")
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     learning_rate_end: float | None = Field(
         None,
         ge=0,
-        description="learning rate that a falling schedule reaches after the last update; none: 0",
+        description="final learning rate of a decaying schedule; none: 0",
     )
     scheduler: Annotated[
         str | Callable[..., Any],
@@ -213,8 +213,10 @@ class TrainerConfig(Options):
         "last tenth; or a function, in files module:function or file.py:function, from the number of updates to an "
         "optax schedule",
     )
-    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
-    weight_decay: float = Field(0.01, ge=0, description="per unit of learning rate; not on norms and biases")
+    warmup_steps: int = Field(0, ge=0, description="updates of linear warm-up")
+    weight_decay: float = Field(
+        0.01, ge=0, description="multiplied by the learning rate; not applied to norms and biases"
+    )
     max_grad_norm: Annotated[float | None, AfterValidator(lambda x: x or None)] = Field(
         1.0, ge=0, description="global norm that gradients are clipped to; 0 or none: no clipping"
     )
@@ -222,20 +224,19 @@ class TrainerConfig(Options):
         Component(name="adamw"), description="by name, with options"
     )
     num_train_epochs: int | float = Field(
-        10, gt=0, description="passes over the training data, counted in rows: an update may span two or more"
+        10, gt=0, description="passes over the training data, counted in rows; an update may span two or more"
     )
     max_training_steps: int | None = Field(None, ge=1, description="updates, instead of epochs")
     total_batch_size: int = Field(
         32,
         ge=1,
-        description="examples per update; where completions are sampled, all those of an update's prompts: prompts × "
-        "num_generations",
+        description="examples per update; of sampled completions, prompts × num_generations",
     )
     gradient_accumulation_steps: int = Field(
         1,
         ge=1,
-        description="parts that an update is computed in; changes memory, not the result, except for which values "
-        "lora.dropout drops",
+        description="micro-batches per update; changes memory use, not the result (except for which values "
+        "lora.dropout drops)",
     )
     max_sequence_length: int | None = Field(
         1024, ge=2, description="tokens per example, prompt included; none: no limit"
@@ -244,27 +245,28 @@ class TrainerConfig(Options):
     truncation_mode: Literal["keep_end", "keep_start"] = Field(
         "keep_end", description="which end of a longer example is kept if it is truncated"
     )
-    shuffle_train_dataset: bool = Field(True, description="a new order every epoch")
-    shuffle_seed_train: int | None = Field(None, ge=0, description="its seed; none: the stage's seed")
+    shuffle_train_dataset: bool = Field(True, description="shuffle again every epoch")
+    shuffle_seed_train: int | None = Field(None, ge=0, description="seed of the shuffling; none: the stage's")
     eval_batch_size: int | None = Field(None, ge=1, description="examples; none: total_batch_size")
     evaluation_steps: int | None = Field(
         None, ge=1, description="updates between evaluations; none: only at the end"
     )
-    eval_on_start: bool = Field(False, description="evaluate before the first update too")
+    eval_on_start: bool = Field(False, description="also evaluate before the first update")
     max_evaluation_steps: int | None = Field(
         None, ge=0, description="batches per evaluation; none: all; 0: no evaluation"
     )
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
-        description="evaluations without improvement after which training ends; none: it continues",
+        description="end training after this many evaluations without improvement; none: never",
     )
     load_best_model_at_end: bool = Field(
-        False, description="save the model of the best evaluation, not of the last update"
+        False, description="save the model of the best evaluation instead of the last"
     )
     metric_for_best_model: str | None = Field(
         None,
-        description="metric to compare; none: the first of eval_accuracy, eval_reward and eval_loss that is reported",
+        description="metric that decides the best; none: the first of eval_accuracy, eval_reward and "
+        "eval_loss that is reported",
     )
     greater_is_better: bool | None = Field(
         None, description="none: true, unless the metric is a loss, error, perplexity or kl"
@@ -274,7 +276,7 @@ class TrainerConfig(Options):
         None, gt=0, description="minutes between checkpoints; none: 10, or with save_steps by updates alone"
     )
     save_total_limit: int | None = Field(
-        None, ge=1, description="newest checkpoints kept, and the best; none: all"
+        None, ge=1, description="newest checkpoints to keep, plus the best; none: all"
     )
     checkpoints: CheckpointOptions = Field(
         CheckpointOptions(), description="what checkpoints hold, and what a run makes of those it finds"
@@ -311,7 +313,7 @@ class TrainerConfig(Options):
         "rich", description="what the console shows"
     )
     progress_metrics: list[str] | None = Field(
-        None, description="metrics next to the progress bar; none: loss, reward and accuracy"
+        None, description="metrics shown next to the progress bar; none: loss, reward and accuracy"
     )
     track_memory: bool | float = Field(
         False,
@@ -324,7 +326,7 @@ class TrainerConfig(Options):
         description="completions while training, in the terminal, samples/, the report and loggers; none: no previews",
     )
     frozen_parameters: Annotated[str | list[str], AfterValidator(check_regex)] | None = Field(
-        None, description="regular expressions; parameters whose dotted path matches one are not trained"
+        None, description="regular expressions; parameters whose dotted path matches are not trained"
     )
     disable_dropout: bool = Field(
         True,
@@ -346,7 +348,7 @@ class TrainerConfig(Options):
     )
     attention: Annotated[Component, ATTENTION] = Field(
         Component(name="auto"),
-        description="attention function by name: xla, blocks (skips blocks that no token sees), pallas (skips them in "
+        description="attention function: xla, blocks (skips blocks that no token sees), pallas (skips them in "
         "kernels for GPUs and TPUs), cudnn; auto: blocks on CPUs if it is faster, pallas on accelerators where xla "
         "would take too much memory, else xla",
     )
@@ -356,7 +358,7 @@ class TrainerConfig(Options):
         "for a fresh one. Adapters are float32",
     )
     verify: bool = Field(
-        True, description="compare the artifact that the model is loaded from with the hashes in its manifest"
+        True, description="check the files of the loaded artifact against the hashes in its manifest"
     )
     remat: Literal["auto", "none", "dots", "full"] = Field(
         "auto",
@@ -379,8 +381,8 @@ class TrainerConfig(Options):
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_kwargs)] = Field(
         {},
-        description="variables for the chat template, such as { enable_thinking = false }; a row's column of this name "
-        "adds to them",
+        description="variables for the chat template, such as { enable_thinking = false }; a row's column of "
+        "this name is merged in",
     )
     template_date: Annotated[str, AfterValidator(check_day)] | None = Field(
         None,
@@ -389,19 +391,19 @@ class TrainerConfig(Options):
     )
     prompt_repeated: bool | None = Field(
         None,
-        description="whether completions in the data begin with the text of their prompt, which is then taken off; "
-        "none: they do not, and a file in which most do is refused",
+        description="whether completions in the data begin with the text of their prompt, which is then "
+        "removed; none: they do not, and a file in which most do is refused",
     )
     system_prompt: str | None = Field(
         None,
-        description="system message of conversations that do not begin with one of their own; none: there is none",
+        description="system message for conversations without one; none: none is added",
     )
 
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:
         if self.compares is None and self.greater_is_better is not None:
             raise ValueError(
-                f"greater_is_better says nothing without {', '.join(COMPARING[:-1])} or {COMPARING[-1]}"
+                f"greater_is_better has no effect without {', '.join(COMPARING[:-1])} or {COMPARING[-1]}"
             )
         if self.compares is not None and self.evaluation_steps is None:
             raise ValueError(f"{self.compares} needs evaluation_steps, the updates between evaluations")

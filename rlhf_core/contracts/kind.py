@@ -59,8 +59,8 @@ class Kind(Generic[T]):
         for name in sorted(names - set(self.attributes)):
             known = f"; a {self.name} has {' and '.join(self.attributes)}" if self.attributes else ""
             yield (
-                f"nothing reads its attribute '{name}'{known}.{suggest(name, self.attributes)} A constant of its own "
-                "begins with an underscore, an option is a field of the dataclass"
+                f"nothing reads its attribute '{name}'{known}.{suggest(name, self.attributes)} Start the name "
+                "of a constant with an underscore; make an option a field of the dataclass"
             )
         for name in sorted((set(options) | _state(thing)) - set(self.attributes)):
             if meant := get_close_matches(name, self.attributes, n=1, cutoff=ALIKE):

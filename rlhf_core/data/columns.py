@@ -187,14 +187,14 @@ def normalise_conversations(source: Source) -> Source:
     """Convert a source's conversations to lists of messages with `role` and `content`.
 
     Converts a column `conversations` if there is no `messages`, messages with `from` and `value` or with the roles
-    human and gpt, conversations stored as JSON text, and contents that are lists of text parts; lists each conversion
+    human and gpt, conversations stored as JSON text, and contents given as lists of text parts; lists each conversion
     in `remarks`. Raises InputError if some but not most texts of a column are such JSON.
     """
     kinds, names, remarks = source.kinds, dict[str, str](), list[str]()
     chats = {name: kinds[name] for name in CONVERSATIONS if name in kinds}
     if "messages" not in kinds and (kind := chats.get("conversations")) and (kind.lists or kind.json_texts):
         names["conversations"] = "messages"
-        remarks.append("column 'conversations' is read as 'messages'")
+        remarks.append("reading column 'conversations' as 'messages'")
     for name, kind in chats.items():
         said = names.get(name, name)
         if kind.python_texts:
@@ -205,7 +205,7 @@ def normalise_conversations(source: Source) -> Source:
         if 0 < kind.json_texts * 2 < kind.texts:
             place = _first_place(source, name, lambda text: parse_conversation(text) is not None)
             raise InputError(
-                f"{place}: '{name}' is the JSON of a conversation, and most others are plain texts: write "
+                f"{place}: '{name}' is the JSON of a conversation, and most others are plain text: use "
                 "conversations in all rows, or in none"
             )
         if kind.json_texts:
@@ -216,7 +216,7 @@ def normalise_conversations(source: Source) -> Source:
             f"messages have ShareGPT's form: 'from' is read as 'role', 'value' as 'content', {roles}"
         )
     if parts := [f"'{names.get(name, name)}'" for name, kind in chats.items() if kind.parts]:
-        remarks.append(f"contents that are lists of text parts ({', '.join(parts)}) are read as one text")
+        remarks.append(f"contents given as lists of text parts ({', '.join(parts)}) are joined into one text")
     if not remarks:
         return source
     converted = {
@@ -279,7 +279,7 @@ def prompts_as_turns(source: Source) -> Source:
     kind = source.kinds.get("prompt")
     if kind is None:
         raise InputError(
-            f"{source.name} has no column 'prompt' to make a user's turn of; it has {', '.join(source.columns)}"
+            f"{source.name} has no column 'prompt' to use as the user's turn; it has {', '.join(source.columns)}"
         )
     return replace(
         source,
@@ -339,7 +339,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
             ) from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
             raise InputError(
-                "'tools' cannot be read: it is nested too deeply, or has too long a number"
+                "'tools' cannot be read: it is nested too deeply, or a number is too long"
             ) from error
     if tools is None or isinstance(tools, str):
         return None

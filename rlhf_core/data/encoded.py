@@ -242,7 +242,7 @@ def list_unread_columns(report: Report, records: Records, read: Callable[[Source
                 counts[name] = counts.get(name, 0) + count
     if counts:
         listed = ", ".join(f"{name} (in {count:,})" for name, count in counts.items())
-        report.not_read.append(f"columns that are not read: {listed}")
+        report.not_read.append(f"unused columns: {listed}")
 
 
 class Notes:

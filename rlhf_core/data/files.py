@@ -27,10 +27,10 @@ IN_MEMORY = 1 << 23
 """Bytes: files up to this size are held in memory, so later changes to them do not matter."""
 COMPRESSIONS = {"gz": "gzip", "zst": "zstd"}
 PACKED = {
-    b"\x1f\x8b": "a gzip file, not text: unpack it first, or name it .gz",
-    b"\x28\xb5\x2f\xfd": "a zstandard file, not text: unpack it first, or name it .zst",
+    b"\x1f\x8b": "a gzip file, not text: unpack it first, or rename it to end in .gz",
+    b"\x28\xb5\x2f\xfd": "a zstandard file, not text: unpack it first, or rename it to end in .zst",
     b"PK\x03\x04": "a zip file, not text: unpack it first",
-    b"PAR1": "a parquet file, not text: name it .parquet",
+    b"PAR1": "a parquet file, not text: rename it to end in .parquet",
 }
 """{first bytes of a binary file: what to say of it}."""
 BOM = b"\xef\xbb\xbf"
@@ -157,7 +157,7 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
             return parse(record.partition(b"\n")[0].decode())
         except (ValueError, RecursionError):
             raise InputError(
-                f"{name} row {lines[i]} has changed since the file was read: start again, and do not change the file "
+                f"{name} row {lines[i]} has changed since the file was read; rerun, and do not modify the file "
                 "during a run"
             ) from None
 

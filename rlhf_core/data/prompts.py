@@ -27,7 +27,9 @@ from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
 NOTES = ("left_out",)
 FORMATS = (("prompt",), ("messages",))
-ACCEPTED = "prompt as a text or a conversation, or messages; every other column reaches the reward functions"
+ACCEPTED = (
+    "prompt, as text or a conversation, or messages; every other column is passed to the reward functions"
+)
 
 
 @dataclass(frozen=True)

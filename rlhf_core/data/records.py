@@ -291,7 +291,7 @@ def hub_dataset(
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}). "
-            f"Without network, fetch it elsewhere and give its files.{hint}"
+            f"Without network access, download it elsewhere and give its files.{hint}"
         ) from error
 
 

@@ -40,9 +40,9 @@ class Report:
     """In a file where most do not have it."""
     after_reply: Annotated[list[str], "that continue after the last reply"] = field(default_factory=list)
     """Those turns are ignored."""
-    left_out: Annotated[list[str], "that lose something in the chat template"] = field(default_factory=list)
+    left_out: Annotated[list[str], "that lose content in the chat template"] = field(default_factory=list)
     """The chat template omits or alters a message, or omits the tools."""
-    ignored_fields: Annotated[list[str], "with fields that the chat template does not write{fields}"] = field(
+    ignored_fields: Annotated[list[str], "with fields that the chat template ignores{fields}"] = field(
         default_factory=list
     )
     unlike: Annotated[list[str], "whose reply does not follow the generation prompt"] = field(
@@ -52,7 +52,7 @@ class Report:
     training."""
     unlearned: Annotated[list[str], "whose earlier replies are not all learned"] = field(default_factory=list)
     """The chat template renders an earlier reply differently in later turns, so that reply is not learned."""
-    unread: Annotated[list[str], "whose margin is not read"] = field(default_factory=list)
+    unread: Annotated[list[str], "whose margin is ignored"] = field(default_factory=list)
     """The trainer fills this list."""
     reversed: Annotated[list[str], "that reverse an earlier row"] = field(default_factory=list)
     unknown: Annotated[list[str], "with words that the tokenizer does not know"] = field(default_factory=list)
@@ -135,12 +135,12 @@ class Report:
             )
         alike = len(self.identical) + len(self.alike_once_cut)
         if alike and alike + len(self.empty) == self.total:
-            remedy = "are the right columns, and the right chat template, read?"
+            remedy = "check the columns and the chat template"
             if self.alike_once_cut:
                 remedy = 'set a larger max_sequence_length, or truncation_mode = "keep_end"'
             raise InputError(
                 f"{name}: chosen and rejected are the same tokens in all {alike:,} {self.unit} "
-                f"({shorten(self.identical or self.alike_once_cut)}), so that there is nothing to learn: {remedy}"
+                f"({shorten(self.identical or self.alike_once_cut)}), so there is nothing to learn: {remedy}"
             )
         longest = int(lengths.max())
         spread = f"shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {longest:,}"

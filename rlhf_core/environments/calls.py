@@ -63,23 +63,23 @@ class EnvironmentOptions(Component):
     max_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="wall time per episode, after which it ends with its turn; none: no limit",
+        description="wall time per episode, in seconds; the current turn is its last; none: no limit",
     )
     timeout: float | None = Field(
         default=None, gt=0, description="seconds per call of `reset` or `step`; none: no limit"
     )
     processes: int | None = Field(
-        default=None, ge=1, description="worker processes that the calls share; none: no worker"
+        default=None, ge=1, description="worker processes shared by the calls; none: run in this process"
     )
     on_error: Literal["skip", "stop"] = Field(
         default="skip",
-        description="when an episode fails or takes too long: leave it out and report it, or end the run",
+        description="what to do when an episode fails or takes too long: drop and report it, or end the run",
     )
     weight: float = Field(default=1.0, description="weight of the episode's reward in the sum of rewards")
     history: Literal["kept", "encoded_again"] = Field(
         default="kept",
-        description="what a turn continues: the tokens so far, or the conversation as the chat template writes it "
-        "again, for templates that rewrite earlier turns; every turn is then a training row of its own",
+        description="what a turn continues: the tokens so far, or the conversation encoded again by the chat "
+        "template, for templates that rewrite earlier turns; every turn is then a separate training row",
     )
     check: bool = Field(
         default=True, description="whether `rlhf check` begins an episode and takes one made-up turn"
@@ -127,7 +127,7 @@ class EnvironmentCalls:
             except UnsendableError as error:
                 why = "timeout" if options.processes is None else "processes"
                 raise InputError(
-                    f"{where}.{why}: calls then run in another process, to which the environment is sent: "
+                    f"{where}.{why}: calls would run in another process, to which the environment is sent: "
                     f"{error}; make its methods async, keep what it holds picklable, or leave out `{why}`"
                 ) from error
 
@@ -192,9 +192,9 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
     if method == "reset" and not messages:
         raise EpisodeError("returned no messages; an episode begins with at least one")
     if messages and messages[-1]["role"] == "assistant":
-        raise EpisodeError("returned an assistant's message last; the last one is to be replied to")
+        raise EpisodeError("returned an assistant's message last; the last message must be one to reply to")
     if method == "step" and any(message["role"] == "assistant" for message in messages):
-        raise EpisodeError("returned an assistant's message; after `reset` only the policy writes these")
+        raise EpisodeError("returned an assistant's message; after `reset`, only the policy writes them")
     try:
         json.dumps(messages)
     except (TypeError, ValueError, RecursionError) as error:
@@ -212,13 +212,11 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
         )
     if not isinstance(value.metrics, Mapping) or not all(isinstance(name, str) for name in value.metrics):
-        raise EpisodeError(
-            f"returned metrics={_shown(value.metrics)}; a dict of names and numbers is expected"
-        )
+        raise EpisodeError(f"returned metrics={_shown(value.metrics)}; expected a dict of names and numbers")
     if taken := [name for name in OWN_METRICS if name in value.metrics]:
         raise EpisodeError(
-            f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is measured for every environment; give "
-            "another name"
+            f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is reported for every environment; "
+            "choose another name"
         )
     reward = None if value.reward is None else _number("reward", value.reward)
     if reward is not None and abs(earlier + reward) > LARGEST_REWARD:
@@ -228,7 +226,7 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
         )
     metrics = {scrub(name): _number(f"metrics['{name}']", number) for name, number in value.metrics.items()}
     if not isinstance(value.done, bool) and not _is_truth(value.done):
-        raise EpisodeError(f"returned done={_shown(value.done)}; True or False is expected")
+        raise EpisodeError(f"returned done={_shown(value.done)}; expected True or False")
     messages = checked_messages(value.messages, "step")
     if not messages and not value.done:
         raise EpisodeError("returned no messages and done=False: there is nothing to reply to")
@@ -245,7 +243,7 @@ def _number(name: str, value: Any) -> float:
         number = np.nan
     if not abs(number) <= LARGEST_REWARD:
         beyond = f", at most {LARGEST_REWARD:.3g} as in float32" if np.isfinite(number) else ""
-        raise EpisodeError(f"returned {name}={_shown(value)}; a finite number is expected{beyond}")
+        raise EpisodeError(f"returned {name}={_shown(value)}; expected a finite number{beyond}")
     return number
 
 

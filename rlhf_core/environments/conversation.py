@@ -180,7 +180,7 @@ class ConversationEncoder:
         # The word that the dummy ends with; messages may contain it, too.
         word = max((WORD, LAST), key=closed.rfind)
         if closed.count(word) <= before.count(word):
-            raise InputError(f"{self.name} leaves out what a reply says. {REMEDY}")
+            raise InputError(f"{self.name} omits the content of a reply. {REMEDY}")
         text = after[len(before) :].partition(word)[2]
         closed = closed.rpartition(word)[2]
         shared = text[: shared_length(text, closed)]
@@ -199,8 +199,8 @@ class ConversationEncoder:
             plain = None
         if plain is None or not text.endswith(plain):
             raise InputError(
-                f"{self.name} writes no stop token after a reply with tool calls, so that its end is not known. Add "
-                "the token that it writes to sampling.stop_token_ids"
+                f"{self.name} writes no stop token after a reply with tool calls, so its end cannot be found. "
+                "Add the token it writes there to sampling.stop_token_ids"
             )
         return Tail(plain)
 
@@ -286,7 +286,7 @@ class ConversationEncoder:
         before, whole = self._tokenize(context), self._tokenize(context + text)
         if not np.array_equal(whole[: len(before)], before):
             raise InputError(
-                f"the tokenizer joins the end of a reply with what {self.name} writes after it: give a template that "
+                f"the tokenizer merges the end of a reply with what {self.name} writes next: give a template that "
                 "ends replies with a special token"
             )
         return whole[len(before) :]

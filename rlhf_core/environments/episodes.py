@@ -147,7 +147,7 @@ class Episodes:
             if episode is not first:
                 if episode.messages != first.messages:
                     raise EpisodeError(
-                        "returned other messages than for the first episode of its group, with the same row and seed"
+                        "returned different messages from the first episode of its group, for the same row and seed"
                     )
                 episode.prompt = first.prompt
                 return

@@ -69,7 +69,7 @@ class Trial:
             words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
             if missing := [what for what, word in words.items() if word not in text]:
                 return (
-                    f"{name} leaves out the schemas of tools (their {', '.join(missing)}): the policy would not know "
+                    f"{name} omits the schemas of tools (their {', '.join(missing)}): the policy would not know "
                     "what it may call. Give a chat template that writes them"
                 )
         refusals = []
@@ -81,9 +81,9 @@ class Trial:
                 refusals.append(str(error))
                 continue
             if self.tools and "qzxvalue1" not in self.written(messages[:2]):
-                return f"{name} leaves out the tool calls of replies. Give a chat template that writes them"
+                return f"{name} omits the tool calls of replies. Give a chat template that writes them"
             if "qzxadded1" not in text:
-                return f"{name} leaves out '{self.role}' messages. Give a chat template that writes them"
+                return f"{name} omits '{self.role}' messages. Give a chat template that writes them"
             return None
         what = "tool calls, or " if self.tools else ""
         return f"{name} refuses {what}'{self.role}' messages after a reply: {refusals[0]}"
@@ -152,9 +152,9 @@ class Trial:
             piece = longer[len(opened) :]
             for what, said in _parts(messages[-1]):
                 if not _stands_in(said, piece):
-                    return f"{name} leaves out {what} when '{self.role}' messages follow replies. {REMEDY}"
+                    return f"{name} omits {what} when '{self.role}' messages follow replies. {REMEDY}"
             if not all(_stands_in(str(message["content"]), piece) for message in added):
-                return f"{name} leaves out '{self.role}' messages. Give a chat template that writes them"
+                return f"{name} omits '{self.role}' messages. Give a chat template that writes them"
             tail = self.encoder.tail(messages, added, self.tools).from_end
             if not piece.endswith(tail):
                 return (

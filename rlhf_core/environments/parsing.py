@@ -177,7 +177,7 @@ class CallParser:
     def _read(self, form: CallFormat, text: str, start: int) -> list[Call]:
         calls = [_checked(call) for call in _calls(form, text, start, self._schemas)]
         if calls and form.alone and self._content(text, calls):
-            error = "a call must stand alone: the text around it would be lost"
+            error = "a call must be the whole reply: the text around it would be lost"
             return [Call(calls[0].start, calls[-1].end, error=error)]
         return calls
 
@@ -220,7 +220,7 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
         if [(call.name, call.arguments, call.error) for call in calls] == [(NAME, ARGUMENTS, None)]:
             return replace(form, alone=TEXT not in closed)
     raise InputError(
-        f"{encoder.name} writes tool calls in a format that is not known, {written.strip()[:80]!r}: give a chat "
+        f"{encoder.name} writes tool calls in an unknown format, {written.strip()[:80]!r}: give a chat "
         "template that writes them as those of Qwen, Mistral, Llama or DeepSeek do"
     )
 
@@ -256,7 +256,7 @@ def _checked(call: Call) -> Call:
         return call._replace(error=words[:300])
     name, arguments = call.name, call.arguments
     if not isinstance(name, str) or not name.strip():
-        return call._replace(error='the call has no "name" of a function')
+        return call._replace(error='the call has no function "name"')
     try:
         if isinstance(arguments, str):
             arguments = _read_json(arguments)

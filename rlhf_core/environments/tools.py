@@ -57,7 +57,7 @@ class Tool:
                 continue
             choices = self.schema["function"]["parameters"]["properties"][name].get("enum")
             if choices is not None and value not in choices:
-                problems.append(f"'{name}' is none of {json.dumps(choices, ensure_ascii=False)}")
+                problems.append(f"'{name}' is not one of {json.dumps(choices, ensure_ascii=False)}")
         problems += [f"it needs '{name}'" for name in sorted(self.required - set(arguments))]
         return values, problems
 
@@ -145,8 +145,8 @@ class ToolEnvironment:
             raise
         except (Exception, SystemExit) as error:
             warnings.warn(
-                f"tool '{name}' raised {type(error).__name__}{code_location(error, __file__)}; the policy gets this "
-                "as an answer, and episodes/call_errors counts it",
+                f"tool '{name}' raised {type(error).__name__}{code_location(error, __file__)}; the policy is "
+                "shown this error, and episodes/call_errors counts it",
                 stacklevel=2,
             )
             return _Answer.failed(
@@ -161,7 +161,7 @@ def _run_at_once(work: Coroutine[Any, Any, Turn]) -> Turn:
     except StopIteration as end:
         return end.value
     work.close()
-    raise TypeError("a tool that is no async function returned an awaitable; write async def")
+    raise TypeError("a tool that is not async returned an awaitable; write async def")
 
 
 class _Answer(NamedTuple):
@@ -235,9 +235,7 @@ def make_tool(function: Callable[..., Any], written: str = "") -> Tool:
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise InputError(
-                f"{what}: parameter '{parameter.name}' cannot be given by name: write it without *, and not before /"
-            )
+            raise InputError(f"{what}: parameter '{parameter.name}' cannot be passed by name: remove * and /")
     try:
         schema = get_json_schema(function)
         hints = typing.get_type_hints(function, include_extras=True)

@@ -140,7 +140,7 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
     held_out = config.max_evaluation_steps != 0 and (config.eval_data or stage.inputs.get("eval_dataset"))
     if build.evaluate is None and stage.is_main and held_out:
         warnings.warn(
-            f"stage '{stage.name}'.eval_data: given, but the trainer evaluates nothing: its build has no `evaluate`",
+            f"stage '{stage.name}'.eval_data: given, but the trainer does not evaluate: its build has no `evaluate`",
             stacklevel=2,
         )
     if build.previews is None and config.previews is not None and stage.is_main:
@@ -157,7 +157,7 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
             build.preview(int(state.step), state)
         except (InputError, RunError) as error:  # a reward that fails now must not cost the trained model
             warnings.warn(
-                f"stage '{stage.name}': completions after training were not kept: {error}", stacklevel=2
+                f"stage '{stage.name}': completions after training were not saved: {error}", stacklevel=2
             )
     if build.save is not None:
         build.save(state)
@@ -210,8 +210,8 @@ class _Run:
         progress.checkpoints.wait()
         if self.out_of_time and count < updates.total:
             warnings.warn(
-                f"stage '{self.stage.name}': training_time_limit reached after update {count} of {updates.total}; "
-                "the stage ends here",
+                f"stage '{self.stage.name}': training_time_limit reached after update {count} of "
+                f"{updates.total}; ending the stage",
                 stacklevel=2,
             )
         return self.best.final(state, count, progress.checkpoints)

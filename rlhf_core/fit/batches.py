@@ -245,8 +245,8 @@ class DatasetUpdates:
         missing = self._examples(step) - host["examples"]
         if missing > 0:
             warnings.warn(
-                f"update {step} was the last one, with what was left of the epoch: in a run of this length from the "
-                f"start it would have had {missing} more examples, which are passed over now",
+                f"update {step} was the last and took what was left of the epoch; a run of this length from "
+                f"the start would have given it {missing} more examples, which are skipped now",
                 stacklevel=2,
             )
 

@@ -103,7 +103,7 @@ class Best:
             return state
         if self.exhausted:
             self.stage.say(
-                f"stopped early after update {step}: no better {self.metric} in {self.bad} evaluations"
+                f"stopped early after update {step}: {self.metric} has not improved in {self.bad} evaluations"
             )
         chosen = step if self.step is None or not self.config.load_best_model_at_end else self.step
         best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"

@@ -81,10 +81,10 @@ def evaluate_or_warn(
         return metrics
     reason = str(failure) if isinstance(failure, RunError | InputError) else ""
     reason = reason or (
-        error_line(failure, HERE) if failure else "it failed in another process, which says why"
+        error_line(failure, HERE) if failure else "it failed in another process; see that process's output"
     )
     warnings.warn(
-        f"stage '{stage}': the evaluation after update {count} failed and is left out, training goes on: {reason}",
+        f"stage '{stage}': the evaluation after update {count} failed and is skipped; training continues: {reason}",
         stacklevel=2,
     )
     return None
@@ -98,8 +98,10 @@ def _require_finite_loss(metrics: Mapping[str, float], state: TrainState, count:
     problem = nonfinite_weights(state.model, state.params)
     line = f"stage '{stage}': {', '.join(bad)} after update {count} is not finite: " + (
         problem
-        or "the model's weights are finite, and its outputs for some rows of eval_data, or their loss, are not"
+        or "the model's weights are finite, but its outputs for some rows of eval_data, or their loss, are not"
     )
     if count == 0:
         raise InputError(line) if problem else RunError(line)
-    warnings.warn(f"{line}; it is null in metrics.jsonl, and no evaluation to compare with", stacklevel=3)
+    warnings.warn(
+        f"{line}; it is null in metrics.jsonl and not compared with other evaluations", stacklevel=3
+    )

@@ -38,7 +38,7 @@ class MetricWindow:
         reported = {**update.metrics, **update.timing}
         if both := sorted(reported.keys() & metrics.keys()):
             raise InputError(
-                f"metrics: {', '.join(both)} reported twice, by the Update and by the objective or the step; "
+                f"metrics: {', '.join(both)} reported both by the Update and by the objective or the step; "
                 "rename the Update's"
             )
         self.device.append(metrics)

@@ -62,7 +62,7 @@ def nonfinite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunErro
         f"It comes from {listed or 'the sum of its rows, each of which is finite by itself'}. "
         f"The state before it is kept in {stage.dir / 'checkpoints'}. "
         + ("Lower learning_rate, set max_grad_norm, look" if step else "Look")
-        + " at these examples, or try a loss of your own with rlhf_core.testing."
+        + " at these examples, or check a custom loss with rlhf_core.testing."
     )
 
 

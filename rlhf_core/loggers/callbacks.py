@@ -23,19 +23,19 @@ def listen(host: Host, callbacks: Sequence[Any]) -> None:
     Raises InputError for an object without such methods, an unknown hook, or an argument that the hook does not have.
     """
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
-        raise InputError(f"callbacks: a list of objects is expected, got {type(callbacks).__name__}")
+        raise InputError(f"callbacks: expected a list of objects, got {type(callbacks).__name__}")
     for index, callback in enumerate(callbacks):
         at, kind = f"callbacks[{index}]", type(callback).__name__
         if inspect.isclass(callback):
             name = callback.__name__
-            raise InputError(f"{at}: {name} is a class; give an object of it, {name}(…)")
+            raise InputError(f"{at}: {name} is a class; give an instance, {name}(…)")
         methods = [n for n in dir(callback) if n.startswith("rlhf_") and callable(getattr(callback, n))]
         if unknown := [name for name in methods if name not in EVENTS]:
             raise InputError(
                 f"{at}: no event is called {unknown[0]}.{suggest(unknown[0], EVENTS)} Events: {', '.join(EVENTS)}"
             )
         if not methods:
-            raise InputError(f"{at}: {kind} has none of the methods that are called: {', '.join(EVENTS)}")
+            raise InputError(f"{at}: {kind} has none of the event methods: {', '.join(EVENTS)}")
         for name in methods:
             method = getattr(callback, name)
             function = getattr(method, "__func__", method)

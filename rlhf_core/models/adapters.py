@@ -46,7 +46,7 @@ class Adapter:
             elif re.fullmatch(rf"{re.escape(PREFIX)}score(\.modules_to_save)?\.weight", name):
                 self.score = name
             else:
-                raise InputError(f"{file}: '{name}' belongs to no layer that can be adapted")
+                raise InputError(f"{file}: '{name}' does not belong to a layer that can be adapted")
             if len(shape := self._reader.header[name]["shape"]) != 2 and "lora_magnitude_vector" not in name:
                 raise InputError(f"{file}: '{name}' has shape {shape}; it must be a matrix")
         dora = bool(self.config.get("use_dora"))
@@ -114,9 +114,7 @@ class Adapter:
 
     def _merge_dora(self, adapted: Model, names: Mapping[str, Sequence[str]]) -> Model:
         """Merge the adapter of DoRA (Liu et al. 2024), and scale every output's weights to the adapter's magnitude."""
-        warnings.warn(
-            f"{self.directory}: an adapter of DoRA is merged into the model's weights", stacklevel=4
-        )
+        warnings.warn(f"{self.directory}: merging the DoRA adapter into the model's weights", stacklevel=4)
         lora = adapted.definition.lora
         assert lora is not None
         model = adapted.merged()
@@ -135,7 +133,7 @@ class Adapter:
         """Describe the adapter. Its rank is the largest of any module; others are padded with zeros."""
         ranks = [self._reader.header[names["lora_A"]]["shape"][0] for names in self._modules.values()]
         if not ranks:
-            raise InputError(f"{self.directory / WEIGHTS}: it holds no lora_A and lora_B")
+            raise InputError(f"{self.directory / WEIGHTS}: it has no lora_A and lora_B")
         config = self.config
         lora = Lora(
             rank=int(config.get("r", max(ranks))),

@@ -206,7 +206,7 @@ def attend_cudnn(
     if implementation == "cudnn" and q.dtype != jnp.bfloat16:
         problems.append(f"it computes in bfloat16, not {q.dtype}; set dtype to 'bfloat16'")
     if implementation == "cudnn" and (size > 128 or size % 8):
-        problems.append(f"it takes heads of at most 128 dimensions that 8 divides, not {size}")
+        problems.append(f"head size must be at most 128 and a multiple of 8, not {size}")
     if problems:
         raise InputError(*(f"attention 'cudnn': {line}" for line in problems))
     at = jnp.arange(time)

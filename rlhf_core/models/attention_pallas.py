@@ -66,7 +66,7 @@ def attend_pallas(
         )
     if size > LARGEST_HEAD:
         raise InputError(
-            f"attention 'pallas': it takes heads of at most {LARGEST_HEAD} dimensions, not {size}; set attention to "
+            f"attention 'pallas': head size must be at most {LARGEST_HEAD}, not {size}; set attention to "
             '"xla"'
         )
     mesh = mesh_of_rows(q)

@@ -186,8 +186,8 @@ class Fields:
             else:
                 hint = suggest(name, self.defaults) or " Remove it if it changes nothing."
                 self.problem(
-                    f"unknown field '{name}'.{hint} It is {shown(value)}, which the decoder of {model_type} does not "
-                    "compute"
+                    f"unknown field '{name}'.{hint} It is {shown(value)}, which the {model_type} decoder does "
+                    "not implement"
                 )
 
 

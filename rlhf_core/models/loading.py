@@ -283,7 +283,7 @@ def require_memory(definition: Definition, mesh: Mesh) -> None:
     memory = _memory_bytes(mesh)
     if memory is not None and 4 * count > memory:
         raise InputError(
-            f"model: its sizes make {count:,} parameters, {4 * count / 1e9:,.1f} GB in float32, and there are "
+            f"model: its sizes give {count:,} parameters, {4 * count / 1e9:,.1f} GB in float32, and there are "
             f"{memory / 1e9:,.1f} GB of memory: make it smaller, or use more devices"
         )
 

@@ -130,7 +130,7 @@ def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -
             fixed.add(path)
         elif root:
             raise InputError(
-                f"'{'.'.join(path)}' is no parameter of the model that has the adapters under '{'.'.join(root)}': give "
+                f"'{'.'.join(path)}' is not a parameter of the model with the adapters under '{'.'.join(root)}': give "
                 "several models by name, create_state({'policy': policy, 'critic': critic}, tx)"
             )
     return frozenset(fixed)

@@ -126,8 +126,8 @@ def warn_of_constraints(directory: Path | None) -> None:
     config = read_json_object(file) if file is not None and file.is_file() else {}
     if set_ := [f"{name} {json.dumps(config[name])}" for name in CONSTRAINTS if config.get(name)]:
         warnings.warn(
-            f"{file}: {textwrap.shorten(', '.join(set_), 200, placeholder=' …')}: sampling does not follow this, and "
-            "it is kept in the files of the model that is saved",
+            f"{file}: {textwrap.shorten(', '.join(set_), 200, placeholder=' …')}: ignored by sampling, but "
+            "kept in the saved model's files",
             stacklevel=3,
         )
 
@@ -400,7 +400,7 @@ def require_own_parameters(definition: Definition, params: Any) -> None:
     expected, present = ({path for path, _ in paths(p)} for p in (definition.abstract_params(), params))
     if missing := sorted(expected - present):
         raise InputError(
-            f"save: these are not the model's parameters, '{'.'.join(missing[0])}' is missing; save one of several "
+            f"save: these are not the model's parameters: '{'.'.join(missing[0])}' is missing; save one of several "
             "models with its own, such as policy.with_params(state.params['policy'])"
         )
     if extra := sorted(present - expected):

@@ -28,7 +28,7 @@ def matching(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozen
     """
     hits = named(params, patterns)
     if len(hits) == sum(1 for _ in paths(params)):
-        raise InputError("frozen_parameters: all parameters match; nothing would be trained")
+        raise InputError("frozen_parameters: all parameters match, so nothing would be trained")
     return hits
 
 
@@ -42,7 +42,7 @@ def named(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozenset
         if not hits:
             words = {word for path in all_paths for word in path}
             raise InputError(
-                f"frozen_parameters: {pattern!r} is found in no parameter.{suggest(pattern, words)} "
+                f"frozen_parameters: {pattern!r} matches no parameter.{suggest(pattern, words)} "
                 f"The model has {', '.join(dotted[:3])}, …, {dotted[-1]}"
             )
         matches |= hits

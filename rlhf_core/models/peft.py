@@ -68,7 +68,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     if problems:
         raise InputError(*(f"{file}: {problem}" for problem in problems))
     if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type {shown(config.get('peft_type'))} is not supported; only LORA is")
+        problems.append(
+            f"peft_type {shown(config.get('peft_type'))} is not supported; only LORA is supported"
+        )
     for name, value in config.items():
         if name not in HARMLESS and value not in (None, False, 0, "", [], {}, "megatron.core"):
             problems.append(f"{name} {shown(value)} is not supported")

@@ -171,7 +171,7 @@ def _take_over(plan: Plan, host: Host, run: str | Path, say: Callable[[str], Non
     for stage in found.values():
         stage.take_over()
         events.log_event(plan.dir, stage.request.name, "reused", message=str(stage.source))
-        say(f"stage '{stage.request.name}': taken over from {stage.source}")
+        say(f"stage '{stage.request.name}': reused from {stage.source}")
     for line in reasons:
         say(line)
 
@@ -182,8 +182,8 @@ def warn_of_readers(plan: Plan, stages: Mapping[str, Asked]) -> None:
     for stage in plan.stages:
         for source in sorted(_reads(stage) & new) if stage.name not in new else ():
             warnings.warn(
-                f"stage '{source}' runs again, and stage '{stage.name}' has read what it made before: if that "
-                f"changes, '{stage.name}' is refused then; delete {stage.dir} to rerun it too",
+                f"stage '{source}' runs again, and stage '{stage.name}' used its previous output: if the "
+                f"output changes, '{stage.name}' will be refused; delete {stage.dir} to rerun it too",
                 stacklevel=2,
             )
 

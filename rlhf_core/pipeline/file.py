@@ -257,7 +257,7 @@ def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
             problems.append(f"mesh.{axis}: unknown axis.{suggest(axis, axes)} Axes: {', '.join(axes)}")
         elif not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
             problems.append(
-                f"mesh.{axis}: a positive number of devices, or -1 for what is left; got {size!r}"
+                f"mesh.{axis}: a positive number of devices, or -1 for all remaining devices; got {size!r}"
             )
         else:
             sizes[axis] = size

@@ -128,7 +128,9 @@ def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
     if by_earlier_stage or not isinstance(name, str) or Path(name).expanduser().is_dir():
         return ()
     hint = suggest_file(Path(name)) if Path(name).parent.is_dir() else ""
-    return (f"{field} '{name}' is not a directory here: the stage asks the hub for it when it begins.{hint}",)
+    return (
+        f"{field} '{name}' is not a directory here: the stage looks it up on the hub when it begins.{hint}",
+    )
 
 
 def call_trainer(

@@ -108,7 +108,7 @@ def _directory_problems(path: Path) -> list[str]:
     ):
         return [f"dir: {str(path)[:60]}… is longer than a file system allows; give another --dir"]
     if "\0" in str(path):
-        return ["dir: has a NUL character; give another --dir"]
+        return ["dir: contains a NUL character; give another --dir"]
     existing = path
     while not exists(existing) and existing != existing.parent:
         existing = existing.parent
@@ -278,7 +278,7 @@ def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
     if stage in known.names:
         return (
             None,
-            f"'{value}': stage '{stage}' is not before this one; move it up, stages run in the order written",
+            f"'{value}': stage '{stage}' is not before this one; move it up, stages run in file order",
         )
     available = ", ".join(known.references()) or "none"
     meant = [reference for reference in known.references() if suggest(stage, [reference.partition(".")[0]])]

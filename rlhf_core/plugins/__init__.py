@@ -167,7 +167,7 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
                 f"{name} would never be called, since it has no @hookimpl; add it or rename {name}"
             )
     if not hooks_found and not problems:
-        problems.append("it has no hook; define rlhf_register(registry) and put @hookimpl on it")
+        problems.append("it has no hook; define rlhf_register(registry) with @hookimpl")
     if problems:
         raise InputError(*problems)
 

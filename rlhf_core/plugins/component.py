@@ -173,7 +173,7 @@ class Entry:
                 problems += [Problem(name, message) for message in error.problems]
             except ValidationError as error:
                 if secret:
-                    problems.append(Problem(name, "expected text; what it is was hidden, as a secret"))
+                    problems.append(Problem(name, "expected text; the value is hidden, as a secret"))
                     continue
                 option_problems = explain(models[name], error, {"value": value})
                 problems += [
@@ -196,7 +196,7 @@ def _read_value(model: type[Options], value: Any) -> Any:
         return model.model_validate({"value": option}).value  # type: ignore[attr-defined]  # its fields are made at run time
 
     if is_hidden(value):
-        raise InputError('was hidden when this was written; give it again, best as { env = "NAME" }')
+        raise InputError('was hidden when this was written; give it again, preferably as { env = "NAME" }')
     if reads_environment(value):
         with suppress(ValidationError):
             if model.model_fields["value"].annotation is not Any:
@@ -242,9 +242,7 @@ def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[
     models, required = {}, set()
     for parameter in parameters(kind, thing, what):
         if parameter.name == "name" and parameter.default is parameter.empty:
-            raise InputError(
-                f"{what}: in a file 'name' is the component's own; call the option something else"
-            )
+            raise InputError(f"{what}: in a file 'name' names the component; rename the option")
         models[parameter.name] = option_model(thing, parameter, what)
         if parameter.default is parameter.empty:
             required.add(parameter.name)
@@ -270,11 +268,9 @@ def _check_class(kind: Kind[Any], thing: type, what: str) -> None:
     if not dataclasses.is_dataclass(thing):
         if kind.factory:
             return
-        raise InputError(f"{what}: a class must be a dataclass; put @dataclass(frozen=True) on it")
+        raise InputError(f"{what}: a class must be a dataclass: use @dataclass(frozen=True)")
     if kind.constant and not thing.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise InputError(
-            f"{what}: jit closes over it, so it must be frozen; put @dataclass(frozen=True) on it"
-        )
+        raise InputError(f"{what}: jit closes over it, so it must be frozen: use @dataclass(frozen=True)")
     if kind.arguments and not any("__call__" in vars(base) for base in thing.__mro__):
         raise InputError(f"{what}: it has no __call__({', '.join(kind.arguments)})")
 
@@ -327,8 +323,8 @@ def load_file(path: Path) -> types.ModuleType:
         line = f" line {at[-1]}" if at else ""
         beside = path.with_name(f"{error.name}.py") if isinstance(error, ModuleNotFoundError) else None
         hint = (
-            f". A file does not find {beside.name} next to it: put both into one file, or into a package, which "
-            "`rlhf new` writes"
+            f". A file cannot import {beside.name} next to it: put both in one file, or in a package (`rlhf "
+            "new` writes one)"
             if beside is not None and beside.is_file()
             else ""
         )
@@ -354,5 +350,5 @@ def load_function(name: str) -> Callable[..., Any]:
         raise InputError(f"'{name}': {home} has no '{attribute}'.{suggest(attribute, vars(module))}")
     function = getattr(module, attribute)
     if not callable(function):
-        raise InputError(f"'{name}': {attribute} is of type {type(function).__name__}, not a function")
+        raise InputError(f"'{name}': {attribute} is {type(function).__name__}, not a function")
     return function

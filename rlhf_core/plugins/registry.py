@@ -76,7 +76,7 @@ class Registry:
             )
         if not name or ":" in name:
             raise InputError(
-                f"{kind.name} '{name}' ({qualified_name(thing)}): a name is not empty and has no ':'"
+                f"{kind.name} '{name}' ({qualified_name(thing)}): a name must not be empty or contain ':'"
             )
         for known in self._entries:
             if known.name == kind.name and known != kind:

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 HERE = str(Path(__file__).parent.parent)
 ELSEWHERE = {
-    "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
-    "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
-    "`__call__`, `snapshot()` and `restore(kept)`",
+    "trainer_state": "TRL passes its trainer's state under this name, which has no counterpart here; remove "
+    "the parameter, or give it a default. For values that change over a run, write a reward with state: a "
+    "dataclass with `__call__`, `snapshot()` and `restore(kept)`",
     "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl, next to "
     "the completions, and `log_metric` logs numbers. Remove the parameter",
     "environments": "TRL passes its environments under this name; here, with an `environment`, `completions` has what "
     "was said after the prompt, and the column `environment_rewards` what the environment gave. Name those instead",
-    "kwargs": "write it with two stars, **kwargs, to take every column",
+    "kwargs": "write **kwargs, with two stars, to receive every column",
 }
 """Parameters of TRL's reward functions that are not columns: {name: what to do}."""
 ALIKE = 0.7
@@ -135,7 +135,7 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
         lines = list(dict.fromkeys(lines))
         more = [f"and {len(lines) - SHOWN} more rows that it cannot read"] if len(lines) > SHOWN else []
         if reward.on_error == "skip" and lines:
-            skipped.append(f"{lines[0]}; {len(lines)} such rows are left out (on_error)")
+            skipped.append(f"{lines[0]}; {len(lines)} such rows are skipped (on_error)")
             left_out[reward.label] = [prompts.where(i) for i in unreadable]
         else:
             problems += lines[:SHOWN] + [f"reward '{reward.label}': {line}" for line in more]
@@ -282,7 +282,7 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
     if name in MISTAKES and "'NoneType'" not in text:
         return f"{text}, called with made-up completions; {FORMS[prompts.chat]}", True
     return (
-        f"{text}, called with made-up completions, one of them empty; in a run that would end it, or with "
-        'on_error = "skip" leave the whole call unscored',
+        f"{text}, called with made-up completions, one of them empty; in a run this would end it or, "
+        'with on_error = "skip", leave the whole call unscored',
         False,
     )

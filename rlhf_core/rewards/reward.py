@@ -56,15 +56,17 @@ class WeightedReward(Component):
 
     weight: float = Field(default=1.0, description="weight of its values in the sum")
     label: str | None = Field(
-        default=None, description="its name in the metrics; none: `name` without directories"
+        default=None, description="name in the metrics; none: `name` without directories"
     )
     timeout: float | None = Field(default=None, gt=0, description="seconds per call; none: no limit")
     processes: int | None = Field(
-        default=None, ge=1, description="worker processes that share a call's completions; none: no worker"
+        default=None,
+        ge=1,
+        description="worker processes that share a call's completions; none: run in this process",
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
-        description="when a call fails or takes too long: end the run, or leave its completions unscored",
+        description="what to do when a call fails or takes too long: end the run, or leave its completions unscored",
     )
     check: bool = Field(
         default=True,
@@ -138,8 +140,8 @@ class Reward:
             except UnsendableError as error:
                 why = "timeout" if self.processes is None else "processes"
                 raise InputError(
-                    f"reward '{self.label}' has `{why}`, so that it runs in a process of its own, which has to find it "
-                    f"by name: {error}; put it into a file and name it file.py:function, make it async, or leave out "
+                    f"reward '{self.label}' has `{why}`, so it runs in another process, which must find it by "
+                    f"name: {error}; put it in a file and name it file.py:function, make it async, or leave out "
                     f"`{why}`"
                 ) from error
         return self._pool
@@ -339,9 +341,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             table[:, f] = outcome
     table = broadcast_numbers(table)
     if needed and np.isnan(table).all():
-        nothing = (
-            "no reward function applies to any completion of the rollout: there is nothing to learn from"
-        )
+        nothing = "no reward function applies to any completion of the rollout, so there is nothing to learn"
         raise RunError("; ".join([nothing, *skipped]))
     return table
 
@@ -382,7 +382,7 @@ def _error(reward: Reward, outcome: Outcome, inputs: RewardInputs) -> Exception:
 
 def failure(reward: Reward, outcome: Outcome) -> str:
     """Describe a failed call, starting with the reward's name."""
-    how = "failed in another process, whose output says why"
+    how = "failed in another process; see that process's output"
     if isinstance(outcome, BaseException):
         how = describe_failure(outcome, reward.timeout)
     return scrub(f"reward '{reward.label}' {how}")

@@ -32,15 +32,19 @@ class MetricLog:
     def __call__(self, name: str, value: Any) -> None:
         """Keep a value. Raises ValueError for a name that every reward's metrics have, and for what is no number."""
         if not isinstance(name, str) or not name:
-            raise ValueError(f"log_metric({name!r}, …): the name of a metric is a text")
+            raise ValueError(f"log_metric({name!r}, …): the name of a metric must be text")
         if name.rpartition("/")[2] in MEASURED:
-            raise ValueError(f"log_metric({name!r}, …): this is measured of every reward; give another name")
+            raise ValueError(
+                f"log_metric({name!r}, …): this is reported for every reward; choose another name"
+            )
         try:
             number = float("nan" if isinstance(value, str | bytes | bytearray) else value)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"log_metric({name!r}, {value!r}): the value of a metric is a finite number")
+            raise ValueError(
+                f"log_metric({name!r}, {value!r}): the value of a metric must be a finite number"
+            )
         self.values.setdefault(scrub(name), []).append(number)
 
 
@@ -105,7 +109,7 @@ def _checked_value(reward: str, value: Any, completion: int) -> float | None:
         text = scrub(repr(value))
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
         raise RunError(
-            f"{reward} returned {shown} for completion {completion}; a number or None is expected"
+            f"{reward} returned {shown} for completion {completion}; expected a number or None"
         ) from None
     if abs(number) > LARGEST_REWARD:
         raise RunError(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rlhf_core.rollouts.collector import RolloutOptions
 
 ROW_PER_TURN = (
-    'environment.history="encoded_again": every turn is a training row with all that was said before it, which takes '
-    "longer, and what a loss averages over a sequence it averages over a turn"
+    'environment.history="encoded_again": every turn is a training row with everything before it; this is slower, '
+    "and losses that average over a sequence average over a turn"
 )
 
 

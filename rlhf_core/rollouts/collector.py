@@ -129,8 +129,9 @@ class RolloutCollector:
             }
             if filled_up:
                 warnings.warn(
-                    f"{self.options.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards differ; "
-                    "the rollout is filled up with groups that teach nothing. The prompts are too easy or too hard for "
+                    f"{self.options.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards "
+                    "differ; groups without a learning signal fill the rollout. The prompts are too easy "
+                    "or too hard for "
                     "the policy, or the reward is too coarse",
                     stacklevel=2,
                 )
@@ -191,7 +192,7 @@ class RolloutCollector:
         failures = [episode.failure for episode in run.episodes if episode.failure is not None]
         if failures and self.stage.is_main:
             warnings.warn(
-                f"{len(failures)} of {len(ids)} episodes failed and are left out; the first: {failures[0]}",
+                f"{len(failures)} of {len(ids)} episodes failed and are dropped; the first: {failures[0]}",
                 stacklevel=2,
             )
         inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
@@ -212,8 +213,8 @@ class RolloutCollector:
             int(i) for start, stop in self.absent for i in tokens[(tokens >= start) & (tokens < stop)]
         ]:
             raise RunError(
-                f"stage '{self.stage.name}'.sampler: {len(odd)} of {len(tokens)} sampled ids are no tokens of the "
-                f"tokenizer, the first is {odd[0]}: a sampler must never sample an id of `definition.absent`"
+                f"stage '{self.stage.name}'.sampler: {len(odd)} of {len(tokens)} sampled ids are not tokens of "
+                f"the tokenizer, the first is {odd[0]}: a sampler must never sample an id of `definition.absent`"
             )
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:

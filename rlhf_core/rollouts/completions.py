@@ -79,8 +79,8 @@ def empty_warning(completions: Sequence[Turns]) -> str | None:
     if empty * 2 <= len(completions):
         return None
     return (
-        f"{empty:,} of {len(completions):,} completions are empty: the model stops right away, as chat models do "
-        'after plain texts; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is '
+        f"{empty:,} of {len(completions):,} completions are empty: the model stops immediately, as chat models do "
+        'after plain text; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is '
         "used"
     )
 
@@ -100,7 +100,7 @@ def measure(
     if (beyond := np.abs(total) > LARGEST_REWARD).any():
         raise RunError(
             f"the weighted rewards of completion {int(beyond.argmax())} add up to {total[beyond][0]:g}; float32 holds "
-            f"numbers up to {LARGEST_REWARD:.3g}: make their weights smaller"
+            f"numbers up to {LARGEST_REWARD:.3g}: use smaller weights"
         )
     return each, total
 

@@ -351,14 +351,15 @@ def compute_advantages(
     longest = int(np.max(inputs.lengths))
     if out.shape != shape and not (out.ndim == 3 and out.shape[:2] == shape and out.shape[2] >= longest):
         raise RunError(
-            f"{what} returned an array of shape {list(out.shape)}; wanted is one number per completion, {list(shape)} "
+            f"{what} returned an array of shape {list(out.shape)}; expected one number per completion, {list(shape)} "
             f"(prompts, and samples of each), or one per token, {[*shape, longest]} or longer"
         )
     if not np.isfinite(out).all():
         prompt, sample, *_ = np.argwhere(~np.isfinite(out))[0]
         raise RunError(
             f"{what} returned {out[prompt, sample]} for sample {sample} of prompt {prompt}, whose rewards are "
-            f"{rollout.total.reshape(shape)[prompt].tolist()}; advantages are finite, 0 where there is nothing to learn"
+            f"{rollout.total.reshape(shape)[prompt].tolist()}; advantages must be finite, 0 where there "
+            f"is nothing to learn"
         )
     if out.ndim == 2:
         return out.reshape(-1)

@@ -45,8 +45,8 @@ def system_prompt_warnings(config: TrainerConfig, rewards: Sequence[Reward], sta
         if theirs != config.system_prompt:
             lines.append(
                 f"rewards.{reward.label}: the reward model reads conversations with {_named(theirs)}, the policy with "
-                f"{_named(config.system_prompt)}, unless they begin with a system message of their own: it scores "
-                "something else than the policy sees. Give both stages one system_prompt"
+                f"{_named(config.system_prompt)}, unless they begin with a system message of their own: it "
+                "scores something other than what the policy sees. Give both stages the same system_prompt"
             )
     return lines
 
@@ -91,8 +91,8 @@ class RolloutWarnings:
             self._warn(
                 "float32",
                 f"rewards of a group, such as {pair[0]!r} and {pair[1]!r}, differ by less than float32 holds: the "
-                "built-in advantages compare them in float64, but losses, and advantages that read `rewards`, get them "
-                "as equal. Subtract a constant in the reward",
+                "built-in advantages compare them in float64, but losses, and advantages that read `rewards`, "
+                "see them as equal. Subtract a constant in the reward",
             )
         share = metrics.get("frac_reward_zero_std", 0.0)  # absent where a group is one completion
         self.flat = self.flat + 1 if share == 1 or math.isnan(share) else 0
@@ -101,11 +101,11 @@ class RolloutWarnings:
         result = (
             "no group had two completions that a reward scored"
             if math.isnan(share)
-            else f"every group got one and the same reward, {metrics['reward']:.4g} on average"
+            else f"every group got the same reward, {metrics['reward']:.4g} on average"
         )
         self._warn(
             "flat",
-            f"in {self.flat} rollouts one after another {result}: nothing is learned. Read the completions in "
+            f"in {self.flat} consecutive rollouts, {result}: nothing is learned. Read the completions in "
             f"{self.stage.dir / 'samples'}; the prompts may be too hard or too easy, or the reward too coarse",
         )
 
@@ -134,8 +134,8 @@ def warn_of_unscored(stage: Stage, rewards: Sequence[Reward], rollout: Rollout) 
         if stage.is_main:
             warnings.warn(
                 f"stage '{stage.name}': reward '{reward.label}' left {count} of {len(held)} completions unscored "
-                "(None): they do not count in its mean, nor in their groups where no other reward scored them. In "
-                f"samples/*.jsonl they have null; the metric is rewards/{reward.label}/unscored",
+                "(None): they are left out of its mean and, if no other reward scored them, of their groups. "
+                f"They are null in samples/*.jsonl; the metric is rewards/{reward.label}/unscored",
                 stacklevel=2,
             )
 

@@ -22,7 +22,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DISK = FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 """Errors with which a file system refuses any write."""
 INTACT = "Existing files are intact; rerun the same command to resume."
-UNTOUCHED = "What was there before is untouched; fix that and rerun the same command."
+UNTOUCHED = "Existing files are unchanged; fix this and rerun the same command."
 NO_SPACE = "no space left on the disk"
 CHECKSUM = "checksum"
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -72,7 +72,7 @@ def disk_message(error: OSError) -> str:
     file = error.filename
     if error.errno in FULL:
         return f"{disk_reason(error)}{f' while writing {file}' if file else ''}; free some,"
-    return f"{f'{file}: ' if file else ''}{disk_reason(error)}; fix that"
+    return f"{f'{file}: ' if file else ''}{disk_reason(error)}; fix this"
 
 
 def _free_space(path: Path) -> str:
@@ -242,7 +242,7 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
                 os.rename(directory, place)  # to be deleted with it
             raise
 
-    then = "Nothing of it is left there; fix that and rerun the same command."
+    then = "No partial file is left; fix this and rerun the same command."
     attempt(fill, what, directory, leftover=place, then=then)
 
 
@@ -276,7 +276,7 @@ def unseal(content: bytes) -> dict[str, Any]:
         if checksum is None:
             raise ValueError("it has no checksum")
         if checksum != _checksum(record):
-            raise ValueError("its checksum is of other content")
+            raise ValueError("its checksum does not match")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return record
@@ -291,12 +291,12 @@ def require_writable(output: Path | None, source: Path | None = None) -> None:
     if output is None:
         return
     if source is not None and source.exists() and output.is_file() and output.samefile(source):
-        raise InputError(f"-o {output}: is the file that is read; give another file")
+        raise InputError(f"-o {output}: is the input file; give another file")
     if output.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
-        raise InputError(f"-o {output}: what is written is not compressed; leave out {output.suffix}")
+        raise InputError(f"-o {output}: the output is not compressed; leave out {output.suffix}")
     there = next(folder for folder in output.absolute().parents if folder.exists())
     if output.is_dir():
-        raise InputError(f"-o {output}: is a directory; give the file to write in it")
+        raise InputError(f"-o {output}: is a directory; give a file in it")
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "no permission to write to" if there.is_dir() else "not a directory:"
         raise InputError(f"-o {output}: {wrong} {there}; give another file")

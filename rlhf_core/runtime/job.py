@@ -66,7 +66,7 @@ def _local_address(env: Mapping[str, str]) -> str:
     """Choose where the first process of an `mpirun` waits, if all of them are on one machine."""
     if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
         raise InputError(
-            "JAX_COORDINATOR_ADDRESS: missing; Open MPI 5 does not say where its first process is. Give the host of "
+            "JAX_COORDINATOR_ADDRESS: missing; Open MPI 5 does not tell where its first process runs. Give the host of "
             "rank 0 and a port that is free there: mpirun -x JAX_COORDINATOR_ADDRESS=HOST:8476 …"
         )
     name = env.get("PMIX_NAMESPACE", "")
@@ -176,7 +176,7 @@ def _initialize(arguments: dict[str, Any]) -> None:
         waited = time.monotonic() - began
         if waited > seconds:
             raise RunError(
-                f"{who} has waited {seconds:g} s for the others; see what became of them. {JOIN_SECONDS} sets how "
+                f"{who} has waited {seconds:g} s for the others; check them. {JOIN_SECONDS} sets how "
                 "long to wait"
             )
         if waited > WARN_AFTER_SECONDS and not warned:
@@ -202,8 +202,8 @@ class Cause(NamedTuple):
     killed: bool = False
 
     def line(self, job: _Job) -> str:
-        how = "stopped by a signal" if self.code == 75 else "failed, and says why"
-        how = "is gone without a word: killed, crashed or unreachable" if self.killed else how
+        how = "stopped by a signal" if self.code == 75 else "failed; see its output"
+        how = "has disappeared: killed, crashed or unreachable" if self.killed else how
         rest = "; the same command resumes from the newest checkpoint" if self.killed else ""
         return f"process {job.process} of {job.count} ends: process {self.process} {how}{rest}"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf_core.errors import Stopped
 
-AT_A_SAFE_POINT = "at the next point where nothing is lost"
-NOW = "stopped; what was saved before is intact, and the same command resumes there"
+AT_A_SAFE_POINT = "at the next safe point"
+NOW = "stopped; saved state is intact, rerun the same command to resume"
 UNWIND_SECONDS = 0.5
 """How long a second Ctrl-C waits for the main thread, which may be inside a computation that no handler can leave."""
 _NUMBERS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -81,7 +81,7 @@ class Room(NamedTuple):
         shared = f", {self.tensor} sharing each layer" if self.tensor > 1 else ""
         size = "" if self.bytes is None else f", {self.bytes / 1e9:.1f} GB per device"
         return (
-            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled together on {devices} "
+            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled in parallel on {devices} "
             f"devices{shared}, from {self.prompts:,} prompts per call{size}"
         )
 

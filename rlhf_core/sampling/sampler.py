@@ -56,7 +56,7 @@ class SamplingMesh(Options):
     tensor: int | None = Field(
         default=None,
         ge=1,
-        description="devices that share each layer, of one machine or TPU slice; none: as few as have the memory",
+        description="devices that share each layer, within a machine or TPU slice; none: the fewest with enough memory",
     )
 
 
@@ -66,14 +66,14 @@ class SamplingOptions(Options):
     """
 
     temperature: float = Field(
-        default=1.0, ge=0, description="logits are divided by it; 0 takes the likeliest token"
+        default=1.0, ge=0, description="logits are divided by it; 0: always the most likely token"
     )
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="share of the probability to sample from; 1: all"
+        default=1.0, gt=0, le=1, description="smallest set of tokens with this total probability; 1: all"
     )
-    top_k: int | None = Field(default=None, ge=1, description="number of likeliest tokens to sample from")
+    top_k: int | None = Field(default=None, ge=1, description="number of most likely tokens to sample from")
     min_p: float | None = Field(
-        default=None, ge=0, le=1, description="least probability, relative to the likeliest token's"
+        default=None, ge=0, le=1, description="minimum probability, relative to the most likely token's"
     )
     repetition_penalty: float = Field(
         default=1.0,
@@ -83,10 +83,10 @@ class SamplingOptions(Options):
     )
     max_completion_length: int = Field(default=256, ge=1, description="tokens, the stop token included")
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="texts that end a completion, with the token that completes one"
+        default=(), description="strings that end a completion, after the token that completes one"
     )
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="tokens that end a completion, besides the model's own"
+        default=(), description="tokens that end a completion, in addition to the model's own"
     )
     mesh: SamplingMesh = Field(
         default=SamplingMesh(), description="how devices share the model while they sample"
@@ -440,7 +440,7 @@ def stops_of(inputs: SamplerInputs) -> tuple[tuple[int, ...], np.ndarray | None]
         return ids, None
     if inputs.tokenizer is None:
         raise InputError(
-            "sampling.stop_strings: there is no tokenizer to turn tokens into text; give one, or use "
+            "sampling.stop_strings: there is no tokenizer to decode tokens; give one, or use "
             "sampling.stop_token_ids"
         )
     return ids, stop_table(options.stop_strings, inputs.tokenizer, vocab_size)

@@ -135,7 +135,9 @@ class Schedule:
     def _take(self, reply: Continuation) -> None:
         conversation = self.answering.pop(reply.conversation, None)
         if conversation is None:
-            raise ValueError(f"conversation {reply.conversation}: a continuation after no turn of the policy")
+            raise ValueError(
+                f"conversation {reply.conversation}: a continuation must follow a turn of the policy"
+            )
         if reply.tokens is None:
             self._release(conversation)
             return

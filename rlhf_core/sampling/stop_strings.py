@@ -98,7 +98,7 @@ def _anchor(backend: Any, ids: Sequence[int]) -> tuple[int, str, str]:
 
 def _contextual(token: str) -> InputError:
     return InputError(
-        f"stop strings do not work with this tokenizer: the text of {token} depends on its neighbours; "
+        f"stop strings do not work with this tokenizer: the text of {token} depends on neighbouring tokens; "
         "use stop_token_ids"
     )
 

@@ -52,7 +52,7 @@ class Stage:
     def devices(self) -> Mesh:
         """Return the mesh. Raises RuntimeError while the stage is only checked."""
         if self.mesh is None:
-            raise RuntimeError(f"stage '{self.name}' is only being checked: it has no devices")
+            raise RuntimeError(f"stage '{self.name}' is only checked: it has no devices")
         return self.mesh
 
     def say(self, line: str) -> None:

@@ -84,7 +84,7 @@ def run_stage(
         try:
             outputs = read_outputs(trainer, stage)
         except RunError as error:
-            raise InputError(f"{error}; it was done before: delete {stage.dir} to rerun it") from error
+            raise InputError(f"{error}; it was finished: delete {stage.dir} to rerun it") from error
         record.require_outputs(outputs)
         if decision.accepted and stage.is_main:
             record.keep_done(now)

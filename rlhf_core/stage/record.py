@@ -133,8 +133,8 @@ class StageRecord:
         """Raise InputError if an artifact is not the one that the finished stage wrote."""
         identities = self.then.get("results", {}).get("artifacts", {})
         problems = [
-            f"stage '{self.name}': output '{name}' in {artifact.path} is not what the stage wrote there; it was done "
-            f"before: delete {self.dir} to rerun it"
+            f"stage '{self.name}': output '{name}' in {artifact.path} is not what the stage wrote there; it "
+            f"was finished: delete {self.dir} to rerun it"
             for name, artifact in outputs.items()
             if name in identities and artifacts.identity(artifact.path) != identities[name]
         ]
@@ -168,7 +168,7 @@ def read_records(requests: Sequence[Request]) -> dict[str, Asked]:
     decisions = decide_all(requests, {record.name: record.begun for record in records})
     accept = frozenset[str]().union(*(each.accept for each in requests))
     for name in sorted(accept.difference(*(decision.used for decision in decisions.values()))):
-        warnings.warn(f"accept '{name}': no change that was refused has this name", stacklevel=2)
+        warnings.warn(f"accept '{name}': no refused change has this name", stacklevel=2)
     return {
         request.name: Asked(request, record, decisions[request.name])
         for request, record in zip(requests, records, strict=True)

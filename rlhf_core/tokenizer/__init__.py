@@ -84,8 +84,8 @@ def load_tokenizer(source: str | Path) -> Any:
             raise InputError(_load_problem(path, error)) from error
         reason = unreachable or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"no tokenizer '{source}': there is no such directory, and the hub has none of that name ({reason})."
-            f"{_suggest_directory(path)} Without network, fetch its files elsewhere and give their directory"
+            f"no tokenizer '{source}': no such directory, and not on the hub ({reason})."
+            f"{_suggest_directory(path)} Without network access, download its files elsewhere and give their directory"
         ) from error
     return tokenizer
 
@@ -118,8 +118,8 @@ def _load_problem(path: Path, error: BaseException) -> str:
             return f"{path / name} is not JSON ({damage}): fetch it again"
     if "trust_remote_code" in str(error):
         return (
-            f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use a "
-            "tokenizer with a tokenizer.json, or save it as one with transformers"
+            f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use "
+            "a tokenizer with a tokenizer.json, or convert it with transformers"
         )
     if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
         return f"{path / 'config.json'}: {error.__cause__ or error}"

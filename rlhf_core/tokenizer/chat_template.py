@@ -320,7 +320,7 @@ class ChatTemplate:
             raise InputError(self.problem() or str(error)) from error
         except Exception as error:  # a filter may raise anything
             remedy = (
-                'Change its messages, or give a template that takes them: chat_template = "plain" or a file'
+                'Change its messages, or give a template that accepts them: chat_template = "plain" or a file'
             )
             if missing := re.search(r"'(\w+_token)' is undefined", str(error)):
                 remedy = (

@@ -48,7 +48,7 @@ def kwargs_problem(kwargs: Any) -> str | None:
         return f'is {type(kwargs).__name__}, not an object such as {{"enable_thinking": false}}'
     reserved = [str(name) for name in kwargs if name in RESERVED]
     if reserved:
-        return f"names {', '.join(map(repr, reserved))}, which templates are given otherwise; leave it out"
+        return f"names {', '.join(map(repr, reserved))}, which templates receive by other means; leave it out"
     return None
 
 
@@ -138,7 +138,5 @@ def text_problem(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         half = ord(text[error.start])
-        return (
-            f"is not valid Unicode: \\u{half:04x} at character {error.start + 1} is half of a pair; remove it"
-        )
+        return f"is not valid Unicode: \\u{half:04x} at character {error.start + 1} is an unpaired surrogate; remove it"
     return None

@@ -539,8 +539,8 @@ class Context:
         if self.shapes and isinstance(positions, int) and (longest := int(lengths.max())) > positions:
             count = int((lengths > positions).sum())
             self.notes.append(
-                f"; {count:,} of up to {longest:,} tokens, more than the {positions:,} positions the model was made "
-                f"for: set max_sequence_length = {positions}"
+                f"; {count:,} of up to {longest:,} tokens, more than the model's {positions:,} positions: "
+                f"set max_sequence_length = {positions}"
             )
 
     def held_out(
@@ -555,15 +555,15 @@ def stop_warnings(config: TrainerConfig, tokenizer: Any) -> list[str]:
     ends = special_ids(tokenizer, config.chat_template).eos
     if not ends:
         return [
-            f"{NO_STOP_TOKEN}: texts are trained on without an end, so a policy never learns to stop, and a reward "
-            "model reads a text's last token; set eos_token in tokenizer_config.json"
+            f"{NO_STOP_TOKEN}: texts are trained on without an end, so a policy never learns to stop, and a "
+            "reward model scores at a text's last token; set eos_token in tokenizer_config.json"
         ]
     unknown = getattr(tokenizer, "unk_token_id", None)
     written = tokenizer(UNHEARD_OF, add_special_tokens=False, verbose=False)["input_ids"]
     if unknown in ends and unknown in written:
         return [
-            f"the token '{tokenizer.unk_token}' both ends sequences and stands for text that the vocabulary lacks, so "
-            "such text ends a reply; set another unk_token or eos_token in tokenizer_config.json"
+            f"the token '{tokenizer.unk_token}' both ends sequences and stands for unknown text, so unknown "
+            "text ends a reply; set another unk_token or eos_token in tokenizer_config.json"
         ]
     return []
 

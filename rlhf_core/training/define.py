@@ -59,7 +59,7 @@ def forecast(
         lines += memory.lines
         cautions += memory.warnings
     lines += first.later
-    lines += [f"{other.lines[0]}; an update also has {other.examples} of these" for other in others]
+    lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
     return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)), memory.memory)
 
 

@@ -134,7 +134,7 @@ def memory_forecast(
     if available is None or size <= available:
         return made
     warning = (
-        f"memory: up to {format_bytes(size)}, and this machine has {format_bytes(available)}: raise "
+        f"memory: up to {format_bytes(size)}, this machine has {format_bytes(available)}: raise "
         "gradient_accumulation_steps, lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an "
         "accelerator"
     )

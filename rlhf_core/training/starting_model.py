@@ -104,7 +104,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     if model.tokenizer is None:
         raise InputError(
             f"stage '{stage.name}'.model: {source!r} has no tokenizer files; put tokenizer.json and "
-            "tokenizer_config.json beside its config.json"
+            "tokenizer_config.json next to its config.json"
         )
     with error_context(stage, "chat_template"):
         tokenizer = with_template_and_stop_ids(model.tokenizer, config.chat_template, model.source)
@@ -120,7 +120,7 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     if asked is None:
         if present is not None and stage.is_main:
             warnings.warn(
-                f"stage '{stage.name}'.model: its adapter is merged and all parameters are trained; lora = {{…}} "
+                f"stage '{stage.name}'.model: merging its adapter and training all parameters; lora = {{…}} "
                 "trains adapters",
                 stacklevel=4,
             )
@@ -135,8 +135,9 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     modules = linear_modules(model.definition.abstract_params())
     if present != asked_lora(asked, modules):
         raise InputError(
-            f"{where}: the model comes with adapters of rank {present.rank}, alpha {present.alpha:g} on "
-            f"{', '.join(present.targets)}. Ask for the same to train these on; or leave lora out, and they are merged"
+            f"{where}: the model already has adapters of rank {present.rank}, alpha {present.alpha:g} on "
+            f"{', '.join(present.targets)}. Give the same options to continue training them; without lora "
+            f"they are merged"
         )
     return model
 
@@ -180,7 +181,7 @@ def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
     lines = " and ".join(f"{name} = {FOR_PRETRAINED[name]}" for name in left)
     are = "the defaults are" if len(left) > 1 else "the default is"
     return [
-        f"{left[0]}: {are} {defaults}, too much for all weights of a pretrained model; write {lines}, or other values"
+        f"{left[0]}: {are} {defaults}, too much for full training of a pretrained model; write {lines}, or other values"
     ]
 
 

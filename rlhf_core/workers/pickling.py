@@ -64,7 +64,7 @@ class _Pickler(pickle.Pickler):
         except AttributeError:
             same = False
         if not same:
-            raise UnsendableError(f"{thing.__qualname__} is no attribute of a module")
+            raise UnsendableError(f"{thing.__qualname__} is not an attribute of a module")
         return load_attribute, (module.__name__, str(file), thing.__qualname__)
 
 

@@ -105,7 +105,7 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path, wide: Callable[..., 
         ("error", 1, "the fake trainer was told to fail"),
         ("stopped", 75, "stopped, state saved"),
         ("full", 1, "no space left on the disk while writing weights.txt"),
-        ("broken disk", 1, "weights.txt: Input/output error; fix that and rerun the same command"),
+        ("broken disk", 1, "weights.txt: Input/output error; fix this and rerun the same command"),
         ("empty", 1, "there is no output 'model'"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_works_later(
         f"the model {tmp_path / 'model'} could not be written to {out}: no space left on the disk ("
         in ended.message
     )
-    assert "Nothing of it is left there; fix that and rerun the same command." in ended.message
+    assert "No partial file is left; fix this and rerun the same command." in ended.message
     assert "goes on" not in ended.message
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
         ["model", *(path.name for path in (tmp_path / "model").iterdir())]

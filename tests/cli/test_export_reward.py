@@ -195,4 +195,4 @@ def test_a_template_that_cannot_be_carried_along_is_a_warning(
     options = dataclasses.replace(END, template_date="2024-01-02")
     save_fixed(tiny, tokenizer, tmp_path / "rm", chat_template=options)
     ended = rlhf("export", str(tmp_path / "rm"), str(tmp_path / "out"))
-    assert "makes other tokens of a conversation than the reward model was trained on" in ended.warned
+    assert "tokenizes conversations differently from the reward model's training" in ended.warned

@@ -56,15 +56,15 @@ def test_none_is_an_option_not_given() -> None:
 
 def test_flat_and_nested_together_are_an_error() -> None:
     assert problems(epsilon=0.1, loss={"name": "dapo", "epsilon": 0.1}, loss_type="dapo") == [
-        "loss_type: the same as loss.name, which is given too; remove one",
-        "epsilon: the same as loss.epsilon, which is given too; remove one",
+        "loss_type: the same as loss.name, which is also given; remove one",
+        "epsilon: the same as loss.epsilon, which is also given; remove one",
     ]
     assert problems(beta=0.1, kl=KL(beta=0.1)) == [
-        "beta: the same as kl.beta, which is given too; remove one"
+        "beta: the same as kl.beta, which is also given; remove one"
     ]
     assert PolicyConfig(beta=0.1, kl=KL(name="k1")).kl == KL(name="k1", beta=0.1)
     assert problems(max_grad_norm=1.0, clip_grad=2.0) == [
-        "clip_grad: another name of max_grad_norm, which is given too; remove one"
+        "clip_grad: another name for max_grad_norm, which is also given; remove one"
     ]
 
 
@@ -111,7 +111,7 @@ def test_use_wandb() -> None:
     assert (config.use_wandb, PolicyConfig(use_wandb=False).use_wandb) == (True, False)
     assert config.replace(use_wandb=True) == config
     assert problems(use_wandb=True, logger=[{"name": "wandb"}]) == [
-        "use_wandb: logger names wandb too; remove one"
+        "use_wandb: logger also names wandb; remove one"
     ]
     assert problems(use_wandb="yes") == ["use_wandb: expected true or false, got 'yes'"]
 
@@ -146,7 +146,7 @@ def test_extra_optimizer_kwargs_are_options_of_the_optimizer() -> None:
         PolicyConfig(extra_optimizer_kwargs={}) == PolicyConfig(extra_optimizer_kwargs=None) == PolicyConfig()
     )
     assert problems(optimizer={"name": "lion", "b1": 0.9}, extra_optimizer_kwargs={"b1": 0.8}) == [
-        "extra_optimizer_kwargs.b1: the same as optimizer.b1, which is given too; remove one"
+        "extra_optimizer_kwargs.b1: the same as optimizer.b1, which is also given; remove one"
     ]
     assert problems(extra_optimizer_kwargs=3) == ["extra_optimizer_kwargs: expected a table, got 3"]
 

@@ -128,7 +128,7 @@ def test_what_compares_evaluations_needs_them(field: str) -> None:
 def test_nothing_is_compared_unasked() -> None:
     assert TrainerConfig(evaluation_steps=5).compares is None
     assert problem(evaluation_steps=5, greater_is_better=True) == (
-        ": greater_is_better says nothing without early_stopping_patience, load_best_model_at_end or "
+        ": greater_is_better has no effect without early_stopping_patience, load_best_model_at_end or "
         "metric_for_best_model"
     )
 

@@ -309,7 +309,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(opened: Checkpoints) -> None:
     for step in (1, 2):
         opened.save(step, make_state(), host={}, block=True)
         flip(largest(opened.directory / str(step) / "state"))
-    with pytest.raises(RunError, match=r"none of the checkpoints.*Delete that directory"):
+    with pytest.raises(RunError, match=r"no checkpoint in.*Delete that directory"):
         opened.restore(abstract(make_state()))
 
 

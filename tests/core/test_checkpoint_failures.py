@@ -195,7 +195,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
         found.save(2, small(), host={})
         with pytest.warns(
             UserWarning,
-            match=r"step 1, which is not needed any more, could not be deleted .*Input/output error",
+            match=r"step 1, which is no longer needed, could not be deleted .*Input/output error",
         ):
             found.wait()
     assert found.steps() == [1, 2]

@@ -30,28 +30,28 @@ def asks_for_more(inputs):
         (misspelt, r"policy loss 'mine' raised AttributeError: .*\(.*test_loss_output.py line 16\)$"),
         (
             branching,
-            r"policy loss 'mine' asks for a number .*\(TracerBoolConversionError\).*_output.py line 20\)$",
+            r"policy loss 'mine' uses a traced value .*\(TracerBoolConversionError\).*_output.py line 20\)$",
         ),
         (
             lambda inputs: -inputs,
-            r"policy loss 'mine' returned an array; wanted is LossOutput\(loss, metrics",
+            r"policy loss 'mine' returned an array; expected LossOutput\(loss, metrics",
         ),
-        (lambda inputs: None, "policy loss 'mine' returned NoneType; wanted is LossOutput"),
+        (lambda inputs: None, "policy loss 'mine' returned NoneType; expected LossOutput"),
         (
             lambda inputs: LossOutput(inputs.mean()),
-            r"array of shape \[\]; wanted is a number per token, \[2, 3\]",
+            r"array of shape \[\]; expected one number per token, \[2, 3\]",
         ),
         (
             lambda inputs: LossOutput(inputs, {"spread": inputs.std()}),
-            r"returned metric 'spread' of shape \[\]; wanted is a number per token, \[2, 3\]",
+            r"returned metric 'spread' of shape \[\]; expected one number per token, \[2, 3\]",
         ),
         (
             lambda inputs: LossOutput(inputs, {"spread": 1.0}),
-            r"returned float as metric 'spread'; wanted is a number per token, \[2, 3\]",
+            r"returned float as metric 'spread'; expected one number per token, \[2, 3\]",
         ),
         (
             lambda inputs: LossOutput(inputs, [inputs]),
-            "returned metrics of type list; wanted are names with arrays, as a dict",
+            "returned metrics of type list; expected a dict of names and arrays",
         ),
         (asks_for_more, "^ref_logps: missing; set kl.beta$"),
     ],

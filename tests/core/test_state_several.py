@@ -97,7 +97,9 @@ def test_a_head_of_ones_own_beside_a_model_with_adapters_is_trained(policy: Any)
 def test_what_cannot_be_inferred_is_refused(policy: Any, critic: Any) -> None:
     other = {**critic.with_lora(**LORA).params, "value": {"kernel": jnp.ones((16, 1))}}
     both = policy.with_params({"policy": policy.params, "critic": other})
-    with pytest.raises(InputError, match=r"'critic.value.kernel' is no parameter .* create_state\({'policy'"):
+    with pytest.raises(
+        InputError, match=r"'critic.value.kernel' is not a parameter .* create_state\({'policy'"
+    ):
         create_state(both, optax.sgd(0.5))
 
 
@@ -119,7 +121,7 @@ def test_frozen_by_model(tiny: Any, critic: Any, frozen: Any, still: Any) -> Non
 @pytest.mark.parametrize(
     ("tx", "frozen", "message"),
     [
-        ({"policy": optax.sgd(1.0)}, None, "tx: none for 'critic', which is trained"),
+        ({"policy": optax.sgd(1.0)}, None, "tx: missing for 'critic', which is trained"),
         ({"policy": optax.sgd(1.0), "crtic": optax.sgd(1.0)}, None, "Did you mean 'critic'"),
         (optax.sgd(1.0), {"crtic": "embed"}, "Did you mean 'critic'"),
         (optax.sgd(1.0), {"policy": ".*", "critic": ".*"}, "nothing would be trained"),

@@ -171,7 +171,7 @@ def test_sharegpt_is_read_and_said(place, tokenizer, tiny):
     assert encoded.texts[0].tokens.tolist() == wanted.texts[0].tokens.tolist()
     assert wanted.report.read_as == []
     said = "\n".join(encoded.report.lines())
-    assert "a.jsonl: column 'conversations' is read as 'messages'" in said
+    assert "a.jsonl: reading column 'conversations' as 'messages'" in said
     assert "'human' as 'user'" in said
     roles = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]
     (row,) = data.load([{"prompt": roles[:1], "completion": roles[1:]}])

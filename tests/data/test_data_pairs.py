@@ -154,9 +154,7 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
     )
     with pytest.raises(InputError, match=r"all 1 pairs are empty \(dataset row 1\)"):
         pairs(rows[1:2], tokenizer)
-    with pytest.raises(
-        InputError, match=r"the same tokens in all 1 pairs \(dataset row 2\), so that there is"
-    ):
+    with pytest.raises(InputError, match=r"the same tokens in all 1 pairs \(dataset row 2\), so there is"):
         pairs(rows[1:], tokenizer)
 
 

@@ -89,7 +89,7 @@ def test_every_kind_of_data_counts_ignored_fields(tokenizer: Any) -> None:
     pairs = [
         {**row, "chosen": [reply("c", refusal="a")], "rejected": [reply("d", refusal="a")]} for row in rows
     ]
-    told = "with fields that the chat template does not write [name in 1"
+    told = "with fields that the chat template ignores [name in 1"
     reports = [
         data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None).report,
         data.encode_pairs(data.load(pairs), tokenizer, max_length=None).report,
@@ -165,12 +165,12 @@ def test_columns_that_are_not_read_are_listed_and_no_reason_to_warn(
     report = data.encode_pairs(
         data.load([pair, {**pair, "id": 0, "chosen": " d"}]), tokenizer, max_length=None
     ).report
-    assert report.not_read == ["columns that are not read: score_chosen (in 2), id (in 1)"]
+    assert report.not_read == ["unused columns: score_chosen (in 2), id (in 1)"]
     assert report.all_as_given
     assert report.lines()[-1] == report.not_read[0]
     stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", seed=0, registry=None, inputs={}, say=print)
     Context(TrainerConfig(), stage)._report(report, "train_data")
-    assert "train_data: columns that are not read: score_chosen (in 2)" in capsys.readouterr().out
+    assert "train_data: unused columns: score_chosen (in 2)" in capsys.readouterr().out
     both = {"prompt": "a", "completion": " b", "system": "c", "tools": ["x"], "loss": 1.0}
     texts = data.encode_texts(data.load([both]), tokenizer, max_length=None, values=("loss",)).report
-    assert texts.not_read == ["columns that are not read: system (in 1), tools (in 1)"]
+    assert texts.not_read == ["unused columns: system (in 1), tools (in 1)"]

@@ -38,7 +38,7 @@ DIFFERENT: dict[str, tuple[Callable[[list[str]], Any], str]] = {
     ),
     "more": (
         lambda words: tokenizer_of([*words, "T"]),
-        "token 'T' is 48 in the teacher's tokenizer and no token in the student's",
+        "token 'T' is 48 in the teacher's tokenizer and missing from the student's",
     ),
     "another stop token": (
         lambda words: tokenizer_of(words, eos_token="z"),

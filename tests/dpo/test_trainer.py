@@ -194,7 +194,7 @@ def test_margins_are_not_read_which_is_told(tiny, tmp_path):
     rows = [
         {**row, "margin": margin} for row, margin in zip(rows, [0, 1.5, None, -2, 0, 0, 0, 0], strict=True)
     ]
-    told = r"stage 'dpo'\.train_data: 8 pairs: 8 kept, 2 whose margin is not read \(dataset rows 2, 4\)"
+    told = r"stage 'dpo'\.train_data: 8 pairs: 8 kept, 2 whose margin is ignored \(dataset rows 2, 4\)"
     with pytest.warns(UserWarning, match=told):
         with_margins = DPOTrainer(
             config.replace(save_directory=tmp_path / "b"),
@@ -238,7 +238,10 @@ def test_a_forecast_tells_that_robust_needs_the_share_of_flipped_labels(tiny, tm
         made = forecast(build, DPOConfig(model=tiny.SIZES, loss=loss, total_batch_size=4), stage)
         assert made.lines[1] == "2 updates of 4 pairs, 1.00 epochs"
         cautions.append([line for line in made.warnings if "label_smoothing" in line])
-    line = "loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
+    line = (
+        "loss.label_smoothing is 0, which makes 'robust' the same as 'sigmoid'; set it to the share of "
+        "flipped labels"
+    )
     assert cautions == [[], [line], []]
 
 

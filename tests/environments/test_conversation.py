@@ -265,9 +265,7 @@ def test_a_template_that_rewrites_its_past_is_refused_at_run_time() -> None:
     tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
     tokenizer.chat_template = chat.FORGETS
     encoder = ConversationEncoder(tokenizer)
-    with pytest.raises(
-        InputError, match=r"leaves out a reply's thought.*environment.history = \"encoded_again\""
-    ):
+    with pytest.raises(InputError, match=r"omits a reply's thought.*environment.history = \"encoded_again\""):
         encoder.observation([chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None)
 
 
@@ -406,7 +404,7 @@ def test_text_that_tokens_would_join_is_an_input_error() -> None:
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="</s>"
     )
     joined.chat_template = template
-    with pytest.raises(InputError, match="the tokenizer joins the end of a reply with what"):
+    with pytest.raises(InputError, match="the tokenizer merges the end of a reply with what"):
         ConversationEncoder(joined).observation(
             [chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None
         )
@@ -560,7 +558,7 @@ def test_what_a_tail_cannot_be_made_of_is_refused() -> None:
             "{% for m in messages %}{{ m.role }}:{{ m.content if m.role == 'user' }}{% endfor %}" + OPENED,
             SAID,
             chat.user("c"),
-            "leaves out what a reply says",
+            "omits the content of a reply",
         ),
         (HEADED + CALLS + called_for + "{% endfor %}" + OPENED, [SAID[0], called("x")], result("2"), unknown),
         (HEADED + CALLS + refuses + "{% endfor %}" + OPENED, [SAID[0], called("x")], result("2"), unknown),

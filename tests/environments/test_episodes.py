@@ -304,7 +304,7 @@ def test_episodes_of_a_group_share_the_prompt_of_the_first_that_did_not_fail() -
     held = episodes(make, count=5, group=3)
     assert [episode.failure is None for episode in held.episodes] == [False, True, True, True, False]
     assert held.episodes[2].prompt is held.episodes[1].prompt
-    assert "other messages than for the first" in str(held.episodes[4].failure)
+    assert "different messages from the first" in str(held.episodes[4].failure)
 
 
 def test_metrics_are_means_over_the_turns_that_have_them_and_then_over_episodes() -> None:

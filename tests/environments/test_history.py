@@ -16,11 +16,11 @@ chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 FINE = ""
 AGAIN = 'environment.history = "encoded_again"'
 OPENS = "rewrites earlier text when the conversation continues: "
-THOUGHT = "leaves out a reply's thought when 'user' messages follow replies"
+THOUGHT = "omits a reply's thought when 'user' messages follow replies"
 REFUSES = "refuses 'tool' messages after a reply"
-SCHEMAS = "leaves out the schemas of tools"
-CALLS = "leaves out the tool calls of replies"
-LEAVES_OUT = "leaves out 'tool' messages"
+SCHEMAS = "omits the schemas of tools"
+CALLS = "omits the tool calls of replies"
+LEAVES_OUT = "omits 'tool' messages"
 PUBLISHED = {
     # user messages; tool messages; tool messages, with tools
     "cohere": (FINE, REFUSES, SCHEMAS),
@@ -87,12 +87,12 @@ FRESH = {
     "thoughts of earlier turns are cut": (
         "user",
         template("{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"),
-        "leaves out a reply's thought",
+        "omits a reply's thought",
     ),
     "thoughts in marks of its own are cut": (
         "user",
         template("{{ m.content.split('[/THINK]')[-1] if not loop.last else m.content }}"),
-        "leaves out a reply's thought",
+        "omits a reply's thought",
     ),
     "thoughts are marked as old": (
         "user",
@@ -134,7 +134,7 @@ FRESH = {
     "thoughts in their own field are dropped later": (
         "user",
         template("{{ m.reasoning_content + '\n' if m.reasoning_content and loop.last }}{{ m.content }}"),
-        "leaves out a reply's thought",
+        "omits a reply's thought",
     ),
     "what follows depends on the reply": (
         "user",
@@ -177,12 +177,12 @@ FRESH = {
             before=SCHEMA,
             call=CALL,
         ),
-        "leaves out a reply's thought",
+        "omits a reply's thought",
     ),
     "text beside calls is dropped later": (
         "tool",
         template("{{ m.content or '' if not m.tool_calls or loop.last }}", before=SCHEMA, call=CALL),
-        "leaves out a reply's t",
+        "omits a reply's t",
     ),
     "calls are dropped": ("tool", template("{{ m.content or '' }}", before=SCHEMA), CALLS),
     "schemas are dropped": ("tool", template("{{ m.content or '' }}", call=CALL), SCHEMAS),
@@ -247,7 +247,7 @@ def test_other_roles_and_messages_are_tried_when_they_appear() -> None:
     said = "{{ '' if m.role == 'developer' else m.content or '' }}"
     encoder = encoder_for(template(said, before=SCHEMA, call=CALL))
     assert encoder.problem(tools=None, roles=["user"]) is None
-    assert "leaves out 'developer' messages" in str(encoder.problem(tools=None, roles=["user", "developer"]))
+    assert "omits 'developer' messages" in str(encoder.problem(tools=None, roles=["user", "developer"]))
 
 
 def test_system_messages_that_are_refused_matter_only_in_a_conversation() -> None:

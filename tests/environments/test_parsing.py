@@ -167,7 +167,7 @@ def test_published_templates_round_trip(name: str, published: dict[str, Path], m
 
 def test_a_format_that_is_not_known_is_refused(make_tokenizer: Any) -> None:
     encoder = encoder_for(HEAD + EACH + "<<{{ f | tojson }}>>{% endfor %}" + TAIL, make_tokenizer)
-    with pytest.raises(InputError, match=r"a format that is not known, '<<\{"):
+    with pytest.raises(InputError, match=r"an unknown format, '<<\{"):
         CallParser(encoder)
 
 
@@ -251,13 +251,13 @@ def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
         ('<tool_call>{"name": "add"', "the call is not JSON: Expecting ',' delimiter at character 15 of it"),
         ('<tool_call>{"name": "add"}', "the call does not end with </tool_call>"),
         ("<tool_call>[]</tool_call>", 'the call is not an object such as {"name": …, "arguments": {…}}'),
-        ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name" of a function'),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no function "name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
          "the call's arguments are not an object such as {}"),
         ('<tool_call>{"name": "add", "arguments": {"n": NaN}}</tool_call>',
          "the call is not JSON: NaN is no JSON number"),
         ('<tool_call>{"name": "add", "arguments": {"s": "\\ud800"}}</tool_call>',
-         "the call is not valid Unicode: \\ud800 at character 16 is half of a pair; remove it"),
+         "the call is not valid Unicode: \\ud800 at character 16 is an unpaired surrogate; remove it"),
         ("<tool_call>" + "[" * 99999, "the call is not JSON: it is nested too deeply"),
         ("<tool_call>\n<function=add>\n<parameter=i>\n1\n</function>\n</tool_call>",
          "the parameter 'i>\\n1\\n</function>\\n</tool_call>' does not end with </parameter>"),
@@ -291,7 +291,7 @@ def test_a_call_stands_alone_where_the_template_drops_the_text_beside_it(make_to
     assert plainly(parser.parse(call)) == ADD
     for text in (f"so: {call}", f"<think>hm</think>{call}", f"{call} so"):
         message = parser.parse(text)
-        assert message["call_errors"] == ["a call must stand alone: the text around it would be lost"]
+        assert message["call_errors"] == ["a call must be the whole reply: the text around it would be lost"]
         assert "tool_calls" not in message
 
 

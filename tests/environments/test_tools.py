@@ -183,7 +183,7 @@ def test_values_get_the_types_that_json_lacks() -> None:
         (
             "measure",
             {"size": [1, 2], "unit": "m", "colour": "green"},
-            'Error: measure cannot be called: \'colour\' is none of ["red", "blue"]',
+            'Error: measure cannot be called: \'colour\' is not one of ["red", "blue"]',
         ),
         (
             "fails",
@@ -270,7 +270,7 @@ def odd(when: datetime.datetime) -> None:
         (silent, "tool 'silent' has no JSON schema: .*no docstring. Give it a docstring with"),
         (untyped, "tool 'untyped' has no JSON schema: Argument x is missing a type hint.*"),
         (undescribed, "tool 'undescribed' has no JSON schema: .*no description for the argument 'x'. Give"),
-        (several, r"tool 'several': parameter 'words' cannot be given by name: write it without \*"),
+        (several, r"tool 'several': parameter 'words' cannot be passed by name: remove \*"),
         (
             odd,
             "tool 'odd' has no JSON schema: .*datetime.*likely because it is a custom class or object. Give it",

@@ -153,7 +153,7 @@ def test_the_best_state_takes_the_place_of_the_last(
         "model": 1,
     }
     assert capsys.readouterr().err.splitlines() == [
-        "[rm] stopped early after update 3: no better eval_accuracy in 2 evaluations",
+        "[rm] stopped early after update 3: eval_accuracy has not improved in 2 evaluations",
         "[rm] best eval_accuracy: 0.9 after update 1; the trained model is that of update 1",
     ]
 
@@ -183,7 +183,7 @@ def test_a_best_state_that_is_damaged_is_one_clear_error(kept: Any) -> None:
         judge.final(kept.state(3), 3, kept.checkpoints)
     assert re.fullmatch(
         r"stage 'rm': the best evaluation was that after update 1, but the checkpoint of step 1 is damaged: "
-        r"\S+/1/state/\S+ is missing or has another size than when it was written\. "
+        r"\S+/1/state/\S+ is missing or its size has changed since it was written\. "
         r"Delete \S+ to train it again\.",
         str(caught.value),
     )

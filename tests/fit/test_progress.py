@@ -49,7 +49,7 @@ def test_a_run_whose_epochs_ended_early_continues(tmp_path: Path) -> None:
             {"learning_rate": 1.0},
             r"learning_rate: then not given, now 1\.0\n.*use another directory, or delete",
         ),
-        ({"total": 5}, "it has made 6 updates, more than the 5 that are asked for"),
+        ({"total": 5}, "it has made 6 updates, more than the requested 5"),
     ],
 )
 def test_another_run_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -28,7 +28,7 @@ def test_flat_names_expand():
     ]  # fmt: skip
     with pytest.raises(InputError, match=r"total_batch_size=6 .* is not a multiple of num_generations=4"):
         GRPOConfig(total_batch_size=6, num_generations=4)
-    with pytest.raises(InputError, match=r"sampling.temperature=0 draws the same completion"):
+    with pytest.raises(InputError, match=r"sampling.temperature=0 gives identical completions"):
         GRPOConfig(temperature=0.0)
 
 
@@ -45,7 +45,5 @@ def test_evaluation_samples_as_training_does_but_for_what_it_says():
         InputError, match=r"evaluation.sampling.temprature: unknown field. Did you mean 'temp"
     ):
         GRPOConfig(evaluation={"sampling": {"temprature": 0.5}})
-    with pytest.raises(
-        InputError, match=r"evaluation.sampling.temperature=0 draws the same completion 4 times"
-    ):
+    with pytest.raises(InputError, match=r"evaluation.sampling.temperature=0 gives 4 identical completions"):
         GRPOConfig(evaluation={"num_generations": 4, "sampling": {"temperature": 0.0}})

@@ -1,4 +1,4 @@
-"""Settings that cannot act are told, those that can are not."""
+"""Settings that has no effect are told, those that can are not."""
 
 import pytest
 from rlhf_grpo import GRPOConfig
@@ -6,13 +6,13 @@ from rlhf_grpo.config_warnings import config_warnings
 
 TWICE = {"num_iterations": 2}
 CASES = [
-    ({"epsilon": 0.3}, "loss.epsilon: cannot act", TWICE),
-    ({"delta": 4.0}, "loss.delta: cannot act", TWICE),
-    ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, "loss.temperature_neg: cannot act", TWICE),
-    ({"importance_sampling_level": "sequence"}, "loss.importance_sampling_level: cannot act", TWICE),
+    ({"epsilon": 0.3}, "loss.epsilon: has no effect", TWICE),
+    ({"delta": 4.0}, "loss.delta: has no effect", TWICE),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, "loss.temperature_neg: has no effect", TWICE),
+    ({"importance_sampling_level": "sequence"}, "loss.importance_sampling_level: has no effect", TWICE),
     (
         {"importance_sampling_level": "sequence_token", "beta": 0.1},
-        "loss.importance_sampling_level: cannot act",
+        "loss.importance_sampling_level: has no effect",
         {"use_bias_correction_kl": True},
     ),
     (
@@ -30,34 +30,38 @@ CASES = [
     ({"loss_type": "cispo"}, "loss.epsilon_high=0.2: for cispo it is the cap", {"epsilon_high": 5.0}),
     ({"loss_type": "gspo", **TWICE}, "the GSPO paper uses 3e-4", {"epsilon": 3e-4, "epsilon_high": 4e-4}),
     ({"importance_sampling_level": "sequence", **TWICE}, "the GSPO paper uses 3e-4", {"epsilon": 3e-4}),
-    ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model: cannot act", {"beta": 0.1}),
+    ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model: has no effect", {"beta": 0.1}),
     ({"sync_ref_model": True, "ref_model_sync_steps": 64}, "the run has 10", {"ref_model_sync_steps": 5}),
-    ({"use_bias_correction_kl": True, "beta": 0.0}, "use_bias_correction_kl: cannot act", {"beta": 0.1}),
+    ({"use_bias_correction_kl": True, "beta": 0.0}, "use_bias_correction_kl: has no effect", {"beta": 0.1}),
     (
         {"kl": {"name": "k1", "beta": 0.1}},
         "its gradient is zero on average",
         {"use_bias_correction_kl": True},
     ),
     ({"epsilon": 0.1, **TWICE}, "loss.epsilon=0.1 without epsilon_high", {"epsilon_high": 0.1}),
-    ({"kl": {"place": "reward"}}, "told apart by its KL alone", {"scale_rewards": "none"}),
+    ({"kl": {"place": "reward"}}, "differ by KL alone", {"scale_rewards": "none"}),
     (
         {"kl": {"place": "reward"}, "advantage": {"name": "normalize_then_sum"}},
-        "kl.place='reward': cannot act",
+        "kl.place='reward': has no effect",
         {"advantage": {"name": "rloo"}},
     ),
     (
         {"dynamic_sampling": {}, "scheduler": "linear"},
-        "the run may end before the learning rate has reached its end",
+        "the run may end before the learning rate has reached its final value",
         {"max_training_steps": 5},
     ),
     ({"top_p": 0.9}, "sampling.top_p=0.9: completions come from a filtered", {"top_p": 1.0}),
     ({"top_k": 5, "sampler_correction": {}}, "does not correct for the filter", {"top_k": None}),
-    ({"rewards": [{"name": "length", "weight": 0.0}]}, "weight 0", {"rewards": ["length"]}),
-    ({"num_completions_to_print": 9}, "cannot act without log_completions", {"log_completions": True}),
-    ({"max_completion_length": 60}, "that is 70, more than the 64", {"max_completion_length": 50}),
+    ({"rewards": [{"name": "length", "weight": 0.0}]}, "weight is 0", {"rewards": ["length"]}),
+    ({"num_completions_to_print": 9}, "has no effect without log_completions", {"log_completions": True}),
+    (
+        {"max_completion_length": 60},
+        "that is 70, more than the model's context of 64",
+        {"max_completion_length": 50},
+    ),
     (
         {"rewards": [{"name": "soft_overlong", "max_length": 40, "cache": 5}], "max_completion_length": 30},
-        "rewards 'soft_overlong': cannot act: it begins above 35",
+        "rewards 'soft_overlong': has no effect: it begins above 35",
         {"max_completion_length": 38},
     ),
 ]
@@ -100,8 +104,8 @@ def test_a_weight_of_0_is_told_by_the_weights_that_count():
         named = [{"name": "length", "label": f"r{i}", "weight": w} for i, w in enumerate(weights)]
         return told({"rewards": named, **options})
 
-    assert "rewards 'r1': weight 0" in rewards(1.0, 0.0)
+    assert "rewards 'r1': weight is 0" in rewards(1.0, 0.0)
     assert rewards(1.0, 0.0, reward_weights=[1.0, 2.0]) == ""
-    assert "rewards 'r0': weight 0" in rewards(1.0, 1.0, reward_weights=[0.0, 1.0])
+    assert "rewards 'r0': weight is 0" in rewards(1.0, 1.0, reward_weights=[0.0, 1.0])
     # An advantage of a stranger may read the functions one by one.
     assert rewards(1.0, 0.0, advantage={"name": "mine"}) == ""

@@ -242,12 +242,12 @@ def test_an_environment_in_worker_processes_answers_alike(collect):
             "row 2: environment 'worlds.py:Hangs': step took longer than its timeout of 0.5 s",
         ),
         ("Odd", {"how": "exit"}, "row 2: environment 'worlds.py:Odd': step raised SystemExit: 3"),
-        ("Odd", {"how": "metric"}, "step returned metrics['turns'], but episodes/turns is measured"),
+        ("Odd", {"how": "metric"}, "step returned metrics['turns'], but episodes/turns is reported"),
         ("Odd", {"how": "message"}, "step returned messages with a value that JSON cannot hold"),
     ],
 )
 def test_an_episode_that_fails_is_reported_and_left_out(collect, name, options, words):
-    with pytest.warns(UserWarning, match="4 of 16 episodes failed and are left out") as warned:
+    with pytest.warns(UserWarning, match="4 of 16 episodes failed and are dropped") as warned:
         _, rollout = collect(name, options)
     assert any(words in str(each.message) for each in warned)
     failed = np.arange(4, 8)
@@ -293,7 +293,7 @@ def test_a_prompt_may_be_as_long_as_the_longest(collect):
 
 
 def test_episodes_of_a_group_begin_alike(collect):
-    with pytest.warns(UserWarning, match="returned other messages than for the first episode of its group"):
+    with pytest.warns(UserWarning, match="returned different messages from the first episode of its group"):
         _, rollout = collect("Differs")
     assert rollout.metrics["episodes/failed"] == 8
 

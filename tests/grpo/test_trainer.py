@@ -249,7 +249,7 @@ def test_a_sampler_that_chooses_ids_without_a_token_is_named(tiny, tmp_path):
 
     config = GRPOConfig(**BASE, sampler="odd")
     inputs = {"model": tiny.make_model(vocab_size=64), "rewards": [early], "train_dataset": tiny.prompts(6)}
-    with pytest.raises(RunError, match=r"sampler: 48 of 48 sampled ids are no tokens.*the first is 50"):
+    with pytest.raises(RunError, match=r"sampler: 48 of 48 sampled ids are not tokens.*the first is 50"):
         tiny.run("grpo", config, tmp_path, listeners=[Plugin()], **inputs)
 
 
@@ -412,7 +412,7 @@ def test_other_losses_and_advantages_train(train, loss_type, advantage):
         ),
         (
             {"beta": 0.0, "limits": {"kl": 1e-9}},
-            r"stopped after update 2 of 4: the policy has left its reference: kl .* above limits",
+            r"stopped after update 2 of 4: the policy has drifted too far from its reference: kl .* above limits",
         ),
     ],
     ids=["entropy", "kl"],

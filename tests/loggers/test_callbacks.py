@@ -96,14 +96,14 @@ def test_all_four_trainers_take_them(trainer: Any, config: Any) -> None:
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ([Plain], r"callbacks\[0\]: Plain is a class; give an object of it"),
+        ([Plain], r"callbacks\[0\]: Plain is a class; give an instance"),
         (
             [Decorated(), Unknown()],
             r"callbacks\[1\]: no event is called rlhf_step_ended. Did you mean 'rlhf_step_end'",
         ),
-        ([OfTrl()], r"callbacks\[0\]: OfTrl has none of the methods that are called: rlhf_stage_start"),
+        ([OfTrl()], r"callbacks\[0\]: OfTrl has none of the event methods: rlhf_stage_start"),
         ([WrongArgument()], r"callbacks\[0\]: .*loss"),
-        (Plain(), "callbacks: a list of objects is expected, got Plain"),
+        (Plain(), "callbacks: expected a list of objects, got Plain"),
         ([CALLED_TWICE := Decorated(), CALLED_TWICE], r"callbacks\[1\]: the same object is given twice"),
     ],
 )

@@ -166,7 +166,7 @@ def test_other_fields_of_the_wrong_kind(
 
 def test_a_fresh_model_that_no_memory_holds_is_refused(tiny: Any) -> None:
     with pytest.raises(
-        InputError, match=r"model: its sizes make 4,\d+,\d+,\d+,\d+ parameters, .* GB of memory"
+        InputError, match=r"model: its sizes give 4,\d+,\d+,\d+,\d+ parameters, .* GB of memory"
     ):
         fresh_model({**tiny.SIZES, "hidden_size": 2048, "vocab_size": 2**30}, "lm")
     with pytest.raises(InputError, match="num_hidden_layers must be at most 10,000"):

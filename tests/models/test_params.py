@@ -36,7 +36,7 @@ def test_paths_and_their_split():
 
 
 def test_a_pattern_without_a_match_and_one_that_leaves_nothing():
-    with pytest.raises(InputError, match=r"'embd' is found in no parameter.*embed"):
+    with pytest.raises(InputError, match=r"'embd' matches no parameter.*embed"):
         matching(PARAMS, "embd")
     with pytest.raises(InputError, match="nothing would be trained"):
         matching(PARAMS, ["embed", "layers"])

@@ -307,7 +307,7 @@ def test_what_only_the_hub_can_have_is_said(pipeline: Path, fake: ModuleType) ->
     sets = ['base.model={model_type="llama", tokenizer="tokeniser"}', 'policy.model="nobody/none"']
     planned = plan(read(pipeline, sets=sets, dir="runs/a"), plugins.load(objects=[fake]))
     lines = stage_forecasts(planned, plugins.load(objects=[fake]))
-    said = "is not a directory here: the stage asks the hub for it when it begins."
+    said = "is not a directory here: the stage looks it up on the hub when it begins."
     assert lines["base"].lines[-1] == f"model.tokenizer 'tokeniser' {said} Did you mean 'tokenizer'?"
     assert lines["policy"].lines[-1] == f"model 'nobody/none' {said}"
     assert len(lines["rm"].lines) == 1

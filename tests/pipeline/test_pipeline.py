@@ -295,17 +295,21 @@ def test_a_finished_stage_is_extended_unless_later_ones_have_read_it(
     pipeline: Path, fake: ModuleType
 ) -> None:
     go(pipeline, fake, "base.max_training_steps=3")
-    with pytest.raises(InputError, match=r"max_training_steps: then 3, now 5: its trainer does not say how"):
+    with pytest.raises(
+        InputError, match=r"max_training_steps: then 3, now 5: its trainer does not support extension"
+    ):
         go(pipeline, fake, "base.max_training_steps=5")
     Path("runs/a/base/plan.json").write_text("[" * 5000 + "]" * 5000)
-    with pytest.raises(InputError, match=r"max_training_steps: then 3, now 5: its trainer does not say how"):
+    with pytest.raises(
+        InputError, match=r"max_training_steps: then 3, now 5: its trainer does not support extension"
+    ):
         go(pipeline, fake, "base.max_training_steps=5")
     Path("runs/a/base/plan.json").write_text('{"updates": 3, "start": 0, "updates_per_epoch": 2.0}')
     fake.EVENTS.clear()
     with pytest.raises(InputError) as caught:
         go(pipeline, fake, "base.max_training_steps=5")
-    assert "stage 'rm' was begun with 'base' as it was" in str(caught.value)
-    assert "stage 'policy' was begun with 'base' as it was" in str(caught.value)
+    assert "stage 'rm' was begun with the previous 'base'" in str(caught.value)
+    assert "stage 'policy' was begun with the previous 'base'" in str(caught.value)
     assert fake.EVENTS == []
     for name in ("rm", "policy"):
         shutil.rmtree(f"runs/a/{name}")
@@ -321,7 +325,10 @@ def test_a_stage_that_runs_again_before_one_that_is_done(
     """It may end with the same model, so that it is not refused."""
     go(pipeline, fake)
     shutil.rmtree("runs/a/base")
-    said = "stage 'base' runs again, and stage 'rm' has read what it made before: if that changes, 'rm' is refused"
+    said = (
+        "stage 'base' runs again, and stage 'rm' used its previous output: if the output changes, 'rm' "
+        "will be refused"
+    )
     ended = rlhf("check", str(pipeline), "--dir", "runs/a", "--plugin", str(fake.__file__))
     assert said in ended.warned
     with pytest.warns(UserWarning, match=said):

@@ -48,7 +48,7 @@ def test_stages_that_match_are_taken_over_and_the_others_train(
     second = go("runs/b", "policy.size=5", reuse="runs/a")
     assert skipped(second) == ["base", "rm"]
     said = capsys.readouterr().out
-    assert f"stage 'base': taken over from {Path('runs/a/base').absolute()}" in said
+    assert f"stage 'base': reused from {Path('runs/a/base').absolute()}" in said
     assert "stage 'policy'.size: then 3, now 5" in said
     assert content("runs/a") == before
     record = unseal(Path("runs/b/rm/stage.json").read_bytes())

@@ -288,7 +288,7 @@ def late(inputs: Any, *, size: Decimal | None = None) -> Any:
         (MODEL, Tanh, "expected a finished ModelFamily, got type"),
         (TRAINER, Trainer(dict, {}, print), "its config must be a class that extends TrainerConfig"),  # type: ignore[arg-type]
         (POLICY_LOSS, late, "the type of option 'size' cannot be read: name 'Decimal' is not defined"),
-        (DATASET, lambda name: name, "in a file 'name' is the component's own"),
+        (DATASET, lambda name: name, "in a file 'name' names the component"),
     ],
 )
 def test_what_is_refused(kind: Kind[Any], thing: Any, message: str) -> None:

@@ -115,7 +115,7 @@ BROKEN = {
         "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_register(r): ...",
         "a hook's arguments are called as in rlhf_register(registry)",
     ),
-    "nothing": ("x = 1", "it has no hook; define rlhf_register(registry) and put @hookimpl on it"),
+    "nothing": ("x = 1", "it has no hook; define rlhf_register(registry) with @hookimpl"),
     "two problems": (
         "from rlhf_core import hookimpl\ndef rlhf_one(): ...\n@hookimpl\ndef rlhf_two(): ...",
         "rlhf_one would never be called",

@@ -162,9 +162,9 @@ def test_rewards_log_metrics_of_their_own(mine):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("mean", 1.0, "this is measured of every reward"),
-        ("a/unscored", 1.0, "this is measured of every reward"),
-        ("", 1.0, "is a text"),
+        ("mean", 1.0, "this is reported for every reward"),
+        ("a/unscored", 1.0, "this is reported for every reward"),
+        ("", 1.0, "must be text"),
         ("x", "3", "a finite number"),
         ("x", float("nan"), "a finite number"),
         ("x", [1.0], "a finite number"),
@@ -311,7 +311,7 @@ def test_a_function_without_a_name_elsewhere_is_refused_where_it_needs_one():
     registry.add(REWARD, "local", lambda completions: ones(completions))
     for limit in ({"timeout": 1.0}, {"processes": 2}):
         with pytest.raises(
-            InputError, match=r"'local' has `\w+`, so that it runs in a process of its own.*file\.py:fun"
+            InputError, match=r"'local' has `\w+`, so it runs in another process.*file\.py:fun"
         ):
             open_rewards([WeightedReward(name="local", **limit)], stage_with(registry))
 
@@ -422,7 +422,7 @@ def test_where_every_call_fails_the_run_ends_and_says_which():
     with (
         pytest.warns(UserWarning, match="reward '[ab]'"),
         pytest.raises(
-            RunError, match=r"nothing to learn from; reward 'a' raised ConnectionError.*; reward 'b' took"
+            RunError, match=r"nothing to learn; reward 'a' raised ConnectionError.*; reward 'b' took"
         ),
     ):
         score(rewards, INPUTS)
@@ -465,7 +465,7 @@ def test_values_that_misbehave_stay_in_the_call_that_made_them(tmp_path, timeout
     (tmp_path / "misleading.py").write_text(MISLEADING)
     functions = load_file(tmp_path / "misleading.py")
     for name, said in {
-        "kills": r"returned <.*Kills object .*> for completion 0; a number or None is expected",
+        "kills": r"returned <.*Kills object .*> for completion 0; expected a number or None",
         "talks": r"returned x{200}… \(10,000 characters\) for completion 0",
         "huge": r"returned 10{199}… \(401 characters\) for completion 0",
         "text": "returned str; it must return a list of 3 numbers",

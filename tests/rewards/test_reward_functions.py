@@ -154,8 +154,14 @@ def fail(completions):
             lambda completions: dict.fromkeys(range(3), 1.0),
             "reward 'r' returned dict; it must return a list of 3",
         ),
-        (lambda completions: ["1", 2, 3], "reward 'r' returned '1' for completion 0; a number or None"),
-        (lambda completions: [1, 2, "good"], "reward 'r' returned 'good' for completion 2; a number or None"),
+        (
+            lambda completions: ["1", 2, 3],
+            "reward 'r' returned '1' for completion 0; expected a number or None",
+        ),
+        (
+            lambda completions: [1, 2, "good"],
+            "reward 'r' returned 'good' for completion 2; expected a number or None",
+        ),
         (
             lambda completions: [0, float("inf"), 0],
             "reward 'r' returned inf for completion 1; rewards must be finite",

@@ -188,14 +188,14 @@ def test_rows_of_data_that_has_no_tokens_yet(registry: Registry, mine: Path) -> 
     skips = rewards(registry, {"name": "numeric_answer", "on_error": "skip"})
     (line,) = forecast_rewards(skips, table, STAGE).warnings
     assert line.startswith("dataset row 2: reward 'numeric_answer': the answer 'two' is not a number")
-    assert line.endswith("2 such rows are left out (on_error)")
+    assert line.endswith("2 such rows are skipped (on_error)")
     with pytest.raises(InputError, match=r"has no attribute 'split'.*lists of messages"):
         forecast_rewards(rewards(registry, {"name": f"{mine}:words"}), data.load(rows), STAGE)
 
 
 def test_set_up_names_unreadable_rows_and_counts_the_others(registry: Registry) -> None:
     many = prompts(answer=["1", *["x"] * 9])
-    for name, text in (("numeric_answer", "is not a number"), ("exact_match", "neither a text nor a number")):
+    for name, text in (("numeric_answer", "is not a number"), ("exact_match", "neither text nor a number")):
         table = prompts(answer=["1", *[{"a": 1}] * 9]) if name == "exact_match" else many
         with pytest.raises(InputError) as caught:
             set_up(rewards(registry, {"name": name}), table, STAGE)
@@ -204,7 +204,7 @@ def test_set_up_names_unreadable_rows_and_counts_the_others(registry: Registry) 
         assert text in caught.value.problems[0]
         assert caught.value.problems[-1] == f"reward '{name}': and 4 more rows that it cannot read"
     skips = rewards(registry, {"name": "numeric_answer", "on_error": "skip"})
-    with pytest.warns(UserWarning, match="prompts.jsonl row 2: .*9 such rows are left out"):
+    with pytest.warns(UserWarning, match="prompts.jsonl row 2: .*9 such rows are skipped"):
         set_up(skips, many, STAGE)
     assert skips[0].unreadable == {f"prompts.jsonl row {i}" for i in range(2, 11)}
     with warnings.catch_warnings():

@@ -70,7 +70,7 @@ def test_two_processes_share_one_outcome():
     assert np.isnan(table[:, 1]).all()
     assert table[:, 2].tolist() == [0, 0, 0]
     assert failures[:4] == ["0", "1", "0", "{'rewards/chance/luck':"]  # a random number, the first process's
-    elsewhere = "reward '{}' failed in another process, whose output says why"
+    elsewhere = "reward '{}' failed in another process; see that process's output"
     assert first[1:] == [
         "reward 'breaks' raised OSError: gone",
         elsewhere.format("other"),

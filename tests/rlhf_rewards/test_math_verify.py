@@ -101,7 +101,7 @@ def test_processes_that_die_each_time_are_an_error_and_not_a_wrong_answer(
             return [DiedError("its process was ended by SIGKILL") for _ in calls]
 
     monkeypatch.setattr(math, "_pools", [Dies()])
-    with pytest.raises(DiedError, match=r"ended by SIGKILL, each time that it compared '5' with '5'"):
+    with pytest.raises(DiedError, match=r"ended by SIGKILL, whenever it compared '5' with '5'"):
         reward(["5"], ["5"])
 
 

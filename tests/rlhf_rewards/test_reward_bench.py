@@ -403,7 +403,7 @@ def test_chat_makes_turns_of_texts(tiny, tmp_path, capsys):
     assert scores[1] == scores[2]
     assert scores[0][0] != scores[1][0]
     file = tiny.write_rows(tmp_path / "none.jsonl", [{"chosen": ["a"], "rejected": ["b"]}])
-    with pytest.raises(InputError, match="has no column 'prompt' to make a user's turn of"):
+    with pytest.raises(InputError, match="has no column 'prompt' to use as the user's turn"):
         score(str(tmp_path / "rm"), file, None, chat=True)
 
 

@@ -368,8 +368,8 @@ MUTANTS: list[tuple[str, Any, str]] = [
     ("reset", SpeaksForThePolicy, "an assistant's message last"),
     ("reset", NeedsAColumn, "in row 0 it raised KeyError: 'question'"),
     ("step", NoTurn, "in turn 1 it returned tuple; it returns rlhf_core.Turn("),
-    ("step", NotFinite, "in turn 1 it returned reward=nan; a finite number is expected"),
-    ("step", TextAsMetric, "returned metrics['mood']='bad'; a finite number is expected"),
+    ("step", NotFinite, "in turn 1 it returned reward=nan; expected a finite number"),
+    ("step", TextAsMetric, "returned metrics['mood']='bad'; expected a finite number"),
     ("step", SaysNothing, "no messages and done=False: there is nothing to reply to"),
     ("step", Parts, "message 1: part 1 of its content is of type 'image'"),
     ("end", Endless, "the episode of row 0 is not over after 32 turns; return Turn(done=True)"),
@@ -382,7 +382,7 @@ MUTANTS: list[tuple[str, Any, str]] = [
     (
         "apart",
         ClearedList,
-        "an episode goes otherwise while another is held: turn 2 had reward=2.0, then reward=",
+        "an episode changes while another one is open: turn 2 had reward=2.0, then reward=",
     ),
     ("apart", GlobalSeed, "They share state or global random numbers"),
     ("repeatable", RandomReset, "seed and completions, reset returned [{"),
@@ -393,7 +393,7 @@ MUTANTS: list[tuple[str, Any, str]] = [
     ),
     ("repeatable", NumpyStep, "turn 1 had reward=0."),
     ("repeatable", Today, "read neither global random numbers nor a clock"),
-    ("repeatable", Seconds, "where that cannot be, give the class `deterministic = False`"),
+    ("repeatable", Seconds, "if that is impossible, give the class `deterministic = False`"),
     ("repeatable", Sets, "in another process, reset returned [{"),
     ("repeatable", Hashes, "use hashlib instead of hash(): Python seeds them differently in each process"),
     (

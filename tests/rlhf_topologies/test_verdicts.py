@@ -116,7 +116,7 @@ def test_speed_at_most() -> None:
     assert made["programs"][2]["bound"] == "compute"
     shown = "\n".join(lines(made))
     assert f"training: at most {8000 / 3:,.0f} tokens/s" in shown
-    assert "in memory all the time: parameters 4.0 GB, optimizer 8.0 GB" in shown
+    assert "always in memory: parameters 4.0 GB, optimizer 8.0 GB" in shown
     assert "fits: at most 25.0 GB of 76.5 GB" in shown
     assert program_table(made).row_count == 4  # a row for the steps
     # Of two loops the one that moves more.

@@ -82,12 +82,15 @@ def misspelt(inputs):
 @pytest.mark.parametrize(
     ("advantage", "message"),
     [
-        (lambda inputs: inputs.rewards.T, r"shape \[3, 2\]; wanted is one number per completion, \[2, 3\]"),
-        (lambda inputs: inputs.rewards.reshape(-1), r"shape \[6\]; wanted"),
-        (lambda inputs: inputs.rewards[..., None] * np.ones(3), r"shape \[2, 3, 3\]; wanted .* \[2, 3, 4\]"),
-        (lambda inputs: np.ones((3, 2, 9)), r"shape \[3, 2, 9\]; wanted"),
-        (lambda inputs: np.ones((2, 3, 9, 1)), r"shape \[2, 3, 9, 1\]; wanted"),
-        (lambda inputs: None, r"shape \[\]; wanted"),
+        (lambda inputs: inputs.rewards.T, r"shape \[3, 2\]; expected one number per completion, \[2, 3\]"),
+        (lambda inputs: inputs.rewards.reshape(-1), r"shape \[6\]; expected"),
+        (
+            lambda inputs: inputs.rewards[..., None] * np.ones(3),
+            r"shape \[2, 3, 3\]; expected .* \[2, 3, 4\]",
+        ),
+        (lambda inputs: np.ones((3, 2, 9)), r"shape \[3, 2, 9\]; expected"),
+        (lambda inputs: np.ones((2, 3, 9, 1)), r"shape \[2, 3, 9, 1\]; expected"),
+        (lambda inputs: None, r"shape \[\]; expected"),
         (
             lambda inputs: inputs.rewards / 0,
             r"returned nan for sample 0 of prompt 0, whose rewards are \[0.0, 1.0, ",

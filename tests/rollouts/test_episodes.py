@@ -76,7 +76,7 @@ def test_rewards_of_failed_episodes_are_left_out_of_every_function(source):
         stage, PROMPTS, None, Says(), [given, ones], RolloutOptions(8, G, SamplingOptions(), 2), source
     )
     with pytest.warns(
-        UserWarning, match="1 of 4 episodes failed and are left out; the first: row 1: .* no such game"
+        UserWarning, match="1 of 4 episodes failed and are dropped; the first: row 1: .* no such game"
     ):
         rollout = collector.sample(None, np.array([5, 0]), jax.random.key(3), np.arange(4))
     assert np.isnan(rollout.rewards).tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]

@@ -164,7 +164,7 @@ def test_whatever_fails_is_one_message_and_leaves_the_old_file(
 
     monkeypatch.setattr(os, failing, fails)
     with pytest.raises(
-        RunError, match=rf"^b\.json could not be written to \S+: {words}\. What was there before is"
+        RunError, match=rf"^b\.json could not be written to \S+: {words}\. Existing files are"
     ):
         write_atomic(path, "new")
     monkeypatch.undo()
@@ -230,7 +230,7 @@ def test_what_is_sealed_comes_back_and_nothing_else_is_taken() -> None:
         (b"[]", "no JSON object"),
         (b"{}", "no checksum"),
         (b"[" * 100_000, "nested too deeply"),
-        (seal(record).replace("1", "2").encode(), "checksum is of other content"),
+        (seal(record).replace("1", "2").encode(), "checksum does not match"),
     ):
         with pytest.raises(ValueError, match=reason):
             unseal(content)
@@ -266,7 +266,7 @@ def test_a_directory_whose_name_may_not_be_on_the_disk_is_taken_back(
         flush(path)
 
     monkeypatch.setattr(files, "flush", fail)
-    with pytest.raises(RunError, match=r"Read-only file system\. Nothing of it is left there"):
+    with pytest.raises(RunError, match=r"Read-only file system\. No partial file is left"):
         fill_directory(tmp_path / "model", lambda place: write_atomic(place / "file", "whole"), "the model")
     assert list(tmp_path.iterdir()) == []
 
@@ -327,5 +327,5 @@ def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "open", fails)
-    with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. What"):
+    with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. Existing"):
         write_atomic(tmp_path / "file", "x")

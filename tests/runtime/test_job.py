@@ -158,8 +158,8 @@ def test_one_is_killed(job: Job) -> None:
         else:
             assert code == 1
             assert said == (
-                f"process {process} of 3 ends: process 1 is gone without a word: killed, crashed or "
-                "unreachable; the same command resumes from the newest checkpoint\n"
+                f"process {process} of 3 ends: process 1 has disappeared: killed, crashed or unreachable; "
+                f"the same command resumes from the newest checkpoint\n"
             )
 
 
@@ -171,7 +171,7 @@ def test_the_first_one_is_killed(job: Job) -> None:
     _, (code, said) = job.ended(within=15)
     assert code == 1, said
     assert said.endswith("resumes from the newest checkpoint\n")
-    assert said.count("process 1 of 2 ends: process 0 is gone without a word") == 1
+    assert said.count("process 1 of 2 ends: process 0 has disappeared") == 1
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_one_fails(job: Job, failing: int, error: str, code: int) -> None:
     ended = job.ended()
     assert [each for each, _ in ended] == [code] * 3
     for process, (_, said) in enumerate(ended):
-        how = "stopped by a signal" if code == 75 else "failed, and says why"
+        how = "stopped by a signal" if code == 75 else "failed; see its output"
         told = f"process {process} of 3 ends: process {failing} {how}\n"
         assert (("Traceback" in said) == ("OSError" in error)) if process == failing else (said == told)
 
@@ -257,7 +257,7 @@ def test_one_does_not_come(job: Job) -> None:
     assert code == 1
     who = f"process 0 of 2 (127.0.0.1:{job.port})"
     assert f"warning: {who} waits for the others, at most 2 s (RLHF_JOIN_SECONDS)\n" in said
-    assert f"{who} has waited 2 s for the others; see what became of them." in said
+    assert f"{who} has waited 2 s for the others; check them." in said
 
 
 def test_one_comes_late(job: Job) -> None:

@@ -275,7 +275,7 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any, monkeypatch:
         (Continuation(0, np.zeros(FOLLOWING, np.int32), 4), "at most 144"),
         (Continuation(0, np.zeros(0, np.int32), 4, replaces=True), "must have tokens"),
         (Continuation(0, np.zeros(3, np.int32), 0), "at least one"),
-        (Continuation(7, np.zeros(3, np.int32), 4), "after no turn"),
+        (Continuation(7, np.zeros(3, np.int32), 4), "must follow a turn"),
     ],
 )
 def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, message: str, hold: Any) -> None:

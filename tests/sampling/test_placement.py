@@ -252,6 +252,6 @@ def test_a_run_on_devices_with_little_memory_is_the_same(
     with mock.patch("rlhf_core.training.memory.device_memory", return_value=200_000):
         found, _ = run(at="little")
     printed = capsys.readouterr()
-    assert "completions are sampled together on 8 devices" in printed.out + printed.err
+    assert "completions are sampled in parallel on 8 devices" in printed.out + printed.err
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=str(name))

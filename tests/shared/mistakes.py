@@ -205,7 +205,7 @@ POLICY = [
     Mistake(
         "text",
         rewards("return ['good' for _ in completions]"),
-        ("reward 'rewards.py:brevity' returned 'good' for completion 0; a number or None",),
+        ("reward 'rewards.py:brevity' returned 'good' for completion 0; expected a number or None",),
     ),
     Mistake(
         "number",

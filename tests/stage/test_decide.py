@@ -77,26 +77,26 @@ TABLE = [
     # inputs
     (begun(), record(data="b"), "refuse", ["train_data: the contents of /project/rows.jsonl have changed since"]),
     (done(), record(data="b"), "refuse", ["train_data: the contents of"]),
-    (begun(made=None), record(data="b"), "continue", ["nothing was trained on it yet"]),
+    (begun(made=None), record(data="b"), "continue", ["nothing has been trained on it yet"]),
     (begun(), record(data=None), "continue", []),  # an earlier stage makes it
     (begun(), record("b"), "refuse", ["rewards[0].name: the contents of /project/judge.py have changed since"]),
     # length
-    (begun(), record(max_training_steps=63), "refuse", ["it has made 64 updates, more than the 63 that are asked"]),
+    (begun(), record(max_training_steps=63), "refuse", ["it has made 64 updates, more than the requested 63"]),
     (begun(), record(max_training_steps=64), "continue", ["max_training_steps: then 100, now 64"]),
     (begun(), LONGER, "continue", ["max_training_steps: then 100, now 200"]),
     (
         begun(),
         record(max_training_steps=None, num_train_epochs=1),
         "refuse",
-        ["made 64 updates, more than the 50", "made 64 updates, more than the 50"],
+        ["made 64 updates, more than the requested 50", "made 64 updates, more than the requested 50"],
     ),
     (done(), LONGER, "extend", ["max_training_steps: then 100, now 200"]),
     (done(), record(max_training_steps=99), "refuse", ["the stage has made its 100 updates; it can only be extended"]),
     (done(), record(num_train_epochs=9), "skip", []),  # `max_training_steps` decides
-    (done(total=None), LONGER, "refuse", ["its trainer does not say how it could be extended"]),
+    (done(total=None), LONGER, "refuse", ["its trainer does not support extension"]),
     (begun(total=None), LONGER, "continue", ["other settings"]),  # the checkpoint will tell
     (begun(record(scheduler="linear")), {**LONGER, "config": {**LONGER["config"], "scheduler": "linear"}}, "refuse",
-     ['scheduler = "linear" spreads the learning rate over the whole run']),
+     ['scheduler = "linear" spreads the decay over the whole run']),
     (begun(record(scheduler="linear"), made=None), record(scheduler="linear", max_training_steps=200), "continue",
      ["other settings"]),
 ]  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_loop_of_another_length_is_refused_where_no_field_says_so() -> None:
     """As where the data are fewer."""
     decision = decide(begun(), ask(record(), total=50))
     assert decision.reasons == (
-        "stage 'policy': it has made 64 updates, more than the 50 that are asked for; give at least as many",
+        "stage 'policy': it has made 64 updates, more than the requested 50; request at least as many",
     )
 
 
@@ -231,7 +231,7 @@ def test_a_stage_that_read_what_would_be_trained_further_is_refused() -> None:
     assert [each.action for each in stages(None).values()] == ["extend", "begin"]
     decision = stages(done())["next"]
     assert decision.action == "refuse"
-    assert decision.reasons[0].startswith("stage 'next' was begun with 'policy' as it was")
+    assert decision.reasons[0].startswith("stage 'next' was begun with the previous 'policy'")
 
 
 def test_code_that_changed_is_named_with_its_owner() -> None:

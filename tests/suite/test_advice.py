@@ -1,4 +1,4 @@
-"""Settings that cannot act are told in the plan, once in a run, and by the Python door; they are noted all the same."""
+"""Settings without effect are reported in the plan, once in a run, and from Python; all the same they are noted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import batch_warnings, config_warnings
 from rlhf_core.training.starting_model import default_warnings
 
-WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
+WARMUP = "warmup_steps=9: the run has 2 updates, so the learning rate ends at 2.22222e-07 of 1e-06"
 TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"
 SETS = {
     stage: ["--set", f"{stage}.warmup_steps=9", "--set", f"{stage}.learning_rate=1e-6"]
@@ -36,7 +36,7 @@ SETS["policy"] += ["--set", "policy.top_p=0.9"]
         ({"warmup_steps": 4}, []),
         (
             {"warmup_steps": 5},
-            ["warmup_steps=5: the run has 4 updates, so that the learning rate ends at 0.8 of 1"],
+            ["warmup_steps=5: the run has 4 updates, so the learning rate ends at 0.8 of 1"],
         ),
         (
             {"learning_rate_end": 0.0},
@@ -67,7 +67,7 @@ def test_a_run_of_one_update() -> None:
         ),
         ({"total_batch_size": 64, "num_train_epochs": 3}, {}, "an update has each of them up to 3 times"),
         ({"total_batch_size": 64, "max_training_steps": 2}, {}, "an update has each of them up to 13 times"),
-        ({"total_batch_size": 64, "num_train_epochs": 1}, {}, "the run is one update of all of them"),
+        ({"total_batch_size": 64, "num_train_epochs": 1}, {}, "the run is a single update on all of them"),
         ({"total_batch_size": 64}, {"prompts_per_rollout": 5, "num_generations": 8}, None),
         (
             {"total_batch_size": 64},

@@ -49,7 +49,7 @@ CASES = {
         bytes_of(LINE.decode().encode("utf-16"), TRAIN, "is UTF-16: save it as UTF-8"),
         bytes_of(LINE.decode().encode("utf-16-le"), TRAIN, "is UTF-16: save it as UTF-8"),
         bytes_of(gzip.compress(LINE), TRAIN, "is a gzip file, not text: unpack it first"),
-        bytes_of(b"PAR1\x15\x00", TRAIN, "is a parquet file, not text: name it .parquet"),
+        bytes_of(b"PAR1\x15\x00", TRAIN, "is a parquet file, not text: rename it to end in .parquet"),
         cells("'chosen' is not valid Unicode: \\ud83d at character 2", "remove it", chosen="a\ud83d"),
     ],
     "JSON": [

@@ -158,7 +158,4 @@ def test_rows_longer_than_the_model_was_made_for_are_said(place: Any, rlhf: Call
     ended = rlhf("check", "rm.toml")
     assert ended[:3] == (0, "", "")
     said = " ".join(ended.out.replace("│", " ").split())
-    assert (
-        "1 of up to 86 tokens, more than the 64 positions the model was made for: set max_sequence_length"
-        in said
-    )
+    assert "1 of up to 86 tokens, more than the model's 64 positions: set max_sequence_length" in said

@@ -55,7 +55,7 @@ CASES = {
         talk(
             [*ASKED, {"role": "assistant", "content": "\ude00"}],
             "'chosen' is not valid Unicode",
-            "half of a pair",
+            "unpaired surrogate",
         ),
         talk(
             [{"role": "usr", "content": "who"}, TALK["chosen"][1]],
@@ -123,7 +123,7 @@ CASES = {
             TRAIN,
             "the same tokens in all 4 pairs (",
             "rows 1, 2, 3, 4)",
-            "right columns",
+            "check the columns",
         ),
         setting(
             'max_sequence_length = 4\noverlong = "truncate"\ntruncation_mode = "keep_start"',
@@ -131,7 +131,7 @@ CASES = {
             "rows 1, 2, 3, 4)",
             "set a larger max_sequence_length",
         ),
-        template("{{ 'hello' }}", TRAIN, "the same tokens in all 4 pairs", "the right chat template"),
+        template("{{ 'hello' }}", TRAIN, "the same tokens in all 4 pairs", "and the chat template"),
     ],
     "margin": [
         cells("'margin' is 'much', not a finite number", margin="much"),

@@ -93,10 +93,10 @@ CASES = {
     "conflicts": [
         setting(
             'loss_type = "hinge"\nloss = "squared"',
-            ".loss_type: the same as loss.name, which is given too; remove one",
+            ".loss_type: the same as loss.name, which is also given; remove one",
         ),
         setting(
-            "clip_grad = 1.0\nmax_grad_norm = 2.0", ".clip_grad: another name of max_grad_norm", "remove one"
+            "clip_grad = 1.0\nmax_grad_norm = 2.0", ".clip_grad: another name for max_grad_norm", "remove one"
         ),
         setting("early_stopping_patience = 3", ": early_stopping_patience needs evaluation_steps"),
         setting(
@@ -115,7 +115,9 @@ CASES = {
             "squared",
             expected=("stage 'reward'.loss_type: the same as loss.name",),
         ),
-        flags("--repo_id", "small", expected=("stage 'reward'.repo_id: another name of model", "remove one")),
+        flags(
+            "--repo_id", "small", expected=("stage 'reward'.repo_id: another name for model", "remove one")
+        ),
     ],
     "unknown": [
         setting("lerning_rate = 1", ".lerning_rate: unknown field. Did you mean 'learning_rate'?"),
@@ -193,13 +195,13 @@ CASES = {
         score("scorer", "pairs.jsonl", "-o", "o.jsonl.gz", expected=("is not compressed; leave out .gz",)),
         flags("--plugin", expected=("--plugin: needs a value",)),
         flags("--seed", "4294967296", expected=("seed: expected a number of at most 4,294,967,295",)),
-        score("scorer", "pairs.jsonl", "-o", "words", expected=("-o words: is a directory; give the file",)),
+        score("scorer", "pairs.jsonl", "-o", "words", expected=("-o words: is a directory; give a file",)),
         score(
             "scorer",
             "pairs.jsonl",
             "-o",
             "./pairs.jsonl",
-            expected=("is the file that is read; give another file",),
+            expected=("is the input file; give another file",),
         ),
         score(
             "scorer",

@@ -108,7 +108,7 @@ def test_the_next_stage_trains_the_adapter_on_or_merges_it(
     assert any("adapter" in name for name in more)
     base = json.loads((tmp_path / "on/sft/artifacts/model/adapter_config.json").read_text())
     assert base["base_model_name_or_path"] == str((tmp_path / "base.sft").resolve())
-    with pytest.warns(UserWarning, match="its adapter is merged and all parameters are trained"):
+    with pytest.warns(UserWarning, match="merging its adapter and training all parameters"):
         whole, _ = short.train(
             "sft", at="merged", inputs={"model": adapter}, learning_rate=1e-12, max_training_steps=1
         )
@@ -116,7 +116,7 @@ def test_the_next_stage_trains_the_adapter_on_or_merges_it(
     assert set(whole) == set(merged)
     for name, leaf in whole.items():
         np.testing.assert_allclose(leaf, merged[name], atol=1e-6, err_msg=name)
-    with pytest.raises(InputError, match=r"'sft'\.lora: the model comes with adapters of rank 2, alpha 8"):
+    with pytest.raises(InputError, match=r"'sft'\.lora: the model already has adapters of rank 2, alpha 8"):
         short.train("sft", at="other", inputs={"model": adapter}, lora={"rank": 4})
 
 

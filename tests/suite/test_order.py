@@ -126,7 +126,7 @@ def test_an_evaluation_that_fails_is_left_out_and_costs_nothing(
     with pytest.warns(UserWarning, match="evaluation after update") as warned:
         found, _ = train(evaluation_steps=2)
     said = [str(each.message) for each in warned if "evaluation after update" in str(each.message)]
-    assert [line.partition(" failed and is left out, training goes on: ")[0] for line in said] == [
+    assert [line.partition(" failed and is skipped; training continues: ")[0] for line in said] == [
         "stage 'sft': the evaluation after update 2",
         "stage 'sft': the evaluation after update 6",
     ]
@@ -291,7 +291,7 @@ def test_evaluation_data_that_nothing_reads_is_a_warning(
         return fit.fit(stage, config, fit.replace(build, evaluate=None))
 
     monkeypatch.setattr(rlhf_core.training.define, "fit", without)
-    with pytest.warns(UserWarning, match=r"stage 'sft'\.eval_data: given, but the trainer evaluates nothing"):
+    with pytest.warns(UserWarning, match=r"stage 'sft'\.eval_data: given, but the trainer does not evaluate"):
         train(max_training_steps=1)
     assert seen == [0]
 

@@ -211,7 +211,7 @@ def test_one_fails_in_training(place: Path, event: str, process: int) -> None:
     killed = event.startswith("SIGKILL")
     assert ended[process][0] == (-signal.SIGKILL if killed else 1), ended
     code, said = ended[1 - process]
-    how = "is gone without a word" if killed else "failed, and says why"
+    how = "has disappeared" if killed else "failed; see its output"
     assert code == 1, said
     assert f"process {1 - process} of 2 ends: process {process} {how}" in said
     assert "Traceback" not in said

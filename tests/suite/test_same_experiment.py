@@ -255,10 +255,8 @@ def test_a_finished_run_is_extended_where_its_schedule_allows_it(
     assert longer.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
     falling = {"scheduler": "linear", "save_directory": tmp_path / "falling"}
     run.train(falling)
-    with pytest.raises(
-        InputError, match=r'scheduler = "linear" spreads the learning rate over the whole run'
-    ):
+    with pytest.raises(InputError, match=r'scheduler = "linear" spreads the decay over the whole run'):
         run.train({**falling, "max_training_steps": 5})
     (tmp_path / "falling" / "stage.json").unlink()  # the checkpoint tells too
-    with pytest.raises(InputError, match=r'scheduler = "linear" spreads the learning rate'):
+    with pytest.raises(InputError, match=r'scheduler = "linear" spreads the decay'):
         run.train({**falling, "max_training_steps": 5})

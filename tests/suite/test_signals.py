@@ -40,9 +40,7 @@ def test_between_two_stages(run: Any, event: str) -> None:
     ended = run(f"SIGTERM base {event}")
     assert ended.code == 75
     announced, reason = ended.message.splitlines()
-    assert (
-        announced == "stopping (SIGTERM): at the next point where nothing is lost; Ctrl-C (SIGINT) stops now"
-    )
+    assert announced == "stopping (SIGTERM): at the next safe point; Ctrl-C (SIGINT) stops now"
     assert (
         reason
         == "stopped by SIGTERM before stage 'rm' was begun; nothing is lost; rerun the same command to continue"

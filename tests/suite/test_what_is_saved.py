@@ -190,7 +190,7 @@ def test_an_adapters_base_model_is_verified_and_known_again(
     with pytest.raises(InputError, match=r"model\.safetensors was changed"):
         Scorer.load(artifact.path)
     (copied / artifacts.MANIFEST).unlink()  # of a directory without hashes, the contract still knows
-    with pytest.raises(InputError, match="has other weights than those that it was trained on"):
+    with pytest.raises(InputError, match="has other weights than those it was trained on"):
         Scorer.load(artifact.path)
 
 

@@ -98,7 +98,7 @@ def test_variables_are_recorded_and_checked() -> None:
     again = Contract.from_dict(json.loads(json.dumps(contract.to_dict())), "x")
     assert again.text_options.chat_template_kwargs == OFF
     for wrong, said in (
-        ({"tools": []}, "names 'tools', which templates are given otherwise"),
+        ({"tools": []}, "names 'tools', which templates receive by other means"),
         ([1], "is list, not an object"),
         ("{", "is not JSON"),
     ):

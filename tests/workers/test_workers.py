@@ -260,7 +260,7 @@ def test_what_a_function_started_ends_with_its_worker(functions: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda functions: lambda: None, "is no attribute of a module"),
+        (lambda functions: lambda: None, "is not an attribute of a module"),
         (lambda functions: functions.LOCK, "cannot pickle"),
     ],
 )

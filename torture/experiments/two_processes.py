@@ -208,7 +208,7 @@ def _judge_event(
     if event == "SIGKILL":
         _require_code(case, survivor, {0, 1} if last else {1})
         if survivor.code:
-            _require_once(case, ended, f"process {process} is gone without a word")
+            _require_once(case, ended, f"process {process} has disappeared")
     elif event == "SIGTERM":
         for each in ended:
             _require_code(case, each, {0, 75} if last else {75})

@@ -38,11 +38,10 @@ class DistillConfig(TrainerConfig):
         default=1.0,
         ge=0,
         le=1,
-        description="share of an update's examples that are completions of the student's own; the rest are those of "
-        "train_data",
+        description="share of an update's examples that the student samples; the rest come from train_data",
     )
     steps_per_generation: int = Field(
-        default=1, ge=1, description="updates that the completions of one sampling are cut into"
+        default=1, ge=1, description="updates made from the completions of one sampling round"
     )
     max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
     sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
@@ -53,12 +52,15 @@ class DistillConfig(TrainerConfig):
         default=Component(name="jsd"), description="between teacher and student, with its options"
     )
     temperature: float = Field(
-        default=1.0, gt=0, description="of both distributions in the divergence; not of sampling"
+        default=1.0,
+        gt=0,
+        description="temperature of both distributions in the divergence; sampling has its own",
     )
     top_k: int | None = Field(
         default=None,
         ge=1,
-        description="the teacher's likeliest ids, all others counting as one outcome; none: the whole vocabulary",
+        description="compare only the teacher's most likely ids, with all others as one outcome; none: "
+        "the whole vocabulary",
     )
     num_preview_samples: int = Field(
         default=8,

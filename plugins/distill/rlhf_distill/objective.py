@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STUDENT, TEACHER = "policy", "teacher"
 """Names of the models in a state."""
 Models: TypeAlias = "Mapping[str, Definition]"
-WANTED = "wanted is a term for each id, in the shape of the two arrays: leave the sum to the trainer"
+WANTED = "expected one term per id, in the shape of the two arrays; the trainer sums them"
 
 
 def read_divergences(
@@ -101,6 +101,7 @@ def require_separate_terms(divergence: Divergence, config: DistillConfig, stage:
     half = np.asarray(divergence(jnp.asarray(student[3:]), jnp.asarray(teacher[3:])))
     if not np.allclose(whole[3:], half, rtol=1e-4, atol=1e-6):
         raise InputError(
-            f"stage '{stage.name}'.divergence: a term of '{config.divergence.name}' depends on other ids than its own; "
-            "the vocabulary is read in blocks, so that a term may use the two log-probabilities of its id alone"
+            f"stage '{stage.name}'.divergence: a term of '{config.divergence.name}' depends on ids other than "
+            "its own; the vocabulary is processed in blocks, so a term may use only the two log-probabilities "
+            "of its own id"
         )

@@ -47,8 +47,8 @@ def open_teacher(config: DistillConfig, context: Context, student: Model) -> Mod
         return teacher
     if teacher.tokenizer is None:
         raise InputError(
-            f"stage '{stage.name}'.teacher_model: {source!r} has no tokenizer files, so that it cannot be known "
-            "whether it reads the student's ids; put tokenizer.json and tokenizer_config.json beside its config.json"
+            f"stage '{stage.name}'.teacher_model: {source!r} has no tokenizer files, so its ids cannot be "
+            "compared with the student's; put tokenizer.json and tokenizer_config.json next to its config.json"
         )
     tokenizer: Any = student.tokenizer
     require_same_tokenizer(tokenizer, teacher.tokenizer, stage)
@@ -93,7 +93,7 @@ def _difference(student: Any, teacher: Any) -> str | None:
             return f"token {token!r} is {number:,} in the student's tokenizer and {other} in the teacher's"
     for token, number in sorted(theirs.items(), key=lambda item: item[1]):
         if token not in ours:
-            return f"token {token!r} is {number:,} in the teacher's tokenizer and no token in the student's"
+            return f"token {token!r} is {number:,} in the teacher's tokenizer and missing from the student's"
     for name in SPECIAL:
         mine, other = getattr(student, name), getattr(teacher, name)
         if mine != other:

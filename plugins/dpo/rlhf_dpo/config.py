@@ -25,7 +25,7 @@ class DPOConfig(TrainerConfig):
     beta: float = Field(
         default=0.1,
         gt=0,
-        description="how strongly the policy is held to the model it started from; for ipo, τ of the paper",
+        description="strength of the penalty for leaving the starting model; for ipo, the paper's τ",
     )
     loss: Annotated[Component, DPO_LOSS] = Field(
         default=Component(name="sigmoid"), description="the loss and its options"

@@ -35,7 +35,8 @@ def build(config: DPOConfig, context: Context) -> Build:
     context.try_loss(lambda x: measure(DPOInputs(x, x, x, x, x, x, config.beta), x > 0), logps)
     if config.loss.name == "robust" and not config.loss.options.get("label_smoothing"):
         context.warn(
-            "loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
+            "loss.label_smoothing is 0, which makes 'robust' the same as 'sigmoid'; set it to the share "
+            "of flipped labels"
         )
 
     model = context.model("lm")

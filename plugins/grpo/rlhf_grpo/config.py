@@ -38,7 +38,9 @@ class DynamicSampling(Options):
     """Replace groups whose rewards are all equal by groups of further prompts (Yu et al. 2025)."""
 
     max_rounds: int = Field(
-        default=3, ge=2, description="rounds of sampling per rollout; equal groups then fill what is missing"
+        default=3,
+        ge=2,
+        description="most sampling rounds per rollout; groups with equal rewards then fill the rest",
     )
 
 
@@ -71,11 +73,11 @@ class Evaluation(Options):
 
     num_generations: int = Field(default=1, ge=1, description="completions per prompt")
     sampling: SamplingOptions | None = Field(
-        default=None, description="options that are not set are those of training"
+        default=None, description="options that are not set are as in training"
     )
     pass_threshold: float | None = Field(
         default=None,
-        description="a completion whose reward reaches it has passed: pass@k is reported; none: it is not",
+        description="reward at which a completion passes, for pass@k; none: pass@k is not reported",
     )
 
 
@@ -110,7 +112,7 @@ class GRPOConfig(TrainerConfig):
     num_train_epochs: int = Field(
         default=1, ge=1, description="passes over the prompts, those that dynamic_sampling draws included"
     )
-    num_generations: int = Field(default=8, ge=2, description="completions per prompt; a group")
+    num_generations: int = Field(default=8, ge=2, description="completions per prompt (a group)")
     max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
     sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
     rewards: list[Annotated[WeightedReward, REWARD]] = Field(
@@ -123,8 +125,8 @@ class GRPOConfig(TrainerConfig):
     )
     environment: Annotated[EnvironmentOptions, ENVIRONMENT] | None = Field(
         default=None,
-        description="what the policy talks with over several turns; its reward comes before `rewards`; none: "
-        "completions end at their first stop token",
+        description="environment of multi-turn episodes; its reward comes before `rewards`; none: completions "
+        "of one turn",
     )
     advantage: Annotated[Component, ADVANTAGE] = Field(
         default=Component(name="group"), description="how rewards become advantages"
@@ -132,7 +134,7 @@ class GRPOConfig(TrainerConfig):
     loss: Annotated[Component, POLICY_LOSS] = Field(
         default=Component(name="dapo"), description="the policy loss and its options"
     )
-    kl: KL = Field(default=KL(), description="the penalty for leaving the reference")
+    kl: KL = Field(default=KL(), description="the KL penalty against the reference policy")
     use_bias_correction_kl: bool = Field(
         default=False,
         description="multiply the KL term by the importance ratio, so that its gradient is unbiased",
@@ -144,9 +146,7 @@ class GRPOConfig(TrainerConfig):
         default=0.0, description="weight of the mean entropy, subtracted from the loss"
     )
     num_iterations: int = Field(default=1, ge=1, description="times each completion is trained on")
-    steps_per_generation: int = Field(
-        default=1, ge=1, description="updates that an iteration over a rollout is cut into"
-    )
+    steps_per_generation: int = Field(default=1, ge=1, description="updates per pass over a rollout")
     dynamic_sampling: DynamicSampling | None = Field(
         default=None, description="replace groups whose rewards are all equal; none: keep them"
     )
@@ -154,7 +154,8 @@ class GRPOConfig(TrainerConfig):
         default=Component(name="jax"), description="what samples completions"
     )
     sampler_correction: SamplerCorrection | None = Field(
-        default=None, description="correct for a sampler that is not exactly the policy; none: do not"
+        default=None,
+        description="importance correction for a sampler that differs slightly from the policy; none: no correction",
     )
     evaluation: Evaluation = Field(default=Evaluation(), description="how eval_data is used")
     num_preview_samples: int = Field(
@@ -170,9 +171,9 @@ class GRPOConfig(TrainerConfig):
     num_completions_to_print: int = Field(
         default=4, ge=1, description="completions that log_completions prints, evenly spread over the rollout"
     )
-    limits: Limits = Field(default=Limits(), description="when a collapsing run stops")
+    limits: Limits = Field(default=Limits(), description="bounds at which a collapsing run stops")
     mask_truncated_completions: bool = Field(
-        default=False, description="do not train on completions that did not stop by themselves"
+        default=False, description="do not train on completions that were cut off at the length limit"
     )
     sync_ref_model: bool = Field(
         default=False, description="move the reference towards the policy every ref_model_sync_steps updates"
@@ -208,17 +209,17 @@ class GRPOConfig(TrainerConfig):
             )
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature=0 draws the same completion every time: a group has nothing to compare; "
+                "sampling.temperature=0 gives identical completions, so a group has nothing to compare; "
                 "use a temperature above 0"
             )
         if self.sync_ref_model and self.lora is not None:
             raise ValueError(
-                "sync_ref_model=true mixes weights, which the matrices of lora are not; leave one of them out"
+                "sync_ref_model=true mixes full weights, which does not work with lora; remove one of them"
             )
         if self.evaluation.num_generations > 1 and self.evaluation_sampling.temperature == 0:
             raise ValueError(
-                f"evaluation.sampling.temperature=0 draws the same completion {self.evaluation.num_generations} "
-                "times; use a temperature above 0, or evaluation.num_generations=1"
+                f"evaluation.sampling.temperature=0 gives {self.evaluation.num_generations} identical "
+                "completions; use a temperature above 0, or evaluation.num_generations=1"
             )
         return self
 
@@ -254,7 +255,8 @@ def watch(limits: Limits) -> Callable[[Mapping[str, float]], str | None] | None:
         )
         if limits.kl is not None and kl is not None and kl > limits.kl:
             return (
-                f"the policy has left its reference: kl {kl:.4g} nats per token is above limits.kl={limits.kl:g} "
+                f"the policy has drifted too far from its reference: kl {kl:.4g} nats per token is above "
+                f"limits.kl={limits.kl:g} "
                 f"({shown}). It may be exploiting the reward: read the newest completions. Raise kl.beta, lower "
                 "learning_rate, or train for fewer updates"
             )

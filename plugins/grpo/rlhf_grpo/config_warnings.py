@@ -45,7 +45,7 @@ def config_warnings(
 def _printing(config: GRPOConfig) -> Iterator[str]:
     default = type(config).model_fields["num_completions_to_print"].default
     if config.num_completions_to_print != default and not config.log_completions:
-        yield "num_completions_to_print: cannot act without log_completions = true"
+        yield "num_completions_to_print: has no effect without log_completions = true"
 
 
 def _clipping(config: GRPOConfig) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _clipping(config: GRPOConfig) -> Iterator[str]:
         inert.append(level)
     if inert:
         yield (
-            f"loss.{', loss.'.join(inert)}: cannot act: with one update per rollout the ratio is always 1; raise "
+            f"loss.{', loss.'.join(inert)}: has no effect: with one update per rollout the ratio is always 1; raise "
             "num_iterations or steps_per_generation, or leave it out"
         )
 
@@ -98,25 +98,26 @@ def _loss(name: str, options: Mapping[str, Any]) -> Iterator[str]:
     sequence = options.get("importance_sampling_level", "token") != "token" or name in ("gspo", "gspo_token")
     if sequence and name not in ("cispo", "sapo") and min(epsilon, high) >= 0.05:
         yield (
-            f"loss.epsilon={epsilon:g}: a ratio of whole sequences is a geometric mean and hardly leaves 1, so this "
-            "clip will not act; the GSPO paper uses 3e-4 and 4e-4"
+            f"loss.epsilon={epsilon:g}: a ratio of whole sequences is a geometric mean and hardly leaves 1, so "
+            "this clip has practically no effect; the GSPO paper uses 3e-4 and 4e-4"
         )
 
 
 def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
     kl = config.kl
     if config.sync_ref_model and not kl.beta:
-        yield "sync_ref_model: cannot act: kl.beta is 0, so there is no reference"
+        yield "sync_ref_model: has no effect: kl.beta is 0, so there is no reference"
     elif config.sync_ref_model and config.ref_model_sync_steps > updates:
         yield (
-            f"ref_model_sync_steps={config.ref_model_sync_steps}: cannot act: the run has {updates} updates"
+            f"ref_model_sync_steps={config.ref_model_sync_steps}: has no effect: the run has {updates} updates"
         )
     if config.use_bias_correction_kl and not (kl.beta and kl.place == "loss"):
-        yield "use_bias_correction_kl: cannot act: there is no KL term in the loss"
+        yield "use_bias_correction_kl: has no effect: there is no KL term in the loss"
     taxed = kl.beta and kl.place == "reward"
     if taxed and config.advantage.name == "normalize_then_sum":
         yield (
-            "kl.place='reward': cannot act: advantage 'normalize_then_sum' reads the rewards of each function, and the "
+            "kl.place='reward': has no effect: advantage 'normalize_then_sum' reads the rewards of each "
+            "function, and the "
             "KL is taken from their sum; use place = 'loss'"
         )
     if (
@@ -125,8 +126,9 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
         and config.advantage.options.get("scale", "group") == "group"
     ):
         yield (
-            "kl.place='reward': a group whose rewards are equal is then told apart by its KL alone, scaled up to the "
-            "size of any other difference; use scale_rewards = 'none' or 'batch', or dynamic_sampling"
+            "kl.place='reward': completions of a group with equal rewards then differ by KL alone, which "
+            "normalization scales up like any other difference; use scale_rewards = 'none' or 'batch', or "
+            "dynamic_sampling"
         )
     if not kl.beta or kl.place == "reward" or config.use_bias_correction_kl:
         return
@@ -140,8 +142,8 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
 def _epochs(config: GRPOConfig) -> Iterator[str]:
     if config.dynamic_sampling and config.max_training_steps is None and config.scheduler != "constant":
         yield (
-            f"scheduler='{config.scheduler}' with dynamic_sampling: further rounds use up the epochs' prompts, so that "
-            "the run may end before the learning rate has reached its end; give max_training_steps"
+            f"scheduler='{config.scheduler}' with dynamic_sampling: extra rounds use up prompts, so the run "
+            "may end before the learning rate has reached its final value; give max_training_steps"
         )
 
 
@@ -170,7 +172,7 @@ def _sampling(config: GRPOConfig) -> Iterator[str]:
     weights = config.reward_weights or [reward.weight for reward in config.rewards]
     for reward, weight in zip(config.rewards, weights, strict=False):
         if weight == 0 and config.advantage.name in WEIGHTED:
-            yield f"rewards '{reward.label or reward.name}': weight 0: it is computed and logged, and trains nothing"
+            yield f"rewards '{reward.label or reward.name}': weight is 0: logged only, no effect on training"
 
 
 def _lengths(config: GRPOConfig, prompt: int, context: int | None) -> Iterator[str]:
@@ -180,18 +182,18 @@ def _lengths(config: GRPOConfig, prompt: int, context: int | None) -> Iterator[s
         if context is not None and prompt + episode > context:
             yield (
                 f"environment.max_tokens: with prompts of up to {prompt} tokens and episodes of up to {episode} that "
-                f"is {prompt + episode}, more than the {context} the model was made for (max_position_embeddings)"
+                f"is {prompt + episode}, more than the model's context of {context} (max_position_embeddings)"
             )
     elif context is not None and prompt + length > context:
         yield (
             f"sampling.max_completion_length={length}: with prompts of up to {prompt} tokens that is "
-            f"{prompt + length}, more than the {context} the model was made for (max_position_embeddings)"
+            f"{prompt + length}, more than the model's context of {context} (max_position_embeddings)"
         )
     for reward in config.rewards:
         limit = reward.options.get("max_length")
         cache = reward.options.get("cache", 0)
         if reward.name == "soft_overlong" and isinstance(limit, int) and limit - cache >= length:
             yield (
-                f"rewards 'soft_overlong': cannot act: it begins above {limit - cache} tokens, and "
+                f"rewards 'soft_overlong': has no effect: it begins above {limit - cache} tokens, and "
                 f"sampling.max_completion_length is {length}"
             )

@@ -62,7 +62,7 @@ def data(
     ] = None,
     plugin: Annotated[
         list[Path] | None,
-        typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
     ] = None,
 ) -> None:
     """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""

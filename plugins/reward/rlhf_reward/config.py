@@ -24,8 +24,9 @@ class RewardConfig(TrainerConfig):
     )
     read_at: Literal["template", "eos"] | None = Field(
         default=None,
-        description="where the score of a conversation is read: 'template', at the last token that its chat template "
-        "writes, as other libraries do, or 'eos', at the stop token behind its last reply; none: as the model was "
+        description="where a conversation's score is read: 'template', at the last token that its chat "
+        "template writes, as in other libraries, or 'eos', at the stop token after its last reply; none: "
+        "as the model was "
         "trained, a fresh one 'template'",
     )
     num_preview_samples: int = Field(

@@ -47,7 +47,7 @@ class ModelReward:
         at the policy's length limit is scored as if it ended there, since reward models have only seen texts that end.
         """
         if self._scorer is None:
-            raise RuntimeError("setup(stage) comes before the first call")
+            raise RuntimeError("call setup(stage) before the first call")
         try:
             scores = self._scorer.score_completions(
                 prompts, completions, columns.get("tools"), columns.get("chat_template_kwargs")

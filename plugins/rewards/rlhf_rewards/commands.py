@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Plugins = Annotated[
     list[Path] | None,
-    typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+    typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
 ]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
@@ -96,7 +96,7 @@ def score(
         unfinished = Unfinished(output, identity_of(scorer, records, settings), scorer)
         summary.add(unfinished.open())
         if summary.rows:
-            echo(f"{output}: resuming after {summary.rows:,} rows that were scored before", err=True)
+            echo(f"{output}: resuming after {summary.rows:,} rows already scored", err=True)
         unread = unfinished.unread
     done = unfinished.parts if unfinished else 0
     with stream or nullcontext():

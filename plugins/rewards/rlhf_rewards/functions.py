@@ -143,7 +143,7 @@ def numeric_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
 
 def _unreadable_texts(answers: Sequence[Any]) -> dict[int, str]:
     return {
-        i: f"the answer {str(value)[:60]!r} is neither a text nor a number; leave it null where the reward does "
+        i: f"the answer {str(value)[:60]!r} is neither text nor a number; leave it null where the reward does "
         "not apply"
         for i, value in enumerate(answers)
         if not missing(value) and not _is_text(value)

@@ -93,7 +93,7 @@ def _verdict(pair: tuple[str, str], outcome: Any) -> float | None:
     ):
         return 0.0
     if isinstance(outcome, DiedError):
-        raise DiedError(f"{outcome}, each time that it compared {pair[0][-60:]!r} with {pair[1][:60]!r}")
+        raise DiedError(f"{outcome}, whenever it compared {pair[0][-60:]!r} with {pair[1][:60]!r}")
     if isinstance(outcome, Exception):
         raise outcome
     return {"right": 1.0, "wrong": 0.0}.get(outcome)
@@ -101,6 +101,6 @@ def _verdict(pair: tuple[str, str], outcome: Any) -> float | None:
 
 def _unreadable(answer: str) -> str:
     return (
-        f"the answer {answer[:60]!r} is not mathematics that can be read; leave it null where the reward does not "
+        f"the answer {answer[:60]!r} cannot be parsed as mathematics; leave it null where the reward does not "
         "apply"
     )

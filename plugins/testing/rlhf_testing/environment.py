@@ -241,7 +241,7 @@ def _check_repetition(
             changed = _changed_names(shared, _shared_values(held[0].environment))
             if changed:
                 findings.failures["apart"] = (
-                    f"what an earlier episode did shows in the next one: {difference}; {' and '.join(changed)}, "
+                    f"an earlier episode affects the next one: {difference}; {' and '.join(changed)}, "
                     "changed meanwhile: keep what belongs to an episode in `self`, set by __init__ or reset"
                 )
             else:
@@ -271,7 +271,7 @@ def _check_repetition(
             changed = _changed_names(shared, _shared_values(first.environment))
             which = f" ({' and '.join(changed)} changed)" if changed else ""
             raise Broken(
-                f"an episode goes otherwise while another is held: {difference}. They share state{which} or global "
+                f"an episode changes while another one is open: {difference}. They share state{which} or global "
                 "random numbers; keep what belongs to an episode in `self`"
             )
 
@@ -324,7 +324,7 @@ def _unrepeatable(number: int, difference: str, deterministic: bool) -> str:
         )
     return text + (
         "draw from random.Random(seed), and read neither global random numbers nor a clock, so that a killed run "
-        "continues with the same bits; where that cannot be, give the class `deterministic = False`"
+        "continues with the same bits; if that is impossible, give the class `deterministic = False`"
     )
 
 

@@ -138,9 +138,9 @@ def _packing(hidden: Any, params: Any, tokens: Any, first: Any, second: Any) -> 
     positions = np.concatenate([np.arange(FIRST), np.arange(SECOND)]).astype(np.int32)
     until = np.where(np.arange(count) < FIRST, FIRST, count).astype(np.int32)
     packed = hidden(params, tokens[None], positions[None], until[None])[0]
-    require_close(packed[:FIRST], first, "with a sequence behind it in the row", rtol=1e-4)
+    require_close(packed[:FIRST], first, "with another sequence after it in the row", rtol=1e-4)
     require_close(
-        packed[FIRST:], second, "with a sequence before it in the row (positions start again)", rtol=1e-4
+        packed[FIRST:], second, "with another sequence before it in the row (positions restart)", rtol=1e-4
     )
     start, one, two = tokens[:3], tokens[3:FIRST], tokens[FIRST:]
     tree = np.concatenate([start, one, two])
@@ -148,7 +148,7 @@ def _packing(hidden: Any, params: Any, tokens: Any, first: Any, second: Any) -> 
     until = np.where((np.arange(count) >= 3) & (np.arange(count) < FIRST), FIRST, count).astype(np.int32)
     branches = hidden(params, tree[None], positions[None], until[None])[0]
     whole = _alone(hidden, params, np.concatenate([start, two]))
-    require_close(branches[:FIRST], first, "with another continuation of its start behind it", rtol=1e-4)
+    require_close(branches[:FIRST], first, "followed by another continuation of its start", rtol=1e-4)
     require_close(branches[FIRST:], whole[3:], "as the second continuation of a shared start", rtol=1e-4)
 
 

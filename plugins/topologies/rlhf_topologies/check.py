@@ -88,7 +88,7 @@ def _nothing_fits(on: str, ranked: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"--on {on}: nothing fits. On {least['on']} the smallest takes {format_bytes(least['peak'])} of "
         f"{format_bytes(parse(least['on']).chip.usable)} per device, and stage '{name}' keeps "
-        f"{format_bytes(stage['resident'])} all the time: use more devices or shorter rows, or train adapters with "
+        f"{format_bytes(stage['resident'])} permanently: use more devices or shorter rows, or train adapters with "
         "lora = { rank = 16 }"
     )
 
@@ -170,7 +170,7 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
     if not programs:
         return notes
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage["resident"].items())
-    out = [*notes, f"in memory all the time: {held}", *_collectives(programs)]
+    out = [*notes, f"always in memory: {held}", *_collectives(programs)]
     if not any(each["error"] for each in programs):
         for what, tokens in (("training", stage["training_tokens"]), ("sampling", stage["sampled_tokens"])):
             if seconds := stage[f"{what}_seconds"]:
