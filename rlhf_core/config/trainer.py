@@ -151,7 +151,7 @@ class Previews(Options):
     max_new_tokens: int = Field(128, ge=1, description="tokens of a completion, the stop token included")
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1, description="share of the probability to sample from")
-    top_k: int | None = Field(None, ge=1, description="number of likeliest tokens to sample from")
+    top_k: int | None = Field(None, ge=1, description="number of most likely tokens to sample from")
     sampling: dict[str, Any] = Field({}, description="further options, as in `sampling` of GRPO")
     seed: int | None = Field(None, ge=0, le=2**32 - 1, description="none: the stage's")
     print: bool = Field(True, description="in the terminal")

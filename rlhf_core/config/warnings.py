@@ -28,8 +28,8 @@ def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
     if config.warmup_steps > updates:
         reached = config.learning_rate * updates / config.warmup_steps
         yield (
-            f"warmup_steps={config.warmup_steps}: the run has {counted(updates, 'updates')}, so that the "
-            f"learning rate ends at {reached:g} of {config.learning_rate:g}"
+            f"warmup_steps={config.warmup_steps}: the run has {counted(updates, 'updates')}, so the learning "
+            f"rate ends at {reached:g} of {config.learning_rate:g}"
         )
 
 
@@ -48,7 +48,7 @@ def batch_warnings(
     kind = "row" if prompts_per_rollout is None else "prompt"
     data = f"total_batch_size={size}: train_data has {counted(rows, f'{kind}s')}"
     if times <= 1:
-        yield f"{data}, so that the run is one update of all of them; a smaller total_batch_size makes several"
+        yield f"{data}, so the run is a single update on all of them; use a smaller total_batch_size for more"
         return
     fitting = max(size * rows // taken // num_generations, 1) * num_generations
     holds = "an update" if prompts_per_rollout is None else f"a rollout of {taken:,}"

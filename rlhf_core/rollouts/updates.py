@@ -225,7 +225,7 @@ class RolloutUpdates:
         if step and source is not None and not source.calls.deterministic and self.stage.is_main:
             warnings.warn(
                 f"stage '{self.stage.name}'.environment: '{source.calls.name}' is not deterministic: episodes "
-                "that were held after the checkpoint begin again and may go another way",
+                "that ran after the checkpoint restart and may differ",
                 stacklevel=2,
             )
 

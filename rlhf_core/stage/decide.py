@@ -152,8 +152,8 @@ def decide_all(requests: Sequence[Request], begun: Mapping[str, Begun | None]) -
         stale = [name for name in sorted(request.reads & {*decisions}) if decisions[name].action == "extend"]
         if stale and decision.action not in ("begin", "refuse"):
             line = (
-                f"stage '{request.name}' was begun with '{stale[0]}' as it was, which would be trained further: "
-                f"delete {request.dir} to rerun it afterwards, or use another --dir"
+                f"stage '{request.name}' was begun with the previous '{stale[0]}', which would now be trained "
+                f"further: delete {request.dir} to rerun it afterwards, or use another --dir"
             )
             decision = decision._replace(action="refuse", reasons=(line,))
         decisions[request.name] = decision
@@ -213,7 +213,7 @@ def decide(begun: Begun | None, request: Request) -> Decision:
         lines.append(f"{name} continues with other settings: {'; '.join(fields)}")
     if untrained and changes.data:
         lines.append(
-            f"{name}.{'; '.join(map(str, changes.data))}; nothing was trained on it yet, as there is no checkpoint"
+            f"{name}.{'; '.join(map(str, changes.data))}; nothing has been trained on it yet (no checkpoint)"
         )
     return Decision(action, (), tuple(lines), tuple(accepted), frozenset(used))
 
@@ -327,7 +327,7 @@ def _why_not_as_long(begun: Begun, request: Request, *, changed: bool) -> str | 
         if not changed or _same_length(begun.record, request.now):
             return None
         if before is None or begun.per_epoch is None:
-            return "its trainer does not say how it could be extended" if begun.done else None
+            return "its trainer does not support extension" if begun.done else None
         limit = config.get("max_training_steps")
         asked = (
             int(limit)
@@ -341,14 +341,14 @@ def _why_not_as_long(begun: Begun, request: Request, *, changed: bool) -> str | 
     made = begun.made if begun.made is not None else before if begun.done else 0
     if asked < made:
         done = counted(made, "updates")
-        return f"it has made {done}, more than the {asked:,} that are asked for; give at least as many"
+        return f"it has made {done}, more than the requested {asked:,}; request at least as many"
     scheduler, warmup = config.get("scheduler"), config.get("warmup_steps") or 0
     # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
     falls = warmup + 0.9 * (min(before, asked) - warmup)
     has_fallen = scheduler == "wsd" and made - 1 > falls
     if asked == before or made == 0 or (scheduler in _SAME_RATES and not has_fallen):
         return None
-    how = "had begun to fall" if has_fallen else "spreads the learning rate over the whole run"
+    how = "had begun to fall" if has_fallen else "spreads the decay over the whole run"
     return (
         f'scheduler = "{scheduler}" {how}, so the updates already made would have had other rates; a run can be '
         'extended with scheduler = "constant"'

@@ -103,7 +103,10 @@ def _pickle_reply(reply: tuple[Any, ...]) -> bytes:
     except Exception as error:
         from rlhf_core.hidden import scrub
 
-        text = f"returned what cannot be sent from its process: {type(error).__name__}: {scrub(str(error))[:300]}"
+        text = (
+            f"returned something that cannot be sent from its process: {type(error).__name__}: "
+            f"{scrub(str(error))[:300]}"
+        )
         return pickle.dumps(("raised", text, type(error).__name__))
 
 

@@ -274,7 +274,7 @@ class _Worker:
         if code >= 0:
             raise _Ended(f"its process ended with code {code}")
         name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-        memory = ", as where memory ran out" if -code == signal.SIGKILL else ""
+        memory = ", probably out of memory" if -code == signal.SIGKILL else ""
         raise _Ended(f"its process was ended by {name}{memory}")
 
     def kill(self) -> None:

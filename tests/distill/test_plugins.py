@@ -71,7 +71,7 @@ def test_a_divergence_of_ten_lines_is_checked(pipeline: Path, rlhf: Callable[...
     assert checked.code == 0, checked.message
     said = " ".join(checked.out.split())
     assert "a rollout is 2 prompts × 1 completion = 2" in said
-    assert "6 texts: 6 kept; an update also has 2 of these" in said
+    assert "6 texts: 6 kept; an update also takes 2 of these" in said
     assert "teacher" in said
 
 
@@ -105,7 +105,7 @@ def test_checks_name_what_is_wrong(pipeline: Path, tiny: ModuleType, rlhf: Calla
     pipeline.write_text(text.replace("beta = 2", "beta = 1").replace('"tokenizer" }', '"other" }', 1))
     checked = rlhf("check", str(pipeline))
     assert checked.code == 2
-    assert "token 'new' is 48 in the teacher's tokenizer and no token in the student's" in checked.message
+    assert "token 'new' is 48 in the teacher's tokenizer and missing from the student's" in checked.message
 
 
 def normalised(student_logps: Any, teacher_logps: Any) -> Any:
@@ -123,8 +123,8 @@ def broken(student_logps: Any, teacher_logps: Any) -> Any:
 @pytest.mark.parametrize(
     ("divergence", "message"),
     [
-        (normalised, "a term of 'mine' depends on other ids than its own"),
-        (summed, r"'mine' returned shape \[3\] for \[3, 4\]; wanted is a term for each id"),
+        (normalised, "a term of 'mine' depends on ids other than its own"),
+        (summed, r"'mine' returned shape \[3\] for \[3, 4\]; expected one term per id"),
         (broken, "'mine' raised KeyError: 'temperature'"),
     ],
     ids=["normalised", "summed", "broken"],
