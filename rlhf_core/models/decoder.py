@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,11 @@ from rlhf_core.runtime.devices import device_count, platform
 Params = dict[str, Any]
 UNROLLED_LAYERS = 8
 """Up to this many layers are unrolled where all activations are kept: nothing is copied into or out of stacked ones."""
+
+
+Mix: TypeAlias = Callable[[int, jax.Array, jax.Array, jax.Array, int | None], jax.Array]
+"""(number of a layer, scaled queries [B, K, G, T, h], keys and values [B, K, T, h], the layer's window or None) →
+attention's output [B, T, K·G·h]."""
 
 
 class Cache(NamedTuple):
@@ -274,7 +279,8 @@ class Decoder(Definition):
         self, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
     ) -> tuple[jax.Array, Cache]:
         if isinstance(params["layers"], tuple):
-            return self._prefill_prepared(params, tokens, positions, visible_until)
+            outputs, cache = self._prefill(params, tokens, positions, visible_until)
+            return outputs[-1], cache
         states, kept = self._forward(params, tokens, positions, visible_until, keep=True)
         keys, values = zip(*kept, strict=True)
         return states, Cache(keys, values, positions)
@@ -283,62 +289,52 @@ class Decoder(Definition):
         self, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
     ) -> Iterator[tuple[str, jax.Array]]:
         """Yield (name, output [rows, time, hidden]) of every part of the model, to find where a fault begins."""
-        outputs: list[jax.Array] = []
-        weights = self.prepare(params)
-        outputs.append(self._prefill_prepared(weights, tokens, positions, visible_until, outputs)[0])
         layers = [f"layer {i} (of 0 to {self.config.num_layers - 1})" for i in range(self.config.num_layers)]
+        outputs = self._prefill(self.prepare(params), tokens, positions, visible_until)[0]
         return zip(["its embedding", *layers, "its last norm"], outputs, strict=True)
 
-    def _prefill_prepared(
-        self,
-        weights: Params,
-        tokens: jax.Array,
-        positions: jax.Array,
-        visible_until: jax.Array,
-        outputs: list[jax.Array] | None = None,
-    ) -> tuple[jax.Array, Cache]:
-        """Do what `prefill` does; `outputs` gets the outputs of the embedding and of every layer."""
-        outputs = [] if outputs is None else outputs
+    def _prefill(
+        self, weights: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
+    ) -> tuple[list[jax.Array], Cache]:
+        """Compute what `_run_prepared` returns, and the cache of the tokens."""
         self._check_length(tokens.shape[1])
-        embed, norm, layers = self._modules(weights)
         rotations = self._rotations(positions, shared_rotation)
-        x, keys, values = embed(tokens, self.compute_dtype), [], []
-        outputs.append(x)
-        for layer, window, rope in layers:
-            q, k, v = layer.project(x, rotations[rope])
-            limit = None if window is None else jnp.int32(window)
-            over = self.attention or attend
-            mixed = over(
-                q, k, v, positions, visible_until, window=limit, softcap=self.config.attention_softcap
-            )
-            x = layer.finish(x, mixed)
-            outputs.append(x)
+        over, cap = self.attention or attend, self.config.attention_softcap
+        keys: list[jax.Array] = []
+        values: list[jax.Array] = []
+
+        def mix(i: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
             keys.append(k.swapaxes(2, 3))
             values.append(v)
-        return norm(x), Cache(tuple(keys), tuple(values), positions)
+            limit = None if window is None else jnp.int32(window)
+            return over(q, k, v, positions, visible_until, window=limit, softcap=cap)
+
+        outputs = self._run_prepared(weights, tokens, rotations, mix)
+        return outputs, Cache(tuple(keys), tuple(values), positions)
 
     def _rotations(self, positions: jax.Array, make: Callable[..., Any]) -> dict[tuple[Rope, int], Any]:
         """Make {(rotary embedding, head_dim): its rotation} of all layers."""
         every = [(rope, each.head_dim) for each, _ in self.config.stacks.values() for rope in each.ropes]
         return {(rope, size): make(rope, size, positions) for rope, size in dict.fromkeys(every)}
 
-    def _modules(
-        self, weights: Params
-    ) -> tuple[Any, Any, Iterator[tuple[Any, int | None, tuple[Rope, int]]]]:
-        """Return the embedding, the last norm, and each layer with its window and the key of its rotation.
+    def _run_prepared(
+        self, weights: Params, tokens: jax.Array, rotations: Mapping[tuple[Rope, int], Any], mix: Mix
+    ) -> list[jax.Array]:
+        """Run tokens, int32 [B, T], through the layers; return the outputs, [B, T, D], of the embedding, of every layer
+        and of the last norm.
 
-        weights: from `prepare`.
+        weights: from `prepare`. rotations: from `_rotations`.
         """
         embed, blocks, norm = _parts(self.config, "qkv_proj" in weights["layers"][0]["self_attn"])
-
-        def one(i: int) -> tuple[Any, int | None, tuple[Rope, int]]:
+        outputs = [nnx.merge(embed, weights["embed_tokens"])(tokens, self.compute_dtype)]
+        for i, parameters in enumerate(weights["layers"]):
             kind, n = self.config.at(i)
             c = self.config.stacks[kind].config
             rope = c.ropes[c.layer_ropes[n] if c.layer_ropes else 0]
-            return nnx.merge(blocks[kind], weights["layers"][i]), c.windows[n], (rope, c.head_dim)
-
-        layers = map(one, range(self.config.num_layers))
-        return nnx.merge(embed, weights["embed_tokens"]), nnx.merge(norm, weights["norm"]), layers
+            layer = nnx.merge(blocks[kind], parameters)
+            q, k, v = layer.project(outputs[-1], rotations[rope, c.head_dim])
+            outputs.append(layer.finish(outputs[-1], mix(i, q, k, v, c.windows[n])))
+        return [*outputs, nnx.merge(norm, weights["norm"])(outputs[-1])]
 
     def ring(self, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
         self._check_length(length)
@@ -384,13 +380,14 @@ class Decoder(Definition):
         visible: jax.Array,
         slot: jax.Array | int,
     ) -> tuple[jax.Array, Cache]:
-        cache = _noted(cache, positions, slot)
-
-        def mix(q: jax.Array, i: int, keys: jax.Array, values: jax.Array, window: int | None) -> jax.Array:
+        def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
             seen = visible & (positions[:, None] - cache.positions < window) if window else visible
-            return attend_cached(q, keys, values, seen, self.config.attention_softcap)
+            return attend_cached(
+                q[:, :, :, 0], cache.keys[i], cache.values[i], seen, self.config.attention_softcap
+            )[:, None]
 
-        return self._decode(params, cache, tokens, positions, slot, mix)
+        states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], slot, over)
+        return states[:, 0], cache
 
     def decode_groups(
         self,
@@ -407,56 +404,52 @@ class Decoder(Definition):
         own, read = entries <= step, used[:, None]
         age = positions.reshape(len(used), -1, 1) - prompts.positions[:, None]  # [P, G, time]
 
-        def mix(q: jax.Array, i: int, keys: jax.Array, values: jax.Array, window: int | None) -> jax.Array:
+        def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
             near, recent = (read & (age < window), own & (step - entries < window)) if window else (read, own)
             before = (prompts.keys[i], prompts.values[i], near)
-            return attend_groups(q, before, (keys, values, recent), self.config.attention_softcap)
+            after = (cache.keys[i], cache.values[i], recent)
+            return attend_groups(q[:, :, :, 0], before, after, self.config.attention_softcap)[:, None]
 
-        return self._decode(params, _noted(cache, positions, step), tokens, positions, step, mix)
+        states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], step, over)
+        return states[:, 0], cache
 
-    def _decode(
+    def extend(
+        self, params: Params, cache: Cache, tokens: jax.Array, start: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        self._check_length(cache.positions.shape[1])
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+
+        def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
+            cap = self.config.attention_softcap
+            return attend_continued(q, cache.keys[i], cache.values[i], positions, window=window, softcap=cap)
+
+        return self._extend(params, cache, tokens, positions, start, over)
+
+    def _extend(
         self,
         params: Params,
         cache: Cache,
         tokens: jax.Array,
         positions: jax.Array,
         slot: jax.Array | int,
-        mix: Callable[[jax.Array, int, jax.Array, jax.Array, int | None], jax.Array],
+        over: Callable[[jax.Array, int, Cache, int | None], jax.Array],
     ) -> tuple[jax.Array, Cache]:
-        """Do what `decode` does, for a cache that has the tokens' positions.
+        """Compute tokens, int32 [B, T], that follow those of a cache: (hidden states [B, T, D], cache with them).
 
-        mix: (scaled queries [B, K, G, h], layer, its keys and values, window or None) → attention's output [B, K·G·h].
+        slot: the entry of the first of them. over: (scaled queries [B, K, G, T, h], number of a layer, the cache with
+        the tokens of that layer, its window or None) → attention's output [B, T, K·G·h].
         """
         weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
-        embed, norm, layers = self._modules(weights)
-        rotations = self._rotations(positions[:, None], rotation)
-        x = embed(tokens[:, None], self.compute_dtype)
-        keys, values = [], []
-        for i, (layer, window, rope) in enumerate(layers):
-            q, k, v = layer.project(x, rotations[rope])
-            keys.append(_placed(cache.keys[i], k.swapaxes(2, 3), slot, 3))
-            values.append(_placed(cache.values[i], v, slot, 2))
-            x = layer.finish(x, mix(q[:, :, :, 0], i, keys[-1], values[-1], window)[:, None])
-        return norm(x)[:, 0], Cache(tuple(keys), tuple(values), cache.positions)
+        keys, values = list(cache.keys), list(cache.values)
+        placed = _placed(cache.positions, positions, slot, 1)
 
-    def extend(
-        self, params: Params, cache: Cache, tokens: jax.Array, start: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
-        self._check_length(cache.positions.shape[1])
-        embed, norm, layers = self._modules(weights)
-        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        rotations = self._rotations(positions, rotation)
-        x, keys, values = embed(tokens, self.compute_dtype), [], []
-        for i, (layer, window, rope) in enumerate(layers):
-            q, k, v = layer.project(x, rotations[rope])
-            keys.append(_placed(cache.keys[i], k.swapaxes(2, 3), start, 3))
-            values.append(_placed(cache.values[i], v, start, 2))
-            mixed = attend_continued(
-                q, keys[-1], values[-1], positions, window=window, softcap=self.config.attention_softcap
-            )
-            x = layer.finish(x, mixed)
-        return norm(x), Cache(tuple(keys), tuple(values), _placed(cache.positions, positions, start, 1))
+        def mix(i: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+            keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
+            values[i] = _placed(values[i], v, slot, 2)
+            return over(q, i, Cache(tuple(keys), tuple(values), placed), window)
+
+        states = self._run_prepared(weights, tokens, self._rotations(positions, rotation), mix)[-1]
+        return states, Cache(tuple(keys), tuple(values), placed)
 
     @property
     def tensor_parallel(self) -> TensorParallel:
@@ -574,11 +567,6 @@ def _joined(layer: Params) -> Params:
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
             layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
     return layer
-
-
-def _noted(cache: Cache, positions: jax.Array, slot: jax.Array | int) -> Cache:
-    """Write the positions, int32 [B], of the tokens in `slot`."""
-    return cache._replace(positions=_placed(cache.positions, positions[:, None], slot, 1))
 
 
 def _placed(x: jax.Array, new: jax.Array, slot: jax.Array | int, axis: int) -> jax.Array:
