@@ -8,6 +8,7 @@ vocabulary, or one chunk of the tokens, at a time, in the forward and again in t
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,7 @@ def token_logps(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk: int | None = None,
-    block: int | None = None,
+    at_once: tuple[Literal["tokens", "words"], int] | None = None,
     entropy: bool = False,
     absent: tuple[tuple[int, int], ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
@@ -51,9 +51,9 @@ def token_logps(
     kernel: float32 or bfloat16 [D, V], the unembedding; None where `hidden` are the logits, before the temperature.
     targets: int32 [rows, K] in [0, V), or -1: results are 0, without gradient.
     temperature: positive. softcap: cap(x) = softcap · tanh(x / softcap); None: cap(x) = x.
-    chunk: tokens per row whose logits are in memory together. block: words of the vocabulary for which the logits of
-        all tokens are. At most one of the two; None chooses by the size of the logits, a block on one device and a
-        chunk on several, over which the vocabulary may be sharded.
+    at_once: which logits are in memory together: of so many tokens of each row over the whole vocabulary, or of all
+        tokens over so many words. None chooses the number by the size of the logits: of words on one device, and of
+        tokens on several, over which the vocabulary may be sharded.
     entropy: compute H = -Σ p log p as well.
     absent: ranges (first, one after the last) of ids that have probability 0, see `Definition.absent`.
 
@@ -63,7 +63,7 @@ def token_logps(
     dl = g (onehot - p) - h p (log p + H).
 
     Chunks run along K and never across rows: rows that are sharded over a mesh stay where they are.
-    Raises ValueError for shapes that do not fit and a temperature, softcap, chunk or block that is not positive.
+    Raises ValueError for shapes that do not fit and a temperature, softcap or number at once that is not positive.
     """
     if kernel is None:
         return _of_logits(hidden, jnp.asarray(targets, jnp.int32), temperature, entropy, absent)
@@ -71,22 +71,22 @@ def token_logps(
         raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {hidden.shape}, {kernel.shape}")
     if tuple(targets.shape) != hidden.shape[:2]:
         raise ValueError(f"targets [rows, K] do not fit hidden {hidden.shape}: {tuple(targets.shape)}")
-    if min(temperature, *(x for x in (softcap, chunk, block) if x is not None), 1) <= 0:
+    unit, number = at_once or ("words" if device_count() == 1 else "tokens", None)
+    if min(temperature, *(x for x in (softcap, number) if x is not None), 1) <= 0:
         raise ValueError(
-            f"temperature {temperature}, softcap {softcap}, chunk {chunk} and block {block} must be positive"
+            f"temperature {temperature}, softcap {softcap} and at_once {at_once} must be positive"
         )
-    if chunk is not None and block is not None:
-        raise ValueError("give chunk or block, not both")
     (rows, length, _), words = hidden.shape, kernel.shape[1]
-    blocks = block is not None or (chunk is None and device_count() == 1)
-    if blocks:
-        size = block_size(rows * length, words) if block is None else min(block, words)
+    if unit == "words":
+        size = block_size(rows * length, words) if number is None else min(number, words)
     else:
-        size = chunk_size(rows * row_parts(), length, words) if chunk is None else min(chunk, max(length, 1))
+        size = (
+            chunk_size(rows * row_parts(), length, words) if number is None else min(number, max(length, 1))
+        )
     settings = Settings(
         float(temperature), None if softcap is None else float(softcap), size, entropy, absent
     )
-    return (over_vocabulary if blocks else over_tokens)(
+    return (over_vocabulary if unit == "words" else over_tokens)(
         hidden, kernel, jnp.asarray(targets, jnp.int32), settings
     )
 

@@ -144,7 +144,7 @@ def test_a_head_in_chunks_equals_the_whole(temperature, dtype, tolerance):
 
     def chunked(hidden, kernel):
         logps, entropies = token_logps(
-            hidden, kernel, targets, temperature=temperature, chunk=32, entropy=True
+            hidden, kernel, targets, temperature=temperature, at_once=("tokens", 32), entropy=True
         )
         return logps.sum() + entropies.sum(), (logps, entropies)
 

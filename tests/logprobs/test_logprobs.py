@@ -34,18 +34,18 @@ def computed(
 
 
 CUTS = [
-    {"chunk": 3},
-    {"block": 10},  # a last block of one word
+    {"at_once": ("tokens", 3)},
+    {"at_once": ("words", 10)},  # a last block of one word
     {},
 ]
 MORE_CUTS = [
-    {"chunk": 1},
-    {"chunk": 7},
-    {"chunk": 100},
-    {"block": 1},
-    {"block": 16},  # one block in full and a rest
-    {"block": 31},
-    {"block": 100},
+    {"at_once": ("tokens", 1)},
+    {"at_once": ("tokens", 7)},
+    {"at_once": ("tokens", 100)},
+    {"at_once": ("words", 1)},
+    {"at_once": ("words", 16)},  # one block in full and a rest
+    {"at_once": ("words", 31)},
+    {"at_once": ("words", 100)},
 ]
 
 
@@ -54,13 +54,13 @@ MORE_CUTS = [
     [
         *((cut, 1.3, 2.5) for cut in CUTS),
         *(pytest.param(cut, 1.3, 2.5, marks=pytest.mark.long) for cut in MORE_CUTS),
-        *((cut, 1.0, None) for cut in ({"chunk": 3}, {"block": 10})),
+        *((cut, 1.0, None) for cut in ({"at_once": ("tokens", 3)}, {"at_once": ("words", 10)})),
         ({}, 0.7, None),
     ],
     ids=str,
 )
 def test_values_and_gradients_equal_float64(
-    cut: dict[str, int], temperature: float, softcap: float | None
+    cut: dict[str, tuple[str, int]], temperature: float, softcap: float | None
 ) -> None:
     arrays = problem()
     expected = reference(*arrays, temperature, softcap)
@@ -70,8 +70,8 @@ def test_values_and_gradients_equal_float64(
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 5}], ids=str)
-def test_absent_ids_are_left_out_of_the_softmax_and_get_no_gradient(cut: dict[str, int]) -> None:
+@pytest.mark.parametrize("cut", [{"at_once": ("tokens", 3)}, {"at_once": ("words", 5)}], ids=str)
+def test_absent_ids_are_left_out_of_the_softmax_and_get_no_gradient(cut: dict[str, tuple[str, int]]) -> None:
     """The first and the last block hold none but such ids, which are by far the likeliest."""
     hidden, kernel, targets, g, h = problem()
     absent, present = ((0, 6), (9, 10), (25, 31)), np.r_[6:9, 10:25]
@@ -88,8 +88,14 @@ def test_absent_ids_are_left_out_of_the_softmax_and_get_no_gradient(cut: dict[st
     assert not np.delete(d_whole, present, axis=1).any()
 
 
-@pytest.mark.parametrize("cut", [{"chunk": 3}, pytest.param({"block": 10}, marks=pytest.mark.long)], ids=str)
-def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(cut: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "cut",
+    [{"at_once": ("tokens", 3)}, pytest.param({"at_once": ("words", 10)}, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(
+    cut: dict[str, tuple[str, int]],
+) -> None:
     hidden, kernel, targets, g, _ = problem()
 
     def total(hidden: Any, kernel: Any, entropy: bool) -> Any:
@@ -103,8 +109,8 @@ def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(cut: dict
     assert not np.asarray(token_logps(hidden, kernel, targets, **cut)[1]).any()
 
 
-@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 10}], ids=str)
-def test_an_unused_target_is_zero_and_passes_no_gradient(cut: dict[str, int]) -> None:
+@pytest.mark.parametrize("cut", [{"at_once": ("tokens", 3)}, {"at_once": ("words", 10)}], ids=str)
+def test_an_unused_target_is_zero_and_passes_no_gradient(cut: dict[str, tuple[str, int]]) -> None:
     hidden, kernel, targets, _, _ = problem()
     unused = targets == -1
     ones = np.ones(targets.shape)
@@ -118,9 +124,15 @@ def test_an_unused_target_is_zero_and_passes_no_gradient(cut: dict[str, int]) ->
 
 
 @pytest.mark.parametrize(
-    "cut", [{"chunk": 1}, {"block": 1}, pytest.param({"block": 3}, marks=pytest.mark.long)], ids=str
+    "cut",
+    [
+        {"at_once": ("tokens", 1)},
+        {"at_once": ("words", 1)},
+        pytest.param({"at_once": ("words", 3)}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-def test_large_logits_stay_finite_and_exact(cut: dict[str, int]) -> None:
+def test_large_logits_stay_finite_and_exact(cut: dict[str, tuple[str, int]]) -> None:
     hidden = jnp.full((1, 1, 1), 1.0)
     for words in ([1000.0, 1000.0, -1000.0], [-1000.0, 1000.0, 1000.0]):
         target = np.asarray([[words.index(1000.0)]])
@@ -132,15 +144,15 @@ def test_large_logits_stay_finite_and_exact(cut: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("kernel_dtype", "cut"),
     [
-        (jnp.bfloat16, {"chunk": 3}),
-        (jnp.float32, {"block": 10}),
-        pytest.param(jnp.bfloat16, {"block": 10}, marks=pytest.mark.long),
-        pytest.param(jnp.float32, {"chunk": 3}, marks=pytest.mark.long),
+        (jnp.bfloat16, {"at_once": ("tokens", 3)}),
+        (jnp.float32, {"at_once": ("words", 10)}),
+        pytest.param(jnp.bfloat16, {"at_once": ("words", 10)}, marks=pytest.mark.long),
+        pytest.param(jnp.float32, {"at_once": ("tokens", 3)}, marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(
-    kernel_dtype: Any, cut: dict[str, int]
+    kernel_dtype: Any, cut: dict[str, tuple[str, int]]
 ) -> None:
     hidden, kernel, *rest = problem(jnp.bfloat16)
     expected = reference(hidden, kernel, *rest, 1.0, None)
@@ -153,8 +165,10 @@ def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(
         np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=0.03 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(("cut", "share"), [({"chunk": 16}, 1 / 4), ({"block": 128}, 1 / 8)], ids=str)
-def test_memory_is_that_of_one_chunk_or_block(cut: dict[str, int], share: float) -> None:
+@pytest.mark.parametrize(
+    ("cut", "share"), [({"at_once": ("tokens", 16)}, 1 / 4), ({"at_once": ("words", 128)}, 1 / 8)], ids=str
+)
+def test_memory_is_that_of_one_chunk_or_block(cut: dict[str, tuple[str, int]], share: float) -> None:
     rows, length, dim, vocab = 4, 512, 8, 4096
     hidden, kernel = jnp.zeros((rows, length, dim)), jnp.zeros((dim, vocab))
     targets = jnp.zeros((rows, length), jnp.int32)
@@ -194,7 +208,5 @@ def test_shapes_and_settings_that_do_not_fit_are_refused() -> None:
         token_logps(hidden, kernel, targets[:, :-1])
     with pytest.raises(ValueError, match="temperature 0"):
         token_logps(hidden, kernel, targets, temperature=0.0)
-    with pytest.raises(ValueError, match="block 0"):
-        token_logps(hidden, kernel, targets, block=0)
-    with pytest.raises(ValueError, match="not both"):
-        token_logps(hidden, kernel, targets, chunk=3, block=3)
+    with pytest.raises(ValueError, match="must be positive"):
+        token_logps(hidden, kernel, targets, at_once=("words", 0))

@@ -103,7 +103,7 @@ def test_values_and_gradients_equal_float64(shape: tuple[int, int, int], kind: s
     rows = hidden, rest[0], *(x.astype(np.float32) for x in rest[1:])
     weights = kernel.T if tied else kernel
     hidden, *others = put_rows(mesh, rows)
-    compiled = program(mesh, tied, rows, weights, chunk=3)
+    compiled = program(mesh, tied, rows, weights, at_once=("tokens", 3))
     weights = jax.device_put(weights, shardings(mesh, weights, tied))
     (_, results), (d_hidden, d_weights) = compiled(hidden, weights, *others)
     assert d_weights.dtype == kernel_dtype
@@ -120,7 +120,7 @@ def test_rows_that_the_compiler_cannot_spread(shape: tuple[int, int, int], rows:
     mesh, arrays = make_mesh(*shape), cases.problem(rows=rows)
     expected = cases.reference(*arrays, 1.3, 2.5)
     placed = jax.device_put(arrays, replicated_sharding(mesh))
-    logps_of = partial(token_logps, entropy=True, temperature=1.3, softcap=2.5, chunk=3)
+    logps_of = partial(token_logps, entropy=True, temperature=1.3, softcap=2.5, at_once=("tokens", 3))
     if mapped:
         parts = PartitionSpec(ROW_AXES)
         logps_of = jax.shard_map(
@@ -167,7 +167,9 @@ def test_the_head_is_gathered_and_its_gradient_summed_once_a_pass(
     numbers = np.zeros((rows, length), np.float32)
     arrays = np.zeros((rows, length, dim), np.float32), numbers.astype(np.int32), numbers, numbers
     weights = np.zeros((vocab, dim) if tied else (dim, vocab), np.float32)
-    one, many = (sent(program(mesh, tied, arrays, weights, chunk=chunk)) for chunk in (length, 3))
+    one, many = (
+        sent(program(mesh, tied, arrays, weights, at_once=("tokens", chunk))) for chunk in (length, 3)
+    )
     assert many == one
     head = 4 * dim * vocab / tensor
     assert many.pop("all-gather", 0) == (head if fsdp > 1 else 0)
