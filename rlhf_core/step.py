@@ -21,7 +21,7 @@ from rlhf_core.errors import error_line
 from rlhf_core.mesh import abstract_rows, over_parts, put_rows, replicated_sharding, sum_over_parts
 from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
-from rlhf_core.models.params import Path, join, split
+from rlhf_core.models.params import Path, by_layer, join, paths, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
@@ -140,22 +140,15 @@ def loss_metrics(loss: Loss) -> dict[str, Mean]:
     return {"loss": loss} if isinstance(loss, Mean) else {f"loss/{name}": part for name, part in loss.items()}
 
 
-def layer_norms(grads: Any) -> dict[str, jax.Array]:
+def layer_norms(grads: Any, model: Any) -> dict[str, jax.Array]:
     """Compute the norm of each layer's gradient, float32 [], by its dotted path, such as "layers.3" or "embed_tokens".
 
-    What stands below `layers` has the layers as its first axis; everything else is a layer by itself.
+    model: the definition, or several by name.
     """
     squares: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        by_row = jnp.square(leaf.astype(jnp.float32)).reshape(leaf.shape[0], -1).sum(1) if leaf.ndim else leaf
-        if "layers" in names[:-1]:
-            above = ".".join(names[: names.index("layers") + 1])
-            parts = {f"{above}.{i}": by_row[i] for i in range(leaf.shape[0])}
-        else:
-            parts = {".".join(names[:-1]) or names[0]: by_row.sum()}
-        for name, part in parts.items():
-            squares[name] = squares.get(name, 0.0) + part
+    for path, leaf in paths(grads):
+        for layer, _, index in by_layer(model, path, leaf):
+            squares[layer] = squares.get(layer, 0.0) + jnp.square(leaf[index].astype(jnp.float32)).sum()
     return {name: jnp.sqrt(square) for name, square in squares.items()}
 
 
@@ -186,7 +179,11 @@ def apply(
         opt_state=keep(opt_state, state.opt_state),
         guard=jnp.where((state.guard < 0) & ~finite, state.step, state.guard),
     )
-    norms = {f"grad_norm/{name}": Mean.of(x) for name, x in layer_norms(grads).items()} if by_layer else {}
+    norms = (
+        {f"grad_norm/{name}": Mean.of(x) for name, x in layer_norms(grads, state.model).items()}
+        if by_layer
+        else {}
+    )
     return following, {**done.metrics, **mean_losses(done.loss), "grad_norm": Mean.of(norm), **norms}
 
 

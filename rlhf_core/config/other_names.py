@@ -69,7 +69,6 @@ _PINNED = "batches are made between updates, while the device computes"
 _HOST = "token ids stay in host memory, batches go to the device one at a time"
 _SHARDS = "the mesh determines the share of a batch that each process reads"
 _SPARSE = "parameters are dense arrays"
-_HISTOGRAM = "histograms of weights are not logged; grad_norm is, at every logged step"
 _BEGIN = "a run resumes from its newest checkpoint, if there is one: `checkpoints`"
 _COLLATOR = "examples are packed into rows without padding; there is no other way of batching"
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
@@ -168,8 +167,8 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "use_data_collator": Ignored(_COLLATOR, (True,), done=True),
     "use_esurge_generation": Ignored(_ESURGE, (True, False)),
     "use_grain": Ignored("grain makes the order of the examples", (True,), done=True),
-    "weight_distribution_log_steps": Ignored(_HISTOGRAM, (0,)),
-    "weight_distribution_pattern": Ignored(_HISTOGRAM),
+    "weight_distribution_log_steps": Taken("log_weights.every", lambda value: value or None),
+    "weight_distribution_pattern": Taken("log_weights.pattern", same=(None, ".*")),
     "adam_beta1": Refused("optimizer.b1"),
     "adam_beta2": Refused("optimizer.b2"),
     "adam_epsilon": Refused("optimizer.eps"),

@@ -158,6 +158,18 @@ class Previews(Options):
     log: bool = Field(True, description="as tables of loggers, such as wandb's")
 
 
+class LogWeights(Options):
+    """What is logged of the trained parameters themselves."""
+
+    ASKED_BY: ClassVar[tuple[str, ...]] = ("every",)
+
+    pattern: Annotated[str, AfterValidator(check_regex)] = Field(
+        ".*",
+        description="regular expression, searched in a parameter's dotted path, its layer's number included",
+    )
+    every: int = Field(100, ge=1, description="updates between two logs")
+
+
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 """The fields that need evaluations to be compared with one another."""
 
@@ -303,6 +315,11 @@ class TrainerConfig(Options):
     )
     log_grad_norms: bool = Field(
         False, description="also log the norm of each layer's gradient, as grad_norm/LAYER"
+    )
+    log_weights: LogWeights | None = Field(
+        None,
+        description="log a histogram, the norm, the share of zeros and the size of the update, relative to it, of "
+        "trained parameters, to weights.jsonl, the report and loggers; none: do not",
     )
     log_all_workers: bool = Field(
         False,

@@ -29,6 +29,7 @@ from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
+from rlhf_core.fit.weights import WeightLog
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.models import Model
@@ -185,6 +186,8 @@ class _Run:
     def loop(self, state: TrainState) -> TrainState:
         updates, progress, after_update = self.updates, self.progress, self.build.after_update
         start, state = progress.restore(state)
+        options = self.config.log_weights
+        weights = None if options is None else WeightLog(self.stage, options, state)
         steps = self.prepare(start, state)
         progress.saved_at = progress.window.started = time.perf_counter()
         began = progress.window.started - progress.elapsed
@@ -194,6 +197,8 @@ class _Run:
         for step in range(start, start if ends else updates.total):
             if updates.needs_state(step):
                 self.check(steps, state)
+            logged = weights if weights is not None and weights.due(step + 1) else None
+            before = None if logged is None else logged.keep(state)
             state = self.run_update(step, steps, state)
             if step == start + 1:
                 # The first update is done by now; this one is being computed.
@@ -204,6 +209,9 @@ class _Run:
             if after_update is not None and count % self.build.after_update_steps == 0:
                 self.check(steps, state)  # an update that is not finite must not move anything else
                 after_update(count, state)
+            if logged is not None and before is not None:
+                self.check(steps, state)
+                logged.log(count, before, state)
             progress.elapsed = time.perf_counter() - began
             if self.settle(count, steps, state):
                 break

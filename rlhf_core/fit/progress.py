@@ -18,6 +18,7 @@ from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
 from rlhf_core.fit.best import BEST, Best, saved_form
 from rlhf_core.fit.logged import MetricWindow
+from rlhf_core.fit.weights import FILE as WEIGHTS
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
@@ -193,8 +194,8 @@ def cut_files(directory: Path, step: int) -> None:
 
 
 def metric_files(directory: Path) -> list[Path]:
-    """List a stage's files of metrics: the first process's, and with `log_all_workers` those of the others."""
-    return [directory / METRICS, *directory.glob("metrics-*.jsonl")]
+    """List a stage's files of rows: the metrics of the first process, weights, with `log_all_workers` other metrics."""
+    return [directory / METRICS, directory / WEIGHTS, *directory.glob("metrics-*.jsonl")]
 
 
 def _at_update(opt_state: Any, step: int) -> Any:

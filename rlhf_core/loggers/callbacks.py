@@ -14,7 +14,14 @@ from rlhf_core.plugins.hooks import hookimpl
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
 
-EVENTS = ("rlhf_stage_start", "rlhf_step_end", "rlhf_samples", "rlhf_artifact_saved", "rlhf_stage_end")
+EVENTS = (
+    "rlhf_stage_start",
+    "rlhf_step_end",
+    "rlhf_samples",
+    "rlhf_weights",
+    "rlhf_artifact_saved",
+    "rlhf_stage_end",
+)
 
 
 def listen(host: Host, callbacks: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
 
 import jax
+import numpy as np
 
 from rlhf_core.config.secrets import public_table
 from rlhf_core.plugins.hooks import hookimpl
@@ -101,6 +102,11 @@ class Wandb:
             self._guarded(lambda: self._run.log({f"samples/{name}": _table(step, rows)}, step=step))
 
     @hookimpl
+    def rlhf_weights(self, step: int, weights: Mapping[str, Mapping[str, Any]]) -> None:
+        if self._run is not None:
+            self._guarded(lambda: self._run.log(_histograms(weights), step=step))
+
+    @hookimpl
     def rlhf_stage_end(self, error: BaseException | None) -> None:
         if self._run is not None:
             self._guarded(lambda: self._run.finish(exit_code=0 if error is None else 1))
@@ -131,6 +137,19 @@ def _table(step: int, rows: Sequence[Mapping[str, Any]]) -> Any:
         [x if not isinstance(x, list) else json.dumps(x, ensure_ascii=False) for x in row] for row in cells
     ]
     return wandb.Table(columns=["step", *names], data=[[step, *row] for row in texts])
+
+
+def _histograms(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Make a histogram and three numbers of each parameter."""
+    import wandb
+
+    found: dict[str, Any] = {}
+    for name, each in weights.items():
+        largest = each["largest"] if each["largest"] > each["least"] else each["least"] + 1.0
+        edges = np.linspace(each["least"], largest, len(each["counts"]) + 1)
+        found[f"weights/{name}"] = wandb.Histogram(np_histogram=(each["counts"], edges))
+        found |= {f"weights/{name}/{key}": each[key] for key in ("norm", "zeros", "update_ratio")}
+    return found
 
 
 def _run_id(stage: Stage, worker: str) -> str:

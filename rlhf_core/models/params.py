@@ -67,3 +67,20 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in second.items():
         joined[name] = join(first[name], value) if name in first else value
     return joined
+
+
+def by_layer(model: Any, path: Sequence[str], leaf: Any) -> list[tuple[str, str, Any]]:
+    """Find the layers of a parameter: (layer, name within it, the index of its part).
+
+    model: the definition, or several by name, which says which layers a stack holds. What is not stacked is one part.
+    """
+    model = model[path[0]] if isinstance(model, Mapping) else model
+    at = path.index("layers") + 1 if "layers" in path[:-1] else 0
+    if not at or path[at].isdecimal():
+        end = at + 1 if at else len(path) - 1
+        return [(".".join(path[:end]), ".".join(path[end:]), ...)]
+    stacks = getattr(getattr(model, "config", None), "stacks", {})
+    kind = path[at] if path[at] in stacks else ""
+    numbers = stacks[kind].layers if kind in stacks else range(leaf.shape[0])
+    name = ".".join(path[at + bool(kind) :])
+    return [(".".join((*path[:at], str(n))), name, i) for i, n in enumerate(numbers)]

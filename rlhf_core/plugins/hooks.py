@@ -1,7 +1,7 @@
 """All hooks of the host `rlhf`.
 
     register (once per plugin, when it loads)
-    stage_start → (step_end | samples) × n → artifact_saved × outputs → stage_end
+    stage_start → (step_end | samples | weights) × n → artifact_saved × outputs → stage_end
 
 Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
 hook has. The order in which implementations of a hook are called is not defined, except that metrics.jsonl and the
@@ -65,6 +65,15 @@ def rlhf_samples(stage: Stage, step: int, name: str, rows: Sequence[Mapping[str,
     name: "preview", of `previews`; "evaluation", of the prompts of `eval_data`, or of those that GRPO and distillation
     show. rows: as in samples/NAME-STEP.jsonl, one per completion: `prompt`, `completion`, texts or messages, `length`
     in tokens, `finished`, and where there are rewards `reward`, and `rewards` by label.
+    """
+
+
+@hookspec
+def rlhf_weights(stage: Stage, step: int, weights: Mapping[str, Mapping[str, Any]]) -> None:
+    """Called after an update whose parameters `log_weights` asks for.
+
+    weights: {dotted path: `norm`, `zeros` (their share), `update_ratio` (norm of the update / norm before it), `least`,
+    `largest`, and `counts`, of values in bins of equal width between these}.
     """
 
 

@@ -52,6 +52,7 @@ MAY_CHANGE = frozenset(
         "log_steps",
         "report_steps",
         "log_grad_norms",
+        "log_weights",
         "num_preview_samples",
         "previews",
         "save_steps",

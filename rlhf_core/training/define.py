@@ -12,6 +12,7 @@ from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast, Trainer
 from rlhf_core.fit import Build, fit
+from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Model
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -85,6 +86,9 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
         for name in trains
     )
     parts |= {name: device_bytes(tree) for name, tree in made.held.items()}
+    if config.log_weights is not None:
+        copied = chosen(state, config.log_weights.pattern, context.name)
+        parts["logged weights"] = device_bytes(copied)
     parts |= {"previews": made.previews.bytes} if made.previews is not None else {}
     parts |= {name: device_bytes(params[name]) for name in models if name not in trains}
     policy = models[next(iter(trains))].definition

@@ -334,6 +334,7 @@ def test_the_hooks_are_these(world: World) -> None:
         "rlhf_stage_start": ("stage", "config"),
         "rlhf_step_end": ("stage", "step", "metrics"),
         "rlhf_samples": ("stage", "step", "name", "rows"),
+        "rlhf_weights": ("stage", "step", "weights"),
         "rlhf_artifact_saved": ("stage", "artifact"),
         "rlhf_stage_end": ("stage", "error"),
     }

@@ -148,7 +148,7 @@ def test_norms_of_layers(short: Any) -> None:
             "norm": {"weight": draw.normal(size=(2, 3))},
         },
     }
-    found = layer_norms(jax.tree.map(jnp.float32, grads))
+    found = layer_norms(jax.tree.map(jnp.float32, grads), None)
     layers = [
         np.sqrt(
             sum(

@@ -47,6 +47,7 @@ class Kind:
 KINDS = (
     Kind("Loss and gradient", "Loss", ("loss",)),
     Kind("Loss and gradient", "Gradient norm, before clipping", ("grad_norm",)),
+    Kind("Loss and gradient", "Gradient norm of each layer", ("grad_norm/*",), log=True),
     Kind("Loss and gradient", "Entropy, nats per token", ("entropy",)),
     Kind("Reward", "Reward, mean of completions", ("reward", "rewards/*/mean")),
     Kind("Reward", "Reward, standard deviation", ("reward_std", "reward_std_all", "rewards/*/std")),

@@ -25,6 +25,7 @@ from rlhf_report.diagram import picture
 from rlhf_report.run_reader import Part, Points, Run, StageRun, parts
 from rlhf_report.samples import Completions, RolloutGroups
 from rlhf_report.summary import summary
+from rlhf_report.weights import weight_charts
 
 HERE = Path(__file__).parent / "page"
 BUDGET = 700_000
@@ -259,6 +260,8 @@ def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> 
         groups.setdefault(kind.group, []).append(made.add(chart))
     for chart in _spread_charts(id, spreads):
         groups.setdefault(DISTRIBUTIONS, []).append(made.add(chart))
+    for chart in weight_charts(id, stage, made.problems, cut):
+        groups.setdefault(WEIGHTS, []).append(made.add(chart))
     for group, chart in _evaluation_charts(id, evaluations):
         groups.setdefault(group, []).append(made.add(chart))
     rows = {name: _row(name, points) for name, points in stage.metrics.items()}
@@ -281,6 +284,7 @@ def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> 
 
 
 DISTRIBUTIONS = "Distributions"
+WEIGHTS = "Weights"
 ORDER = (
     "Reward",
     DISTRIBUTIONS,
@@ -289,6 +293,7 @@ ORDER = (
     "Loss and gradient",
     "Clip and KL",
     "Lengths",
+    WEIGHTS,
 )
 
 

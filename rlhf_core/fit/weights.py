@@ -1,0 +1,105 @@
+"""Log the parameters themselves: histograms, norms, zeros, and how far an update moves them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import replicated_sharding
+from rlhf_core.models.params import by_layer, paths
+from rlhf_core.runtime.files import append_line
+
+if TYPE_CHECKING:
+    from rlhf_core.config.trainer import LogWeights
+    from rlhf_core.stage import Stage
+    from rlhf_core.state import TrainState
+
+FILE = "weights.jsonl"
+BINS = 64
+
+
+def chosen(state: TrainState, pattern: str, stage: str) -> dict[str, Any]:
+    """Return the trained parameters, or stacks of them, of which the expression is found in at least one layer's path.
+
+    Raises InputError, naming the stage, where there is none.
+    """
+    found, names = {}, []
+    for path, leaf in paths(state.trained().params):
+        own = [f"{layer}.{name}" for layer, name, _ in by_layer(state.model, path, leaf)]
+        names += own
+        if any(re.search(pattern, name) for name in own):
+            found[".".join(path)] = leaf
+    if not found:
+        raise InputError(
+            f"stage '{stage}'.log_weights.pattern: {pattern!r} is found in no trained parameter."
+            f"{suggest(pattern, names)} There are {', '.join(names[:3])}, …, {names[-1]}"
+        )
+    return found
+
+
+def statistics(before: Any, after: Any) -> dict[str, jax.Array]:
+    """Describe one parameter after an update, by the names of the hook `rlhf_weights`; before: the same before it."""
+    values, moved = after.astype(jnp.float32).ravel(), (after - before).astype(jnp.float32)
+    least, largest = values.min(), values.max()
+    width = jnp.where(largest > least, (largest - least) / BINS, 1.0)
+    bins = jnp.clip(jnp.floor((values - least) / width), 0, BINS - 1).astype(jnp.int32)
+    norm = jnp.linalg.norm(before.astype(jnp.float32).ravel())
+    return {
+        "norm": jnp.linalg.norm(values),
+        "zeros": jnp.mean(values == 0),
+        "update_ratio": jnp.where(
+            norm > 0, jnp.linalg.norm(moved.ravel()) / jnp.where(norm > 0, norm, 1.0), 0.0
+        ),
+        "least": least,
+        "largest": largest,
+        "counts": jnp.zeros(BINS, jnp.int32).at[bins].add(1),
+    }
+
+
+class WeightLog:
+    """Logs the parameters that a pattern chooses, after the updates that are due."""
+
+    def __init__(self, stage: Stage, options: LogWeights, state: TrainState) -> None:
+        """Raises InputError where the pattern is found in no trained parameter."""
+        self.stage, self.options, self.model = stage, options, state.model
+        self.names = list(chosen(state, options.pattern, stage.name))
+        everywhere = replicated_sharding(state.step.sharding.mesh)
+        self._describe = jax.jit(self._all, out_shardings=everywhere)
+        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+    def due(self, count: int) -> bool:
+        """Return whether update `count` is logged."""
+        return count % self.options.every == 0
+
+    def keep(self, state: TrainState) -> dict[str, Any]:
+        """Copy the parameters before an update, which overwrites them."""
+        kept: dict[str, Any] = self._copy(self._chosen(state))
+        return kept
+
+    def log(self, count: int, before: Mapping[str, Any], state: TrainState) -> None:
+        """Write a row of weights.jsonl, and tell loggers. before: what `keep` returned."""
+        found = jax.device_get(self._describe(before, self._chosen(state)))
+        weights = {
+            name: {key: value.tolist() for key, value in parts.items()} for name, parts in found.items()
+        }
+        if self.stage.is_main:
+            append_line(self.stage.dir / FILE, json.dumps({"step": count, "weights": weights}))
+        self.stage.hook.rlhf_weights(stage=self.stage, step=count, weights=weights)
+
+    def _chosen(self, state: TrainState) -> dict[str, Any]:
+        params = {".".join(path): leaf for path, leaf in paths(state.trained().params)}
+        return {name: params[name] for name in self.names}
+
+    def _all(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
+        found = {}
+        for name, leaf in after.items():
+            for layer, within, index in by_layer(self.model, name.split("."), leaf):
+                if re.search(self.options.pattern, full := f"{layer}.{within}"):
+                    found[full] = statistics(before[name][index], leaf[index])
+        return found
