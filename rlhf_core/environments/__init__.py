@@ -6,6 +6,7 @@ from rlhf_core.environments.calls import try_episode as try_episode
 from rlhf_core.environments.conversation import ConversationEncoder as ConversationEncoder
 from rlhf_core.environments.episodes import Episode as Episode
 from rlhf_core.environments.episodes import Episodes as Episodes
+from rlhf_core.environments.episodes import EpisodeSettings as EpisodeSettings
 from rlhf_core.environments.episodes import TurnRecord as TurnRecord
 from rlhf_core.environments.parsing import CallParser as CallParser
 from rlhf_core.environments.tools import ToolEnvironment as ToolEnvironment

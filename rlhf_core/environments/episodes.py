@@ -89,33 +89,38 @@ class Episode:
         self.written = np.concatenate([self.written, np.full(len(tokens), written)])
 
 
-class Episodes:
-    """The `World` of one call of `converse`. Every process makes one; the first one calls the environments.
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """The environment of a stage, how its conversations become tokens, and how long they may be.
 
     length: the most tokens of an episode after its prompt; turn_length: of a turn of the policy.
     """
 
-    def __init__(
-        self,
-        calls: EnvironmentCalls,
-        encoder: ConversationEncoder,
-        parser: CallParser,
-        episodes: Sequence[Episode],
-        *,
-        group: int,
-        max_prompt_length: int,
-        length: int,
-        turn_length: int,
-    ) -> None:
+    calls: EnvironmentCalls
+    encoder: ConversationEncoder
+    parser: CallParser
+    max_prompt_length: int
+    length: int
+    turn_length: int
+
+    @property
+    def one_row_per_turn(self) -> bool:
+        """Whether every turn is a training row of its own, whose prompt is all that was said before it."""
+        return self.calls.options.history == "encoded_again"
+
+
+class Episodes:
+    """The `World` of one call of `converse`. Every process makes one; the first one calls the environments."""
+
+    def __init__(self, settings: EpisodeSettings, episodes: Sequence[Episode], group: int) -> None:
         """Begin the episodes, those of a group adjacent. Raises RunError where one fails, with on_error "stop"."""
-        self.calls, self.encoder, self.parser, self.options = calls, encoder, parser, calls.options
-        self.episodes, self.length, self.turn_length = episodes, length, turn_length
-        self.quick = calls.quick
-        self._again = self.options.history == "encoded_again"
+        self.settings, self.episodes = settings, episodes
+        self.calls, self.encoder, self.length = settings.calls, settings.encoder, settings.length
+        self.quick = self.calls.quick
         self._ready: list[Continuation] = []
         self._pending: dict[Future[Any], int] = {}
         self._calls_here = jax.process_index() == 0
-        self._reset(group, max_prompt_length)
+        self._reset(group)
         self.running = [i for i, episode in enumerate(episodes) if episode.failure is None]
         """The episodes that began: conversation k of the call is episode running[k]."""
 
@@ -124,7 +129,7 @@ class Episodes:
         """The prompts of the episodes that began."""
         return [self.episodes[i].prompt for i in self.running]
 
-    def _reset(self, group: int, max_prompt_length: int) -> None:
+    def _reset(self, group: int) -> None:
         if self._calls_here:
             begun = [self._begin(episode) for episode in self.episodes]
             for episode, call in zip(self.episodes, begun, strict=True):
@@ -134,14 +139,14 @@ class Episodes:
             episode.first = len(episode.messages)
             if episode.failure is None:
                 first = next(each for each in self.episodes[i - i % group :] if each.failure is None)
-                self._encode_prompt(episode, first, max_prompt_length)
+                self._encode_prompt(episode, first)
 
     def _begin(self, episode: Episode) -> Future[tuple[Any, Any]]:
         episode.began = time.monotonic()
         row, seed = dict(episode.row), episode.seed
         return call_now(lambda: self.calls.call(self.calls.make(), "reset", row, seed))
 
-    def _encode_prompt(self, episode: Episode, first: Episode, max_prompt_length: int) -> None:
+    def _encode_prompt(self, episode: Episode, first: Episode) -> None:
         """Encode the messages that an episode began with. first: of its group, whose prompt it shares."""
         try:
             if episode is not first:
@@ -152,9 +157,9 @@ class Episodes:
                 episode.prompt = first.prompt
                 return
             prompt = self.encoder.prompt(episode.messages, tools=self.calls.tools)
-            if len(prompt) > max_prompt_length:
+            if len(prompt) > (most := self.settings.max_prompt_length):
                 raise EpisodeError(
-                    f"returned a prompt of {len(prompt):,} tokens, more than max_prompt_length={max_prompt_length:,}"
+                    f"returned a prompt of {len(prompt):,} tokens, more than max_prompt_length={most:,}"
                 )
             episode.prompt = prompt
         except (EpisodeError, InputError) as error:
@@ -179,7 +184,7 @@ class Episodes:
 
     def _fail(self, episode: Episode, method: str, error: BaseException) -> None:
         episode.failure = f"{episode.place}: {self.calls.explain(method, error)}"
-        if self.options.on_error == "stop":
+        if self.calls.options.on_error == "stop":
             raise RunError(episode.failure) from error
 
     def submit(self, conversation: int, tokens: NDArray[Any], logps: NDArray[Any], finished: bool) -> None:
@@ -190,7 +195,7 @@ class Episodes:
         number = len(episode.messages) - episode.first
         episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context, number))
         episode.ended_by = int(tokens[-1]) if finished else None
-        read = self.parser.message if self.calls.tools else self.parser.text
+        read = self.settings.parser.message if self.calls.tools else self.settings.parser.text
         episode.messages.append(read(tokens))
         if not self._calls_here:
             return
@@ -219,13 +224,13 @@ class Episodes:
             episode.messages += [dict(message) for message in turn.messages]
             episode.finished = episode.ended_by is not None
             return None
-        spent, limit = time.monotonic() - episode.began, self.options.max_seconds
-        if len(episode.turns) >= self.options.max_turns or (limit is not None and spent > limit):
+        spent, limit = time.monotonic() - episode.began, self.calls.options.max_seconds
+        if len(episode.turns) >= self.calls.options.max_turns or (limit is not None and spent > limit):
             episode.cut = True
             return None
         added = [dict(message) for message in turn.messages]
         self._require_encodable(added)
-        if self._again:
+        if self.settings.one_row_per_turn:
             tokens = self.encoder.prompt([*episode.messages, *added], tools=self.calls.tools)
             left = self.length - max(len(tokens) - len(episode.prompt), len(episode.tokens))
         else:
@@ -240,12 +245,16 @@ class Episodes:
             episode.cut = True
             return None
         episode.messages += added
-        return Continuation(conversation, tokens, min(left, self.turn_length), self._again)
+        return Continuation(
+            conversation, tokens, min(left, self.settings.turn_length), self.settings.one_row_per_turn
+        )
 
     def _require_encodable(self, added: Sequence[Mapping[str, Any]]) -> None:
         """Raise EpisodeError where the chat template rewrites its past when messages of these roles follow."""
         roles = sorted({str(message["role"]) for message in added})
-        problem = self.encoder.problem(tools=self.calls.tools, roles=roles, encoded_again=self._again)
+        problem = self.encoder.problem(
+            tools=self.calls.tools, roles=roles, encoded_again=self.settings.one_row_per_turn
+        )
         if problem:
             raise EpisodeError(f"returned messages that cannot follow replies: {problem}")
 

@@ -34,8 +34,8 @@ class CallFormat:
 
     opening, closing: marks around each call. name_end: mark between the name and the arguments (named) or after the
     name (tags). parameter: marks before a key, between it and its value, and after that, with the line ends that are
-    no part of the value (tags). around: marks around all calls of a reply together. alone: whether the template leaves
-    out a text next to calls, so that a reply is the one or the other.
+    no part of the value (tags). alone: whether the template leaves out a text next to calls, so that a reply is the
+    one or the other.
     """
 
     way: Literal["json", "named", "tags"]
@@ -43,16 +43,14 @@ class CallFormat:
     closing: str = ""
     name_end: str = ""
     parameter: tuple[str, str, str] = ("", "", "")
-    around: tuple[str, str] = ("", "")
     alone: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks that the format writes, some of them empty."""
-        return (self.opening, self.closing, self.name_end, *self.parameter, *self.around)
+        return (self.opening, self.closing, self.name_end, *self.parameter)
 
 
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 FORMATS = (
     CallFormat("json", "<tool_call>", "</tool_call>"),  # Hermes, Qwen 2.5 and 3
     CallFormat(  # Qwen 3 Coder and 3.5, Nemotron 3
@@ -64,24 +62,6 @@ FORMATS = (
     ),
     CallFormat("named", "[TOOL_CALLS]", "", "[ARGS]"),  # Mistral
     CallFormat("json", "[TOOL_CALLS]"),  # Mistral, earlier
-    CallFormat(  # DeepSeek V3
-        "named",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "```<｜tool▁call▁end｜>",
-        "```json",
-        around=_DEEPSEEK,
-    ),
-    CallFormat(  # DeepSeek V3.1
-        "named", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", around=_DEEPSEEK
-    ),
-    CallFormat(  # MiniMax M2
-        "tags",
-        '<invoke name="',
-        "</invoke>",
-        '">',
-        ('<parameter name="', '">', "</parameter>"),
-        around=("<minimax:tool_call>", "</minimax:tool_call>"),
-    ),
     CallFormat(  # GLM 4.5
         "tags",
         "<tool_call>",
@@ -116,10 +96,15 @@ class CallParser:
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Any] | None = None) -> None:
         """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them.
 
-        Raises InputError if the template writes calls in none of `FORMATS`.
+        Raises InputError if there are tools, and the template writes calls in none of `FORMATS`.
         """
         self.encoder = encoder
-        known = call_format(encoder)
+        known = None
+        try:
+            known = call_format(encoder)
+        except InputError:
+            if tools:
+                raise
         self.formats = FORMATS if known is None else (known,)
         self._schemas = dict(map(_parameters, tools or ()))
         added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
@@ -187,10 +172,7 @@ class CallParser:
             content += text[at : call.start]
             at = max(at, call.end)
         content += text[at:]
-        if calls:
-            for mark in (mark for form in self.formats for mark in form.around if mark):
-                content = content.replace(mark, "")
-            content = content.strip()
+        content = content.strip() if calls else content
         return self._special.sub("", content) if self._marks_are_special else content
 
 
@@ -221,7 +203,7 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
             return replace(form, alone=TEXT not in closed)
     raise InputError(
         f"{encoder.name} writes tool calls in an unknown format, {written.strip()[:80]!r}: give a chat "
-        "template that writes them as those of Qwen, Mistral, Llama or DeepSeek do"
+        "template that writes them as those of Qwen, Mistral or Llama do"
     )
 
 

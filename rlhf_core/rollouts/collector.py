@@ -22,7 +22,7 @@ from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
 from rlhf_core.rollouts.check import open_rollout_prompts
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
-from rlhf_core.rollouts.episodes import open_environment
+from rlhf_core.rollouts.episodes import open_environment, run_episodes
 from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
@@ -32,10 +32,9 @@ from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Rollouts, SamplerFunction
-    from rlhf_core.environments import EnvironmentOptions
+    from rlhf_core.environments import EnvironmentOptions, EpisodeSettings
     from rlhf_core.models import Model
     from rlhf_core.rewards.reward import Reward
-    from rlhf_core.rollouts.episodes import EpisodeSource
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
@@ -82,7 +81,7 @@ class RolloutCollector:
     sampler: SamplerFunction
     rewards: Sequence[Reward]
     options: RolloutOptions
-    episodes: EpisodeSource | None = None
+    episodes: EpisodeSettings | None = None
     absent: tuple[tuple[int, int], ...] = ()
 
     def policy(self, params: Any) -> Any:
@@ -175,7 +174,7 @@ class RolloutCollector:
 
     def _run_episodes(
         self,
-        source: EpisodeSource,
+        source: EpisodeSettings,
         params: Any,
         chosen: NDArray[np.int64],
         key: jax.Array,
@@ -186,7 +185,7 @@ class RolloutCollector:
         """Run and score episodes that begin with the `chosen` rows; the rest as in `sample`."""
         began = time.perf_counter()
         group = len(ids) // len(chosen)
-        run = source.run(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
+        run = run_episodes(source, self.sampler, params, self.prompts, chosen.tolist(), key, ids)
         ended, samples = time.perf_counter(), run.samples()
         self._require_tokens(samples)
         failures = [episode.failure for episode in run.episodes if episode.failure is not None]
@@ -293,7 +292,7 @@ def open_sampler(
     options: RolloutOptions,
     prompts_per_call: int,
     memory: int | None,
-    episodes: EpisodeSource | None = None,
+    episodes: EpisodeSettings | None = None,
 ) -> Any:
     """Make the sampler. One without `converse` gets whole conversations of episodes as prompts.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from rlhf_core.environments import (
     EnvironmentOptions,
     Episode,
     Episodes,
+    EpisodeSettings,
     try_episode,
 )
 from rlhf_core.errors import InputError, NonFiniteError, RunError
@@ -32,78 +32,39 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 
-@dataclass(frozen=True)
-class EpisodeSource:
-    """Runs the episodes of a stage.
+def run_episodes(
+    settings: EpisodeSettings,
+    sampler: Any,
+    params: Any,
+    prompts: Prompts | EpisodeRows,
+    chosen: Sequence[int],
+    key: jax.Array,
+    ids: NDArray[np.int64],
+) -> Episodes:
+    """Run an episode for each of `ids`, int64 [N]; those of a group begin with the same row of `chosen`, [P].
 
-    length: the most tokens of an episode after its prompt; turn_length: of a completion.
+    Raises RunError where all episodes fail, or one does and `on_error` is "stop".
     """
-
-    calls: EnvironmentCalls
-    encoder: ConversationEncoder
-    parser: CallParser
-    max_prompt_length: int
-    length: int
-    turn_length: int
-
-    @property
-    def options(self) -> EnvironmentOptions:
-        return self.calls.options
-
-    @property
-    def one_row_per_turn(self) -> bool:
-        """Whether every turn is a training row of its own, whose prompt is all that was said before it."""
-        return self.options.history == "encoded_again"
-
-    def run(
-        self,
-        sampler: Any,
-        params: Any,
-        prompts: Prompts | EpisodeRows,
-        chosen: Sequence[int],
-        key: jax.Array,
-        ids: NDArray[np.int64],
-    ) -> Episodes:
-        """Run an episode for each of `ids`, int64 [N]; those of a group begin with the same row of `chosen`, [P].
-
-        Raises RunError where all episodes fail, or one does and `on_error` is "stop".
-        """
-        group = len(ids) // len(chosen)
-        seeds = [_seed(key, int(ids[i * group])) for i in range(len(chosen))]
-        episodes = Episodes(
-            self.calls,
-            self.encoder,
-            self.parser,
-            [
-                Episode(prompts.row(row), seed, prompts.where(row))
-                for row, seed in zip(chosen, seeds, strict=True)
-                for _ in range(group)
-            ],
-            group=group,
-            max_prompt_length=self.max_prompt_length,
-            length=self.length,
-            turn_length=self.turn_length,
-        )
-        running = np.asarray(ids)[episodes.running]
-        if len(running):
-            try:
-                if hasattr(sampler, "converse"):
-                    sampler.converse(params, episodes.prompts, key, running, episodes)
-                else:
-                    converse_by_turns(
-                        sampler,
-                        params,
-                        episodes.prompts,
-                        key,
-                        running,
-                        episodes,
-                        conversation_length=self.length,
-                    )
-            except NonFiniteError as error:
-                failed = episodes.episodes[episodes.running[error.sequence]]
-                raise RunError(f"{failed.place}: {error}") from error
-        episodes.end()
-        return episodes
+    group = len(ids) // len(chosen)
+    seeds = [_seed(key, int(ids[i * group])) for i in range(len(chosen))]
+    begun = [
+        Episode(prompts.row(row), seed, prompts.where(row))
+        for row, seed in zip(chosen, seeds, strict=True)
+        for _ in range(group)
+    ]
+    episodes = Episodes(settings, begun, group)
+    arguments = params, episodes.prompts, key, np.asarray(ids)[episodes.running], episodes
+    if episodes.running:
+        try:
+            if hasattr(sampler, "converse"):
+                sampler.converse(*arguments)
+            else:
+                converse_by_turns(sampler, *arguments, conversation_length=settings.length)
+        except NonFiniteError as error:
+            failed = episodes.episodes[episodes.running[error.sequence]]
+            raise RunError(f"{failed.place}: {error}") from error
+    episodes.end()
+    return episodes
 
 
 def open_environment(
@@ -115,7 +76,7 @@ def open_environment(
     stop_ids: Sequence[int],
     max_prompt_length: int,
     max_completion_length: int,
-) -> EpisodeSource | None:
+) -> EpisodeSettings | None:
     """Open the environment of a stage; None where it has none.
 
     stop_ids: tokens that end a completion. Raises InputError for an unknown environment or option, for one without
@@ -136,7 +97,7 @@ def open_environment(
             raise InputError(problem)
         parser = CallParser(encoder, calls.tools)
     length = options.length(max_completion_length)
-    return EpisodeSource(calls, encoder, parser, max_prompt_length, length, max_completion_length)
+    return EpisodeSettings(calls, encoder, parser, max_prompt_length, length, max_completion_length)
 
 
 def forecast_episodes(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Continuation, Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes
+from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes, EpisodeSettings
 from rlhf_core.environments.calls import EpisodeError, checked_turn
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.hidden import HIDDEN, remember
@@ -54,8 +54,8 @@ def episodes(
 ) -> Episodes:
     calls = EnvironmentCalls(EnvironmentOptions(name="made_up", **options), make, "here")
     begun = [Episode({}, i, f"row {i}") for i in range(count)]
-    limits = {"max_prompt_length": max_prompt_length, "length": length, "turn_length": 50}
-    return Episodes(calls, ENCODER, PARSER, begun, group=group, **limits)
+    settings = EpisodeSettings(calls, ENCODER, PARSER, max_prompt_length, length, 50)
+    return Episodes(settings, begun, group)
 
 
 def say(held: Episodes, tokens: int, *, conversation: int = 0, finished: bool = True) -> Continuation:

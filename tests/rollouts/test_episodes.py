@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, TurnRecord
+from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, EpisodeSettings, TurnRecord
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.conversations import Conversations
-from rlhf_core.rollouts.episodes import EpisodeSource
+from rlhf_core.rollouts.episodes import run_episodes
 from rlhf_core.rollouts.layout import tree_sizes
 from rlhf_core.sampling import SamplingOptions
 
@@ -42,7 +42,7 @@ def source():
     encoder = SimpleNamespace(prompt=lambda messages, tools: np.arange(3, dtype=np.int32))
     parser = SimpleNamespace(text=lambda tokens: {"role": "assistant", "content": "b"})
     calls = EnvironmentCalls(EnvironmentOptions(name="made_up"), Remembers, "here")
-    return EpisodeSource(calls, encoder, parser, 8, 16, 4)
+    return EpisodeSettings(calls, encoder, parser, 8, 16, 4)
 
 
 class Says:
@@ -59,12 +59,12 @@ PROMPTS = SimpleNamespace(row=lambda i: {}, where=lambda i: f"row {i + 1}", colu
 
 def test_the_seed_of_a_group_follows_the_number_of_its_first_completion(source):
     key = jax.random.key(3)
-    source.run(Says(), None, PROMPTS, [5, 0], key, np.arange(4, 8))
+    run_episodes(source, Says(), None, PROMPTS, [5, 0], key, np.arange(4, 8))
     first, same, other, _ = seeds = list(Remembers.seeds)
     assert first == same != other
     for ids, expected in ((np.arange(6, 8), seeds[2:]), (np.arange(2), None)):
         Remembers.seeds = []
-        source.run(Says(), None, PROMPTS, [3], key, ids)
+        run_episodes(source, Says(), None, PROMPTS, [3], key, ids)
         assert Remembers.seeds == expected if expected else Remembers.seeds[0] not in seeds
 
 
@@ -117,7 +117,7 @@ def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monke
     monkeypatch.setattr(Remembers, "reset", reset)
     prompts = SimpleNamespace(row=lambda i: {"number": i}, where=lambda i: f"row {i + 1}")
     with pytest.raises(RunError, match=r"^row 9: the outputs are not finite"):
-        source.run(Breaks(), None, prompts, [5, 8], jax.random.key(3), np.arange(4))
+        run_episodes(source, Breaks(), None, prompts, [5, 8], jax.random.key(3), np.arange(4))
     assert seen == [[2, 3]]
 
 
