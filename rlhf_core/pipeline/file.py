@@ -141,24 +141,19 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    try:
+    if not exists(path):
+        raise InputError(f"{path}: no such file.{suggest_file(path)}")
+    if path.is_dir():
+        raise InputError(f"{path} is a directory; give the pipeline file in it")
+    with reading(path):
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
-        with reading(path):
-            try:
-                return tomllib.loads(text)
-            except tomllib.TOMLDecodeError as error:
-                message, _, at = str(error).partition(" (at ")
-                line = f" {at.rstrip(')')}" if at else ""
-                fix = "; write [[stage]], with two brackets" if "('stage',) twice" in message else ""
-                raise InputError(f"{path}{line}: not valid TOML: {message}{fix}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path}: no such file.{suggest_file(path)}") from None
-    except IsADirectoryError:
-        raise InputError(f"{path} is a directory; give the pipeline file in it") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            message, _, at = str(error).partition(" (at ")
+            line = f" {at.rstrip(')')}" if at else ""
+            fix = "; write [[stage]], with two brackets" if "('stage',) twice" in message else ""
+            raise InputError(f"{path}{line}: not valid TOML: {message}{fix}") from None
 
 
 def _stage_tables(table: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.plugins import Host
 
-LONGEST_NAME, LONGEST_PATH = 255, 3900
-"""Most bytes of a file name, and of a run directory's path, which leaves room for the files in it."""
 LANGUAGE_MODEL, REWARD_MODEL = "language_model", "reward_model"
 
 
@@ -102,13 +100,6 @@ def plan(file: PipelineFile, host: Host) -> Plan:
 
 def _directory_problems(path: Path) -> list[str]:
     """List what keeps a run from being written at `path`."""
-    if (
-        any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts)
-        or len(os.fsencode(path)) > LONGEST_PATH
-    ):
-        return [f"dir: {str(path)[:60]}… is longer than a file system allows; give another --dir"]
-    if "\0" in str(path):
-        return ["dir: contains a NUL character; give another --dir"]
     existing = path
     while not exists(existing) and existing != existing.parent:
         existing = existing.parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, disk_full
 from rlhf_core.runtime.agreement import broadcast_text, gather_texts, raise_together, wait_for_all
 from rlhf_core.runtime.files import flush, make_directory
 
@@ -53,12 +52,11 @@ def _locked(directory: Path, field: str) -> Iterator[None]:
         raise InputError(f"{field}: {directory} is not a directory; give another {other}") from None
     except PermissionError:
         raise InputError(f"{field}: no permission to write to {directory}; give another {other}") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, ValueError) as error:
+        if disk_full(error):
             raise
-        raise InputError(
-            f"{field}: {directory} cannot be made ({error.strerror}); give another {other}"
-        ) from None
+        why = error.strerror if isinstance(error, OSError) else error  # a name may be too long or have a NUL
+        raise InputError(f"{field}: {directory} cannot be made ({why}); give another {other}") from None
     with os.fdopen(descriptor, "r+") as file:
         os.register_at_fork(
             after_in_child=file.close

@@ -168,7 +168,7 @@ def test_a_directory_is_checked_for_the_kind_that_its_manifest_says(
         (b"a = 1\na = 2\n", "p.toml line 2"),
         (b"[stage]\n[stage]\n", "twice; write [[stage]], with two brackets"),
         (b"\xef\xbb\xbfseed = \n", "p.toml line 1, column 8: not valid TOML: Invalid value"),
-        (b"name = '\xff'\n", "p.toml: not UTF-8 text (byte 8)"),
+        (b"name = '\xff'\n", "p.toml: cannot be read: it is not UTF-8 text"),
     ],
 )
 def test_what_is_not_toml(fake: ModuleType, content: bytes, expected: str) -> None:

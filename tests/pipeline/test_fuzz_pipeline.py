@@ -96,8 +96,6 @@ def test_mutated_pipelines(seed: int, host: Host, tmp_path: Path, monkeypatch: p
     [
         (f"seed = {'1' * 5000}", "limit"),
         (f"seed = {'[' * 2000}{']' * 2000}", "nested too deeply"),
-        (f'dir = "{"x" * 300}"', "dir: .* longer than a file system allows"),
-        ('dir = "a\\u0000b"', "dir: contains a NUL character"),
     ],
 )
 def test_what_the_file_format_itself_cannot_hold(

@@ -119,7 +119,7 @@ def test_two_loggers_of_one_class() -> None:
 
 def test_a_logger_may_be_listed_twice(fake: ModuleType, tmp_path: Path) -> None:
     host = plugins.load(objects=[fake])
-    stage: Any = type("Stage", (), {"registry": host.registry})
+    stage: Any = type("Stage", (), {"registry": host.registry, "is_main": True})
     made = execute.make_loggers(TrainerConfig(logger=["jsonl", "jsonl"]), stage)
     assert list(made) == ["logger 'console'", "logger 'jsonl'", "logger 'jsonl' (logger[1])"]
 
