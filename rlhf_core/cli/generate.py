@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_core.cli.options import Base, Output, Plugins, Template
+from rlhf_core.cli.options import Base, Plugins, takes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, counted
 
 if TYPE_CHECKING:
-    from rlhf_core.data import Prompts
+    from rlhf_core.data import Prompts, Records
+    from rlhf_core.models import Model
+    from rlhf_core.plugins.registry import Registry
+    from rlhf_core.sampling import Sampler
     from rlhf_core.tokenizer.encoding import Ints
 
 SEQUENCES_AT_ONCE = 64
@@ -30,18 +34,23 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def generate(
+@dataclass(frozen=True)
+class Generation:
+    """The arguments and flags of `rlhf generate`."""
+
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory or hub name.")
-    ],
+    ]
     file: Annotated[
         Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
-    ] = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
-    output: Output = None,
-    max_completion_length: Annotated[
-        int, typer.Option("--max_completion_length", min=1, help="Tokens.")
-    ] = 256,
+    ] = None
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
+    ] = None
+    max_completion_length: Annotated[int, typer.Option("--max_completion_length", min=1, help="Tokens.")] = (
+        256
+    )
     max_prompt_length: Annotated[
         int | None,
         typer.Option(
@@ -50,28 +59,30 @@ def generate(
             help="Tokens that a prompt is cut to, with a warning; default: longer than the model's context is "
             "refused.",
         ),
-    ] = None,
+    ] = None
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
-    ] = 1.0,
-    top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
-    min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
+    ] = 1.0
+    top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0
+    top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None
+    min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None
     repetition_penalty: Annotated[
         float, typer.Option("--repetition_penalty", help="Above 1: makes repeated tokens less likely.")
-    ] = 1.0,
+    ] = 1.0
     stop_strings: Annotated[
         list[str] | None, typer.Option("--stop_strings", metavar="TEXT", help="End a completion; repeatable.")
-    ] = None,
+    ] = None
     stop_token_ids: Annotated[
         list[int] | None,
         typer.Option("--stop_token_ids", min=0, help="In addition to the model's own; repeatable."),
-    ] = None,
+    ] = None
     num_generations: Annotated[
         int, typer.Option("--num_generations", min=1, help="Completions per prompt.")
-    ] = 1,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
-    chat_template: Template = None,
+    ] = 1
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0
+    chat_template: Annotated[
+        str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
+    ] = None
     chat_template_kwargs: Annotated[
         dict | None,  # type: ignore[type-arg]  # typer takes no parameters of it
         typer.Option(
@@ -80,140 +91,164 @@ def generate(
             parser=_json_object,
             help="Variables for the chat template.",
         ),
-    ] = None,
+    ] = None
     system: Annotated[
         str | None,
         typer.Option("--system", metavar="TEXT", help="System message for prompts that have none."),
-    ] = None,
+    ] = None
     raw: Annotated[
         bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")
-    ] = False,
-    base: Base = None,
-    plugin: Plugins = None,
-) -> None:
+    ] = False
+    base: Base = None
+    plugin: Plugins = None
+
+
+@takes(Generation)
+def generate(given: Generation) -> None:
     """Sample completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
-    prompts = prompt or []
-    if (file is None) == (not prompts):
+    if (given.file is None) == (not given.prompt):
         raise InputError(
             "rlhf generate: give either --prompt TEXT (repeatable) or a file with `prompt` or `messages` rows"
         )
     import jax
 
-    from rlhf_core import SamplerInputs, artifacts, data, plugins, runtime
-    from rlhf_core.data.columns import require_conversations
-    from rlhf_core.data.prompts import as_prompts
-    from rlhf_core.data.records import from_memory
-    from rlhf_core.models import load_model, local_directory, stored_head
+    from rlhf_core import plugins, runtime
     from rlhf_core.models.model import warn_of_constraints
     from rlhf_core.rollouts.completions import empty_warning
     from rlhf_core.runtime.files import require_writable, write_atomic
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
-    from rlhf_core.sampling import SHORTEST_BUCKET, Sampler, SamplingOptions, bucket
-    from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
-    from rlhf_core.tokenizer.encoding import TextOptions, continuations
-    from rlhf_core.tokenizer.options import kwargs_problem
+    from rlhf_core.tokenizer.encoding import continuations
 
-    require_writable(output, file)
+    require_writable(given.output, given.file)
     runtime.prepare()
-    registry = plugins.load(files=plugin or ()).registry
-    if file is None:
-        records = data.Records([from_memory([{"prompt": text} for text in prompts], "--prompt")])
-    else:
-        records = data.load(str(file), registry=registry)
-    if problem := kwargs_problem(chat_template_kwargs or {}):
-        raise InputError(f"--chat_template_kwargs {problem}")
-    if stored_head(local_directory(model)) == "score":
-        raise InputError(f"{model} is a reward model, which does not generate: use it with rlhf score")
-    loaded = load_model(base or model, adapter=base and model, registry=registry)
-    if loaded.tokenizer is None:
-        raise InputError(
-            f"{model}: no tokenizer files; add tokenizer.json and tokenizer_config.json next to config.json"
-        )
-    loaded = dataclasses.replace(
-        loaded, tokenizer=with_template_and_stop_ids(loaded.tokenizer, chat_template, loaded.source)
-    )
-    chat = file is None and not raw and template_text(loaded.tokenizer) is not None
-    messages = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
-    day = artifacts.read_contract(local_directory(model)).get("template_date")
-    read = data.Records([from_memory(messages, "--prompt")]) if chat else as_prompts(records)
-    if system is not None:
-        require_conversations(read.sources, "--system")
-    encoded = data.encode_prompts(
-        read,
-        loaded.tokenizer,
-        max_prompt_length=None,
-        chat_template=TextOptions(None, chat_template_kwargs or {}, day, system_prompt=system),
-    )
-    report = encoded.report
-    if raw:
-        report.untemplated.clear()
-    if not report.all_as_given:
-        hint = "; give --raw if this is intended" if report.untemplated else ""
-        warnings.warn(f"{model}: {report}{hint}", stacklevel=2)
-    positions = loaded.hf_config.get("max_position_embeddings")
-    ids, cut = _fit(encoded, max_prompt_length, max_completion_length, positions)
-    most = max(map(len, ids))
-    options = SamplingOptions(
-        max_completion_length=max_completion_length,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop_strings=tuple(stop_strings or ()),
-        stop_token_ids=tuple(stop_token_ids or ()),
-    )
-    warn_of_constraints(loaded.source)
-    sampler = Sampler(
-        SamplerInputs(
-            definition=loaded.definition,
-            options=options,
-            mesh=loaded.mesh,
-            stop_ids=loaded.stop_ids,
-            num_generations=num_generations,
-            prompts_per_call=min(len(encoded), max(1, SEQUENCES_AT_ONCE // num_generations)),
-            max_prompt_length=bucket(most, 2 * most + SHORTEST_BUCKET) + 1,  # a program for many lengths
-            tokenizer=loaded.tokenizer,
-        )
-    )
+    registry = plugins.load(files=given.plugin or ()).registry
+    records, model = _open(given, registry)
+    encoded = _encode(given, records, model)
+    positions, group = model.hf_config.get("max_position_embeddings"), given.num_generations
+    ids, cut = _fit(encoded, given.max_prompt_length, given.max_completion_length, positions)
+    warn_of_constraints(model.source)
+    sampler = _sampler(given, model, len(ids), max(map(len, ids)))
     try:
-        rollouts = sampler(loaded.params, ids, jax.random.key(seed))
+        rollouts = sampler(model.params, ids, jax.random.key(given.seed))
     except InputError as error:
-        raise InputError(*(f"{model}: {problem}" for problem in error.problems)) from None
+        raise InputError(*(f"{given.model}: {problem}" for problem in error.problems)) from None
     except NonFiniteError as error:
-        raise RunError(f"{model}: {encoded.where(error.sequence)}: {error}") from None
+        raise RunError(f"{given.model}: {encoded.where(error.sequence)}: {error}") from None
     completions = [row[:length] for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)]
     prefixes = [
         prompt if isinstance(text, str) else None
         for prompt, text in zip(ids, encoded.raw, strict=True)
-        for _ in range(num_generations)
+        for _ in range(group)
     ]
-    texts = continuations(loaded.tokenizer, prefixes, completions, stop_token_ids or ())
-    whole = [len(ids[i // num_generations]) + len(tokens) for i, tokens in enumerate(completions)]
+    texts = continuations(model.tokenizer, prefixes, completions, given.stop_token_ids or ())
+    whole = [len(ids[i // group]) + len(tokens) for i, tokens in enumerate(completions)]
     if positions and max(whole) > positions:
         warnings.warn(
-            f"{model}: {sum(n > positions for n in whole):,} of {len(whole):,} completions, with their prompts up to "
-            f"{max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
+            f"{given.model}: {sum(n > positions for n in whole):,} of {len(whole):,} completions, with their prompts "
+            f"up to {max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
             "--max_completion_length",
             stacklevel=2,
         )
     if warning := empty_warning(texts):
-        warnings.warn(f"{model}: {warning}", stacklevel=2)
+        warnings.warn(f"{given.model}: {warning}", stacklevel=2)
     rows = [
         {
-            **records[int(encoded.rows[i // num_generations])],
+            **records[int(encoded.rows[i // group])],
             "completion": text,
             "finished": bool(rollouts.finished[i]),
-            **({"prompt_tokens_cut": lost} if (lost := cut[i // num_generations]) else {}),
+            **({"prompt_tokens_cut": lost} if (lost := cut[i // group]) else {}),
         }
         for i, text in enumerate(texts)
     ]
-    if output is not None:
-        write_atomic(output, "".join(map(row_text, rows)))
-        echo(f"{output}: {counted(len(rows), 'completions')}")
+    if given.output is not None:
+        write_atomic(given.output, "".join(map(row_text, rows)))
+        echo(f"{given.output}: {counted(len(rows), 'completions')}")
         return
     for row in rows:
-        print(for_reader(row["completion"] if file is None else row_text(row).rstrip("\n")))
+        print(for_reader(row["completion"] if given.file is None else row_text(row).rstrip("\n")))
+
+
+def _open(given: Generation, registry: Registry) -> tuple[Records, Model]:
+    """Open the prompts and the model, whose tokenizer gets the chat template."""
+    from rlhf_core import data
+    from rlhf_core.data.records import from_memory
+    from rlhf_core.models import load_model, local_directory, stored_head
+    from rlhf_core.tokenizer import with_template_and_stop_ids
+    from rlhf_core.tokenizer.options import kwargs_problem
+
+    if given.file is None:
+        records = data.Records([from_memory([{"prompt": text} for text in given.prompt or ()], "--prompt")])
+    else:
+        records = data.load(str(given.file), registry=registry)
+    if problem := kwargs_problem(given.chat_template_kwargs or {}):
+        raise InputError(f"--chat_template_kwargs {problem}")
+    if stored_head(local_directory(given.model)) == "score":
+        raise InputError(f"{given.model} is a reward model, which does not generate: use it with rlhf score")
+    model = load_model(given.base or given.model, adapter=given.base and given.model, registry=registry)
+    if model.tokenizer is None:
+        raise InputError(
+            f"{given.model}: no tokenizer files; add tokenizer.json and tokenizer_config.json next to config.json"
+        )
+    tokenizer = with_template_and_stop_ids(model.tokenizer, given.chat_template, model.source)
+    return records, dataclasses.replace(model, tokenizer=tokenizer)
+
+
+def _encode(given: Generation, records: Records, model: Model) -> Prompts:
+    """Encode the prompts; texts of --prompt are a user's messages if the model has a chat template."""
+    from rlhf_core import artifacts, data
+    from rlhf_core.data.columns import require_conversations
+    from rlhf_core.data.prompts import as_prompts
+    from rlhf_core.data.records import from_memory
+    from rlhf_core.models import local_directory
+    from rlhf_core.tokenizer import template_text
+    from rlhf_core.tokenizer.encoding import TextOptions
+
+    read = as_prompts(records)
+    if given.file is None and not given.raw and template_text(model.tokenizer) is not None:
+        messages = [{"prompt": [{"role": "user", "content": text}]} for text in given.prompt or ()]
+        read = data.Records([from_memory(messages, "--prompt")])
+    if given.system is not None:
+        require_conversations(read.sources, "--system")
+    day = artifacts.read_contract(local_directory(given.model)).get("template_date")
+    options = TextOptions(None, given.chat_template_kwargs or {}, day, system_prompt=given.system)
+    encoded = data.encode_prompts(read, model.tokenizer, max_prompt_length=None, chat_template=options)
+    report = encoded.report
+    if given.raw:
+        report.untemplated.clear()
+    if not report.all_as_given:
+        hint = "; give --raw if this is intended" if report.untemplated else ""
+        warnings.warn(f"{given.model}: {report}{hint}", stacklevel=3)
+    return encoded
+
+
+def _sampler(given: Generation, model: Model, prompts: int, longest: int) -> Sampler:
+    """Make a sampler for so many prompts, of so many tokens at most."""
+    from rlhf_core import SamplerInputs
+    from rlhf_core.sampling import SHORTEST_BUCKET, Sampler, SamplingOptions, bucket
+
+    options = SamplingOptions(
+        max_completion_length=given.max_completion_length,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        stop_strings=tuple(given.stop_strings or ()),
+        stop_token_ids=tuple(given.stop_token_ids or ()),
+    )
+    return Sampler(
+        SamplerInputs(
+            definition=model.definition,
+            options=options,
+            mesh=model.mesh,
+            stop_ids=model.stop_ids,
+            num_generations=given.num_generations,
+            prompts_per_call=min(prompts, max(1, SEQUENCES_AT_ONCE // given.num_generations)),
+            max_prompt_length=bucket(longest, 2 * longest + SHORTEST_BUCKET)
+            + 1,  # a program for many lengths
+            tokenizer=model.tokenizer,
+        )
+    )
 
 
 def _fit(

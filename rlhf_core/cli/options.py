@@ -1,21 +1,20 @@
-"""Arguments and flags that several commands share."""
+"""Arguments and flags that several commands share, and commands that take theirs as one object."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+Options = TypeVar("Options")
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-]
-Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
-]
-Template = Annotated[
-    str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
 ]
 Base = Annotated[
     str | None,
@@ -23,3 +22,28 @@ Base = Annotated[
         "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
     ),
 ]
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Turn a function of a dataclass into a command whose arguments and flags are the dataclass's fields."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(options)  # type: ignore[arg-type]
+    ]
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            function(options(**values))
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate

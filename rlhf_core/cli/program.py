@@ -4,52 +4,99 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rlhf_core import __version__
 from rlhf_core.cli import exits
 from rlhf_core.cli.generate import generate
-from rlhf_core.cli.options import Base, Plugins
+from rlhf_core.cli.options import Base, Plugins, takes
 from rlhf_core.runtime.signals import stop_signals
 
-Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="STAGE.FIELD=VALUE",
-        help="Override a field, an entry of a list (policy.rewards[1].weight=2 or policy.rewards.1.weight=2), or "
-        "`seed=1`; repeatable.",
-    ),
-]
-RunDirectory = Annotated[
-    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory; overrides the file's `dir`.")
-]
-Reuse = Annotated[
-    Path | None,
-    typer.Option(
-        "--reuse",
-        metavar="RUN",
-        help="Reuse matching finished stages of another run directory; train the others.",
-    ),
-]
-Only = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only", metavar="STAGE", help="Run this stage, whose inputs must be finished; repeatable."
-    ),
-]
-Accept = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--accept",
-        metavar="NAME",
-        help="Accept a changed reward or environment, such as rewards.judge, and continue; repeatable.",
-    ),
-]
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The arguments and flags of `rlhf run`."""
+
+    pipeline: Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="STAGE.FIELD=VALUE",
+            help="Override a field, an entry of a list (policy.rewards[1].weight=2 or policy.rewards.1.weight=2), or "
+            "`seed=1`; repeatable.",
+        ),
+    ] = None
+    plugin: Plugins = None
+    dir: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="RUN", help="Run directory; overrides the file's `dir`."),
+    ] = None
+    reuse: Annotated[
+        Path | None,
+        typer.Option(
+            "--reuse",
+            metavar="RUN",
+            help="Reuse matching finished stages of another run directory; train the others.",
+        ),
+    ] = None
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="STAGE", help="Run this stage, whose inputs must be finished; repeatable."
+        ),
+    ] = None
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept",
+            metavar="NAME",
+            help="Accept a changed reward or environment, such as rewards.judge, and continue; repeatable.",
+        ),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `run_pipeline` and of `check`."""
+        lists = {"sets": self.sets, "plugins": self.plugin, "only": self.only, "accept": self.accept}
+        return {name: given or () for name, given in lists.items()} | {"dir": self.dir, "reuse": self.reuse}
+
+
+@dataclass(frozen=True)
+class CheckOptions(RunOptions):
+    """The arguments and flags of `rlhf check`."""
+
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices",
+            min=1,
+            metavar="N",
+            help="Forecast memory per device on N devices, which need not exist.",
+        ),
+    ] = None
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="DEVICES",
+            help="Compile every program for these devices, which need not exist, such as h100:8, h200:2x8 or "
+            "v5p:2x2x4.",
+        ),
+    ] = None
+    suggest: Annotated[
+        bool,
+        typer.Option(
+            "--suggest",
+            help="With --on: search for a mesh and settings that fit, within 10 minutes; --on h100 takes the fewest "
+            "devices of a machine.",
+        ),
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="With --on: print JSON.")] = False
+
 
 app = typer.Typer(
     name="rlhf",
@@ -83,79 +130,22 @@ def _rlhf(
 
 
 @app.command()
-def run(
-    pipeline: Pipeline,
-    sets: Sets = None,
-    plugin: Plugins = None,
-    dir: RunDirectory = None,
-    reuse: Reuse = None,
-    only: Only = None,
-    accept: Accept = None,
-) -> None:
+@takes(RunOptions)
+def run(given: RunOptions) -> None:
     """Run or continue a pipeline; finished stages are skipped."""
     from rlhf_core.pipeline import run_pipeline
 
-    run_pipeline(
-        pipeline,
-        sets=sets or (),
-        plugins=plugin or (),
-        dir=dir,
-        accept=accept or (),
-        reuse=reuse,
-        only=only or (),
-    )
+    run_pipeline(given.pipeline, **given.arguments())
 
 
 @app.command()
-def check(
-    pipeline: Pipeline,
-    sets: Sets = None,
-    plugin: Plugins = None,
-    dir: RunDirectory = None,
-    reuse: Reuse = None,
-    only: Only = None,
-    accept: Accept = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            "--devices",
-            min=1,
-            metavar="N",
-            help="Forecast memory per device on N devices, which need not exist.",
-        ),
-    ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            metavar="DEVICES",
-            help="Compile every program for these devices, which need not exist, such as h100:8, h200:2x8 or "
-            "v5p:2x2x4.",
-        ),
-    ] = None,
-    suggest: Annotated[
-        bool,
-        typer.Option(
-            "--suggest",
-            help="With --on: search for a mesh and settings that fit, within 10 minutes; --on h100 takes the fewest "
-            "devices of a machine.",
-        ),
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="With --on: print JSON.")] = False,
-) -> None:
+@takes(CheckOptions)
+def check(given: CheckOptions) -> None:
     """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
     from rlhf_core.pipeline.check import Target, check
 
-    check(
-        pipeline,
-        sets=sets or (),
-        plugins=plugin or (),
-        dir=dir,
-        reuse=reuse,
-        only=only or (),
-        accept=accept or (),
-        target=Target(devices, on, suggest, json),
-    )
+    target = Target(given.devices, given.on, given.suggest, given.json)
+    check(given.pipeline, **given.arguments(), target=target)
 
 
 @app.command(

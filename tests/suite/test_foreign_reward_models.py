@@ -161,7 +161,7 @@ def test_a_reward_model_of_the_hub_writes_nothing(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(foreign))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="is a reward model, which does not generate"):
-        generate("owner/model", None, ["a"])
+        generate(model="owner/model", prompt=["a"])
     assert jax.process_count() == 1
 
 

@@ -224,7 +224,7 @@ def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFi
 
     def run(file: Path | None, prompts: list[str], out: Path | None, **changes: Any) -> None:
         options: dict[str, Any] = {"max_completion_length": 5, "temperature": 0.0, "max_prompt_length": 32}
-        generate(str(path), file, prompts, out, **{**options, **changes})
+        generate(model=str(path), file=file, prompt=prompts, output=out, **{**options, **changes})
 
     run(None, ["a b", "c"], None)
     greedy = capsys.readouterr().out.splitlines()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import counted
 from rlhf_core.fit import TreeReader
 from rlhf_dpo.objective import sequence_logps
 
@@ -94,9 +93,7 @@ class Reference:
         if self.known:
             return
         count = sum(len(reader.which) for reader in self.readers.values())
-        self.context.say(
-            f"reading the log-probabilities of {counted(count, 'pairs')} under the starting model, once"
-        )
+        self.context.say(f"reading the log-probabilities of {count:,} pairs under the starting model, once")
         for reader in self.readers.values():
             reader.pairs.reference[reader.which] = reader(state.params)
         self.known = True
