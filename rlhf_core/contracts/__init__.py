@@ -188,6 +188,16 @@ class RewardInputs(NamedTuple):
     columns: Mapping[str, Sequence[Any]]
     places: Sequence[str] = ()
 
+    def take(self, rows: Sequence[int]) -> RewardInputs:
+        """Return the inputs of some completions."""
+
+        def of(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in rows]
+
+        columns = {name: of(values) for name, values in self.columns.items()}
+        places = of(self.places) if self.places else ()
+        return RewardInputs(of(self.prompts), of(self.completions), of(self.completion_ids), columns, places)
+
 
 class PairwiseLoss(Protocol):
     def __call__(self, inputs: PairInputs, /) -> LossOutput: ...

@@ -251,21 +251,6 @@ def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
             reward.function.restore(kept[reward.label])
 
 
-def select(inputs: RewardInputs, rows: Sequence[int]) -> RewardInputs:
-    """Return the inputs of some completions."""
-
-    def of(values: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in rows]
-
-    return RewardInputs(
-        of(inputs.prompts),
-        of(inputs.completions),
-        of(inputs.completion_ids),
-        {name: of(values) for name, values in inputs.columns.items()},
-        of(inputs.places) if inputs.places else (),
-    )
-
-
 def parts(inputs: RewardInputs, count: int) -> list[RewardInputs]:
     """Split a call into at most `count` parts of similar size; completions of one prompt stay together."""
     total, cuts = len(inputs.completions), [0]
@@ -276,7 +261,7 @@ def parts(inputs: RewardInputs, count: int) -> list[RewardInputs]:
         if cuts[-1] < cut < total:
             cuts.append(cut)
     ends = [*cuts[1:], total]
-    return [select(inputs, range(start, end)) for start, end in zip(cuts, ends, strict=True)]
+    return [inputs.take(range(start, end)) for start, end in zip(cuts, ends, strict=True)]
 
 
 def _limit_problems(reward: Reward) -> list[str]:
@@ -392,7 +377,7 @@ def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outco
     """Call functions: those that run in this thread one after another, then the others at the same time."""
     order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
     readable = [_readable(reward, inputs) for reward in rewards]
-    begun = {f: _begin(rewards[f], select(inputs, readable[f])) for f in order}
+    begun = {f: _begin(rewards[f], inputs.take(readable[f])) for f in order}
     try:
         futures.wait([call for calls in begun.values() for call in calls])
     except BaseException:
@@ -461,7 +446,7 @@ def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException
         return ""
     began, failing, passes = time.monotonic(), -1, False
     for i in range(len(inputs.completions)):
-        (again,) = call_together([reward], select(inputs, [i]))
+        (again,) = call_together([reward], inputs.take([i]))
         same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
         failing, passes = i if same and failing < 0 else failing, passes or not same
         if failing >= 0 and passes:  # an error on every row is not the row's fault

@@ -9,7 +9,7 @@ from rlhf_core import data
 from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
-from rlhf_core.rollouts.episodes import forecast_episodes
+from rlhf_core.rollouts.environment import forecast_episodes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.tokenizer import special_ids

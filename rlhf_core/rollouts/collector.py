@@ -22,7 +22,7 @@ from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
 from rlhf_core.rollouts.check import open_rollout_prompts
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
-from rlhf_core.rollouts.episodes import open_environment, run_episodes
+from rlhf_core.rollouts.environment import open_environment, run_episodes
 from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored

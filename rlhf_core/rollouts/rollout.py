@@ -89,21 +89,13 @@ class Rollout:
     def take(self, groups: NDArray[np.intp]) -> Rollout:
         """Select these groups, in this order."""
         rows = (groups[:, None] * self.group + np.arange(self.group)).reshape(-1)
-        inputs, chosen = self.inputs, rows.tolist()
-        if inputs is not None:
-            inputs = RewardInputs(
-                prompts=[inputs.prompts[i] for i in chosen],
-                completions=[inputs.completions[i] for i in chosen],
-                completion_ids=[inputs.completion_ids[i] for i in chosen],
-                columns={name: [values[i] for i in chosen] for name, values in inputs.columns.items()},
-            )
         return replace(
             self,
             prompts=self.prompts[groups],
             samples=Rollouts(*(values[rows] for values in self.samples)),
             rewards=self.rewards[rows],
             total=self.total[rows],
-            inputs=inputs,
+            inputs=None if self.inputs is None else self.inputs.take(rows.tolist()),
             conversations=None if self.conversations is None else self.conversations.take(groups, rows),
         )
 

@@ -12,7 +12,7 @@ from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.conversations import Conversations
-from rlhf_core.rollouts.episodes import run_episodes
+from rlhf_core.rollouts.environment import run_episodes
 from rlhf_core.rollouts.layout import tree_sizes
 from rlhf_core.sampling import SamplingOptions
 
