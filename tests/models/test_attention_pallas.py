@@ -28,7 +28,7 @@ from rlhf_core.models.attention import Blocks, attend, visible_blocks, visits
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
-from rlhf_core.training import attention
+from rlhf_core.training import choose_attention
 from rlhf_core.training.choose_attention import why_kernels
 
 ROWS = 2
@@ -272,7 +272,7 @@ def test_auto_takes_kernels_where_dense_attention_does_not_fit(monkeypatch: pyte
     assert "42.9 GB of each device" in str(why(16384))
     assert why(16384, planned_mesh(8, 1, 4, 2)) == why(16384)  # twice the rows of half the heads
     assert why(16384, planned_mesh(64, 1, 8, 8)) is None
-    monkeypatch.setitem(attention.FASTER_FROM, jax.devices()[0].device_kind, 2048)
+    monkeypatch.setitem(choose_attention.FASTER_FROM, jax.devices()[0].device_kind, 2048)
     assert "rows of 2048 tokens" in str(why(2048, make_mesh(1, 8, 1)))
     assert why(1024, make_mesh(1, 8, 1)) is None
 
