@@ -126,9 +126,7 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "init_tx": Ignored(
         "a stage starts with a fresh optimizer state, and resumes with its own", (True,), done=True
     ),
-    "is_fine_tuning": Ignored(
-        "a stage trains any model, whatever it was trained on before", (True,), done=True
-    ),
+    "is_fine_tuning": Ignored("a stage trains any model, however it was trained before", (True,), done=True),
     "jax_distributed_config": Ignored(
         "JAX's own start-up joins the processes of SLURM, Open MPI, Kubernetes and TPU jobs", (None,)
     ),
