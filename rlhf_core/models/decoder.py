@@ -37,8 +37,9 @@ from rlhf_core.models.config import (
     repetition,
 )
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
+from rlhf_core.models.layers import Attention, Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, linear_modules, merge
+from rlhf_core.models.recurrence import Order, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import device_count, platform
@@ -48,20 +49,21 @@ UNROLLED_LAYERS = 8
 """Up to this many layers are unrolled where all activations are kept: nothing is copied into or out of stacked ones."""
 
 
-Mix: TypeAlias = Callable[[int, jax.Array, jax.Array, jax.Array, int | None], jax.Array]
-"""(number of a layer, scaled queries [B, K, G, T, h], keys and values [B, K, T, h], the layer's window or None) →
-attention's output [B, T, K·G·h]."""
+Mix: TypeAlias = Callable[[int, Any, int | None, Any, jax.Array], jax.Array]
+"""(number of a layer, its rotation, its window or None, its attention or another mixer, the mixer's input [B, T, D]) →
+the mixer's output [B, T, D]."""
 
 
 class Cache(NamedTuple):
     """The KV cache of a batch, in the layouts that a single query reads fastest; S is the cache length.
 
     One array per layer, so that writing a token touches nothing else: keys [B, kv heads, head_dim, S] and values
-    [B, kv heads, S, head_dim], both in the compute dtype; positions int32 [B, S].
+    [B, kv heads, S, head_dim], both in the compute dtype; positions int32 [B, S]. A layer with a state has the two
+    parts of its state in their place.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
     positions: jax.Array
 
 
@@ -205,7 +207,7 @@ class Decoder(Definition):
         trunk: Trunk = nnx.merge(_tree(c, self.head, self.lora)[0], params)
         rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
-        over = self.attention or attend
+        mix = self._over_rows(positions, visible_until)
 
         def rope_of(stack: Stack) -> Callable[[LayerKinds], tuple[jax.Array, ...]]:
             ropes = [rotations[rope, stack.config.head_dim] for rope in stack.config.ropes]
@@ -220,11 +222,9 @@ class Decoder(Definition):
 
             def one(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
                 layer, own = nnx.merge(graph, slice_[0]), slice_[1]
-                q, k, v = layer.project(x, rope(own))
-                mixed = over(
-                    q, k, v, positions, visible_until, window=own.window, softcap=c.attention_softcap
-                )
-                return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
+                kept: list[Any] = []
+                x = layer(x, functools.partial(mix, kept, rope(own), own.window))
+                return x, kept[0] if keep else None
 
             if policy is not None:
                 # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
@@ -242,11 +242,35 @@ class Decoder(Definition):
         x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
         last, kind = jax.tree.map(lambda each: each[-1], layers)
         layer, rope = nnx.merge(nnx.split(trunk.layers)[0], last), rope_of(c.stacks[""])(kind)
-        _, k, v = layer.project(x, rope)
-        x, rope = _read(x, at), jax.tree.map(lambda angle: _read(angle, at), rope)
-        q, cap = layer.project(x, rope)[0], c.attention_softcap
-        mixed = attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap)
-        return trunk.norm(layer.finish(x, mixed)), None
+        _, k, v, _ = layer.self_attn.project(layer.normed(x), rope)
+        rope = jax.tree.map(lambda angle: _read(angle, at), rope)
+
+        def over(q: jax.Array, *_: jax.Array) -> jax.Array:
+            cap = c.attention_softcap
+            return attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap)
+
+        return trunk.norm(layer(_read(x, at), lambda attention, y: attention(y, rope, over))), None
+
+    def _over_rows(self, positions: jax.Array, visible_until: jax.Array) -> Callable[..., jax.Array]:
+        """Make the function that mixes the tokens of rows: a `Mix` with a list for the layer's number, which gets
+        what `Cache` has of the layer.
+        """
+        over, cap = self.attention or attend, self.config.attention_softcap
+        order = Order(positions, visible_until, previous_tokens(positions, visible_until))
+
+        def mix(kept: list[Any], rope: Any, window: Any, mixer: Any, x: jax.Array) -> jax.Array:
+            if not isinstance(mixer, Attention):
+                out, state = mixer.over_rows(x, order)
+                kept.append(state)
+                return out
+
+            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                kept.append((k.swapaxes(2, 3), v))
+                return over(q, k, v, positions, visible_until, window=window, softcap=cap)
+
+            return mixer(x, rope, attention)
+
+        return mix
 
     def hidden(
         self, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
@@ -299,18 +323,15 @@ class Decoder(Definition):
         """Compute what `_run_prepared` returns, and the cache of the tokens."""
         self._check_length(tokens.shape[1])
         rotations = self._rotations(positions, shared_rotation)
-        over, cap = self.attention or attend, self.config.attention_softcap
-        keys: list[jax.Array] = []
-        values: list[jax.Array] = []
+        rows = self._over_rows(positions, visible_until)
+        kept: list[Any] = []
 
-        def mix(i: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-            keys.append(k.swapaxes(2, 3))
-            values.append(v)
-            limit = None if window is None else jnp.int32(window)
-            return over(q, k, v, positions, visible_until, window=limit, softcap=cap)
+        def mix(i: int, rope: Any, window: int | None, *inputs: Any) -> jax.Array:
+            return rows(kept, rope, None if window is None else jnp.int32(window), *inputs)
 
         outputs = self._run_prepared(weights, tokens, rotations, mix)
-        return outputs, Cache(tuple(keys), tuple(values), positions)
+        keys, values = zip(*kept, strict=True)
+        return outputs, Cache(keys, values, positions)
 
     def _rotations(self, positions: jax.Array, make: Callable[..., Any]) -> dict[tuple[Rope, int], Any]:
         """Make {(rotary embedding, head_dim): its rotation} of all layers."""
@@ -325,15 +346,16 @@ class Decoder(Definition):
 
         weights: from `prepare`. rotations: from `_rotations`.
         """
-        embed, blocks, norm = _parts(self.config, "qkv_proj" in weights["layers"][0]["self_attn"])
+        fused = any("qkv_proj" in layer.get("self_attn", {}) for layer in weights["layers"])
+        embed, blocks, norm = _parts(self.config, fused)
         outputs = [nnx.merge(embed, weights["embed_tokens"])(tokens, self.compute_dtype)]
         for i, parameters in enumerate(weights["layers"]):
             kind, n = self.config.at(i)
             c = self.config.stacks[kind].config
             rope = c.ropes[c.layer_ropes[n] if c.layer_ropes else 0]
             layer = nnx.merge(blocks[kind], parameters)
-            q, k, v = layer.project(outputs[-1], rotations[rope, c.head_dim])
-            outputs.append(layer.finish(outputs[-1], mix(i, q, k, v, c.windows[n])))
+            own = functools.partial(mix, i, rotations[rope, c.head_dim], c.windows[n])
+            outputs.append(layer(outputs[-1], own))
         return [*outputs, nnx.merge(norm, weights["norm"])(outputs[-1])]
 
     def ring(self, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
@@ -344,11 +366,20 @@ class Decoder(Definition):
             padding[axis] = (length - x.shape[axis], 0)
             return jnp.roll(jnp.pad(x, padding), slot, axis)
 
-        return Cache(
-            tuple(rolled(layer, 3) for layer in cache.keys),
-            tuple(rolled(layer, 2) for layer in cache.values),
-            rolled(cache.positions, 1),
-        )
+        keys, values = list(cache.keys), list(cache.values)
+        for i in range(self.config.num_layers):
+            if not self._has_state(i):
+                keys[i], values[i] = rolled(keys[i], 3), rolled(values[i], 2)
+        return Cache(tuple(keys), tuple(values), rolled(cache.positions, 1))
+
+    def _has_state(self, layer: int) -> bool:
+        """Tell whether a layer keeps a state in place of keys and values."""
+        return self.config.stacks[self.config.at(layer)[0]].config.mixer != "self_attn"
+
+    def has(self, method: str) -> bool:
+        # A state comes after all of its tokens: siblings cannot share it, and it cannot skip padding behind them.
+        states = any(map(self._has_state, range(self.config.num_layers)))
+        return super().has(method) and not (states and method in ("decode_groups", "extend"))
 
     def prepare(self, params: Params) -> Params:
         """Lay the parameters out as `decode` reads them fastest: a dict per layer, in the compute dtype, adapters
@@ -360,10 +391,13 @@ class Decoder(Definition):
         join = device_count() == 1 and not self.config.fused
 
         def one(i: int) -> Params:
-            cast = jax.tree.map(lambda x: x.astype(self.compute_dtype), self._merged(params, i))
+            cast = jax.tree.map_with_path(self._cast, self._merged(params, i))
             return _joined(cast) if join else cast
 
         return {**params, "layers": tuple(map(one, range(self.config.num_layers)))}
+
+    def _cast(self, path: Any, x: jax.Array) -> jax.Array:
+        return x if path[-1].key in EXACT else x.astype(self.compute_dtype)
 
     def _merged(self, params: Params, i: int) -> Params:
         """Return the parameters of layer `i`, its adapters merged."""
@@ -443,10 +477,17 @@ class Decoder(Definition):
         keys, values = list(cache.keys), list(cache.values)
         placed = _placed(cache.positions, positions, slot, 1)
 
-        def mix(i: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-            keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
-            values[i] = _placed(values[i], v, slot, 2)
-            return over(q, i, Cache(tuple(keys), tuple(values), placed), window)
+        def mix(i: int, rope: Any, window: int | None, mixer: Any, x: jax.Array) -> jax.Array:
+            if not isinstance(mixer, Attention):
+                out, (keys[i], values[i]) = mixer.next(x[:, 0], (keys[i], values[i]))
+                return out[:, None]
+
+            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
+                values[i] = _placed(values[i], v, slot, 2)
+                return over(q, i, Cache(tuple(keys), tuple(values), placed), window)
+
+            return mixer(x, rope, attention)
 
         states = self._run_prepared(weights, tokens, self._rotations(positions, rotation), mix)[-1]
         return states, Cache(tuple(keys), tuple(values), placed)
@@ -454,7 +495,8 @@ class Decoder(Definition):
     @property
     def tensor_parallel(self) -> TensorParallel:
         # A norm over all heads would need the sum of squares of every device.
-        c, whole = self.config, self.config.qk_norm == "projection"
+        c = self.config
+        whole = c.qk_norm == "projection" or any(map(self._has_state, range(c.num_layers)))
         divides = 1 if whole else math.gcd(c.num_kv_heads, c.intermediate_size)
         return TensorParallel(divides, self._prepare_shards, self._shard_axes())
 
@@ -476,7 +518,7 @@ class Decoder(Definition):
         queries, inner = self.config.num_heads * self.config.head_dim, self.config.intermediate_size
         widths: dict[str, tuple[int, ...]] = {"self_attn": (queries, keys, keys), "mlp": (inner, inner)}
         for module, together, parts in JOINED:
-            inside = layer[module]
+            inside = layer.get(module, {})
             if together not in inside:  # experts have separate ones
                 continue
             ends = list(itertools.accumulate(widths[module]))[:-1]
@@ -550,6 +592,8 @@ def _read(x: jax.Array, at: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
+EXACT = ("A_log", "dt_bias", "e_score_correction_bias")
+"""Parameters that are read in float32."""
 JOINED = (
     ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
@@ -561,7 +605,7 @@ def _joined(layer: Params) -> Params:
     """Join the parameters of a layer's separate projections into fused ones."""
     layer = {**layer}
     for module, together, parts in JOINED:
-        inside = layer[module]
+        inside = layer.get(module, {})
         if parts[0] in inside:  # absent in experts
             each = [inside[part] for part in parts]
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)

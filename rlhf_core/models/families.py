@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlhf_core.models import glm4_moe
+from rlhf_core.models import glm4_moe, lfm2, qwen3_5
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Architecture:
     """Chooses the layers with a sliding window where the file has no `layer_types`; None: no layer ever has one."""
     layer_types_decide: bool = False
     """Whether the file's `layer_types` decide; otherwise they must equal the result of `layer_types` above."""
+    other_layers: tuple[str, ...] = ()
+    """What `layer_types` may have in addition to FULL; `details` reads it."""
     longrope: tuple[str, ...] = ()
     """Names of the rope type longrope; empty for families without it."""
     partial_rotary: bool = False
@@ -54,8 +56,8 @@ class Architecture:
     """The kind of layer that `rope_scaling` is for, where one table stands for all; None: all kinds."""
     details: Callable[[Fields, int], Mapping[str, Any]] | None = None
     """(config.json, number of layers) → further fields of the decoder's config, for a family that is code."""
-    query_growth: bool = False
-    """Whether a rope table may have `llama_4_scaling_beta`."""
+    rope_fields: tuple[str, ...] = ()
+    """What a rope table may have in addition to the fields of its type."""
     weight_names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -121,6 +123,26 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "sliding_window": 4096,
 }
+_QWEN_3_5 = Architecture(
+    "Qwen3_5ForCausalLM",
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": False,
+        **qwen3_5.DEFAULTS,
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    norm_offset=1.0,
+    partial_rotary=True,
+    rope_fields=("mrope_section", "mrope_interleaved"),  # text has one position per token
+    other_layers=("linear_attention",),
+    details=qwen3_5.details,
+    weight_names=qwen3_5.WEIGHT_NAMES,
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         "LlamaForCausalLM",
@@ -253,7 +275,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             },
         },
         layer_types=every_layer,
-        query_growth=True,
+        rope_fields=("llama_4_scaling_beta", "max_position_embeddings"),
     ),
     "glm4_moe": Architecture(
         "Glm4MoeForCausalLM",
@@ -270,6 +292,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         normalise_experts="norm_topk_prob",
         details=glm4_moe.details,
         weight_names=glm4_moe.WEIGHT_NAMES,
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "tie_word_embeddings": True,
+            **lfm2.DEFAULTS,
+        },
+        qk_norm="head",
+        other_layers=("conv",),
+        details=lfm2.details,
+        weight_names=lfm2.WEIGHT_NAMES,
+    ),
+    "qwen3_5_text": _QWEN_3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN_3_5,
+        causal_lm="Qwen3_5MoeForCausalLM",
+        defaults={**_QWEN_3_5.defaults, **qwen3_5.MOE_DEFAULTS},
+        details=qwen3_5.moe_details,
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM",

@@ -259,8 +259,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         read.problem(f"{where}.rope_type {shown(kind)} is not supported; the decoder has {', '.join(known)}")
         return Rope()
     used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
-    used |= {GROWTH, "max_position_embeddings"} if rules.query_growth else set()
-    for name in sorted(set(table) - used - ALWAYS - UNUSED):
+    for name in sorted(set(table) - used - ALWAYS - UNUSED - set(rules.rope_fields)):
         read.problem(f"{where}.{name} {shown(table[name])} has no meaning for rope_type {shown(kind)}")
     missing = [name for name in NEEDED[kind] if table.get(name) is None]
     for name in missing:
@@ -281,7 +280,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
     numbers = Fields({**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used))
     for name in sorted((used | {"rope_theta"}) - {"short_factor", "long_factor", "truncate"}):
         numbers.positive(name)
-    length = numbers.whole(original, longest)
+    length, growth = numbers.whole(original, longest), numbers.number(GROWTH, 0.0)
     read.problems += [line.replace("config.json: ", f"config.json: {where}.") for line in numbers.problems]
     if missing or numbers.problems:
         return Rope()
@@ -293,7 +292,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         float(table.get("high_freq_factor", 4.0)),
         length,
         share=float(share),
-        growth=float(table.get(GROWTH) or 0),
+        growth=growth,
     )
     if kind == "yarn":
         return _yarn(rope, table)
@@ -465,11 +464,12 @@ def _windows(
     if stored is not None and (
         not isinstance(stored, list)
         or len(stored) != layers
-        or any(kind not in (FULL, SLIDING) for kind in stored)
+        or any(kind not in (FULL, SLIDING, *rules.other_layers) for kind in stored)
     ):
-        read.problem(
-            f"layer_types must be {FULL} or {SLIDING}, one for each of {layers} layers; it is {shown(stored)}"
-        )
+        names = " or ".join((FULL, *rules.other_layers) if rules.other_layers else (FULL, SLIDING))
+        read.problem(f"layer_types must be {names}, one for each of {layers} layers; it is {shown(stored)}")
+    elif rules.other_layers:
+        pass  # read by the family's own code
     elif stored is not None and rules.layer_types_decide:
         kinds = stored
         if SLIDING in kinds and read.get("use_sliding_window") is False:

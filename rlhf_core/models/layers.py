@@ -6,7 +6,7 @@ A module is built once for all layers, its parameters float32 [layers, …], and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax import lax
 from rlhf_core.mesh import gathered, look_up, sum_over_tensor, with_rows_of
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.lora import Lora
+from rlhf_core.models.recurrence import Inputs, Order, gated_delta_rule, next_state, short_convolution
 from rlhf_core.models.rope import rotate
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -263,8 +264,8 @@ class Attention(nnx.Module):
         c, lead = config, (config.num_layers,)
         make = functools.partial(Linear, rngs, lead, std=c.initializer_range)
         inside = ("layers", "embed", "heads")
-        self.widths = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim)
-        queries, keys = self.widths
+        heads, keys = self.widths = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim)
+        queries = 2 * heads if c.attention_gate else heads
         if c.fused:
             self.qkv_proj = make((c.hidden_size, queries + 2 * keys), axes=inside, bias=c.qkv_bias)
         else:
@@ -272,20 +273,37 @@ class Attention(nnx.Module):
             self.k_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
             self.v_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
         self.o_proj = make(
-            (queries, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True
+            (heads, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True
         )
         if c.qk_norm:
             sizes = (c.head_dim, c.head_dim) if c.qk_norm == "head" else self.widths
             self.q_norm, self.k_norm = (RMSNorm(c, lead, size) for size in sizes)
         self.config = c
 
-    def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[B, T, D] → scaled queries [B, K, G, T, h], keys and values [B, K, T, h], of the heads that kernels have."""
-        c, (queries, keys) = self.config, self.widths
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, ...], over: Callable[..., jax.Array]
+    ) -> jax.Array:
+        """[B, T, D] → the same. over: (queries, keys, values of `project`) → their attention, [B, T, heads · h]."""
+        q, k, v, gate = self.project(x, rope)
+        mixed = over(q, k, v)
+        return self.o_proj(mixed if gate is None else mixed * jax.nn.sigmoid(gate))
+
+    def project(
+        self, x: jax.Array, rope: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """[B, T, D] → scaled queries [B, K, G, T, h], keys and values [B, K, T, h], of the heads that kernels have; and
+        the output's gate before its sigmoid, [B, T, heads · h], or None.
+        """
+        c, keys = self.config, self.widths[1]
         if c.fused:
-            q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+            both = self.qkv_proj(x)
+            q, k, v = jnp.split(both, (both.shape[-1] - 2 * keys, both.shape[-1] - keys), axis=-1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        gate = None
+        if c.attention_gate:  # of each head: its query, and its gate
+            q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * c.head_dim), 2, axis=-1)
+            q, gate = (y.reshape(*x.shape[:2], -1) for y in (q, gate))
         if c.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         size = c.head_dim
@@ -299,7 +317,116 @@ class Attention(nnx.Module):
         q = rotate(q.transpose(0, 2, 3, 1, 4), cosine[:, None], sine[:, None]) * scale
         if growth:
             q = q * growth[0][:, None].astype(q.dtype)
-        return q, rotate(k.transpose(0, 2, 1, 3), cosine, sine), v.transpose(0, 2, 1, 3)
+        return q, rotate(k.transpose(0, 2, 1, 3), cosine, sine), v.transpose(0, 2, 1, 3), gate
+
+
+class Convolution(nnx.Module):
+    """A short convolution between two gates (LFM2). Its state: the last inputs of the convolution, [B, taps - 1, D]."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        c = config
+        linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
+        self.in_proj = linear((c.hidden_size, 3 * c.hidden_size), axes=("layers", "embed", None))
+        self.conv = Taps(c, c.hidden_size, rngs)
+        self.out_proj = linear((c.hidden_size, c.hidden_size), axes=("layers", None, "embed"))
+
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the state after each row's last token."""
+        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        mixed, kept = self.conv.over_rows(before * x, order)
+        return self.out_proj(after * mixed), (kept, None)
+
+    def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """[B, D] → the same, and the next state."""
+        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        mixed, kept = self.conv.next(before * x, state[0])
+        return self.out_proj(after * mixed), (kept, None)
+
+
+class Taps(nnx.Module):
+    """A convolution of every channel with the tokens before it; parameters as in Hugging Face's files."""
+
+    def __init__(self, config: DecoderConfig, channels: int, rngs: Any) -> None:
+        shape, bound = (config.num_layers, channels, 1, config.taps), config.taps**-0.5
+        start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+        self.weight = nnx.Param(start, axes=("layers", None, None, None))
+
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array]:
+        """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]."""
+        kernel = self.weight[...][:, 0].T.astype(x.dtype)
+        at, kept = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32), []
+        for _ in range(len(kernel) - 1):
+            read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
+            kept.append(jnp.where(at[..., None] < 0, 0, read))
+            at = jnp.where(at < 0, -1, jnp.take_along_axis(order.previous, jnp.maximum(at, 0), 1))
+        return short_convolution(x, kernel, order.previous), jnp.concatenate(kept[::-1], 1)
+
+    def next(self, x: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, channels] → the same, and the next last inputs."""
+        window = jnp.concatenate([kept, x[:, None]], 1)
+        return jnp.einsum("btc,ct->bc", window, self.weight[...][:, 0].astype(x.dtype)), window[:, 1:]
+
+
+class DeltaNet(nnx.Module):
+    """The gated delta rule (Yang et al. 2024) as in Qwen3.5.
+
+    Its state: the last inputs of the convolution, [B, taps - 1, channels], and float32 [B, K, G, d, e].
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        c, lead = config, (config.num_layers,)
+        key_heads, value_heads, size, width = c.linear_heads
+        linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
+        inside, values = ("layers", "embed", None), value_heads * width
+        self.in_proj_qkv = linear((c.hidden_size, 2 * key_heads * size + values), axes=inside)
+        self.in_proj_z = linear((c.hidden_size, values), axes=inside)
+        self.in_proj_b = linear((c.hidden_size, value_heads), axes=inside)
+        self.in_proj_a = linear((c.hidden_size, value_heads), axes=inside)
+        self.conv1d = Taps(c, 2 * key_heads * size + values, rngs)
+        self.dt_bias = nnx.Param(jnp.ones((*lead, value_heads), jnp.float32), axes=("layers", None))
+        decay = jax.random.uniform(rngs.params(), (*lead, value_heads), jnp.float32, 0.01, 16)
+        self.A_log = nnx.Param(jnp.log(decay), axes=("layers", None))
+        self.norm = RMSNorm(replace(c, norm_offset=0.0), lead, width)
+        self.out_proj = linear((values, c.hidden_size), axes=("layers", None, "embed"))
+        self.heads = c.linear_heads
+
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the state after each row's last token."""
+        mixed, kept = self.conv1d.over_rows(self.in_proj_qkv(x), order)
+        out, state = gated_delta_rule(self._inputs(mixed, x), order.positions, order.visible_until)
+        return self._output(out, x), (kept, state)
+
+    def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """[B, D] → the same, and the next state."""
+        mixed, kept = self.conv1d.next(self.in_proj_qkv(x), state[0])
+        out, after = next_state(state[1], self._inputs(mixed, x))
+        return self._output(out, x), (kept, after)
+
+    def _inputs(self, mixed: jax.Array, x: jax.Array) -> Inputs:
+        """[…, channels] after the convolution, [..., D] → queries, keys, values, logarithm of the decay, beta."""
+        key_heads, value_heads, size, width = self.heads
+        q, k, v = jnp.split(jax.nn.silu(mixed), (key_heads * size, 2 * key_heads * size), axis=-1)
+        lead, groups = x.shape[:-1], value_heads // key_heads
+        q, k = (_unit(y.reshape(*lead, key_heads, size).astype(jnp.float32)) for y in (q, k))
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        decay = -jnp.exp(self.A_log[...]) * jax.nn.softplus(
+            self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...]
+        )
+        decay, beta = (y.reshape(*lead, key_heads, groups) for y in (decay, beta))
+        return Inputs(q * size**-0.5, k, v.reshape(*lead, key_heads, groups, width), decay, beta)
+
+    def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32)).reshape(out.shape)
+        gated = self.norm(out) * gate
+        return self.out_proj(gated.reshape(*x.shape[:-1], -1).astype(x.dtype))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+
+MIXERS: Mapping[str, Any] = {"conv": Convolution, "linear_attn": DeltaNet}
+"""The layers with a state, by the name of their parameters."""
 
 
 class MLP(nnx.Module):
@@ -336,7 +463,8 @@ class Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         norm = functools.partial(RMSNorm, config, (config.num_layers,), config.hidden_size)
         self.norms, self.residual_scale = config.norms, config.residual_scale
-        self.self_attn = Attention(config, rngs)
+        self.mixer = config.mixer
+        setattr(self, self.mixer, MIXERS.get(self.mixer, Attention)(config, rngs))
         self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
         self.post_attention_layernorm = norm()
         if self.norms != "after":
@@ -346,18 +474,18 @@ class Layer(nnx.Module):
         if self.norms != "before":
             self.post_feedforward_layernorm = norm()
 
-    def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return self.self_attn.project(x if self.norms == "after" else self.input_layernorm(x), rope)
-
-    def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        """Compute the rest of the layer from attention's output, [B, T, heads · head_dim]."""
-        mixed = self.self_attn.o_proj(mixed)
+    def __call__(self, x: jax.Array, mix: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        """[B, T, D] → the same. mix: (attention or another mixer, its input [B, T, D]) → its output [B, T, D]."""
+        mixed = mix(getattr(self, self.mixer), self.normed(x))
         if self.norms == "before":
             x = x + self.scaled(mixed)
             return x + self.scaled(self.mlp(self.post_attention_layernorm(x)))
         x = x + self.post_attention_layernorm(mixed)
         inner = x if self.norms == "after" else self.pre_feedforward_layernorm(x)
         return x + self.post_feedforward_layernorm(self.mlp(inner))
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        return x if self.norms == "after" else self.input_layernorm(x)
 
     def scaled(self, x: jax.Array) -> jax.Array:
         return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)

@@ -34,7 +34,7 @@ FAMILIES = [
     "mixtral",
     "qwen3_moe",
 ]
-NEWER = ["olmo3", "granite", "ministral3", "glm4_moe"]
+NEWER = ["olmo3", "granite", "ministral3", "glm4_moe", "lfm2", "qwen3_5_text", "qwen3_5_moe_text"]
 """With gradients, and without the keys of transformers 4, which never read them."""
 pytestmark = pytest.mark.data
 
@@ -54,7 +54,9 @@ def test_logits(shared: Path, family: str) -> None:
     assert (mask[:, -1] == 0).any()
     logits = np.asarray(load_model(source).logits(golden["input_ids"], mask))
     assert logits.dtype == np.float32
-    np.testing.assert_allclose(logits[mask > 0], golden["logits"][mask > 0], atol=1e-4, rtol=0)
+    # Qwen3.5 normalises short keys, whose rounding grows with it.
+    bound = 5e-4 if family.startswith("qwen3_5") else 1e-4
+    np.testing.assert_allclose(logits[mask > 0], golden["logits"][mask > 0], atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_scores(shared: Path, family: str) -> None:
     np.testing.assert_allclose(scores, golden["score"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", [*only("gemma2", "mixtral"), "glm4_moe"])
+@pytest.mark.parametrize("family", [*only("gemma2", "mixtral"), "glm4_moe", "lfm2", "qwen3_5_text"])
 def test_greedy_tokens(shared: Path, family: str) -> None:
     model = load_model(shared / "golden" / family)
     golden = np.load(shared / "golden" / family / "golden.npz")

@@ -35,6 +35,15 @@ def slides(hf: dict[str, Any], layer: int) -> bool:
     return bool(hf.get("use_sliding_window")) and layer >= hf.get("max_window_layers", 0)
 
 
+def kinds_of(hf: dict[str, Any]) -> list[str]:
+    """The kind of each layer, where their parameters differ."""
+    if "first_k_dense_replace" in hf:
+        return [
+            "dense" if i < hf["first_k_dense_replace"] else "experts" for i in range(hf["num_hidden_layers"])
+        ]
+    return hf["layer_types"] if hf["model_type"] in ("lfm2", "qwen3_5_text", "qwen3_5_moe_text") else []
+
+
 def turns(hf: dict[str, Any], layer: int) -> bool:
     return not (hf["model_type"] == "smollm3" and (layer + 1) % hf["no_rope_layer_interval"] == 0)
 
@@ -115,6 +124,7 @@ def hidden(
         hf["num_attention_heads"],
         hf["num_key_value_heads"],
     )
+    offset = gemma or hf["model_type"].startswith("qwen3_5")
     size = hf.get("head_dim", hf["hidden_size"] // heads)
     name = hf.get("hidden_activation", hf.get("hidden_act", "silu"))
     scale = hf.get("attention_multiplier", hf.get("query_pre_attn_scalar", size) ** -0.5)
@@ -122,7 +132,11 @@ def hidden(
 
     def norm(x: np.ndarray, group: dict[str, np.ndarray], layer: int | None = None) -> np.ndarray:
         weight = group["weight"] if layer is None else group["weight"][layer]
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + hf["rms_norm_eps"]) * (weight + gemma)
+        return (
+            x
+            / np.sqrt((x * x).mean(-1, keepdims=True) + hf.get("norm_eps", hf["rms_norm_eps"]))
+            * (weight + offset)
+        )
 
     def linear(x: np.ndarray, group: dict[str, np.ndarray], layer: int) -> np.ndarray:
         return x @ group["kernel"][layer] + (group["bias"][layer] if "bias" in group else 0.0)
@@ -132,6 +146,10 @@ def hidden(
             q, k, v = np.split(linear(x, group["qkv_proj"], i), [heads * size, (heads + kv_heads) * size], -1)
         else:
             q, k, v = (linear(x, group[f"{which}_proj"], i) for which in "qkv")
+        gate = 1.0
+        if hf["model_type"].startswith("qwen3_5"):
+            q, gate = (y.reshape(len(x), -1) for y in np.split(q.reshape(len(x), heads, 2 * size), 2, -1))
+            gate = 1 / (1 + np.exp(-gate))
         if olmo:
             q, k = norm(q, group["q_norm"], i), norm(k, group["k_norm"], i)
         q, k, v = (y.reshape(len(x), -1, size) for y in (q, k, v))
@@ -153,7 +171,47 @@ def hidden(
                     logit = cap(scale * k[keys, source] @ q[t, head], hf.get("attn_logit_softcapping"))
                     weight = np.exp(logit - logit.max())
                     mixed[t, head] = weight @ v[keys, source] / weight.sum()
-        return linear(mixed.reshape(len(x), -1), group["o_proj"], i)
+        return linear(gate * mixed.reshape(len(x), -1), group["o_proj"], i)
+
+    def taps(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
+        kernel, out = group["weight"][i][:, 0], np.zeros_like(x)  # [channels, taps]
+        for t in range(len(x)):
+            before = np.flatnonzero(seen[t])[-kernel.shape[1] :]
+            out[t] = (x[before].T * kernel[:, kernel.shape[1] - len(before) :]).sum(-1)
+        return out
+
+    def convolve(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
+        before, after, inner = np.split(linear(x, group["in_proj"], i), 3, -1)
+        return linear(after * taps(before * inner, group["conv"], i), group["out_proj"], i)
+
+    def recur(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
+        """The gated delta rule: every token runs its own sequence again, from its beginning."""
+        keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+        d, e = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
+        mixed = activation(taps(linear(x, group["in_proj_qkv"], i), group["conv1d"], i), "silu")
+        q, k, v = np.split(mixed, [keys * d, 2 * keys * d], -1)
+        q, k = (y.reshape(len(x), keys, d) for y in (q, k))
+        q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+        v = v.reshape(len(x), values, e)
+        beta = 1 / (1 + np.exp(-linear(x, group["in_proj_b"], i)))
+        rate = np.log1p(np.exp(linear(x, group["in_proj_a"], i) + group["dt_bias"][i]))
+        keep = np.exp(-np.exp(group["A_log"][i]) * rate)
+        out = np.zeros((len(x), values, e))
+        for t in range(len(x)):
+            state = np.zeros((values, d, e))
+            for s in np.flatnonzero(seen[t]):
+                key = np.repeat(k[s], values // keys, 0)
+                state = state * keep[s][:, None, None]
+                error = v[s] - np.einsum("hde,hd->he", state, key)
+                state = state + beta[s][:, None, None] * key[:, :, None] * error[:, None]
+            out[t] = np.einsum("hde,hd->he", state, np.repeat(q[t], values // keys, 0)) / math.sqrt(d)
+        out = (
+            out
+            / np.sqrt((out * out).mean(-1, keepdims=True) + hf["rms_norm_eps"])
+            * group["norm"]["weight"][i]
+        )
+        gate = activation(linear(x, group["in_proj_z"], i), "silu").reshape(out.shape)
+        return linear((out * gate).reshape(len(x), -1), group["out_proj"], i)
 
     def gated(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
         if "gate_up_proj" in group:
@@ -171,6 +229,9 @@ def hidden(
             for e in taken:
                 one = {part: {"kernel": g["kernel"][:, e]} for part, g in group["experts"].items()}
                 out[t] += share[t, e] / whole * gated(x[t : t + 1], one, i)[0]
+        if "shared_expert" in group:
+            share = 1 / (1 + np.exp(-linear(x, group["shared_expert_gate"], i)))
+            out = out + share * gated(x, group["shared_expert"], i)
         return out
 
     def grouped(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
@@ -191,9 +252,8 @@ def hidden(
     x = x * (math.sqrt(hf["hidden_size"]) if gemma else hf.get("embedding_multiplier", 1.0))
     for number in range(hf["num_hidden_layers"]):
         stack, i = p["layers"], number
-        if "first_k_dense_replace" in hf:
-            dense = hf["first_k_dense_replace"]
-            stack, i = stack["dense" if number < dense else "experts"], number - dense * (number >= dense)
+        if kinds := kinds_of(hf):
+            stack, i = stack[kinds[number]], kinds[:number].count(kinds[number])
         mlp = gated if "experts" not in stack["mlp"] else grouped if "n_group" in hf else routed
         first, second = stack.get("input_layernorm"), stack["post_attention_layernorm"]
         if olmo:
@@ -204,6 +264,10 @@ def hidden(
             inner = mlp(norm(x, stack["pre_feedforward_layernorm"], i), stack["mlp"], i)
             x = x + norm(inner, stack["post_feedforward_layernorm"], i)
         else:
-            x = x + added * attend(norm(x, first, i), stack["self_attn"], i)
+            mixer = {"conv": convolve, "linear_attn": recur}.get(
+                next(iter(stack.keys() & {"conv", "linear_attn"}), "")
+            )
+            own = stack.get("conv") or stack.get("linear_attn") or stack["self_attn"]
+            x = x + added * (mixer or attend)(norm(x, first, i), own, i)
             x = x + added * mlp(norm(x, second, i), stack["mlp"], i)
     return norm(x, p["norm"])

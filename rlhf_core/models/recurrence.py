@@ -1,0 +1,208 @@
+"""Layers with a state, over rows of packed trees: the gated delta rule in chunks, and a short causal convolution.
+
+A state is empty at the start of a tree, and every branch continues from the state at the end of its tree's prefix.
+Positions of a tree count from 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64
+"""Tokens whose products are computed together. Work per token grows with it, the number of steps in a row shrinks."""
+
+
+class Order(NamedTuple):
+    """The order of tokens in rows, int32 [B, T] each; see `rlhf_core.contracts.Rows` and `previous_tokens`."""
+
+    positions: jax.Array
+    visible_until: jax.Array
+    previous: jax.Array
+
+
+def previous_tokens(positions: jax.Array, visible_until: jax.Array) -> jax.Array:
+    """Return the index of the token before each one in its own sequence, int32 [B, T]; -1 where it has none.
+
+    positions, visible_until: int32 [B, T], see `rlhf_core.contracts.Rows`.
+    """
+    index = jnp.arange(positions.shape[1], dtype=jnp.int32)
+    starts = lax.cummax(jnp.where(positions == 0, index, -1), axis=1)  # of the token's tree
+    follows = (jnp.roll(positions, 1, 1) == positions - 1) & (jnp.roll(visible_until, 1, 1) > index)
+    # The first token of a later branch follows the prefix, in which a token's position is its index in the tree.
+    return jnp.where(positions == 0, -1, jnp.where(follows, index - 1, starts + positions - 1))
+
+
+def short_convolution(x: jax.Array, kernel: jax.Array, previous: jax.Array) -> jax.Array:
+    """Convolve each channel along the token's own sequence: y_t = Σ_j kernel[-1 - j] · x of the j-th token before t.
+
+    x: [B, T, channels]. kernel: [taps, channels]; the last tap multiplies the token itself.
+    previous: int32 [B, T], from `previous_tokens`. Returns [B, T, channels].
+    """
+    at = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), previous.shape)
+    y = x * kernel[-1]
+    for tap in kernel[-2::-1]:
+        at = jnp.where(at < 0, -1, jnp.take_along_axis(previous, jnp.maximum(at, 0), 1))
+        read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
+        y += jnp.where(at[..., None] < 0, 0, read) * tap
+    return y
+
+
+class _Paths(NamedTuple):
+    """Which tokens of a chunk precede which, and which states they start from; n chunks of C tokens.
+
+    precedes: bool [B, n, C, C]: whether token j is token i, or before it in its sequence. carried, branched: bool
+    [B, n, C]: whether the last token before the chunk in a token's sequence is the one right before the chunk, or an
+    earlier end of a prefix. fork: bool [B, n, C]: the last end of a prefix in the chunk.
+    """
+
+    precedes: jax.Array
+    carried: jax.Array
+    branched: jax.Array
+    fork: jax.Array
+
+
+def _paths(positions: jax.Array, visible_until: jax.Array, chunk: int) -> _Paths:
+    rows, time = positions.shape
+    index = jnp.arange(time, dtype=jnp.int32).reshape(-1, chunk)
+    until = visible_until.reshape(rows, -1, chunk)
+    sees = (index[:, None, :] < index[:, :, None]) & (until[:, :, None, :] > index[:, :, None])
+    precedes = sees | jnp.eye(chunk, dtype=bool)
+    previous = previous_tokens(positions, visible_until)
+    first = index[:, :1]
+    known = previous.reshape(rows, -1, chunk)
+    carried, outside = known == first - 1, (known >= 0) & (known < first)
+    # A prefix ends where the next token continues it and is visible to fewer than it is.
+    ends = (jnp.roll(previous, -1, 1) == index.reshape(-1)) & (jnp.roll(visible_until, -1, 1) < visible_until)
+    ends = ends.reshape(rows, -1, chunk)
+    fork = ends & (jnp.flip(jnp.cumsum(jnp.flip(ends, 2), 2), 2) == 1)
+
+    def inherited(flag: jax.Array) -> jax.Array:
+        return (precedes & flag[:, :, None, :]).any(-1)
+
+    return _Paths(precedes, inherited(carried & outside), inherited(outside & ~carried), fork)
+
+
+class Inputs(NamedTuple):
+    """What the gated delta rule reads of tokens, […] being [B, T] or [B].
+
+    q, k: [..., K, d], as the rule uses them (normalised, scaled). v: [..., K, G, e]; G value heads share a key head.
+    log_decay: float32 [..., K, G], g_t ≤ 0, nats. beta: float32 [..., K, G].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+
+
+def gated_delta_rule(
+    inputs: Inputs, positions: jax.Array, visible_until: jax.Array, *, chunk: int = CHUNK
+) -> tuple[jax.Array, jax.Array]:
+    """Compute o_t = S_t q_t with S_t = e^{g_t} S (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, where S is the state before t.
+
+    positions, visible_until: int32 [B, T].
+    Returns (float32 [B, T, K, G, e], the state after the last token, float32 [B, K, G, d, e]). Yang et al. 2024, "Gated
+    Delta Networks", in chunks: within a chunk, the corrections δ_t = β_t (v_t − S k_t) solve one triangular system; a
+    loop over chunks carries two states, after the last token and at the end of the last prefix. Memory grows with
+    T · chunk. chunk: a power of 2.
+    """
+    q, k, v, log_decay, beta = inputs
+    time = q.shape[1]
+    if padding := -time % chunk:
+        q, k, v, log_decay, beta, positions, visible_until = (
+            jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+            for x in (q, k, v, log_decay, beta, positions, visible_until)
+        )
+    paths = _paths(positions, visible_until, chunk)
+    split = (q.shape[0], -1, chunk)
+    q, k, v = (x.astype(jnp.float32).reshape(*split, *x.shape[2:]) for x in (q, k, v))
+    g, beta = (x.astype(jnp.float32).reshape(*split, *x.shape[2:]) for x in (log_decay, beta))
+    precedes = paths.precedes[:, :, None, None]  # [B, n, 1, 1, C, C]
+    total = jnp.einsum("bnij,bnjkg->bnkgi", paths.precedes.astype(jnp.float32), g, precision="highest")
+    between = jnp.exp(jnp.where(precedes, total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = jnp.einsum("bnikd,bnjkd->bnkij", k, k)[:, :, :, None] * between
+    system *= beta.transpose(0, 1, 3, 4, 2)[..., None]
+    carried, branched = (jnp.exp(total) * flag[:, :, None, None] for flag in (paths.carried, paths.branched))
+    # Both states are read as one, [2d, e]: a token starts from one of them, or from neither.
+    starts = jnp.stack([carried, branched], -1)[..., None]  # [B, n, K, G, C, 2, 1]
+
+    def from_states(x: jax.Array) -> jax.Array:
+        each = starts * x.transpose(0, 1, 3, 2, 4)[:, :, :, None, :, None]
+        return each.reshape(*each.shape[:5], -1)
+
+    values = v.transpose(0, 1, 3, 4, 2, 5)
+    right = jnp.concatenate([values, from_states(k)], -1) * beta.transpose(0, 1, 3, 4, 2)[..., None]
+    solved = _inverse(system) @ right
+    own, read = jnp.split(solved, [v.shape[-1]], -1)
+    queries, keys = from_states(q), k.transpose(0, 1, 3, 2, 4)
+    attention = jnp.einsum("bnikd,bnjkd->bnkij", q, k)[:, :, :, None] * between
+
+    def ends_at(token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return how much of (each token's correction, both states) a state after `token`, bool [B, n, C], has."""
+        chosen = token[:, :, None, None].astype(jnp.float32)
+        return jnp.einsum("bnkgi,bnkgij->bnkgj", jnp.broadcast_to(chosen, total.shape), between), jnp.einsum(
+            "bnkgi,bnkgis->bnkgs", jnp.broadcast_to(chosen, total.shape), starts[..., 0]
+        )
+
+    ends_of_chunks = jnp.minimum(jnp.arange(chunk - 1, time + padding, chunk), time - 1)
+    last = jnp.arange(time + padding).reshape(-1, chunk) == ends_of_chunks[:, None]
+    last = jnp.broadcast_to(last, paths.fork.shape)
+    kept = jnp.stack([jnp.ones_like(paths.fork[..., 0]), paths.fork.any(-1)], -1)
+
+    def step(states: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        own, read, queries, attention, keys, ends, kept = x
+        flat = states.reshape(*states.shape[:3], -1, states.shape[-1])  # [B, K, G, 2d, e]
+        delta = own - read @ flat
+        out = queries @ flat + attention @ delta
+        weights, sources = ends
+        made = jnp.einsum("bkgsj,bkjd,bkgje->bkgsde", weights, keys, delta)
+        made += jnp.einsum("bkgst,bkgtde->bkgsde", sources, states)
+        return jnp.where(kept[:, None, None, :, None, None], made, states), out
+
+    ends = tuple(jnp.stack(each, -2) for each in zip(ends_at(last), ends_at(paths.fork), strict=True))
+    xs = (own, read, queries, attention, keys, ends, kept)
+    xs = jax.tree.map(lambda x: x.swapaxes(0, 1), xs)
+    empty = jnp.zeros((*values.shape[:1], *values.shape[2:4], 2, k.shape[-1], v.shape[-1]), jnp.float32)
+    states, out = lax.scan(step, empty, xs)  # out: [n, B, K, G, C, e]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(q.shape[0], -1, *v.shape[3:])
+    return out[:, :time], states[:, :, :, 0]
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+    """Invert lower triangular matrices with ones on the diagonal, [..., C, C], C a power of 2; what is on and above the
+    diagonal is not read.
+
+    Blocks of twice the size are inverted from those on their diagonal: [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0],
+    [−D⁻¹ B A⁻¹, D⁻¹]]. This is as stable as substitution, and all products of one size are one product.
+    """
+    size = system.shape[-1]
+    inverse = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
+    half = 1
+    while half < size:
+        pairs = size // (2 * half)
+        blocks = system.reshape(*system.shape[:-2], pairs, 2 * half, pairs, 2 * half)
+        below = jnp.einsum("...pipj->...pij", blocks)[..., half:, :half]
+        upper, lower = (
+            inverse.reshape(*system.shape[:-2], pairs, 2, half, half)[..., i, :, :] for i in (0, 1)
+        )
+        across = -jnp.matmul(jnp.matmul(lower, below, precision="highest"), upper, precision="highest")
+        rows = (jnp.concatenate([upper, jnp.zeros_like(upper)], -1), jnp.concatenate([across, lower], -1))
+        inverse, half = jnp.concatenate(rows, -2), 2 * half
+    return inverse[..., 0, :, :]
+
+
+def next_state(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Compute one step of `gated_delta_rule`: (o float32 [B, K, G, e], the state after it).
+
+    state: float32 [B, K, G, d, e]. inputs: of one token per row.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in inputs[:3])
+    state = state * jnp.exp(inputs.log_decay)[..., None, None]
+    delta = (v - jnp.einsum("bkgde,bkd->bkge", state, k)) * inputs.beta[..., None]
+    state = state + k[:, :, None, :, None] * delta[:, :, :, None]
+    return jnp.einsum("bkgde,bkd->bkge", state, q), state
