@@ -199,7 +199,7 @@ FAULTS = (
     Fault(
         "kl-not-in-reward",
         "the penalty that belongs in the reward is nowhere",
-        GRPO + "updates.py",
+        GRPO + "train.py",
         "rollout.total - config.kl.beta * penalty",
         "rollout.total - 0.0 * penalty",
         ("updates",),
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(
         "kl-in-reward-mean",
         "the penalty in the reward is a mean over the longest completion, not a sum",
-        GRPO + "updates.py",
+        GRPO + "train.py",
         "np.where(there, kl, 0.0).sum(1)",
         "np.where(there, kl, 0.0).mean(1)",
         ("updates",),
@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         "truncated-trained",
         "completions that were cut off are trained on although they are to be masked",
-        GRPO + "updates.py",
+        GRPO + "train.py",
         "mask = mask & rollout.samples.finished[:, None]",
         "mask = mask.copy()",
         ("updates",),
@@ -245,7 +245,7 @@ FAULTS = (
     Fault(
         "reference-follows",
         "the reference is the policy that each rollout starts from",
-        GRPO + "updates.py",
+        GRPO + "train.py",
         'logps(params["reference"], batch)[0]',
         'logps(params["policy"], batch)[0]',
         ("dapo", "updates", "lora"),
@@ -254,7 +254,7 @@ FAULTS = (
     Fault(
         "reference-with-adapters",
         "with adapters the reference is read with them on: it is the policy",
-        GRPO + "updates.py",
+        GRPO + "train.py",
         '{"reference": self.reference.params}',
         '{"reference": params if "adapter" in str(params) else self.reference.params}',
         ("lora",),

@@ -18,7 +18,7 @@ import rlhf_sft
 from rlhf_grpo import GRPOConfig, group_advantages
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as policy_objective
-from rlhf_grpo.updates import PER_SEQUENCE, read_values
+from rlhf_grpo.train import PER_SEQUENCE, read_values
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as pair_objective
 from rlhf_reward.objective import pair_loss
@@ -52,7 +52,7 @@ from rlhf_core.models.params import join, split
 from rlhf_core.objective import trained_logps
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing import Packed, Tree, pack, tree
-from rlhf_core.rollouts.layout import full_groups, group_layout
+from rlhf_core.rollouts.rollout_rows import full_groups, group_layout
 from rlhf_core.runtime.devices import planned
 from rlhf_core.sampling import Rollouts, SamplingOptions
 from rlhf_core.sampling.placement import cache_bytes, prepared_bytes

@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
-from rlhf_grpo.updates import PolicyReader
+from rlhf_grpo.train import PolicyReader
 from rlhf_topologies.hlo import Counts, count
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.models.attention_blocks import block_size
 from rlhf_core.packing.rows import pack
-from rlhf_core.rollouts.layout import longest_groups
+from rlhf_core.rollouts.rollout_rows import longest_groups
 from rlhf_core.step import Programs
 
 sys.path.insert(0, str(SPEED))

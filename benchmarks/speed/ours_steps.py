@@ -20,7 +20,7 @@ import works
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as grpo_objective
-from rlhf_grpo.updates import GRPOSteps, PolicyReader
+from rlhf_grpo.train import GRPOSteps, PolicyReader
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as reward_objective
 from rlhf_reward.objective import pair_loss

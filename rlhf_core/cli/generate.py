@@ -114,7 +114,7 @@ def generate(given: Generation) -> None:
 
     from rlhf_core import plugins, runtime
     from rlhf_core.models.model import warn_of_constraints
-    from rlhf_core.rollouts.completions import empty_warning
+    from rlhf_core.rollouts.updates import empty_warning
     from rlhf_core.runtime.files import require_writable, write_atomic
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
     from rlhf_core.tokenizer.encoding import continuations

@@ -152,6 +152,11 @@ class AdvantageInputs(NamedTuple):
     rewards64: np.ndarray | None = None
     rewards_by_function64: np.ndarray | None = None
 
+    @staticmethod
+    def all_equal(rewards: np.ndarray) -> np.ndarray:
+        """Check whether the rewards of a group are all equal, up to rounding; see `all_equal`."""
+        return all_equal(rewards)
+
     @classmethod
     def of(
         cls,

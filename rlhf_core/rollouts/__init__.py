@@ -5,11 +5,11 @@ from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
-from rlhf_core.rollouts.collector import open_collector as open_collector
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
-from rlhf_core.rollouts.layout import choose_rollout_rows as choose_rollout_rows
+from rlhf_core.rollouts.open_collector import open_collector as open_collector
 from rlhf_core.rollouts.previews import open_previews as open_previews
 from rlhf_core.rollouts.rollout import Rollout as Rollout
+from rlhf_core.rollouts.rollout_rows import choose_rollout_rows as choose_rollout_rows
 from rlhf_core.rollouts.updates import Reading as Reading
 from rlhf_core.rollouts.updates import RolloutSteps as RolloutSteps
 from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates

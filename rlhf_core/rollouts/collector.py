@@ -12,33 +12,27 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.config import Component
-from rlhf_core.contracts import SAMPLER, SamplerInputs, all_equal
-from rlhf_core.data import EpisodeRows, Prompts, require_vocabulary
+from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
+from rlhf_core.data import EpisodeRows, Prompts
+from rlhf_core.environments import Episode
 from rlhf_core.errors import NonFiniteError, RunError
-from rlhf_core.models.model import warn_of_constraints
-from rlhf_core.rewards.checks import set_up
-from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
-from rlhf_core.rollouts.check import open_rollout_prompts
-from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
-from rlhf_core.rollouts.conversations import Conversations
-from rlhf_core.rollouts.environment import open_environment, run_episodes
-from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
-from rlhf_core.rollouts.rollout import Rollout, Timing
-from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
-from rlhf_core.training.context import require_stop_token
-from rlhf_core.training.memory import sampling_memory
-from rlhf_core.training.starting_model import error_context
+from rlhf_core.rewards.reward import OF_EPISODES, Reward, logged_metrics, score
+from rlhf_core.rollouts.environment import run_episodes
+from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS, Conversations, Rollout, Timing
+from rlhf_core.rollouts.rollout_rows import tree_sizes
+from rlhf_core.sampling import Rollouts
+from rlhf_core.tokenizer.encoding import continuations
 
 if TYPE_CHECKING:
-    from rlhf_core.contracts import Rollouts, SamplerFunction
+    from rlhf_core.config import Component
+    from rlhf_core.contracts import SamplerFunction
     from rlhf_core.environments import EnvironmentOptions, EpisodeSettings
-    from rlhf_core.models import Model
-    from rlhf_core.rewards.reward import Reward
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
-    from rlhf_core.training.context import Context
+
+UNSCORED = 0.1
+"""Share of completions without a value above which a reward is warned of."""
 
 
 @dataclass(frozen=True)
@@ -227,109 +221,143 @@ class RolloutCollector:
         return {**measured, **rollout.metrics}
 
 
-def open_collector(
-    context: Context,
-    model: Model,
-    rewards: Sequence[Reward],
-    options: RolloutOptions,
-    field: str = "train_data",
-    *,
-    others: Sequence[Model] = (),
-) -> RolloutCollector | None:
-    """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
-
-    rewards: begin with the environment's own. others: models that are in memory beside the policy's and the rewards',
-    such as a teacher. Returns None for `eval_data` that is not given.
-    Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
-    model without a stop token, and a chat template that the environment cannot be used with; and where an update of
-    `total_batch_size` completions would split a group.
-    """
-    config, stage, length = context.config, context.stage, options.max_prompt_length
-    require_whole_groups(config, stage, options.num_generations)
-    prompts = open_rollout_prompts(context, rewards, options, field)
-    if prompts is None:
-        return None
-    if isinstance(prompts, Prompts):
-        with error_context(stage, field):
-            require_vocabulary(prompts.ids, prompts.where, model.definition.vocab_size)
-    episodes = open_environment(
-        options.environment,
-        config,
-        stage,
-        model.tokenizer,
-        stop_ids=(*model.stop_ids, *options.sampling.stop_token_ids),
-        max_prompt_length=length,
-        max_completion_length=options.sampling.max_completion_length,
-    )
-    function: Any = None
-    if context.has_devices:
-        train = field == "train_data"
-        count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))
-        room_left = sampling_memory(context, model, rewards, others)
-        function = open_sampler(context, model, prompts, options, count, room_left, episodes)
-    room = getattr(function, "room", None)
-    if room is not None and room.bytes is not None:
-        held = f"{field}: {room.prompts:,} episodes run together, {room.bytes / 1e9:.1f} GB per device"
-        context.say(room.line(context.mesh.size, field) if episodes is None else held)
-    if field == "train_data":
-        context.warn(*system_prompt_warnings(config, rewards, stage))
-        context.ahead(warm_up, function, model, prompts.sizes)
-    if not context.shapes:
-        set_up(rewards, prompts, stage, field)
-    absent = model.definition.absent
-    return RolloutCollector(stage, prompts, model.tokenizer, function, rewards, options, episodes, absent)
-
-
 def _without_difference(rollout: Rollout) -> NDArray[np.bool_]:
     """bool [P]: the scored rewards of a group are all equal, or none is scored, so that it has no advantage."""
     return all_equal(rollout.total.reshape(len(rollout.prompts), -1))
 
 
-def open_sampler(
-    context: Context,
-    model: Model,
-    prompts: Prompts | EpisodeRows,
-    options: RolloutOptions,
-    prompts_per_call: int,
-    memory: int | None,
-    episodes: EpisodeSettings | None = None,
-) -> Any:
-    """Make the sampler. One without `converse` gets whole conversations of episodes as prompts.
+def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
+    """Return the tokens of completion i, stop token included."""
+    return np.asarray(samples.tokens[i, : samples.lengths[i]], np.int32)
 
-    memory: bytes per device that it may use. Raises InputError for a model without a stop token.
+
+def reward_inputs(
+    prompts: Prompts,
+    chosen: Sequence[int],
+    samples: Rollouts,
+    tokenizer: Any,
+    stop_ids: Sequence[int] = (),
+) -> RewardInputs:
+    """Make the inputs of reward functions: texts that continue their prompts, or message lists for message prompts.
+
+    stop_ids: tokens that end completions besides those of the tokenizer, `sampling.stop_token_ids`.
     """
-    require_stop_token(model.stop_ids, options.sampling, context.name)
-    warn_of_constraints(model.source)
-    component = Component(name="jax") if options.sampler is None else options.sampler
-    make = context.registry.get(SAMPLER, component.name, **component.options)
-    length = None if episodes is None else episodes.length
-    inputs = SamplerInputs(
-        definition=model.definition,
-        tokenizer=model.tokenizer,
-        options=options.sampling,
-        mesh=context.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=options.num_generations,
-        prompts_per_call=prompts_per_call,
-        max_prompt_length=int(prompts.sizes.max()),
-        memory=memory,
-        conversation_length=length,
+    group = len(samples.lengths) // len(chosen)
+    tokens = [completion(samples, i) for i in range(len(samples.lengths))]
+    ids = [each.tolist() for each in tokens]
+    rows = [i for i in chosen for _ in range(group)]
+    raw = [prompts.raw[i] for i in rows]
+    before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in rows]
+    texts = continuations(tokenizer, before, tokens, stop_ids)
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(raw, texts, strict=True)
+    ]
+    columns = {
+        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
+    }
+    return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in rows])
+
+
+def episode_inputs(
+    prompts: Prompts | EpisodeRows, chosen: Sequence[int], episodes: Sequence[Episode]
+) -> RewardInputs:
+    """Make the inputs of reward functions from episodes: the messages that each began with, and those that followed.
+
+    `completion_ids` has all tokens after the prompt. The column `environment_rewards` has what the environment gave.
+    """
+    group = len(episodes) // len(chosen)
+    columns = {
+        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
+    }
+    columns[ENVIRONMENT_REWARDS] = [None if np.isnan(e.reward) else e.reward for e in episodes]
+    return RewardInputs(
+        [episode.messages[: episode.first] for episode in episodes],
+        [episode.messages[episode.first :] for episode in episodes],
+        [episode.tokens.tolist() for episode in episodes],
+        columns,
+        [episode.place for episode in episodes],
     )
-    made = make(inputs)
-    if length is None or hasattr(made, "converse"):
-        return made
-    return make(
-        replace(
-            inputs,
-            num_generations=1,
-            prompts_per_call=prompts_per_call * options.num_generations,
-            max_prompt_length=inputs.max_prompt_length + length,
-            conversation_length=None,
+
+
+def measure(
+    rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`.
+
+    Without functions there is nothing to score: [N, 0], and NaN.
+    """
+    if not rewards:
+        count = len(inputs.completions)
+        return np.zeros((count, 0)), np.full(count, np.nan)
+    each = score(rewards, inputs, needed=needed)
+    total = total_reward(each, np.array([reward.weight for reward in rewards]))
+    if (beyond := np.abs(total) > LARGEST_REWARD).any():
+        raise RunError(
+            f"the weighted rewards of completion {int(beyond.argmax())} add up to {total[beyond][0]:g}; float32 holds "
+            f"numbers up to {LARGEST_REWARD:.3g}: use smaller weights"
         )
-    )
+    return each, total
 
 
-def warm_up(sampler: Any, model: Model, sizes: NDArray[np.int64]) -> None:
-    """Compile the sampler's programs for prompts of these lengths, if the sampler can compile early."""
-    if hasattr(sampler, "warm_up"):
-        sampler.warm_up(model.params, sizes)
+def rollout_metrics(
+    rewards: Sequence[Reward], each: np.ndarray, total: np.ndarray, samples: Rollouts, group: int
+) -> dict[str, float]:
+    """Measure a rollout, by the contract's names.
+
+    Of completions that no reward scores it is the lengths alone. Within groups, `reward_std` and `frac_reward_zero_std`
+    are over groups with at least two scored completions: NaN where there is none, left out where `group` is 1. Lengths
+    are in tokens that the policy wrote. Terminated lengths are left out where no completion ended.
+    """
+    grouped = total.reshape(-1, group)
+    compared = [values[~np.isnan(values)] for values in grouped]
+    compared = [values for values in compared if len(values) > 1]
+    lengths, finished = np.asarray(samples.mask).sum(1), np.asarray(samples.finished)
+    scored = bool(rewards) or not np.isnan(total).all()
+    out = {"reward": float(np.nanmean(total))} if scored else {}
+    if scored and group > 1:
+        out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
+        out["frac_reward_zero_std"] = _mean([all_equal(values) for values in compared])
+    out["completions/mean_length"] = float(lengths.mean())
+    out["completions/min_length"] = float(lengths.min())
+    out["completions/max_length"] = float(lengths.max())
+    if len(ended := lengths[finished]):
+        out["completions/mean_terminated_length"] = float(ended.mean())
+        out["completions/min_terminated_length"] = float(ended.min())
+        out["completions/max_terminated_length"] = float(ended.max())
+    out["completions/clipped_ratio"] = float(np.mean(~finished))
+    for f, reward in enumerate(rewards):
+        own = each[:, f][~np.isnan(each[:, f])]
+        out[f"rewards/{reward.label}/mean"] = float(own.mean()) if len(own) else float("nan")
+        out[f"rewards/{reward.label}/std"] = float(own.std(ddof=1)) if len(own) > 1 else float("nan")
+        out[f"rewards/{reward.label}/unscored"] = float(np.isnan(each[:, f]).mean())
+    return out
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def warn_of_unscored(stage: Stage, rewards: Sequence[Reward], rollout: Rollout) -> None:
+    """Warn, once per reward, where it left more than UNSCORED of the completions without a value.
+
+    A reward that applies to none of a prompt's completions may be meant for other prompts: these count where no reward
+    applies. Episodes that failed have a warning of their own.
+    """
+    shape = len(rollout.prompts), rollout.group
+    said = rollout.conversations
+    held = np.array([True] * len(rollout.total) if said is None else [why is None for why in said.failures])
+    alone = np.isnan(rollout.total).reshape(shape)
+    for f, reward in enumerate(rewards):
+        missing = np.isnan(rollout.rewards[:, f]).reshape(shape)
+        count = int((missing & (alone | ~missing.all(1, keepdims=True)) & held.reshape(shape)).sum())
+        if "unscored" in reward.told or count <= UNSCORED * len(held):
+            continue
+        reward.told.add("unscored")
+        if stage.is_main:
+            warnings.warn(
+                f"stage '{stage.name}': reward '{reward.label}' left {count} of {len(held)} completions unscored "
+                "(None): they are left out of its mean and, if no other reward scored them, of their groups. "
+                f"They are null in samples/*.jsonl; the metric is rewards/{reward.label}/unscored",
+                stacklevel=2,
+            )

@@ -15,7 +15,6 @@ from rlhf_core.environments import (
     CallParser,
     ConversationEncoder,
     EnvironmentCalls,
-    EnvironmentOptions,
     Episode,
     Episodes,
     EpisodeSettings,
@@ -27,9 +26,9 @@ from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
     from rlhf_core.data import EpisodeRows, Prompts
-    from rlhf_core.stage import Stage
+    from rlhf_core.rollouts.collector import RolloutOptions
+    from rlhf_core.training.context import Context
 
 
 def run_episodes(
@@ -68,73 +67,52 @@ def run_episodes(
 
 
 def open_environment(
-    options: EnvironmentOptions | None,
-    config: TrainerConfig,
-    stage: Stage,
-    tokenizer: Any,
-    *,
-    stop_ids: Sequence[int],
-    max_prompt_length: int,
-    max_completion_length: int,
+    context: Context, options: RolloutOptions, tokenizer: Any, stop_ids: Sequence[int] = ()
 ) -> EpisodeSettings | None:
     """Open the environment of a stage; None where it has none.
 
     stop_ids: tokens that end a completion. Raises InputError for an unknown environment or option, for one without
     `reset` and `step`, and for a chat template that it cannot be used with, naming what to do.
     """
-    if options is None:
+    environment, registry = options.environment, context.registry
+    if environment is None:
         return None
-    where = f"stage '{stage.name}'.environment"
-    with error_context(stage, "environment"):
+    with error_context(context.stage, "environment"):
         calls = EnvironmentCalls(
-            options, lambda: stage.registry.get(ENVIRONMENT, options.name, **options.options), where
+            environment,
+            lambda: registry.get(ENVIRONMENT, environment.name, **environment.options),
+            f"stage '{context.name}'.environment",
         )
-        encoder = ConversationEncoder(tokenizer, text_options(config, stage), stop_ids)
+        encoder = ConversationEncoder(tokenizer, text_options(context.config, context.stage), stop_ids)
         # Messages of other roles are checked when they come.
         roles = ("tool",) if calls.tools else ("user",)
-        again = options.history == "encoded_again"
+        again = environment.history == "encoded_again"
         if problem := encoder.problem(tools=calls.tools, roles=roles, encoded_again=again):
             raise InputError(problem)
         parser = CallParser(encoder, calls.tools)
-    length = options.length(max_completion_length)
-    return EpisodeSettings(calls, encoder, parser, max_prompt_length, length, max_completion_length)
+    turn = options.sampling.max_completion_length
+    return EpisodeSettings(calls, encoder, parser, options.max_prompt_length, environment.length(turn), turn)
 
 
-def forecast_episodes(
-    options: EnvironmentOptions,
-    config: TrainerConfig,
-    stage: Stage,
-    rows: EpisodeRows,
-    tokenizer: Any | None,
-    *,
-    max_completion_length: int,
-) -> list[str]:
+def forecast_episodes(context: Context, options: RolloutOptions, rows: EpisodeRows) -> list[str]:
     """Describe the episodes that rows begin, first the rows; try one, unless `check` is false or calls are async.
 
-    tokenizer: the model's; None: prompts are not encoded. Raises InputError for what would end every episode.
+    Raises InputError for what would end every episode.
     """
-    length = options.length(max_completion_length)
-    name = Path(options.name).name
+    environment, turn = options.environment, options.sampling.max_completion_length
+    assert environment is not None
     lines = [
-        f"{len(rows):,} rows, which begin episodes of '{name}' with prompts of at most "
+        f"{len(rows):,} rows, which begin episodes of '{Path(environment.name).name}' with prompts of at most "
         f"{rows.max_prompt_length:,} tokens",
-        f"an episode has at most {options.max_turns} turns of {max_completion_length:,} tokens, and "
-        f"{length:,} tokens with the environment's",
+        f"an episode has at most {environment.max_turns} turns of {turn:,} tokens, and "
+        f"{environment.length(turn):,} tokens with the environment's",
     ]
-    if tokenizer is None:
+    if context.tokenizer is None:
         return lines
-    source = open_environment(
-        options,
-        config,
-        stage,
-        tokenizer,
-        stop_ids=(),
-        max_prompt_length=rows.max_prompt_length,
-        max_completion_length=max_completion_length,
-    )
+    source = open_environment(context, options, context.tokenizer)
     assert source is not None
-    if options.check and not source.calls.asynchronous:
-        with error_context(stage, "environment"):
+    if environment.check and not source.calls.asynchronous:
+        with error_context(context.stage, "environment"):
             lines.append(
                 try_episode(source.calls, source.encoder, rows.row(0), rows.where(0), rows.max_prompt_length)
             )

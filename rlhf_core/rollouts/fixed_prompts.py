@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import counted
-from rlhf_core.rollouts.collector import RolloutCollector, warm_up
-from rlhf_core.rollouts.rollout import Rollout
-from rlhf_core.rollouts.shown import completion_lines
+from rlhf_core.rollouts.collector import RolloutCollector
+from rlhf_core.rollouts.open_collector import warm_up
+from rlhf_core.rollouts.rollout import Rollout, completion_lines
 
 if TYPE_CHECKING:
     from rlhf_core.models import Model
@@ -60,7 +60,7 @@ class FixedPrompts:
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Return metrics over completions of all prompts, by the names of the metrics page."""
-        rollout = self._complete(state, np.arange(self.count))
+        rollout = self._sample(state, np.arange(self.count))
         if self.previewed:
             self._write(int(state.step), rollout.take(self._spread()))
         if self.collector.rewards and self.collector.stage.is_main:
@@ -83,12 +83,12 @@ class FixedPrompts:
                 self.collector.stage.say(
                     f"answering {counted(len(chosen), 'prompts')} for samples/{self.name}-{step:06d}.jsonl"
                 )
-            self._write(step, self._complete(state, chosen, required=False))
+            self._write(step, self._sample(state, chosen, required=False))
 
     def _spread(self) -> NDArray[np.int64]:
         return np.linspace(0, self.count - 1, min(self.previewed, self.count)).astype(np.int64)
 
-    def _complete(self, state: TrainState, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
+    def _sample(self, state: TrainState, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
         key = (
             state.key if self.seed is None else jax.device_put(jax.random.key(self.seed), state.key.sharding)
         )

@@ -10,8 +10,9 @@ import numpy as np
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions, open_sampler
+from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts
+from rlhf_core.rollouts.open_collector import open_sampler
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training.context import require_stop_token

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,11 +14,11 @@ from numpy.typing import NDArray
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.contracts import AdvantageInputs, RewardInputs
+from rlhf_core.environments import Episodes, TurnRecord
 from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.hidden import scrub, scrub_all
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.packing.rows import Tree
-from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.sampling import Rollouts
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ ENVIRONMENT_REWARDS = "environment_rewards"
 """The column that episodes add to those of their rows; a sample has it under `turns`."""
 LONGEST_CELL = 1000
 """Characters of a column's value in a sample, which repeats it for every completion of the prompt."""
+LONGEST = 1000
+"""Characters of a completion to print; the samples have all of them."""
+PROMPT = 200
+"""Characters of a prompt to print, its last."""
+Ints = NDArray[np.int32]
 
 
 class Timing(NamedTuple):
@@ -49,6 +55,109 @@ class Timing(NamedTuple):
         if self.tokens:
             out["rollout/tokens_per_second"] = Mean(float(self.tokens), self.sampling)
         return out
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The prompts and turns of P groups of episodes, N in all.
+
+    prompts: int32 [n] each, one per group. turns: of each episode. rewards: each episode's, one per answered turn, and
+        failures: a text, or None; both empty after a restore, which does not need them.
+    one_row_per_turn: whether every turn is a training row of its own.
+    """
+
+    prompts: Sequence[Ints]
+    turns: Sequence[Sequence[TurnRecord]]
+    rewards: Sequence[Sequence[float | None]] = ()
+    failures: Sequence[str | None] = ()
+    one_row_per_turn: bool = False
+
+    @classmethod
+    def of(cls, episodes: Episodes, group: int, *, one_row_per_turn: bool) -> Conversations:
+        """Collect what was said; a group all of whose episodes failed has a prompt of one token."""
+        every = episodes.episodes
+        prompts = [
+            next((e.prompt for e in every[i : i + group] if len(e.prompt)), np.zeros(1, np.int32))
+            for i in range(0, len(every), group)
+        ]
+        return cls(
+            prompts,
+            [tuple(episode.turns) for episode in every],
+            [tuple(episode.rewards) for episode in every],
+            [episode.failure for episode in every],
+            one_row_per_turn,
+        )
+
+    def take(self, groups: NDArray[np.intp], rows: NDArray[np.intp]) -> Conversations:
+        """Select these groups, whose episodes are `rows`."""
+        chosen = rows.tolist()
+        return Conversations(
+            [self.prompts[i] for i in groups.tolist()],
+            [self.turns[i] for i in chosen],
+            [self.rewards[i] for i in chosen],
+            [self.failures[i] for i in chosen],
+            self.one_row_per_turn,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Conversations | None]) -> Conversations | None:
+        """Concatenate the conversations of several rounds of sampling."""
+        held = [part for part in parts if part is not None]
+        if not held:
+            return None
+        return cls(
+            [prompt for part in held for prompt in part.prompts],
+            [turns for part in held for turns in part.turns],
+            [rewards for part in held for rewards in part.rewards],
+            [failure for part in held for failure in part.failures],
+            held[0].one_row_per_turn,
+        )
+
+    def described(self, i: int) -> dict[str, Any]:
+        """Describe episode i for a reader of its sample."""
+        rewards = [*self.rewards[i], *[None] * (len(self.turns[i]) - len(self.rewards[i]))]
+        turns = [
+            {"message": turn.message, "tokens": turn.end - turn.start, "reward": reward}
+            for turn, reward in zip(self.turns[i], rewards, strict=True)
+        ]
+        failure = self.failures[i]
+        return {"turns": turns, **({} if failure is None else {"failure": failure})}
+
+    def arrays(self, prefix: str) -> dict[str, np.ndarray]:
+        """Return the arrays that a checkpoint keeps: texts of any length, one after the other, with their lengths."""
+        every = [(i, turn) for i, turns in enumerate(self.turns) for turn in turns]
+        contexts = [np.zeros(0, np.int32) if turn.context is None else turn.context for _, turn in every]
+        arrays = {
+            "prompts": np.concatenate([np.zeros(0, np.int32), *self.prompts]),
+            "prompt_lengths": np.array([len(prompt) for prompt in self.prompts], np.int32),
+            "counts": np.array([len(turns) for turns in self.turns], np.int32),
+            "spans": np.array([(turn.start, turn.end) for _, turn in every], np.int32).reshape(-1, 2),
+            "contexts": np.concatenate([np.zeros(0, np.int32), *contexts]),
+            "context_lengths": np.array([len(context) for context in contexts], np.int32),
+            "one_row_per_turn": np.array(self.one_row_per_turn, np.int32),
+        }
+        return {prefix + name: array for name, array in arrays.items()}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any], prefix: str) -> Conversations | None:
+        """Make conversations of what `arrays` returned; None where it is not there."""
+        if f"{prefix}prompts" not in arrays:
+            return None
+        kept = {
+            name.removeprefix(prefix): np.asarray(arrays[name]) for name in arrays if name.startswith(prefix)
+        }
+        contexts = iter(_split(kept["contexts"], kept["context_lengths"]))
+        every = iter(
+            TurnRecord(int(start), int(end), context if len(context) else None)
+            for (start, end), context in zip(kept["spans"], contexts, strict=True)
+        )
+        turns = [tuple(next(every) for _ in range(count)) for count in kept["counts"].tolist()]
+        prompts = _split(kept["prompts"], kept["prompt_lengths"])
+        return cls(prompts, turns, one_row_per_turn=bool(kept["one_row_per_turn"]))
+
+
+def _split(flat: NDArray[Any], lengths: NDArray[Any]) -> list[Ints]:
+    return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
 
 @dataclass(frozen=True)
@@ -189,7 +298,34 @@ class Rollout:
         token. Raises RunError where it raises, or returns anything but finite numbers [prompts, samples] or [prompts,
         samples, time], with a time that reaches the longest completion.
         """
-        return replace(self, advantages=compute_advantages(advantage, self, rewards, name=name))
+        inputs = advantage_inputs(self, rewards)
+        what, shape = f"advantage '{name}'", inputs.rewards.shape
+        try:
+            out = np.asarray(advantage(inputs), np.float32)
+        except (InputError, RunError):
+            raise
+        except Exception as error:
+            raise RunError(f"{what} {error_line(error, HERE)}") from error
+        longest = int(np.max(inputs.lengths))
+        if out.shape != shape and not (out.ndim == 3 and out.shape[:2] == shape and out.shape[2] >= longest):
+            raise RunError(
+                f"{what} returned an array of shape {list(out.shape)}; expected one number per completion, "
+                f"{list(shape)} (prompts, and samples of each), or one per token, {[*shape, longest]} or longer"
+            )
+        if not np.isfinite(out).all():
+            prompt, sample, *_ = np.argwhere(~np.isfinite(out))[0]
+            raise RunError(
+                f"{what} returned {out[prompt, sample]} for sample {sample} of prompt {prompt}, whose rewards are "
+                f"{self.total.reshape(shape)[prompt].tolist()}; advantages must be finite, and 0 where there is "
+                "nothing to learn"
+            )
+        if out.ndim == 2:
+            return replace(self, advantages=out.reshape(-1))
+        width = self.samples.tokens.shape[1]
+        laid = np.zeros((out.shape[0] * out.shape[1], width), np.float32)
+        kept = out.reshape(len(laid), -1)[:, :width]
+        laid[:, : kept.shape[1]] = kept
+        return replace(self, advantages=laid)
 
     def with_token_values(
         self, values: Mapping[str, Sequence[NDArray[Any]]], *, mask: NDArray[np.bool_] | None = None
@@ -328,35 +464,41 @@ def advantage_inputs(rollout: Rollout, rewards: Sequence[Reward]) -> AdvantageIn
     )
 
 
-def compute_advantages(
-    advantage: Advantage, rollout: Rollout, rewards: Sequence[Reward], *, name: str
-) -> NDArray[np.float32]:
-    """Compute a rollout's advantages, float32 [N] or [N, C]; see `Rollout.with_advantages`."""
-    inputs = advantage_inputs(rollout, rewards)
-    what, shape = f"advantage '{name}'", inputs.rewards.shape
-    try:
-        out = np.asarray(advantage(inputs), np.float32)
-    except (InputError, RunError):
-        raise
-    except Exception as error:
-        raise RunError(f"{what} {error_line(error, HERE)}") from error
-    longest = int(np.max(inputs.lengths))
-    if out.shape != shape and not (out.ndim == 3 and out.shape[:2] == shape and out.shape[2] >= longest):
-        raise RunError(
-            f"{what} returned an array of shape {list(out.shape)}; expected one number per completion, {list(shape)} "
-            f"(prompts, and samples of each), or one per token, {[*shape, longest]} or longer"
+def completion_lines(rollout: Rollout, rewards: Sequence[Reward], count: int) -> Iterator[str]:
+    """Yield a text of several lines per completion, `count` of them, evenly spread over the rollout.
+
+    Control characters are left to the printer, which escapes them. A line of a completion stands behind a bar, so that
+    it cannot pass for another line of the output.
+    """
+    assert rollout.inputs is not None
+    total = len(rollout.total)
+    for i in np.linspace(0, total - 1, min(count, total)).astype(int).tolist():
+        values = [("reward", rollout.total[i]), *_shown_rewards(rollout, rewards, i)] if rewards else []
+        if len(rollout.advantages):
+            values.append(("advantage", mean_advantage(rollout, i)))
+        cut = "" if rollout.samples.finished[i] else ", cut"
+        numbers = "".join(f"{name} {'–' if np.isnan(value) else f'{value:.4g}'}  " for name, value in values)
+        prompt = " ".join(_said(rollout.inputs.prompts[i]).split())
+        prompt = prompt if len(prompt) <= PROMPT else f"…{prompt[1 - PROMPT :]}"
+        completion = _said(rollout.inputs.completions[i])
+        if len(completion) > LONGEST:
+            completion = f"{completion[:LONGEST]}… ({len(completion):,} characters)"
+        yield (
+            f"completion {i + 1:,} of {total:,}  {numbers}{int(rollout.samples.mask[i].sum()):,} tokens{cut}\n"
+            f"  after {prompt}\n" + textwrap.indent(completion or "(nothing)", "  │ ", lambda line: True)
         )
-    if not np.isfinite(out).all():
-        prompt, sample, *_ = np.argwhere(~np.isfinite(out))[0]
-        raise RunError(
-            f"{what} returned {out[prompt, sample]} for sample {sample} of prompt {prompt}, whose rewards are "
-            f"{rollout.total.reshape(shape)[prompt].tolist()}; advantages must be finite, 0 where there "
-            f"is nothing to learn"
-        )
-    if out.ndim == 2:
-        return out.reshape(-1)
-    width = rollout.samples.tokens.shape[1]
-    laid = np.zeros((out.shape[0] * out.shape[1], width), np.float32)
-    kept = out.reshape(len(laid), -1)[:, :width]
-    laid[:, : kept.shape[1]] = kept
-    return laid
+
+
+def _shown_rewards(rollout: Rollout, rewards: Sequence[Reward], i: int) -> list[tuple[str, float]]:
+    """Return each reward's value; none where the only one is the total."""
+    values = [(reward.label, rollout.rewards[i, f]) for f, reward in enumerate(rewards)]
+    return [] if len(values) == 1 and values[0][1] == rollout.total[i] else values
+
+
+def _said(said: Any) -> str:
+    """Return a text, or the messages of a conversation one after the other; of a single reply its content."""
+    if isinstance(said, str):
+        return said
+    if len(said) == 1 and said[0].get("role") == "assistant" and not said[0].get("tool_calls"):
+        return str(said[0].get("content") or "")
+    return "\n".join(f"{m.get('role')}: {m.get('content') or m.get('tool_calls') or ''}" for m in said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.data import batch_rows, count_updates
+from rlhf_core.data.columns import is_blank
 from rlhf_core.errors import counted
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
@@ -18,15 +20,21 @@ from rlhf_core.packing.rows import Layout, Packed, empty_batches
 from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
-from rlhf_core.rollouts.rollout import Rollout, Timing
-from rlhf_core.rollouts.shown import completion_lines
-from rlhf_core.rollouts.warnings import RolloutWarnings
+from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
 from rlhf_core.training.context import Context
 from rlhf_core.training.reference import Reference
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
+    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
+    from rlhf_core.tokenizer.encoding import Turns
+
+
+FLAT_ROLLOUTS = 3
+"""Rollouts in a row without a difference within any group before the warning."""
+FIRST_ROLLOUTS = 3
+"""Rollouts whose empty completions are counted: later a policy may have learned to say nothing."""
 
 
 class PromptOrder:
@@ -92,12 +100,12 @@ class RolloutSteps(Protocol):
     @property
     def sequence_names(self) -> Sequence[str]: ...
 
-    def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
+    def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         """Return the rollout with its advantages and token values, computed with the policy that sampled it."""
         ...
 
     def minibatches(self, rollout: Rollout) -> Sequence[Sequence[Packed]]:
-        """Return the micro-batches of each minibatch, a function of the completed rollout alone.
+        """Return the micro-batches of each minibatch, a function of the prepared rollout alone.
 
         Minibatch i of n has the i-th n-th of the prompts; `Packed.example` counts its trees.
         """
@@ -118,7 +126,7 @@ class RolloutUpdates:
     """The `UpdateSource` of a trainer that samples: update n belongs to rollout n div updates_per_rollout.
 
     The number of minibatches divides updates_per_rollout, so that the updates of a rollout go through its minibatches
-    once or several times. The rollout is part of every checkpoint that lies within it, with all that `steps.complete`
+    once or several times. The rollout is part of every checkpoint that lies within it, with all that `steps.prepare`
     computed from the policy of its start: a run that is resumed continues with it.
     """
 
@@ -194,7 +202,7 @@ class RolloutUpdates:
         return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing)
 
     def _begin_rollout(self, step: int, state: TrainState) -> None:
-        """Collect and complete the rollout that update `step` begins."""
+        """Collect and prepare the rollout that update `step` begins."""
         number = step // self.updates_per_rollout
         if self.rollout is None:  # the sampler compiles
             count = self.order.prompts_per_rollout * self.collector.options.num_generations
@@ -204,7 +212,7 @@ class RolloutUpdates:
         self.order.add_rounds(rollout.rounds)
         self._end_with_epochs(number)
         self.warnings.check(number, rollout)
-        self.rollout = self.steps.complete(rollout, state)
+        self.rollout = self.steps.prepare(rollout, state)
         self.packed = self.steps.minibatches(self.rollout)
         logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
         if self.stage.is_main and (number == 0 or logged):
@@ -280,3 +288,56 @@ def _update_metrics(metrics: Mapping[str, float], *, first: bool) -> dict[str, f
             if np.isfinite(value):
                 out[name] = Min(value) if "/min_" in name else Max(value)
     return out
+
+
+class RolloutWarnings:
+    """Checks every rollout of a stage; the first process warns, once per kind of warning."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.flat = 0  # rollouts in a row with nothing to compare
+        self.given: set[str] = set()
+
+    def check(self, number: int, rollout: Rollout) -> None:
+        """Warn about empty completions in the first rollouts, and about groups without a difference.
+
+        number: of the rollout, from 0.
+        """
+        assert rollout.inputs is not None
+        completions, metrics = rollout.inputs.completions, rollout.metrics
+        if rollout.conversations is not None:  # episodes that failed have a warning of their own
+            failures = rollout.conversations.failures
+            completions = [said for said, why in zip(completions, failures, strict=True) if why is None]
+        if number < FIRST_ROLLOUTS and (line := empty_warning(completions)) is not None:
+            self._warn("empty", line)
+        share = metrics.get("frac_reward_zero_std", 0.0)  # absent where a group is one completion
+        self.flat = self.flat + 1 if share == 1 or math.isnan(share) else 0
+        if self.flat != FLAT_ROLLOUTS:
+            return
+        result = (
+            "no group had two completions that a reward scored"
+            if math.isnan(share)
+            else f"every group got the same reward, {metrics['reward']:.4g} on average"
+        )
+        self._warn(
+            "flat",
+            f"in {self.flat} consecutive rollouts, {result}: nothing is learned. Read the completions in "
+            f"{self.stage.dir / 'samples'}; the prompts may be too hard or too easy, or the reward too coarse",
+        )
+
+    def _warn(self, kind: str, line: str) -> None:
+        if self.stage.is_main and kind not in self.given:
+            warnings.warn(f"stage '{self.stage.name}': {line}", stacklevel=4)
+        self.given.add(kind)
+
+
+def empty_warning(completions: Sequence[Turns]) -> str | None:
+    """Return a warning if more than half of the completions, texts or message lists, are empty, else None."""
+    empty = sum(map(is_blank, completions))
+    if empty * 2 <= len(completions):
+        return None
+    return (
+        f"{empty:,} of {len(completions):,} completions are empty: the model stops immediately, as chat models do "
+        'after plain text; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is '
+        "used"
+    )

@@ -1,8 +1,8 @@
-"""Settings that has no effect are told, those that can are not."""
+"""Settings without effect are told, those that can are not."""
 
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.config_warnings import config_warnings
+from rlhf_grpo.config_warnings import grpo_warnings
 
 TWICE = {"num_iterations": 2}
 CASES = [
@@ -55,11 +55,6 @@ CASES = [
     ({"rewards": [{"name": "length", "weight": 0.0}]}, "weight is 0", {"rewards": ["length"]}),
     ({"num_completions_to_print": 9}, "has no effect without log_completions", {"log_completions": True}),
     (
-        {"max_completion_length": 60},
-        "that is 70, more than the model's context of 64",
-        {"max_completion_length": 50},
-    ),
-    (
         {"rewards": [{"name": "soft_overlong", "max_length": 40, "cache": 5}], "max_completion_length": 30},
         "rewards 'soft_overlong': has no effect: it begins above 35",
         {"max_completion_length": 38},
@@ -69,11 +64,9 @@ CASES = [
 
 def told(options):
     return "\n".join(
-        config_warnings(
+        grpo_warnings(
             GRPOConfig(**{"max_completion_length": 40, **options}),
             updates=10,
-            context=64,
-            longest_prompt=10,
         )
     )
 

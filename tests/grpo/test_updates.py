@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
-from rlhf_grpo.train import _sampled
-from rlhf_grpo.updates import GRPOSteps, PolicyReader, with_kept
+from rlhf_grpo.train import GRPOSteps, PolicyReader, _sampled, with_kept
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh

@@ -14,7 +14,7 @@ from rlhf_core.errors import InputError, RunError
 from rlhf_core.rewards.checks import missing_columns, set_up
 from rlhf_core.rewards.reward import open_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
-from rlhf_core.rollouts.completions import measure
+from rlhf_core.rollouts.collector import measure
 
 INPUTS = RewardInputs(
     prompts=["a", "a", "b"],

@@ -14,10 +14,8 @@ from rlhf_core.contracts import RewardInputs
 from rlhf_core.environments import TurnRecord
 from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.rollouts import Reward, Rollout
-from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
-from rlhf_core.rollouts.conversations import Conversations
-from rlhf_core.rollouts.rollout import Timing
-from rlhf_core.rollouts.warnings import warn_of_unscored
+from rlhf_core.rollouts.collector import measure, reward_inputs, rollout_metrics, warn_of_unscored
+from rlhf_core.rollouts.rollout import Conversations, Timing
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4

@@ -7,7 +7,7 @@ import numpy as np
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.rollouts import Rollout
-from rlhf_core.rollouts.shown import completion_lines
+from rlhf_core.rollouts.rollout import completion_lines
 from rlhf_core.runtime.terminal import escape_control
 from rlhf_core.sampling import Rollouts
 

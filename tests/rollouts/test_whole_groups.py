@@ -19,7 +19,7 @@ from rlhf_core.packing import Layout, choose_layout
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import pack
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rollouts import layout as layouts
+from rlhf_core.rollouts import rollout_rows as layouts
 from rlhf_core.training.define import forecast
 
 ppo: Any = load_file(Path(__file__).parents[2] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")

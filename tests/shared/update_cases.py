@@ -11,7 +11,7 @@ import numpy as np
 from rlhf_grpo.config import SamplerCorrection
 from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.objective import Terms, objective
-from rlhf_grpo.updates import with_kept
+from rlhf_grpo.train import with_kept
 
 from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack
 

@@ -20,7 +20,7 @@ from rlhf_core.fit import batches
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards.reward import score
 from rlhf_core.rollouts import Reward
-from rlhf_core.rollouts.completions import reward_inputs
+from rlhf_core.rollouts.collector import reward_inputs
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import load_tokenizer

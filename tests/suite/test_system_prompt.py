@@ -16,7 +16,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rollouts.warnings import system_prompt_warnings
+from rlhf_core.rollouts.open_collector import system_prompt_warnings
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder

@@ -125,7 +125,7 @@ class PPOSteps:
         self.config, self.prompts, self.layout = config, prompts, layout
         self.read, self.reference = reader, reference
 
-    def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
+    def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         mask, lengths = rollout.samples.mask, np.asarray(rollout.samples.lengths)
         params = {**state.params, "reference": self.reference.params}
         rollout = rollout.with_token_values(self.read(params, rollout.trees(self.prompts)))

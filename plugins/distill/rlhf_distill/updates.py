@@ -24,7 +24,7 @@ class DistillSteps:
     def __init__(self, prompts: Any, layout: Layout, size: int) -> None:
         self.prompts, self.layout, self.size = prompts, layout, size
 
-    def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
+    def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         return rollout
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:

@@ -137,18 +137,11 @@ def _rewards(inputs: AdvantageInputs) -> Floats:
     return np.asarray(inputs.rewards if inputs.rewards64 is None else inputs.rewards64, np.float64)
 
 
-def _constant(rewards: Floats) -> NDArray[np.bool_]:
-    """Whether the scored rewards along the last axis are all equal up to rounding, or none is scored: [..., 1]."""
-    highest = np.max(np.nan_to_num(rewards, nan=-np.inf), axis=-1, keepdims=True)
-    lowest = np.min(np.nan_to_num(rewards, nan=np.inf), axis=-1, keepdims=True)
-    # Sums that are equal on paper, such as 0.1 + 0.2 and 0.3, differ in the last digits.
-    return highest - lowest <= 4 * np.spacing(np.max(np.abs(np.nan_to_num(rewards)), axis=-1, keepdims=True))
-
-
 def _centred(rewards: Floats) -> Floats:
     """rewards − their mean along the last axis; NaN where not scored."""
     # Rounding of a mean must not be blown up by division: what is constant has no advantage.
-    return np.where(_constant(rewards) & ~np.isnan(rewards), 0.0, rewards - _mean(rewards, axis=-1))
+    constant = AdvantageInputs.all_equal(rewards)[..., None] & ~np.isnan(rewards)
+    return np.where(constant, 0.0, rewards - _mean(rewards, axis=-1))
 
 
 def _scaled(rewards: Floats, scale: str, eps: float) -> Floats:

@@ -1,4 +1,4 @@
-"""Warn, before the run, about settings that cannot act or that do silent harm."""
+"""Warn, before the run, about settings that have no effect or do silent harm."""
 
 from __future__ import annotations
 
@@ -15,21 +15,10 @@ RATIO_OPTIONS = ("epsilon", "epsilon_high", "delta", "dual_clip", "temperature_p
 """Options of policy losses that have no effect where every ratio is 1, except for the cap of `cispo`."""
 
 
-def config_warnings(
-    config: GRPOConfig,
-    *,
-    updates: int,
-    context: int | None = None,
-    longest_prompt: int | None = None,
-) -> list[str]:
-    """Return one line per setting, beginning with its dotted path.
-
-    updates: of the whole run. context: tokens that the model was made for; longest_prompt: tokens. Both are None while
-    they are unknown.
-    """
+def grpo_warnings(config: GRPOConfig, *, updates: int) -> list[str]:
+    """Return one line per setting, beginning with its dotted path. updates: of the whole run."""
     from rlhf_grpo.losses import LOSSES
 
-    prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
     built_in = config.loss.name in LOSSES  # what the options of others do is not known
     return [
         *(_clipping(config) if built_in else ()),
@@ -37,7 +26,7 @@ def config_warnings(
         *_reference(config, updates),
         *_sampling(config),
         *_epochs(config),
-        *_lengths(config, prompt, context),
+        *_rewards(config),
         *_printing(config),
     ]
 
@@ -116,9 +105,8 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
     taxed = kl.beta and kl.place == "reward"
     if taxed and config.advantage.name == "normalize_then_sum":
         yield (
-            "kl.place='reward': has no effect: advantage 'normalize_then_sum' reads the rewards of each "
-            "function, and the "
-            "KL is taken from their sum; use place = 'loss'"
+            "kl.place='reward': has no effect: advantage 'normalize_then_sum' reads the rewards of each function, and "
+            "the KL is taken from their sum; use place = 'loss'"
         )
     if (
         taxed
@@ -175,20 +163,8 @@ def _sampling(config: GRPOConfig) -> Iterator[str]:
             yield f"rewards '{reward.label or reward.name}': weight is 0: logged only, no effect on training"
 
 
-def _lengths(config: GRPOConfig, prompt: int, context: int | None) -> Iterator[str]:
+def _rewards(config: GRPOConfig) -> Iterator[str]:
     length = config.sampling.max_completion_length
-    if config.environment is not None:
-        episode = config.environment.length(length)
-        if context is not None and prompt + episode > context:
-            yield (
-                f"environment.max_tokens: with prompts of up to {prompt} tokens and episodes of up to {episode} that "
-                f"is {prompt + episode}, more than the model's context of {context} (max_position_embeddings)"
-            )
-    elif context is not None and prompt + length > context:
-        yield (
-            f"sampling.max_completion_length={length}: with prompts of up to {prompt} tokens that is "
-            f"{prompt + length}, more than the model's context of {context} (max_position_embeddings)"
-        )
     for reward in config.rewards:
         limit = reward.options.get("max_length")
         cache = reward.options.get("cache", 0)

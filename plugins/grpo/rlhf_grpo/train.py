@@ -1,17 +1,26 @@
-"""What a GRPO stage trains, on what, towards what."""
+"""What a GRPO stage trains, on what, towards what; and what it makes of its rollouts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs
+from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts
+from rlhf_core.fit import TreeReader
 from rlhf_core.objective import trained_logps
+from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
+    Reading,
+    Rollout,
+    RolloutCollector,
     RolloutOptions,
     RolloutUpdates,
     choose_rollout_rows,
@@ -20,16 +29,19 @@ from rlhf_core.rollouts import (
 )
 from rlhf_core.training import Build, Context, Reference, open_rewards, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
-from rlhf_grpo.config_warnings import config_warnings
-from rlhf_grpo.objective import Terms, combine, objective
-from rlhf_grpo.updates import GRPOSteps, PolicyReader
+from rlhf_grpo.config_warnings import grpo_warnings
+from rlhf_grpo.objective import Terms, combine, kl_estimate, objective
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rlhf_core import PolicyLoss, TrainState
+    from rlhf_core import Advantage, PolicyLoss, TrainState
     from rlhf_core.models import Model
+    from rlhf_core.packing import Tree
     from rlhf_core.rollouts import Reward
+
+SAMPLED = ("sampling_logps",)
+"""Per-token values that every micro-batch carries, also when the policies read it."""
+PER_SEQUENCE = ("index", "reward")
+"""Per-sequence values: a completion's number in its rollout, and its total reward."""
 
 
 def build(config: GRPOConfig, context: Context) -> Build:
@@ -38,37 +50,36 @@ def build(config: GRPOConfig, context: Context) -> Build:
     advantage = registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
     _try_loss(config, context, loss)
-    model = context.model("lm")
+    policy = context.model("lm")
     rewards = open_rewards(
         config.rewards, context.stage, weights=config.reward_weights, environment=config.environment
     )
 
-    collector = open_collector(context, model, rewards, _sampled(config))
+    collector = open_collector(context, policy, rewards, _sampled(config))
     assert collector is not None
-    frozen, moves = config.frozen_parameters, config.sync_ref_model
-    reference = Reference(model.params, frozen, context.mesh, moves=moves) if config.keeps_reference else None
-    # Before the rows are chosen, which may change the model's attention: equal samplers then share programs.
-    held_out = _held_out(config, context, model, rewards)
-    model, layout = choose_rollout_rows(context, model, collector)
+    held_out = _held_out(config, context, policy, rewards)
+    moves, reference = config.sync_ref_model, None
+    if config.keeps_reference:
+        reference = Reference(policy.params, config.frozen_parameters, context.mesh, moves=moves)
+    # The model that is trained may compute attention otherwise than samplers, which all take `policy`.
+    model, layout = choose_rollout_rows(context, policy, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
     policies = PolicyReader(config, logps, reference, layout, context.mesh)
     context.ahead(policies.compile, model.params)
-    steps = GRPOSteps(config, collector, advantage, policies, layout)
     updates = RolloutUpdates(
         context,
         collector,
         layout,
-        steps,
+        GRPOSteps(config, collector, advantage, policies, layout),
         reference=reference,
         reading=policies.reading,
         completions_to_print=config.num_completions_to_print if config.log_completions else 0,
     )
+    context.warn(*grpo_warnings(config, updates=updates.total))
     if held_out is not None:
-        context.ahead(held_out.warm_up, model)
-    positions, longest = model.hf_config.get("max_position_embeddings"), int(collector.prompts.sizes.max())
-    context.warn(*config_warnings(config, updates=updates.total, context=positions, longest_prompt=longest))
-    previewed = held_out or FixedPrompts(
-        collector, len(collector.prompts), config.num_preview_samples, model.as_stored
+        context.ahead(held_out.warm_up, policy)
+    shown = held_out or FixedPrompts(
+        collector, len(collector.prompts), config.num_preview_samples, policy.as_stored
     )
     return Build(
         model,
@@ -82,8 +93,8 @@ def build(config: GRPOConfig, context: Context) -> Build:
             correction=config.sampler_correction,
         ),
         evaluate=None if held_out is None else held_out.evaluate,
-        preview=previewed.preview,
-        previews=open_previews(context, model),
+        preview=shown.preview,
+        previews=open_previews(context, policy),
         after_update=_reference_sync(config, context, reference) if moves and reference else None,
         after_update_steps=config.ref_model_sync_steps,
         stop_when=watch(config.limits),
@@ -110,13 +121,13 @@ def _held_out(
     """Open the prompts of `eval_data`, with a sampler of their own; None without."""
     own = config.evaluation
     size = config.eval_batch_size or max(config.total_batch_size // own.num_generations, 1)
-    options = RolloutOptions(
-        config.max_prompt_length,
-        own.num_generations,
-        config.evaluation_sampling,
-        size,
-        sampler=config.sampler,
-        environment=config.environment,
+    options = replace(
+        _sampled(config),
+        num_generations=own.num_generations,
+        sampling=config.evaluation_sampling,
+        prompts_per_rollout=size,
+        updates_per_rollout=1,
+        max_rounds=1,
     )
     collector = open_collector(context, model, rewards, options, "eval_data")
     if collector is None:
@@ -153,6 +164,147 @@ def _try_loss(config: GRPOConfig, context: Context, loss: PolicyLoss) -> None:
         return combine(loss, inputs, Terms.of(config), sequences=4)
 
     context.try_loss(measure, tokens, tokens)
+
+
+class GRPOSteps:
+    """Gives rollouts group-normalised advantages, and cuts them into minibatches of whole groups."""
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        collector: RolloutCollector,
+        advantage: Advantage,
+        policies: PolicyReader,
+        layout: Layout,
+    ) -> None:
+        self.config, self.collector, self.prompts = config, collector, collector.prompts
+        self.advantage, self.policies = advantage, policies
+        self.layout = layout
+        self.keeps_share = config.top_entropy_quantile < 1
+        read = [name for name in policies.names if name != "entropies"]
+        self.token_names = (*SAMPLED, "advantages", *read, *(("kept",) if self.keeps_share else ()))
+        self.sequence_names = PER_SEQUENCE
+
+    def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
+        config = self.config
+        in_reward = config.kl.place == "reward" and "ref_logps" in self.policies.names
+        if self.policies.names:
+            # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
+            mask = rollout.samples.mask if in_reward else self._mask(rollout)
+            values = self.policies.read(rollout.trees(self.prompts, mask=mask), state.params)
+            rollout = rollout.with_token_values(values, mask=mask)
+        if in_reward and not self.policies.at_reference(state.params):
+            penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
+            rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
+        return rollout.with_advantages(self.advantage, self.collector.rewards, name=config.advantage.name)
+
+    def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
+        groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)
+        packed = [
+            pack(
+                rollout.trees(self.prompts, m * groups, (m + 1) * groups, mask=mask),
+                self.layout,
+                token_names=(*SAMPLED, "advantages", *self.policies.names),
+                sequence_names=PER_SEQUENCE,
+            )
+            for m in range(self.config.steps_per_generation)
+        ]
+        if self.keeps_share:
+            packed = [with_kept(batches, self.config.top_entropy_quantile) for batches in packed]
+        return packed
+
+    def _mask(self, rollout: Rollout) -> NDArray[np.bool_]:
+        """Mark the tokens that are trained on, bool [N, C]."""
+        mask = rollout.samples.mask
+        if self.config.mask_truncated_completions:
+            mask = mask & rollout.samples.finished[:, None]
+        return mask
+
+
+Logps: TypeAlias = Callable[[Any, "Packed"], tuple[jax.Array, jax.Array]]
+"""(params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]."""
+
+
+def read_values(
+    logps: Logps, names: Sequence[str], params: Mapping[str, Any], batch: Packed
+) -> dict[str, jax.Array]:
+    """Compute the named values per trained token, {name: float32 [rows, trained]}; params: by policy."""
+    # What is not returned is not computed: the compiler leaves it out.
+    old, entropies = logps(params["policy"], batch)
+    every = {"old_logps": old, "entropies": entropies}
+    if "reference" in params:
+        every["ref_logps"] = logps(params["reference"], batch)[0]
+    return {name: every[name] for name in names}
+
+
+class PolicyReader:
+    """Reads rollouts with the policy of their start and with the reference, as far as the config needs that.
+
+    names: of what `read` returns: `old_logps` where the policy moves during a rollout, `ref_logps`, `entropies`.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, logps: Logps, reference: Reference | None, layout: Layout, mesh: Any
+    ) -> None:
+        self.reference = reference
+        self.names = (
+            *(("old_logps",) if config.updates_per_rollout > 1 else ()),
+            *(("ref_logps",) if reference is not None else ()),
+            *(("entropies",) if config.top_entropy_quantile < 1 else ()),
+        )
+        self._reader = TreeReader(partial(read_values, logps, self.names), layout, mesh, per="token")
+
+    def compile(self, params: Any) -> None:
+        """Start to compile in the background, for a policy that is placed like `params`."""
+        if self.names:
+            self._reader.compile(self._policies(params))
+
+    def read(self, trees: Sequence[Tree], params: Any) -> dict[str, list[NDArray[np.float32]]]:
+        """Return {name: a value per trained token of every branch}. params: the policy's, as they are now."""
+        values: dict[str, list[NDArray[np.float32]]] = self._reader(self._policies(params), trees)
+        return values
+
+    def _policies(self, params: Any) -> dict[str, Any]:
+        return {"policy": params, **({} if self.reference is None else {"reference": self.reference.params})}
+
+    @property
+    def reading(self) -> Reading | None:
+        """What a compiler needs to know of `read`; None where nothing is read."""
+        policy = ("parameters", "frozen parameters") if {"old_logps", "entropies"} & set(self.names) else ()
+        # A reference shares the frozen parameters.
+        reference = ("reference", "frozen parameters") if "ref_logps" in self.names else ()
+        return Reading(self._reader, self._policies, (*policy, *reference)) if self.names else None
+
+    def at_reference(self, params: Any) -> bool:
+        """Return whether the policy is the reference, so that their KL is 0. params: the policy's, as they are now."""
+        return self.reference is not None and self.reference.equals(params)
+
+
+def with_kept(batches: Sequence[Packed], share: float) -> list[Packed]:
+    """Replace `entropies` by `kept`: the share of a minibatch's tokens with the highest entropies (linear quantile)."""
+    entropies = [batch.token_values["entropies"] for batch in batches]
+    there = [batch.trained >= 0 for batch in batches]
+    trained = np.concatenate([e[t] for e, t in zip(entropies, there, strict=True)])
+    # All completions may have been truncated, and masked.
+    threshold = np.quantile(trained, 1 - share) if len(trained) else np.inf
+    marked = []
+    for batch, e, t in zip(batches, entropies, there, strict=True):
+        values = {name: x for name, x in batch.token_values.items() if name != "entropies"}
+        values["kept"] = ((e >= threshold) & t).astype(np.float32)
+        marked.append(batch._replace(token_values=values))
+    return marked
+
+
+def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:
+    """Sum the sampling policy's KL estimate over the tokens that it wrote, float64 [N], nats.
+
+    ref_logps: float32 [N, C], as `samples.logps`.
+    """
+    there = samples.mask
+    logps = np.where(there, samples.logps, 0.0).astype(np.float32)
+    kl = np.asarray(kl_estimate(jnp.asarray(logps), jnp.asarray(ref_logps), name), np.float64)
+    total: NDArray[np.float64] = np.where(there, kl, 0.0).sum(1)
+    return total
 
 
 GRPOTrainer = python_trainer("grpo", GRPOConfig, __name__)

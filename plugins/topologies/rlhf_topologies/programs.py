@@ -19,7 +19,7 @@ from rlhf_core.models.params import split
 from rlhf_core.packing.rows import pack
 from rlhf_core.pipeline.forecast import call_trainer, each_stage
 from rlhf_core.rollouts import RolloutUpdates
-from rlhf_core.rollouts.layout import full_groups
+from rlhf_core.rollouts.rollout_rows import full_groups
 from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
 from rlhf_core.training.context import Context, ModelNotHereError

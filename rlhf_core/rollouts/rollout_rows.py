@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import count_updates
-from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import row_multiple
 from rlhf_core.packing import Layout, Tree, choose_layout
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.models import Model
     from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
-    from rlhf_core.stage import Stage
     from rlhf_core.training.context import Context
 
 FILLS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -58,15 +56,6 @@ def tree_sizes(
     if environment.history == "kept":
         return prompt_sizes, options.num_generations, length
     return prompt_sizes + length - turn, 1, turn
-
-
-def require_whole_groups(config: TrainerConfig, stage: Stage, num_generations: int) -> None:
-    """Raise InputError where an update of `config.total_batch_size` completions would split a group."""
-    if config.total_batch_size % num_generations:
-        raise InputError(
-            f"stage '{stage.name}'.total_batch_size={config.total_batch_size} (completions of an update) is not a "
-            f"multiple of num_generations={num_generations}: a group would be split"
-        )
 
 
 def group_layout(
