@@ -142,7 +142,7 @@ def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
     assert told == [0, 0, 0, 0, 0, 0, 1, 1, 1]
     (message,) = [str(each.message) for each in recwarn if "nothing is learned" in str(each.message)]
     assert message.startswith(
-        "stage 'policy': in 3 rollouts one after another every group got one and the same reward"
+        "stage 'policy': in 3 consecutive rollouts, every group got the same reward"
     )
     assert "0.25 on average" in message
     assert str(feed.stage.dir / "samples") in message
