@@ -141,9 +141,7 @@ def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
         told.append(sum("nothing is learned" in str(each.message) for each in recwarn))
     assert told == [0, 0, 0, 0, 0, 0, 1, 1, 1]
     (message,) = [str(each.message) for each in recwarn if "nothing is learned" in str(each.message)]
-    assert message.startswith(
-        "stage 'policy': in 3 consecutive rollouts, every group got the same reward"
-    )
+    assert message.startswith("stage 'policy': in 3 consecutive rollouts, every group got the same reward")
     assert "0.25 on average" in message
     assert str(feed.stage.dir / "samples") in message
 

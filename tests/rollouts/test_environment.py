@@ -11,15 +11,9 @@ from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
-<<<<<<< HEAD:tests/rollouts/test_environment.py
-from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.environment import run_episodes
-from rlhf_core.rollouts.layout import tree_sizes
-=======
-from rlhf_core.rollouts.environment import EpisodeSource
 from rlhf_core.rollouts.rollout import Conversations
 from rlhf_core.rollouts.rollout_rows import tree_sizes
->>>>>>> 12343086 (Rollouts are opened in one file, collected in another; GRPO's trainer reads from top to bottom, and samplers take the model as it was opened):tests/rollouts/test_episodes.py
 from rlhf_core.sampling import SamplingOptions
 
 G = 2
