@@ -113,7 +113,6 @@ def generate(given: Generation) -> None:
     import jax
 
     from rlhf_core import plugins, runtime
-    from rlhf_core.models.model import warn_of_constraints
     from rlhf_core.rollouts.updates import empty_warning
     from rlhf_core.runtime.files import require_writable, write_atomic
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
@@ -126,7 +125,6 @@ def generate(given: Generation) -> None:
     encoded = _encode(given, records, model)
     positions, group = model.hf_config.get("max_position_embeddings"), given.num_generations
     ids, cut = _fit(encoded, given.max_prompt_length, given.max_completion_length, positions)
-    warn_of_constraints(model.source)
     sampler = _sampler(given, model, len(ids), max(map(len, ids)))
     try:
         rollouts = sampler(model.params, ids, jax.random.key(given.seed))

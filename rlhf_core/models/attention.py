@@ -85,36 +85,14 @@ def attend_at(
 
 
 def attend_cached(
-    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, softcap: float | None = None
+    q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, softcap: float | None = None
 ) -> jax.Array:
-    """Compute attention of one query per row over a cache.
+    """Compute attention of the newest tokens of each row over a cache that holds them.
 
-    q: [B, K, G, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; visible: bool [B, S]; softcap as in
-    `attend`. Returns [B, K·G·h] in the values' dtype.
-    """
-    logits = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
-    logits = capped(logits, softcap)
-    mixed = _mix(jnp.where(visible[:, None, None], logits, MASKED), values, "bkgs,bksh->bkgh")
-    return mixed.reshape(q.shape[0], -1)
-
-
-def attend_continued(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    positions: jax.Array,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Compute attention of the last few tokens of each row over a cache whose entry p is the token at position p.
-
-    q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h], the tokens' own included; positions:
-    int32 [B, T]; window, softcap as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
+    q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; seen: bool [B, T, S], the entries that
+    each token sees; softcap as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
     """
     batch, kv_heads, groups, time, head_dim = q.shape
-    age = positions[:, :, None] - jnp.arange(keys.shape[3])  # [B, T, S]
-    seen = age >= 0 if window is None else (age >= 0) & (age < window)
     logits = jnp.einsum("bkgth,bkhs->bkgts", q, keys, preferred_element_type=jnp.float32)
     mixed = _mix(jnp.where(seen[:, None, None], capped(logits, softcap), MASKED), values, "bkgts,bksh->bkgth")
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
@@ -126,7 +104,7 @@ def attend_groups(
     own: tuple[jax.Array, jax.Array, jax.Array],
     softcap: float | None = None,
 ) -> jax.Array:
-    """Compute `attend_cached` for B = P · G rows; G in a row share a cache, in addition to their own.
+    """Compute `attend_cached` for a token of each of B = P · G rows; G in a row share a cache besides their own.
 
     q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
     the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], one run of entries that all rows see alike. One

@@ -25,7 +25,7 @@ from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_parts
 from rlhf_core.models import weights
-from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_continued, attend_groups
+from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_groups
 from rlhf_core.models.config import (
     DecoderConfig,
     LayerKinds,
@@ -416,9 +416,8 @@ class Decoder(Definition):
     ) -> tuple[jax.Array, Cache]:
         def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
             seen = visible & (positions[:, None] - cache.positions < window) if window else visible
-            return attend_cached(
-                q[:, :, :, 0], cache.keys[i], cache.values[i], seen, self.config.attention_softcap
-            )[:, None]
+            cap = self.config.attention_softcap
+            return attend_cached(q, cache.keys[i], cache.values[i], seen[:, None], cap)
 
         states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], slot, over)
         return states[:, 0], cache
@@ -452,10 +451,11 @@ class Decoder(Definition):
     ) -> tuple[jax.Array, Cache]:
         self._check_length(cache.positions.shape[1])
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        age = positions[:, :, None] - jnp.arange(cache.positions.shape[1])  # [B, T, S]
 
         def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
-            cap = self.config.attention_softcap
-            return attend_continued(q, cache.keys[i], cache.values[i], positions, window=window, softcap=cap)
+            seen = age >= 0 if window is None else (age >= 0) & (age < window)
+            return attend_cached(q, cache.keys[i], cache.values[i], seen, self.config.attention_softcap)
 
         return self._extend(params, cache, tokens, positions, start, over)
 

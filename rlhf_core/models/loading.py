@@ -19,7 +19,6 @@ from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object, reading, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
-from rlhf_core.models.adapters import Adapter
 from rlhf_core.models.config import Remat
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete
@@ -79,7 +78,7 @@ def load_model(
         if adapter_directory is not None:
             artifacts.require_base(adapter_directory, directory)
     definition, hf_config = _define(directory, head, registry, dtype)
-    adapters = None if adapter_directory is None else Adapter(adapter_directory)
+    adapters = None if adapter_directory is None else peft.Adapter(adapter_directory)
     params = definition.load(directory, definition.shardings(mesh))
     tokenizer = _tokenizer(adapter_directory) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
@@ -172,7 +171,7 @@ def stored_head(directory: Path) -> Head | None:
     """Read which head the model or adapter in a local directory has; None where no file says so."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         classifies = peft.read_config(directory).get("task_type") == "SEQ_CLS"
-        return "score" if classifies or Adapter(directory).score is not None else "lm"
+        return "score" if classifies or peft.Adapter(directory).score is not None else "lm"
     if not (directory / "config.json").is_file():
         return None
     names = _read_config(directory).get("architectures") or []
@@ -200,7 +199,7 @@ def check_model(
     directory, adapter_directory, _ = model_directories(path, None)
     definition, _ = _define(directory, head, registry, None)
     if adapter_directory is not None:
-        Adapter(adapter_directory)
+        peft.Adapter(adapter_directory)
     absent = not needs_weights and not any(directory.glob("*.safetensors"))
     if isinstance(definition, Decoder) and not absent:
         weights.check(definition, directory)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,34 +101,6 @@ def stop_ids_of(directory: Path) -> list[int]:
     """Read the stop ids from the directory's generation_config.json."""
     file = directory / GENERATION
     return stop_ids_in(file) if file.is_file() else []
-
-
-CONSTRAINTS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "exponential_decay_length_penalty",
-    "force_words_ids",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "sequence_bias",
-    "suppress_tokens",
-)
-"""Fields of a generation_config.json by which transformers forbids or forces tokens."""
-
-
-def warn_of_constraints(directory: Path | None) -> None:
-    """Warn of a model's generation_config.json that forbids or forces tokens, which sampling does not follow."""
-    file = None if directory is None else directory / GENERATION
-    config = read_json_object(file) if file is not None and file.is_file() else {}
-    if set_ := [f"{name} {json.dumps(config[name])}" for name in CONSTRAINTS if config.get(name)]:
-        warnings.warn(
-            f"{file}: {textwrap.shorten(', '.join(set_), 200, placeholder=' …')}: ignored by sampling, but "
-            "kept in the saved model's files",
-            stacklevel=3,
-        )
 
 
 def save_stop_ids(stop_ids: Sequence[int], config_ids: Any, directory: Path) -> None:

@@ -1,21 +1,30 @@
-"""Read and write PEFT directories: adapter_config.json and adapter_model.safetensors."""
+"""Read and write PEFT directories, adapter_config.json and adapter_model.safetensors, and put adapters on models."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 from safetensors.numpy import save_file
 
 from rlhf_core.artifacts import ADAPTER_CONFIG, MANIFEST
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.models.hf_config import shown
-from rlhf_core.models.lora import Lora
-from rlhf_core.models.params import paths
+from rlhf_core.models.lora import Lora, linear_modules
+from rlhf_core.models.params import join, paths, split
+from rlhf_core.models.safetensors import Reader
+
+if TYPE_CHECKING:
+    from rlhf_core.models.model import Model
 
 CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
@@ -51,11 +60,20 @@ HARMLESS = frozenset(
     ]
 )
 """Fields that are read, or that do not affect what a saved adapter computes."""
-LARGEST = 3e38
-"""About the largest float32."""
-MAY_BE_NULL = ("use_rslora", "use_dora", "modules_to_save", "alpha_pattern")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that rewrite the base model's own weights."""
+
+
+class Fields(BaseModel):
+    """The fields of an adapter_config.json that decide what the tensors compute."""
+
+    r: PositiveInt | None = None
+    lora_alpha: FiniteFloat = 8.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool | None = False
+    use_dora: bool | None = False
+    modules_to_save: list[str] | None = None
+    alpha_pattern: dict[re.Pattern[str], FiniteFloat] | None = None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -64,9 +82,16 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT")
     config = read_json_object(file)
-    problems = _type_problems(config)
-    if problems:
-        raise InputError(*(f"{file}: {problem}" for problem in problems))
+    problems = []
+    try:
+        fields = Fields.model_validate(config)
+        other = [name for name in fields.modules_to_save or () if name not in ("score", "classifier")]
+        if other:
+            problems.append(f"modules_to_save {other} is not supported; merge it into the model first")
+    except ValidationError as error:
+        problems += [
+            f"{each['loc'][0]} {shown(config[str(each['loc'][0])])}: {each['msg']}" for each in error.errors()
+        ]
     if config.get("peft_type") != "LORA":
         problems.append(
             f"peft_type {shown(config.get('peft_type'))} is not supported; only LORA is supported"
@@ -81,47 +106,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         problems.append(
             f"init_lora_weights {start!r} has changed the base model; convert it to plain LoRA first"
         )
-    other = [name for name in config.get("modules_to_save") or () if name not in ("score", "classifier")]
-    if other:
-        problems.append(f"modules_to_save {other} is not supported; merge it into the model first")
     if problems:
         raise InputError(*(f"{file}: {problem}" for problem in problems))
     return config
-
-
-def _type_problems(config: Mapping[str, Any]) -> list[str]:
-    """Describe the fields whose values have the wrong type."""
-
-    def number(value: Any, least: float) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= LARGEST
-
-    def pattern(value: Any) -> bool:
-        try:
-            re.compile(value)
-        except (re.error, TypeError, OverflowError, RecursionError):
-            return False
-        return True
-
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "r": ("a positive whole number", lambda v: isinstance(v, int) and number(v, 1)),
-        "lora_alpha": ("a number other than 0", lambda v: number(v, -LARGEST) and v != 0),
-        "lora_dropout": ("a number from 0 to 1", lambda v: number(v, 0) and v < 1),
-        "use_rslora": ("true or false", lambda v: isinstance(v, bool)),
-        "use_dora": ("true or false", lambda v: isinstance(v, bool)),
-        "modules_to_save": (
-            "a list of names",
-            lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
-        ),
-        "alpha_pattern": (
-            "a table of numbers by regular expression",
-            lambda v: isinstance(v, dict) and all(pattern(k) and number(x, -LARGEST) for k, x in v.items()),
-        ),
-    }
-    return [
-        f"{name} must be {kind}; it is {shown(config[name])}"
-        for name, (kind, fits) in rules.items()
-        if name in config and not fits(config[name]) and not (config[name] is None and name in MAY_BE_NULL)
-    ]
 
 
 class Base(NamedTuple):
@@ -222,3 +209,174 @@ def save(
             tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(value.T)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+class Adapter:
+    """The tensors of one adapter directory, by module."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises InputError naming the file or tensor at fault."""
+        self.directory, self.config = directory, read_config(directory)
+        self.fields = Fields.model_validate(self.config)
+        file = directory / WEIGHTS
+        if not file.is_file():
+            raise InputError(f"{directory}: {WEIGHTS} is missing")
+        self._reader = Reader(file)
+        self._modules: dict[str, dict[str, str]] = {}
+        """{module, such as "model.layers.0.self_attn.q_proj": {"lora_A", "lora_B", …: tensor}}"""
+        self.score: str | None = None
+        for name in self._reader.header:
+            match = re.fullmatch(
+                rf"{re.escape(PREFIX)}(model\.layers\.\d+\..+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?",
+                name,
+            )
+            if match is not None:
+                module, kind = match.groups()
+                self._modules.setdefault(module, {})[kind] = name
+            elif re.fullmatch(rf"{re.escape(PREFIX)}score(\.modules_to_save)?\.weight", name):
+                self.score = name
+            else:
+                raise InputError(f"{file}: '{name}' does not belong to a layer that can be adapted")
+            if len(shape := self._reader.header[name]["shape"]) != 2 and "lora_magnitude_vector" not in name:
+                raise InputError(f"{file}: '{name}' has shape {shape}; it must be a matrix")
+        dora = bool(self.fields.use_dora)
+        for module, names in self._modules.items():
+            if lost := {"lora_A", "lora_B"} - set(names):
+                raise InputError(f"{file}: {module} has no {' and no '.join(sorted(lost))}")
+            if ("lora_magnitude_vector" in names) != dora:
+                has = "has no" if dora else "has a"
+                raise InputError(
+                    f"{file}: {module} {has} lora_magnitude_vector, and in {CONFIG} use_dora is "
+                    f"{str(dora).lower()}: fetch both again"
+                )
+
+    def on(self, model: Model, base: Base) -> Model:
+        """Put this adapter on a model. An adapter of DoRA is merged into the weights, with a warning.
+
+        base: the name of the model in the adapter's new configuration. Raises InputError where the adapter does not
+        fit, and where the model has no place for its reward head.
+        """
+        if self.score is not None and model.definition.head != "score":
+            raise InputError(f"{self.directory}: a reward model's adapter: load it with head='score'")
+        layers = dict(paths(model.definition.abstract_params()))
+        names, possible = model.definition.module_names(), linear_modules(model.params)
+        if unknown := set(self._modules) - {name for target in possible for name in names[target]}:
+            raise InputError(
+                f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}; "
+                "is this its base model?"
+            )
+        lora = self._lora(
+            [target for target in possible if not self._modules.keys().isdisjoint(names[target])]
+        )
+        definition = model.definition.with_lora(lora)
+        params = model.params
+        if self.score is not None:
+            kernel = self._view(self.score).T
+            if kernel.shape != layers["score", "kernel"].shape:
+                raise InputError(
+                    f"{self.directory / WEIGHTS}: its reward head has shape {list(kernel.T.shape)}; the base model "
+                    f"takes {list(layers['score', 'kernel'].shape[::-1])}: is this its base model?"
+                )
+            params = {**params, "score": {"kernel": kernel}}
+        added: dict[str, Any] = {}
+        whole = True
+        for target in lora.targets:
+            count, *sizes = layers["layers", *target.split("."), "kernel"].shape
+            whole = whole and self._modules.keys() >= set(names[target])
+            adapter = self._stacked(names[target], lora, (sizes[0], sizes[1]))
+            if lora.dropout:
+                adapter["lora_key"] = np.zeros((count, 2), np.uint32)
+            inner: Any = added.setdefault("layers", {})
+            for name in target.split("."):
+                inner = inner.setdefault(name, {})
+            inner["adapter"] = adapter
+        params = jax.device_put(join(params, added), definition.shardings(model.mesh))
+        same = whole and lora.rank == self.fields.r and not self.fields.alpha_pattern
+        if same:
+            config = {**self.config, "base_model_name_or_path": base.named}
+            if base.revision is not None or "revision" in config:
+                config["revision"] = base.revision
+        else:
+            head = definition.head
+            config = config_for(lora, names, base=base.named, head=head, revision=base.revision)
+        adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
+        return self._merge_dora(adapted, names) if self.fields.use_dora else adapted
+
+    def _merge_dora(self, adapted: Model, names: Mapping[str, Sequence[str]]) -> Model:
+        """Merge the adapter of DoRA (Liu et al. 2024), and scale every output's weights to the adapter's magnitude."""
+        warnings.warn(f"{self.directory}: merging the DoRA adapter into the model's weights", stacklevel=4)
+        lora = adapted.definition.lora
+        assert lora is not None
+        model = adapted.merged()
+        params = model.params
+        for target in lora.targets:
+            path = ("layers", *target.split("."), "kernel")
+            kernel = dict(paths(params))[path]
+            scaled = _with_lengths(kernel, self._magnitudes(names[target]))
+            params = join(split(params, frozenset([path]))[0], _nested(path, scaled))
+        return model.with_params(jax.device_put(params, model.definition.shardings(model.mesh)))
+
+    def _view(self, name: str) -> np.ndarray:
+        return np.asarray(self._reader.view(name), np.float32)
+
+    def _lora(self, targets: Sequence[str]) -> Lora:
+        """Describe the adapter. Its rank is the largest of any module; others are padded with zeros."""
+        ranks = [self._reader.header[names["lora_A"]]["shape"][0] for names in self._modules.values()]
+        if not ranks:
+            raise InputError(f"{self.directory / WEIGHTS}: it has no lora_A and lora_B")
+        of = self.fields
+        rank = of.r or max(ranks)
+        lora = Lora(rank, of.lora_alpha, of.lora_dropout, bool(of.use_rslora), tuple(targets))
+        if set(ranks) == {lora.rank}:
+            return lora
+        largest = max(ranks)
+        return Lora(largest, float(largest), lora.dropout, False, lora.targets)
+
+    def _scale(self, module: str, rank: int) -> float:
+        patterns = (self.fields.alpha_pattern or {}).items()
+        named = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern.pattern})$", module))
+        alpha = next(named, self.fields.lora_alpha)
+        return float(alpha / (rank**0.5 if self.fields.use_rslora else rank))
+
+    def _stacked(self, modules: Sequence[str], lora: Lora, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
+        """Stack {"lora_a": float32 [layers, in, rank], "lora_b": float32 [layers, rank, out]}; absent layers are 0."""
+        a = np.zeros((len(modules), sizes[0], lora.rank), np.float32)
+        b = np.zeros((len(modules), lora.rank, sizes[1]), np.float32)
+        for layer, module in enumerate(modules):
+            if (names := self._modules.get(module)) is None:
+                continue
+            down, up = self._view(names["lora_A"]), self._view(names["lora_B"])
+            rank = down.shape[0]
+            wanted = {"lora_A": (rank, sizes[0]), "lora_B": (sizes[1], rank)}
+            for kind, tensor in (("lora_A", down), ("lora_B", up)):
+                if tensor.shape != wanted[kind]:
+                    raise InputError(
+                        f"{self.directory / WEIGHTS}: '{names[kind]}' has shape {list(tensor.shape)}; the base model "
+                        f"takes {list(wanted[kind])}: is this its base model?"
+                    )
+            scale = self._scale(module, rank)
+            a[layer, :, :rank] = down.T
+            b[layer, :rank] = up.T if scale == lora.scale else up.T * np.float32(scale / lora.scale)
+        return {"lora_a": a, "lora_b": b}
+
+    def _magnitudes(self, modules: Sequence[str]) -> np.ndarray:
+        """Stack DoRA's magnitudes (Liu et al. 2024), float32 [layers, 1, out], NaN for a layer that has none."""
+        magnitudes = {
+            layer: self._view(self._modules[module]["lora_magnitude_vector"]).reshape(-1)
+            for layer, module in enumerate(modules)
+            if module in self._modules
+        }
+        out = np.full((len(modules), 1, len(next(iter(magnitudes.values())))), np.nan, np.float32)
+        for layer, values in magnitudes.items():
+            out[layer, 0] = values
+        return out
+
+
+def _with_lengths(kernel: jax.Array, magnitudes: np.ndarray) -> jax.Array:
+    """Scale the columns of a kernel [..., in, out] to the lengths `magnitudes` [..., 1, out], except where NaN."""
+    length = jnp.linalg.norm(kernel, axis=-2, keepdims=True)
+    return jnp.where(jnp.isnan(magnitudes), kernel, kernel * (magnitudes / length))
+
+
+def _nested(path: tuple[str, ...], leaf: Any) -> dict[str, Any]:
+    return {path[0]: leaf if len(path) == 1 else _nested(path[1:], leaf)}

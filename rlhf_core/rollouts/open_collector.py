@@ -18,7 +18,6 @@ from rlhf_core.contracts import SAMPLER, SamplerInputs
 from rlhf_core.data import EpisodeRows, Prompts, require_vocabulary
 from rlhf_core.errors import InputError, counted
 from rlhf_core.mesh import rows_per_device
-from rlhf_core.models.model import warn_of_constraints
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.environment import forecast_episodes, open_environment
@@ -108,7 +107,6 @@ def open_sampler(
     memory: bytes per device that it may use. Raises InputError for a model without a stop token.
     """
     require_stop_token(model.stop_ids, options.sampling, context.name)
-    warn_of_constraints(model.source)
     component = Component(name="jax") if options.sampler is None else options.sampler
     make = context.registry.get(SAMPLER, component.name, **component.options)
     length = None if episodes is None else episodes.length

@@ -180,36 +180,21 @@ def adapter(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "field", ["r", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save", "alpha_pattern"]
-)
-def test_an_adapters_fields_of_another_kind_are_named(adapter: Path, tmp_path: Path, field: str) -> None:
+def test_an_adapters_fields_of_another_kind_are_named_together(adapter: Path, tmp_path: Path) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
-    directory = with_config(adapter, tmp_path, "")
-    (directory / "config.json").unlink()
-    for value in ("x", [[]], {"(": 1}, {"a": "b"}, -(10**400), float("nan"), 7.5e300):
-        (directory / "adapter_config.json").unlink(missing_ok=True)
-        (directory / "adapter_config.json").write_text(json.dumps(config | {field: value}))
-        with pytest.raises(InputError, match=rf"adapter_config\.json: {field} must be"):
-            load_model(directory)
-
-
-@pytest.mark.parametrize("value", [None, 0, -0.0])
-def test_an_adapter_without_a_scale_is_refused(adapter: Path, tmp_path: Path, value: Any) -> None:
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": value}))
-    (tmp_path / "adapter_model.safetensors").symlink_to(adapter / "adapter_model.safetensors")
-    with pytest.raises(InputError, match=r"adapter_config\.json: lora_alpha must be a number other than 0"):
+    wrong = {"r": 0, "lora_alpha": "x", "lora_dropout": 1.5, "use_rslora": "x", "alpha_pattern": {"(": 1}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | wrong | {"modules_to_save": "x"}))
+    with pytest.raises(InputError) as caught:
         load_model(tmp_path)
+    named = [problem.split("adapter_config.json: ")[1].split()[0] for problem in caught.value.problems]
+    assert named == [*list(wrong)[:-1], "modules_to_save", "alpha_pattern"]
 
 
 def test_dora_without_its_magnitudes_is_refused(adapter: Path, tmp_path: Path) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     (tmp_path / "adapter_model.safetensors").symlink_to(adapter / "adapter_model.safetensors")
-    with pytest.raises(
-        InputError, match=r"has no lora_magnitude_vector for .*q_proj, and .* use_dora is true"
-    ):
+    with pytest.raises(InputError, match=r"q_proj has no lora_magnitude_vector, and .* use_dora is true"):
         load_model(tmp_path)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.attention import attend_continued
+from rlhf_core.models.attention import attend_cached
 from rlhf_core.sampling.loop import empty_cache, time_axes
 
 VOCAB, LENGTH = 40, 64
@@ -91,5 +91,5 @@ def test_attention_is_that_of_its_formula(window: int | None, softcap: float | N
     weights /= weights.sum(-1, keepdims=True)
     expected = np.einsum("bkgts,bksh->btkgh", weights, values).reshape(batch, time, -1)
     arrays = (jnp.asarray(x, jnp.float32) for x in (q, keys, values))
-    found = attend_continued(*arrays, jnp.asarray(positions), window=window, softcap=softcap)
+    found = attend_cached(*arrays, jnp.asarray(seen), softcap)
     np.testing.assert_allclose(found, expected, atol=1e-5)

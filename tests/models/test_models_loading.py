@@ -280,25 +280,6 @@ def test_a_stop_id_that_config_json_names_needs_no_other_file(tiny: Any, tmp_pat
     assert not (tmp_path / "generation_config.json").exists()
 
 
-def test_only_a_generation_config_that_forbids_or_forces_tokens_is_warned_of(tmp_path: Path) -> None:
-    file = tmp_path / "generation_config.json"
-    usual = {
-        "temperature": 0.6,
-        "top_p": 0.95,
-        "repetition_penalty": 1.05,
-        "min_length": 0,
-        "suppress_tokens": [],
-    }
-    file.write_text(json.dumps(usual))
-    model.warn_of_constraints(tmp_path)
-    model.warn_of_constraints(None)
-    file.write_text(json.dumps(usual | {"suppress_tokens": [7, 8], "forced_eos_token_id": 2}))
-    with pytest.warns(
-        UserWarning, match=r"generation_config\.json: forced_eos_token_id 2, suppress_tokens \[7, 8\]:"
-    ):
-        model.warn_of_constraints(tmp_path)
-
-
 def test_a_changed_tokenizer_is_saved_changed(tiny, tmp_path):
     """Though it still says that it comes from the model's directory."""
     tiny.make_model().save(tmp_path / "model")
