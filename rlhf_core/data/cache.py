@@ -273,11 +273,6 @@ def digest64(content: NDArray[Any] | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def fingerprint_of(digests: NDArray[np.uint64]) -> str:
-    """Hash the digests of all rows, in order."""
-    return hashlib.sha256(digests.astype("<u8").tobytes()).hexdigest()
-
-
 def combine_digests(*columns: NDArray[Any]) -> NDArray[np.uint64]:
     """Hash columns of 8-byte elements, [rows] or [rows, n], to one digest per row, uint64 [rows]."""
     parts = [np.ascontiguousarray(column).reshape(len(column), -1).view(np.uint64) for column in columns]

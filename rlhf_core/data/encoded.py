@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from rlhf_core.data.cache import (
     TokenCache,
     combine_digests,
     digest64,
-    fingerprint_of,
     unknown_id,
 )
 from rlhf_core.data.columns import skips_template
@@ -423,11 +421,6 @@ class Pairs:
         """
         return _PairTrees(self)
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of what is trained on: tokens, margins and completion starts, in order."""
-        return fingerprint_of(self.row_digests())
-
     def row_digests(self) -> NDArray[np.uint64]:
         """Hash what is trained on in each row, uint64 [pairs]: tokens, margin and completion starts."""
         return combine_digests(self.digests, self.margins, *([] if self.starts is None else [self.starts]))
@@ -514,16 +507,6 @@ class Texts:
     def trees(self) -> Trees:
         """View each text as a tree with one branch and `values` as its sequence values."""
         return _TextTrees(self)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of what is trained on: tokens, weights and values, in order."""
-        content = hashlib.sha256(self.digests.astype("<u8").tobytes())
-        for learned in self.learned:
-            content.update(learned.tobytes())
-        for column in self.values.values():
-            content.update(column.astype("<f4").tobytes())
-        return content.hexdigest()
 
 
 class _TextTrees(Trees):

@@ -20,6 +20,7 @@ from rlhf_core.data.encoded import Pairs, Texts
 from rlhf_core.data.source import Records, Source, View, take
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.packing.trees import Tree, Trees
+from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.workers.pickling import UnsendableError
 from rlhf_core.workers.pool import Pool, at_stage_end
@@ -226,13 +227,14 @@ class LazyRecords(LazyRows):
             self._whole = own_copy(self.encoder).rows(Records(sources))
 
     def wait(self) -> None:
-        """Wait until all rows are in the token cache, if they are being encoded."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until all rows are in the token cache, if they are being encoded and the run is not asked to stop."""
+        while self._thread is not None and self._thread.is_alive() and not stop_requested():
+            self._thread.join(0.5)
 
     def _end(self) -> None:
         self._stop.set()
-        self.wait()
+        assert self._thread is not None
+        self._thread.join()
 
 
 class _OrderedBlocks:

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import columns
-from rlhf_core.data.cache import (
-    Arrays,
-    Ragged,
-    TokenCache,
-    fingerprint_of,
-    flatten,
-)
+from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
 from rlhf_core.data.encoded import Form, Limit, Notes, select
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Places, Records, Source, cells, digest, mapped
@@ -70,11 +64,6 @@ class Prompts:
     def rows(self) -> NDArray[np.int64]:
         """int64 [prompts]: index of each prompt's row in the records."""
         return self.places.rows
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the prompts' tokens, in order."""
-        return fingerprint_of(self.digests)
 
 
 def encode_prompts(

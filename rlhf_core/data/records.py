@@ -332,7 +332,7 @@ def _rows_of(data: Any, name: str) -> Sequence[Any]:
         return table_rows(data)
     if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
         return [
-            {column: None if _ismissing_file(value) else value for column, value in row.items()}
+            {column: None if _is_missing(value) else value for column, value in row.items()}
             for row in data.to_dict("records")
         ]
     if hasattr(data, "to_dicts"):  # polars
@@ -345,6 +345,6 @@ def _rows_of(data: Any, name: str) -> Sequence[Any]:
     )
 
 
-def _ismissing_file(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     """Whether a value is NaN, NaT or NA, which pandas uses for an empty cell."""
     return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)

@@ -75,7 +75,7 @@ def plain(encoded):
         [np.asarray(x).tolist() for x in row if x is not None] if isinstance(row, tuple) else row.tolist()
         for row in rows
     ]
-    return said, encoded.report, list(encoded.places), encoded.fingerprint, encoded.digests.tolist()
+    return said, encoded.report, list(encoded.places), encoded.digests.tolist()
 
 
 @pytest.mark.parametrize("kind", ["pairs", "texts", "prompts"])

@@ -88,9 +88,8 @@ def test_a_prompt_inside_a_longer_conversation(tokenizer):
     before = [{"role": "system", "content": "be kind"}, user("ask")]
     row = {"prompt": "ask", "chosen": [*before, assistant("good")], "rejected": [*before, assistant("bad")]}
     whole = {"chosen": row["chosen"], "rejected": row["rejected"]}
-    assert pairs([row], tokenizer, chat_template="plain").fingerprint == (
-        pairs([whole], tokenizer, chat_template="plain").fingerprint
-    )
+    one, other = (pairs([each], tokenizer, chat_template="plain") for each in (row, whole))
+    assert one.digests.tolist() == other.digests.tolist()
 
 
 @pytest.mark.parametrize(

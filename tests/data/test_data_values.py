@@ -44,13 +44,3 @@ def test_what_is_no_number_is_named(wrong: Any, tiny: ModuleType) -> None:
         encoded(tiny, rows, max_length=8)
     assert [problem.partition(": ")[0][-5:] for problem in told.value.problems] == ["row 2", "row 3"]
     assert f"'rating' is {wrong!r}, not a finite number" in told.value.problems[0]
-
-
-def test_other_values_are_other_data(tiny: ModuleType) -> None:
-    rows = [row("a", " b", rating=1.0), row("c", " d", rating=2.0)]
-    one = encoded(tiny, rows, max_length=8).fingerprint
-    rows[1]["rating"] = 3.0
-    assert encoded(tiny, rows, max_length=8).fingerprint != one
-    plain = data.encode_texts(data.load(rows), tiny.make_tokenizer(), max_length=8)
-    assert plain.fingerprint not in (one, "")
-    assert not plain.trees()[0].sequence_values

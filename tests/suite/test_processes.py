@@ -37,7 +37,7 @@ tokenizer = "tokenizer"
 """
 PIPELINE = (
     STAGE.format(name="sft")
-    + 'train_data = "texts.jsonl"\neval_data = "texts.jsonl"\n'
+    + 'train_data = { path = "texts.jsonl", streaming = true }\neval_data = "texts.jsonl"\n'
     + MODEL
     + STAGE.format(name="reward")
     + 'model = "sft.model"\ntrain_data = "pairs.jsonl"\n'
