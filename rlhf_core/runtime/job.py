@@ -27,8 +27,6 @@ from rlhf_core.runtime import signals
 JOIN_SECONDS = "RLHF_JOIN_SECONDS"
 DEFAULT_JOIN_SECONDS = 300.0
 WARN_AFTER_SECONDS = 20.0
-TAKEN_PORT_SECONDS = 10.0
-"""How long a port may be taken, by a previous run on this machine that is still ending."""
 HEARTBEAT_SECONDS = 20
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -128,22 +126,16 @@ def join_seconds() -> float:
 
 
 def _require_free_port(address: str) -> None:
-    """Raise RunError where the port stays taken, which jax answers with a segmentation fault."""
-    port, until = int(address.rpartition(":")[2]), time.monotonic() + TAKEN_PORT_SECONDS
-    both = socket.has_dualstack_ipv6()
-    while True:
-        try:
-            family = socket.AF_INET6 if both else socket.AF_INET
-            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until:
-                raise RunError(
-                    f"port {port} of {socket.gethostname()}, where the other processes expect this one, cannot be "
-                    f"opened ({error.strerror}); give another one in JAX_COORDINATOR_ADDRESS"
-                ) from error
-        signals.stop_if_asked("while the first process waited for its port")
-        time.sleep(POLL_SECONDS)
+    """Raise RunError where the port is taken, which jax answers with a segmentation fault."""
+    port, both = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        raise RunError(
+            f"port {port} of {socket.gethostname()}, where the other processes expect this one, cannot be opened "
+            f"({error.strerror}); wait for the run that has it to end, or give another one in JAX_COORDINATOR_ADDRESS"
+        ) from error
 
 
 def _initialize(arguments: dict[str, Any]) -> None:
@@ -299,7 +291,6 @@ def _watch() -> None:
             host, _, port = job.client.blocking_key_value_get(PRESENCE, 60_000).rpartition(":")
             link = socket.create_connection((host, int(port)), timeout=20)
             link.settimeout(None)
-            _keep_alive(link)
             link.sendall(job.process.to_bytes(4, "big"))
             job.links.add(link)
             threading.Thread(target=_await_first, args=(job, link), daemon=True, name="first process").start()
@@ -314,17 +305,8 @@ def _accept(job: _Job, listener: socket.socket) -> None:
         threading.Thread(target=_await_end, args=(job, link), daemon=True, name="process").start()
 
 
-def _keep_alive(link: socket.socket) -> None:
-    """Break a connection after 14 seconds to a machine that has lost power or network, sooner than jax aborts."""
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
 def _await_end(job: _Job, link: socket.socket) -> None:
     """Wait until another process closes its connection, and tell all if it did so without a word."""
-    _keep_alive(link)
     job.links.add(link)
     received = b""
     with suppress(OSError):

@@ -33,7 +33,7 @@ from pathlib import Path
 from rlhf_core.cli import exits
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.runtime import job, signals
-job.GRACE_SECONDS, job.WARN_AFTER_SECONDS, job.TAKEN_PORT_SECONDS = 1.0, 1.5, 1.0
+job.GRACE_SECONDS, job.WARN_AFTER_SECONDS = 1.0, 1.5
 (what,) = arguments
 
 def command():

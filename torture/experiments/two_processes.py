@@ -25,7 +25,6 @@ SURVIVES_SECONDS = 30.0
 STOPPED_SECONDS = 60.0
 SHORT_STOP_SECONDS = 4.0
 JOIN_SECONDS = 6.0
-TAKEN_PORT_SECONDS = 10.0
 STAGES = runs.SFT.replace(
     "train_data", 'eval_data = "data/corpus.jsonl"\nevaluation_steps = 3\ntrain_data'
 ) + (
@@ -285,7 +284,7 @@ def _judge_other(case: Case, other: str, process: int) -> None:
         return
     for each in ended:
         _require_code(case, each, {2})
-    _require_once(case, ended, "the processes of a job must be given the same")
+    _require_once(case, ended, "give all processes of a job the same")
     _require_messages(case, ended)
     if list((case.directory / "run").glob("*/checkpoints")):
         case.fail("something was trained by two processes that differ")
@@ -303,7 +302,7 @@ def _judge_start(case: Case, process: int, how: str) -> None:
     if how == "port taken":
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
             running = [_start(case.directory, each, port, {}) for each in (process, 1 - process)]
-            ended = _finish(running, 60 + TAKEN_PORT_SECONDS)
+            ended = _finish(running, 60)
         for each in ended:
             _require_code(case, each, {1})
         _require_once(case, ended, "cannot be opened")
