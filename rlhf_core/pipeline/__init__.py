@@ -14,9 +14,8 @@ from rlhf_core.config.secrets import public_table
 from rlhf_core.config.toml import to_toml
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.plan import PipelineFile, Plan, StagePlan, plan, read
 from rlhf_core.runtime.agreement import raise_together
 from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.signals import stop_if_asked

@@ -17,8 +17,7 @@ from rlhf_core import plugins
 from rlhf_core.config.toml import to_value
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AXES, make_mesh
-from rlhf_core.pipeline.file import PipelineFile, read
-from rlhf_core.pipeline.plan import plan
+from rlhf_core.pipeline.plan import PipelineFile, plan, read
 from rlhf_topologies.chips import Topology, machines
 from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
 from rlhf_topologies.description import Program, StagePrograms
