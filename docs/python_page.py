@@ -79,8 +79,8 @@ TASKS = (
     Task(
         "Run the loop",
         "",
-        "Trainer TrainerConfig define_trainer Build Context Forecast Ignored Stage fit UpdateSource DatasetUpdates "
-        "Update empty_batches HeldOut "
+        "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Ignored Stage fit UpdateSource "
+        "DatasetUpdates Update empty_batches HeldOut "
         "make_optimizer TrainState create_state Reference put_rows PaddedObjective padded_rows training_step "
         "evaluation_step grpo_step",
     ),

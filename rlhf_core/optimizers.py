@@ -204,17 +204,28 @@ def start_afresh(opt_state: Any, step: int) -> Any:
 
 
 def make_optimizer(
-    config: TrainerConfig, registry: Registry, total: int
+    config: TrainerConfig,
+    registry: Registry,
+    total: int,
+    given: tuple[optax.GradientTransformation | None, Schedule | None] = (None, None),
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Make the optimizer and the schedule that a trainer's config asks for.
 
-    The optimizer first clips gradients to a global norm of `max_grad_norm`.
+    The optimizer first clips gradients to a global norm of `max_grad_norm`. given: an optimizer and a schedule that go
+    before the config's. An optimizer that is given alone has its own rate, which is logged as NaN.
     """
     named, peak, end = config.scheduler, config.learning_rate, config.learning_rate_end
-    if isinstance(named, str) and named in SCHEDULES:
+    tx, own_rate = given
+    if own_rate is not None:
+        rate = own_rate
+    elif tx is not None:
+        rate = optax.constant_schedule(float("nan"))
+    elif isinstance(named, str) and named in SCHEDULES:
         rate = schedule(named, peak, total, warmup=config.warmup_steps, end=end)
     else:
         rate = _custom_schedule(named, total)
+    if tx is not None:
+        return _clipped(lambda _: tx, rate, config.max_grad_norm), rate
     options = dict(config.optimizer.options)
     if config.optimizer.name in registry.names(OPTIMIZER) and not registry.check(
         OPTIMIZER, config.optimizer.name, {"weight_decay": config.weight_decay}

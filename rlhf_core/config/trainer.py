@@ -201,7 +201,9 @@ class TrainerConfig(Options):
         description="a file, a dataset name, a table { name, path, weight, split, field, columns }, or a list of these",
     )
     eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
-        None, description="held-out data, as train_data; none: no evaluation"
+        None,
+        description="held-out data, as train_data, or several sets by name, { easy = …, hard = … }, whose metrics are "
+        "eval_easy_loss, …; none: no evaluation",
     )
     columns: dict[str, str | list[str]] | None = Field(
         None,

@@ -96,6 +96,17 @@ def with_columns(source: Source, columns: Mapping[str, Any] | None) -> Source:
     return normalise_conversations(source if not columns else rename_columns(source, columns))
 
 
+def named_sets(data: Any) -> Mapping[str, Any]:
+    """Return {name: data} of a table that names several sets, { easy = "easy.jsonl", hard = … }; {} of other data."""
+    if not isinstance(data, Mapping) or {"name", "path"} & set(data) or _is_columns(data):
+        return {}
+    return data if all(isinstance(name, str) and name for name in data) else {}
+
+
+def _is_columns(data: Mapping[str, Any]) -> bool:
+    return any(name in DATA_COLUMNS or str(name).startswith(PREFIXES) for name in data)
+
+
 def is_stream(data: Any) -> bool:
     """Whether data, or one of a list, are a function, iterated and of no known length, or a table with `streaming`."""
     if isinstance(data, list | tuple):
@@ -109,8 +120,7 @@ def is_stream(data: Any) -> bool:
 def _is_row(item: Any) -> bool:
     if not isinstance(item, Mapping):
         return False
-    has_data = any(k in DATA_COLUMNS or str(k).startswith(PREFIXES) for k in item)
-    return has_data or not ({"name", "path"} & set(item))
+    return _is_columns(item) or not ({"name", "path"} & set(item))
 
 
 def _from_table(

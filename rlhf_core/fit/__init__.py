@@ -113,11 +113,17 @@ class Build:
     def state(self, config: TrainerConfig, stage: Stage) -> tuple[TrainState, Schedule]:
         """Make the state that training starts from, of arrays or of shapes, and the learning rate's schedule."""
         models, total = self.models, self.updates.total
+        given = stage.inputs.get("optimizers") or (None, None)
         if isinstance(models, Model):
-            tx, schedule = make_optimizer(config, stage.registry, total)
+            tx, schedule = make_optimizer(config, stage.registry, total, given)
             return create_state(models, tx, seed=stage.seed, frozen=config.frozen_parameters), schedule
         trains = self.trains or dict.fromkeys(models, config)
-        made = {name: make_optimizer(each, stage.registry, total) for name, each in trains.items()}
+        if len(trains) > 1 and given != (None, None):
+            raise InputError(
+                f"stage '{stage.name}'.optimizers: one optimizer is given, and {len(trains)} models are trained: "
+                f"{', '.join(trains)}"
+            )
+        made = {name: make_optimizer(each, stage.registry, total, given) for name, each in trains.items()}
         frozen: dict[str, Any] = dict.fromkeys(models.keys() - trains.keys(), ".*")
         frozen |= {name: each.frozen_parameters for name, each in trains.items() if each.frozen_parameters}
         txs = {name: tx for name, (tx, _) in made.items()}

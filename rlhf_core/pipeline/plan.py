@@ -21,6 +21,7 @@ from rlhf_core.config.paths import (
     split_file_name,
 )
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
+from rlhf_core.data.records import named_sets
 from rlhf_core.errors import UNREADABLE, InputError, exists, reading, suggest, suggest_file
 
 if TYPE_CHECKING:
@@ -126,7 +127,11 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     A value that neither exists nor looks like a path is unchanged: a hub name, a `datasets` name, or a stage's output.
     """
     if isinstance(value, Mapping):
-        return {k: resolve_paths(k, v, base, f"{where}.{k}", problems) for k, v in value.items()}
+        sets = field == "eval_data" and named_sets(value)  # each is a file, or a table, as eval_data itself
+        return {
+            k: resolve_paths(field if sets else k, v, base, f"{where}.{k}", problems)
+            for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
     field = TrainerConfig.aliases().get(field, field)

@@ -63,7 +63,7 @@ class FixedPrompts:
         rollout = self._sample(state, np.arange(self.count))
         if self.previewed:
             self._write(int(state.step), rollout.take(self._spread()))
-        if self.collector.rewards and self.collector.stage.is_main:
+        if self.collector.rewards and self.collector.stage.is_main and self.name == "evaluation":
             self._write_rewards(int(state.step), rollout.total.reshape(self.count, -1))
         metrics, total = self.collector.metrics(rollout), rollout.total
         scored = total[~np.isnan(total)]

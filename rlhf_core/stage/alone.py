@@ -35,8 +35,28 @@ SPELLINGS = {
     "processing_class": "tokenizer",
     "reward_funcs": "rewards",
 }
-INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks", "accept")
+INPUTS = (
+    "model",
+    "model_init",
+    "train_dataset",
+    "eval_dataset",
+    "tokenizer",
+    "rewards",
+    "callbacks",
+    "compute_metrics",
+    "optimizers",
+    "accept",
+)
 """Arguments of a trainer class besides its config."""
+REFUSED_INPUTS = {
+    "compute_loss_func": "a loss is a component: `loss` in the config, or a trainer's `build`",
+    "data_collator": "examples are packed into rows without padding: give rows with the token ids to train on, or map "
+    "the dataset before",
+    "formatting_func": "map the dataset before: rows have `text`, `prompt` and `completion`, or `messages`",
+    "optimizer_cls_and_kwargs": "write `optimizer` in the config, or give optimizers=(transformation, schedule)",
+    "preprocess_logits_for_metrics": "logits are not kept: compute_metrics gets the scores of pairs",
+}
+"""Arguments of other libraries that have no counterpart: what to do instead."""
 
 
 def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
@@ -60,6 +80,11 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     config = cls() if config is None else config
     if not isinstance(config, cls):
         raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
+    if inputs.get("model_init") is not None and inputs.get("model") is not None:
+        raise InputError("model_init: model is given, too; remove one")
+    pair = inputs.get("optimizers") or (None, None)
+    if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[0] is None or hasattr(pair[0], "update")):
+        raise InputError("optimizers: expected (an optax transformation or None, a schedule or None)")
     if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
         inputs["rewards"] = [inputs["rewards"]]
     if unknown := sorted(set(inputs) - set(INPUTS)):
@@ -73,6 +98,8 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
 
 
 def _hint(name: str, cls: type[TrainerConfig]) -> str:
+    if name in REFUSED_INPUTS:
+        return f". Here {REFUSED_INPUTS[name]}"
     meaning = TRAINER_NAMES.get(name)
     ours = meaning.write.partition(".")[0] if isinstance(meaning, Refused) else name
     if ours in INPUTS:
@@ -94,9 +121,10 @@ class Result:
 def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
-    inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
-        `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called like loggers; and `accept`,
-        names of changed rewards and environments to continue with, such as "rewards.judge".
+    inputs: objects that a file cannot hold: `model`, or `model_init`, which makes it; `train_dataset`, `eval_dataset`,
+        `tokenizer`, `rewards`, `compute_metrics`, `optimizers`; and `callbacks`, objects with the methods of
+        `rlhf_core.plugins.hooks`, which are called like loggers; and `accept`, names of changed rewards and
+        environments to continue with, such as "rewards.judge".
     Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory,
     and below it to `config.run_name`, where there is one.
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
@@ -113,6 +141,8 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
     callbacks, accept = inputs.pop("callbacks", None) or (), inputs.pop("accept", None) or ()
     if is_main:
         listen(host, callbacks)
+    if (model_init := inputs.pop("model_init", None)) is not None:
+        inputs["model"] = model_init()
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
     below = re.sub(r"[^\w.-]+", "-", config.run_name or "").strip(".-")
     directory = Path(broadcast_text(str(config.save_directory or made)), below)

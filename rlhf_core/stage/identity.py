@@ -28,7 +28,7 @@ from rlhf_core.config.paths import is_input_field, split_file_name
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.trainer import function_name
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
-from rlhf_core.data.records import is_stream
+from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.source import digest, json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
 from rlhf_core.mesh import fetch_array
@@ -78,11 +78,17 @@ def of_objects(
     table = public_table(config, registry)
     inputs: dict[str, dict[str, Any]] = {}
     functions: dict[str, dict[str, Any]] = {}
+    sets = named_sets(given.get("eval_dataset"))
+    given = {**given, **{f"eval_dataset.{name}": each for name, each in sets.items()}}
     for name, value in given.items():
         field = name.replace("_dataset", "_data")
-        if value is None:
+        if value is None or name == "compute_metrics" or (name == "eval_dataset" and sets):
             continue
-        if name == "rewards":
+        if name == "optimizers":
+            for part, each in zip(("optimizer", "scheduler"), value, strict=True):
+                if each is not None:
+                    functions[part] = _code(part, "", of_callable(getattr(each, "update", each)))
+        elif name == "rewards":
             first = len(table.get("rewards") or ())
             for index, reward in enumerate(value, first):
                 if isinstance(reward, str):

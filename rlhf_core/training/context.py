@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import jax
 import numpy as np
@@ -21,9 +21,9 @@ from rlhf_core.data import EpisodeRows, Pairs, Prompts, Texts
 from rlhf_core.data.columns import require_conversations
 from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
-from rlhf_core.data.records import is_stream
+from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.texts import usable_texts
-from rlhf_core.errors import InputError, counted
+from rlhf_core.errors import InputError, RunError, counted, error_line
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Definition, Head, Model, check_model, load_model
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rlhf_core.packing.trees import Trees
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
+    from rlhf_core.state import TrainState
     from rlhf_core.tokenizer.options import ReadAt, TextOptions
 
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
@@ -86,6 +87,19 @@ class Expected:
     examples: int = 0
 
 
+Evaluate: TypeAlias = Callable[["TrainState"], dict[str, float]]
+"""From a state to the metrics of an evaluation."""
+
+
+class EvalPrediction(NamedTuple):
+    """What `compute_metrics` is called with, by the names of transformers."""
+
+    predictions: NDArray[Any]
+    """float32 [pairs, 2]: scores, or implicit rewards, of the chosen and the rejected reply."""
+    label_ids: NDArray[np.int32]
+    """int32 [pairs]: which of the two is the better one, always 0."""
+
+
 class Context:
     """What a trainer's `build` opens models and data with.
 
@@ -109,6 +123,8 @@ class Context:
         self.tokenizer: Any = stage.inputs.get("tokenizer")
         self.warnings: list[str] = []
         self.expected: list[Expected] = []
+        self.reads_metrics = False
+        """Whether the build calls `own_metrics`."""
         self.missing = False
         """Whether this machine lacks a model or its tokenizer, so that a build ends once its data are counted."""
         self.notes: list[str] = []
@@ -219,13 +235,67 @@ class Context:
                 require_conversations(records.sources)
         return records
 
+    def evaluations(self, make: Callable[[str], Evaluate | None]) -> Evaluate | None:
+        """Make the evaluation on `eval_data`, or on each of its sets, whose metrics begin with the set's name.
+
+        make: from a field, "eval_data" or that of one set, "eval_data.easy", to its evaluation; None without rows.
+        """
+        made = {field: make(field) for field in self.eval_fields}
+        if list(made) == ["eval_data"]:
+            return made["eval_data"]
+
+        def evaluate(state: TrainState) -> dict[str, float]:
+            metrics: dict[str, float] = {}
+            for field, each in made.items():
+                name = field.partition(".")[2]
+                found = {} if each is None else each(state)
+                metrics |= {f"{name}_{metric}": value for metric, value in found.items()}
+            return metrics
+
+        return evaluate
+
+    @property
+    def eval_fields(self) -> list[str]:
+        """The fields that `texts`, `pairs`, `prompts` and `records` take for held-out rows: one, or one per set."""
+        sets = named_sets(self._given("eval_data")) if self.config.max_evaluation_steps != 0 else {}
+        return [f"eval_data.{name}" for name in sets] or ["eval_data"]
+
+    def _given(self, field: str) -> Any:
+        dataset = self.stage.inputs.get(field.replace("_data", "_dataset"))
+        return dataset if dataset is not None else getattr(self.config, field)
+
+    def own_metrics(self) -> Callable[[Any], dict[str, float]]:
+        """Return the function of `compute_metrics`, given from Python, on values [examples, 2] of pairs, chosen first.
+
+        Without one, it returns no metrics. Raises RunError where it raises, or returns anything but numbers.
+        """
+        compute = self.stage.inputs.get("compute_metrics")
+        self.reads_metrics = True
+
+        def metrics(values: Any) -> dict[str, float]:
+            if compute is None:
+                return {}
+            try:
+                found = compute(EvalPrediction(np.asarray(values), np.zeros(len(values), np.int32)))
+                return {str(name): float(value) for name, value in dict(found).items()}
+            except Exception as error:
+                raise RunError(f"stage '{self.name}'.compute_metrics {error_line(error)}") from error
+
+        return metrics
+
     def _spec(self, field: str) -> Any:
         """Return what `train_data` or `eval_data` is; None for `eval_data` that are not given."""
-        config, stage, where = self.config, self.stage, f"stage '{self.name}'.{field}"
-        dataset = stage.inputs.get(field.replace("_data", "_dataset"))
-        spec = dataset if dataset is not None else getattr(config, field)
-        if field == "eval_data" and config.max_evaluation_steps == 0:
+        config, where = self.config, f"stage '{self.name}'.{field}"
+        top, _, name = field.partition(".")
+        spec = self._given(top)
+        if top == "eval_data" and config.max_evaluation_steps == 0:
             spec = None
+        if name:
+            return named_sets(spec)[name]
+        if spec is not None and top == "eval_data" and (sets := named_sets(spec)):
+            raise InputError(
+                f"{where}: several sets, {', '.join(sets)}, and this trainer evaluates one: give one of them"
+            )
         if spec is None:
             if field == "train_data":
                 raise InputError(f"{where}: missing; give a file, a dataset name, or a table")
@@ -238,9 +308,11 @@ class Context:
         return spec
 
     @overload
-    def texts(self, field: Literal["train_data"], *, values: Sequence[str] = ()) -> Texts | LazyRows: ...
+    def texts(  # type: ignore[overload-overlap]  # any other text is the field of an evaluation
+        self, field: Literal["train_data"], *, values: Sequence[str] = ()
+    ) -> Texts | LazyRows: ...
     @overload
-    def texts(self, field: Literal["eval_data"], *, values: Sequence[str] = ()) -> Texts | None: ...
+    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | None: ...
     def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | LazyRows | None:
         """Tokenise the demonstrations of `train_data` or of `eval_data`, which may not be given: None.
 
@@ -264,7 +336,7 @@ class Context:
         margins: bool = True,
     ) -> Pairs: ...
     @overload
-    def pairs(
+    def pairs(  # type: ignore[overload-overlap]  # as in `texts`
         self,
         field: Literal["train_data"],
         *,
@@ -276,7 +348,7 @@ class Context:
     @overload
     def pairs(
         self,
-        field: Literal["eval_data"],
+        field: str,
         *,
         whole: bool = False,
         read_at: ReadAt | None = "eos",

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast, Trainer
+from rlhf_core.errors import InputError
 from rlhf_core.fit import Build, fit
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
@@ -35,7 +36,14 @@ def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], buil
 
 def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:
     """Build a stage on its devices, train, and save its outputs."""
-    fit(stage, config, build(config, Context(config, stage)))
+    context = Context(config, stage)
+    made = build(config, context)
+    if "compute_metrics" in stage.inputs and not context.reads_metrics:
+        raise InputError(
+            f"stage '{stage.name}'.compute_metrics: nothing calls it: it takes the scores of held-out pairs, which "
+            "need eval_dataset, and a trainer of pairs"
+        )
+    fit(stage, config, made)
 
 
 def forecast(
@@ -103,8 +111,10 @@ class PythonTrainer:
     config_class: ClassVar[type[TrainerConfig]]
 
     def __init__(self, config: Any = None, **inputs: Any) -> None:
-        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards` (callables, registered names, reward
-        model directories), `callbacks`, `accept`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
+        """inputs: `model`, or `model_init`, which makes it; `train_dataset`, `eval_dataset`, also {name: set};
+        `tokenizer`, `rewards` (callables, registered names, reward model directories), `callbacks`, `accept`;
+        `compute_metrics`, of held-out pairs; `optimizers`, (optax transformation or None, schedule or None);
+        `args`, `arguments`, `processing_class` and `reward_funcs` too.
 
         Raises InputError for an unknown argument, TypeError for a config of another class.
         """

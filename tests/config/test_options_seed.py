@@ -193,7 +193,7 @@ def test_a_name_and_a_prefix_are_one_name_and_a_shorter_run_wins() -> None:
     assert TrainerConfig(per_epoch_training_steps=7, max_training_steps=20).max_training_steps == 20
     with pytest.raises(InputError, match="per_epoch_training_steps: expected a number ≥ 1, got 0"):
         TrainerConfig(per_epoch_training_steps=0)
-    with pytest.raises(InputError, match=r"do_last_save: the same as checkpoints\.last, which is given too"):
+    with pytest.raises(InputError, match=r"do_last_save: the same as checkpoints\.last, which is also given"):
         TrainerConfig(do_last_save=False, checkpoints={"last": False})
 
 
@@ -265,9 +265,9 @@ def test_a_file_that_easydel_saved_is_taken() -> None:
     assert TrainerConfig(max_sequence_length=None, max_length=None).max_sequence_length is None
     assert TrainerConfig(max_length=300, max_sequence_length=None).max_sequence_length == 300
     assert TrainerConfig(max_length=None, max_sequence_length=300).max_sequence_length == 300
-    with pytest.raises(InputError, match="max_length: another name of max_sequence_length"):
+    with pytest.raises(InputError, match="max_length: another name for max_sequence_length"):
         TrainerConfig(max_length=300, max_sequence_length=301)
-    with pytest.raises(InputError, match="clip_grad: another name of max_grad_norm"):
+    with pytest.raises(InputError, match="clip_grad: another name for max_grad_norm"):
         TrainerConfig(clip_grad=None, max_grad_norm=2.0)
     assert said(trainer_config_class="GRPOConfig") == [
         "TrainerConfig.trainer_config_class: the file is of a GRPOConfig, and is read as a TrainerConfig here"

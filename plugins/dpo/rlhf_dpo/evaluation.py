@@ -33,8 +33,13 @@ class Evaluation:
         *,
         beta: float,
         stored: Callable[[Any], Any] = lambda params: params,
+        own_metrics: Callable[[Any], dict[str, float]] = lambda rewards: {},
     ) -> None:
-        """stored: converts parameters to those that are saved, such as `Model.as_stored`."""
+        """stored: converts parameters to those that are saved, such as `Model.as_stored`.
+
+        own_metrics: further metrics of the implicit rewards, float32 [pairs, 2].
+        """
+        self.beta, self.own_metrics = beta, own_metrics
         self.reader, self.reference, self.stored = reader, reference, stored
         self._measure = jax.jit(partial(_measure_pairs, measure, beta))
 
@@ -43,7 +48,8 @@ class Evaluation:
         pairs, which = self.reader.pairs, self.reader.which
         logps = self.reader(self.stored(state.params))
         loss, metrics = self._measure(logps, pairs.reference[which], pairs.tokens[which])
-        return fetch_metrics({**metrics, "loss": loss})
+        rewards = self.beta * (logps - pairs.reference[which])
+        return fetch_metrics({**metrics, "loss": loss}) | self.own_metrics(rewards)
 
 
 def _measure_pairs(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.rollouts import open_previews
-from rlhf_core.training import Build, Context, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
@@ -47,16 +47,25 @@ def build(config: DPOConfig, context: Context) -> Build:
         "train_data": Reader(model.definition, context.mesh, pairs, updates.layout, updates.rows_reached())
     }
     reference = Reference(context, readers, model.params)
-    evaluate = None
-    if (given := context.pairs("eval_data", **PAIRS)) is not None:
+
+    def evaluation(field: str) -> Evaluate | None:
+        if (given := context.pairs(field, **PAIRS)) is None:
+            return None
         pairs = PairSet.of(given)
         rows = context.held_out(model, given, pairs.trees, reads_tokens=True, group=2)
-        readers["eval_data"] = Reader(
-            model.definition, context.mesh, pairs, rows.layout, np.arange(len(rows.trees))
+        every = np.arange(len(rows.trees))
+        readers[field] = Reader(model.definition, context.mesh, pairs, rows.layout, every)
+        own_metrics = context.own_metrics()
+        return Evaluation(
+            readers[field],
+            reference,
+            measure,
+            beta=config.beta,
+            stored=model.as_stored,
+            own_metrics=own_metrics,
         )
-        evaluate = Evaluation(
-            readers["eval_data"], reference, measure, beta=config.beta, stored=model.as_stored
-        )
+
+    evaluate = context.evaluations(evaluation)
     loss = partial(objective, model.definition, measure, beta=config.beta)
     previews = open_previews(context, model)
     return Build(model, PairUpdates(updates, reference), loss, evaluate=evaluate, previews=previews)

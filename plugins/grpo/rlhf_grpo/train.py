@@ -76,11 +76,10 @@ def build(config: GRPOConfig, context: Context) -> Build:
         completions_to_print=config.num_completions_to_print if config.log_completions else 0,
     )
     context.warn(*grpo_warnings(config, updates=updates.total))
-    if held_out is not None:
-        context.ahead(held_out.warm_up, policy)
-    shown = held_out or FixedPrompts(
-        collector, len(collector.prompts), config.num_preview_samples, policy.as_stored
-    )
+    for fixed in held_out.values():
+        context.ahead(fixed.warm_up, policy)
+    own = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, policy.as_stored)
+    shown = next(iter(held_out.values()), own)
     return Build(
         model,
         updates,
@@ -92,7 +91,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
             temperature=temperature,
             correction=config.sampler_correction,
         ),
-        evaluate=None if held_out is None else held_out.evaluate,
+        evaluate=context.evaluations(lambda field: held_out[field].evaluate) if held_out else None,
         preview=shown.preview,
         previews=open_previews(context, policy),
         after_update=_reference_sync(config, context, reference) if moves and reference else None,
@@ -117,8 +116,11 @@ def _sampled(config: GRPOConfig) -> RolloutOptions:
 
 def _held_out(
     config: GRPOConfig, context: Context, model: Model, rewards: list[Reward]
-) -> FixedPrompts | None:
-    """Open the prompts of `eval_data`, with a sampler of their own; None without."""
+) -> dict[str, FixedPrompts]:
+    """Open the prompts of `eval_data`, or of each of its sets, with samplers of their own: {field: prompts}.
+
+    Completions of the first set alone are written.
+    """
     own = config.evaluation
     size = config.eval_batch_size or max(config.total_batch_size // own.num_generations, 1)
     options = replace(
@@ -129,12 +131,17 @@ def _held_out(
         updates_per_rollout=1,
         max_rounds=1,
     )
-    collector = open_collector(context, model, rewards, options, "eval_data")
-    if collector is None:
-        return None
-    count, steps = len(collector.prompts), config.max_evaluation_steps
-    count = count if steps is None else min(count, size * steps)
-    return FixedPrompts(collector, count, config.num_preview_samples, model.as_stored, own.pass_threshold)
+    found: dict[str, FixedPrompts] = {}
+    for field in context.eval_fields:
+        collector = open_collector(context, model, rewards, options, field)
+        if collector is None:
+            continue
+        count, steps = len(collector.prompts), config.max_evaluation_steps
+        count = count if steps is None else min(count, size * steps)
+        shown, name = (0, field) if found else (config.num_preview_samples, "evaluation")
+        stored, threshold = model.as_stored, own.pass_threshold
+        found[field] = FixedPrompts(collector, count, shown, stored, threshold, name=name)
+    return found
 
 
 def _reference_sync(

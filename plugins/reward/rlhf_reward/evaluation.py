@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,19 @@ class Evaluation:
     rounding. The result is cached for the same parameters.
     """
 
-    def __init__(self, pairs: Pairs, held_out: HeldOut, model: Model, measure: Measure) -> None:
-        """held_out: the first of the pairs. Their column `subset` gives the metrics `accuracy/SUBSET`."""
+    def __init__(
+        self,
+        pairs: Pairs,
+        held_out: HeldOut,
+        model: Model,
+        measure: Measure,
+        own_metrics: Callable[[NDArray[np.float32]], dict[str, float]] = lambda scores: {},
+    ) -> None:
+        """held_out: the first of the pairs. Their column `subset` gives the metrics `accuracy/SUBSET`.
+
+        own_metrics: further metrics of the scores, float32 [pairs, 2].
+        """
+        self.own_metrics = own_metrics
         count = len(held_out.trees)
         self.pairs, self.stored = pairs, model.as_stored
         self.margins = pairs.margins[:count].astype(np.float32)
@@ -66,9 +77,8 @@ class Evaluation:
         # JAX arrays, as in training: a loss may use what NumPy's lack, such as `.at`.
         pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
         loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
-        return fetch_metrics({**metrics, "loss": loss}) | measures(
-            chosen, rejected, self.lengths, self.subsets
-        )
+        found = fetch_metrics({**metrics, "loss": loss})
+        return found | measures(chosen, rejected, self.lengths, self.subsets) | self.own_metrics(scores)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

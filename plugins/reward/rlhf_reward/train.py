@@ -12,7 +12,7 @@ from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
-from rlhf_core.training import Build, Context, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite
 from rlhf_reward.objective import objective, pair_loss
@@ -35,26 +35,33 @@ def build(config: RewardConfig, context: Context) -> Build:
     train = context.pairs("train_data", read_at=config.read_at)
     trees = train.trees()
     model, updates = context.updates(model, train, trees, **ROWS)
-    evaluate = preview = None
-    if (pairs := context.pairs("eval_data", read_at=config.read_at)) is not None:
-        held_out = context.held_out(model, pairs, reads_tokens=False, group=2)
-        evaluate = Evaluation(pairs, held_out, model, measure)
-        preview = Preview(evaluate, model.tokenizer, context, config.num_preview_samples)
+    held_out: list[Evaluation] = []
+
+    def evaluation(field: str) -> Evaluate | None:
+        if (pairs := context.pairs(field, read_at=config.read_at)) is None:
+            return None
+        rows = context.held_out(model, pairs, reads_tokens=False, group=2)
+        held_out.append(Evaluation(pairs, rows, model, measure, context.own_metrics()))
+        if len(held_out) > 1:
+            return held_out[-1]  # pairs of the first set are shown
+        return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
+
+    evaluate = context.evaluations(evaluation)
 
     def save(state: TrainState) -> None:
-        if evaluate is None:
+        if not held_out:
             score = partial(sequence_scores, model.definition)
             layout = updates.layout.largest()  # a single program to compile
             reader = TreeReader(score, layout, context.mesh, per="sequence")
             found = reader(model.as_stored(state.params), trees[:STATISTICS_PAIRS], group=2)
             metrics = None
         else:
-            found, metrics = evaluate.scores(state), finite(evaluate(state))
+            found, metrics = held_out[0].scores(state), finite(held_out[0](state))
         contract = context.scoring_contract(model, read_at=config.read_at, scores=found, evaluation=metrics)
         trained = model.with_params(state.params)
         save_model(context.stage, "model", "reward_model", trained, contract=contract)
 
-    return Build(model, updates, partial(objective, model.definition, measure), evaluate=preview, save=save)
+    return Build(model, updates, partial(objective, model.definition, measure), evaluate=evaluate, save=save)
 
 
 RewardTrainer = python_trainer("reward", RewardConfig, __name__)

@@ -1,0 +1,180 @@
+"""Arguments of TRL's trainers, from Python: compute_metrics, model_init, optimizers, and several evaluation sets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from rlhf_dpo import DPOConfig, DPOTrainer
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_sft import SFTConfig, SFTTrainer
+
+from rlhf_core import load_model
+from rlhf_core.errors import InputError, RunError
+
+SHORT = {"total_batch_size": 4, "max_training_steps": 2, "log_steps": 1, "learning_rate": 1e-2}
+
+
+def compute_metrics(prediction: Any) -> dict[str, float]:
+    """As TRL's reward trainer did: it unpacks like a pair."""
+    predictions, labels = prediction
+    right = np.argmax(predictions, axis=1) == labels
+    return {
+        "own_accuracy": right.mean(),
+        "gap": float((prediction.predictions[:, 0] - predictions[:, 1]).mean()),
+    }
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_of_one_s_own(tiny: ModuleType, tmp_path: Path) -> None:
+    result = RewardTrainer(
+        args=RewardConfig(save_directory=tmp_path, **SHORT),
+        model=tiny.make_model("score", scale=4.0),
+        train_dataset=tiny.pairs(8),
+        eval_dataset=tiny.pairs(6, seed=3),
+        compute_metrics=compute_metrics,
+    ).train()
+    assert result.metrics["eval_own_accuracy"] == pytest.approx(result.metrics["eval_accuracy"])
+    assert result.metrics["eval_gap"] == pytest.approx(result.metrics["eval_margin"], rel=1e-5)
+
+
+def test_metrics_of_implicit_rewards(tiny: ModuleType) -> None:
+    result = DPOTrainer(
+        DPOConfig(beta=0.5, **SHORT),
+        model=tiny.make_model("lm", scale=4.0),
+        train_dataset=tiny.pairs(8),
+        eval_dataset=tiny.pairs(6, seed=3),
+        compute_metrics=compute_metrics,
+    ).train()
+    assert result.metrics["eval_gap"] == pytest.approx(result.metrics["eval_rewards/margins"], rel=1e-4)
+
+
+def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType) -> None:
+    given = {"model": tiny.make_model("lm"), "train_dataset": tiny.texts(8)}
+    with pytest.raises(InputError, match=r"'sft'\.compute_metrics: nothing calls it"):
+        SFTTrainer(SFTConfig(**SHORT), compute_metrics=compute_metrics, **given).train()
+
+    def wrong(prediction: Any) -> dict[str, float]:
+        return {"x": "y"}  # type: ignore[dict-item]
+
+    with pytest.raises(RunError, match=r"'reward'\.compute_metrics raised ValueError: could not convert"):
+        RewardTrainer(
+            RewardConfig(eval_on_start=True, **SHORT),
+            model=tiny.make_model("score"),
+            train_dataset=tiny.pairs(8),
+            eval_dataset=tiny.pairs(6),
+            compute_metrics=wrong,
+        ).train()
+
+
+def test_a_model_is_made_and_an_optimizer_is_given(tiny: ModuleType, tmp_path: Path) -> None:
+    def trained(at: str, optimizers: Any, **fields: Any) -> dict[str, np.ndarray]:
+        trainer = SFTTrainer(
+            SFTConfig(save_directory=tmp_path / at, max_grad_norm=None, **{**SHORT, **fields}),
+            model_init=lambda: tiny.make_model("lm", scale=4.0),
+            train_dataset=tiny.texts(8),
+            optimizers=optimizers,
+        )
+        return tiny.leaves(load_model(trainer.train().artifact.path, "lm", mesh=tiny.one_device()).params)
+
+    def equal(left: Any, right: Any) -> bool:
+        return all(np.array_equal(left[path], right[path]) for path in left)
+
+    plain = trained("plain", (None, None), optimizer={"name": "sgd", "momentum": 0.5}, weight_decay=0.0)
+    given = trained("given", (optax.sgd(1e-2, momentum=0.5), None))
+    for path, leaf in plain.items():
+        np.testing.assert_allclose(given[path], leaf, rtol=1e-6, atol=1e-8)
+    assert rows_of(tmp_path / "given")[0]["learning_rate"] is None
+    rates = trained("rates", (None, lambda step: 1e-2 / (step + 1)), optimizer="sgd")
+    assert [row["learning_rate"] for row in rows_of(tmp_path / "rates")] == pytest.approx([1e-2, 5e-3])
+    assert not equal(rates, plain)
+    with pytest.raises(InputError, match=r"^optimizers: expected \(an optax transformation or None"):
+        trained("wrong", "adamw")
+    with pytest.raises(InputError, match="model_init: model is given, too"):
+        SFTTrainer(model="x", model_init=lambda: "x")
+
+
+def test_arguments_without_a_counterpart_say_what_to_do() -> None:
+    with pytest.raises(
+        InputError, match=r"data_collator: unknown argument .*\. Here examples are packed into rows"
+    ):
+        SFTTrainer(data_collator=lambda rows: rows)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "grpo"])
+def test_several_evaluation_sets(short: Any, tiny: ModuleType, tmp_path: Path, trainer: str) -> None:
+    rows = {"sft": tiny.texts, "reward": tiny.pairs, "dpo": tiny.pairs, "grpo": tiny.prompts}[trainer]
+    easy, hard = rows(4, seed=5), rows(5, seed=6)
+    given = {"max_training_steps": 2, "max_evaluation_steps": None}
+    _, both = short.train(trainer, at="both", inputs={"eval_dataset": {"easy": easy, "hard": hard}}, **given)
+    _, alone = short.train(trainer, at="alone", inputs={"eval_dataset": hard}, **given)
+    found = {name: x for name, x in both.rows[-1].items() if name.startswith("eval_")}
+    wanted = {
+        name: x for name, x in alone.rows[-1].items() if name.startswith("eval_") and "time" not in name
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(
+            found[f"eval_hard_{name.removeprefix('eval_')}"], value, rtol=1e-5, err_msg=name
+        )
+    assert {name.split("_")[1] for name in found} == {"easy", "hard"}
+
+
+def test_several_sets_in_a_file(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_model("lm").save(tmp_path / "model")
+    for name, seed in (("train", 0), ("easy", 1), ("hard", 2)):
+        tiny.write_rows(tmp_path / f"{name}.jsonl", tiny.texts(6, seed=seed))
+    (tmp_path / "run.toml").write_text(
+        'dir = "run"\n[[stage]]\nname = "s"\ntrainer = "sft"\nmodel = "model"\ntrain_data = "train.jsonl"\n'
+        'eval_data = { easy = "easy.jsonl", hard = { path = "hard.jsonl" } }\n'
+        'max_training_steps = 2\nevaluation_steps = 1\nmetric_for_best_model = "hard_loss"\n'
+    )
+    ended = rlhf("run", str(tmp_path / "run.toml"), "--dir", str(tmp_path / "run"))
+    assert ended.code == 0, ended.said
+    row = rows_of(tmp_path / "run/s")[-1]
+    assert {"eval_easy_loss", "eval_hard_loss"} <= set(row)
+    inputs = json.loads((tmp_path / "run/s/stage.json").read_text())["inputs"]
+    assert {"eval_data.easy", "eval_data.hard.path"} <= set(inputs)
+
+
+def test_a_trainer_of_one_set_says_so(tiny: ModuleType, tmp_path: Path) -> None:
+    from rlhf_distill import DistillConfig, DistillTrainer
+
+    tiny.make_model("lm", seed=4).save(tmp_path / "teacher")
+    with pytest.raises(InputError, match=r"eval_data: several sets, a, b, and this trainer evaluates one"):
+        DistillTrainer(
+            DistillConfig(teacher_model=str(tmp_path / "teacher"), on_policy_fraction=0.0, **SHORT),
+            model=tiny.make_model("lm"),
+            train_dataset=tiny.texts(6),
+            eval_dataset={"a": tiny.texts(4), "b": tiny.texts(4)},
+        ).train()
+
+
+def test_a_finished_run_is_compared_with_its_sets(tiny: ModuleType, tmp_path: Path) -> None:
+    def run(**sets: Any) -> None:
+        config = GRPOConfig(
+            save_directory=tmp_path,
+            num_generations=2,
+            max_completion_length=4,
+            total_batch_size=4,
+            max_training_steps=1,
+        )
+        GRPOTrainer(
+            config,
+            model=tiny.make_model("lm"),
+            rewards=[lambda completions: [float(len(text)) for text in completions]],
+            train_dataset=tiny.prompts(4),
+            eval_dataset=sets,
+        ).train()
+
+    run(a=tiny.prompts(2), b=tiny.prompts(2, seed=1))
+    with pytest.raises(InputError, match=r"eval_data\.b: .*contents differ|eval_data\.b.*changed"):
+        run(a=tiny.prompts(2), b=tiny.prompts(2, seed=2))
