@@ -15,6 +15,7 @@ from rlhf_core.training.reference import Reference as Reference
 __all__ = [
     "Build",
     "Context",
+    "Evaluate",
     "HeldOut",
     "PaddedObjective",
     "Reference",
