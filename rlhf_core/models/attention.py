@@ -32,13 +32,15 @@ def attend(
     *,
     window: jax.Array | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute self-attention over rows; queries t with s <= t < visible_until[s] see the key at s.
 
     q: [B, K, G, T, h], already scaled; k, v: [B, K, T, h]; positions, visible_until: int32 [B, T].
     window: int32 scalar; a query does not see keys that many positions back or more. Positions, not indices: a branch
         is as far from its shared prompt as if it followed the prompt directly.
-    softcap: logits become softcap · tanh(logits / softcap).
+    softcap: logits become softcap · tanh(logits / softcap). sinks: float32 [K, G], one more logit for every query of a
+        head, whose value is 0.
     Returns [B, T, K·G·h] in v's dtype; softmax is in float32. A block of queries never touches keys after it.
     """
     batch, kv_heads, groups, time, head_dim = q.shape
@@ -53,7 +55,8 @@ def attend(
             "bkgth,bksh->bkgts", q[:, :, :, start:end], k[:, :, :end], preferred_element_type=jnp.float32
         )
         logits = capped(logits, softcap)
-        parts.append(_mix(jnp.where(seen[:, None, None], logits, MASKED), v[:, :, :end], "bkgts,bksh->bkgth"))
+        logits = jnp.where(seen[:, None, None], logits, MASKED)
+        parts.append(_mix(logits, v[:, :, :end], "bkgts,bksh->bkgth", _like(sinks, logits)))
     mixed = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
 
@@ -68,6 +71,7 @@ def attend_at(
     *,
     window: jax.Array | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute `attend` for the queries at the indices `at` alone.
 
@@ -80,21 +84,27 @@ def attend_at(
         seen &= jnp.take_along_axis(positions, at, axis=1)[:, :, None] - positions[:, None] < window
     logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = jnp.where(seen[:, None, None], capped(logits, softcap), MASKED)
-    mixed = _mix(logits, v, "bkgts,bksh->bkgth")
+    mixed = _mix(logits, v, "bkgts,bksh->bkgth", _like(sinks, logits))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, kv_heads * groups * head_dim)
 
 
 def attend_cached(
-    q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, softcap: float | None = None
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    seen: jax.Array,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention of the newest tokens of each row over a cache that holds them.
 
     q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; seen: bool [B, T, S], the entries that
-    each token sees; softcap as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
+    each token sees; softcap and sinks as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
     """
     batch, kv_heads, groups, time, head_dim = q.shape
     logits = jnp.einsum("bkgth,bkhs->bkgts", q, keys, preferred_element_type=jnp.float32)
-    mixed = _mix(jnp.where(seen[:, None, None], capped(logits, softcap), MASKED), values, "bkgts,bksh->bkgth")
+    logits = jnp.where(seen[:, None, None], capped(logits, softcap), MASKED)
+    mixed = _mix(logits, values, "bkgts,bksh->bkgth", _like(sinks, logits))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
 
 
@@ -103,6 +113,7 @@ def attend_groups(
     prompts: tuple[jax.Array, jax.Array, jax.Array],
     own: tuple[jax.Array, jax.Array, jax.Array],
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute `attend_cached` for a token of each of B = P · G rows; G in a row share a cache besides their own.
 
@@ -127,18 +138,18 @@ def attend_groups(
     if reads_visible(keys):
         first = visible.argmax()
         written = attend_visible(q, keys, values, first, first + visible.sum(), softcap)
-        highest = jnp.maximum(by_row(shared.max(-1)), written.highest)
+        highest = _above(jnp.maximum(by_row(shared.max(-1)), written.highest), sinks)
         shared, scale = jnp.exp(shared - by_prompt(highest)[..., None]), jnp.exp(written.highest - highest)
-        total = by_row(shared.sum(-1)) + written.total * scale
+        total = by_row(shared.sum(-1)) + written.total * scale + _share(sinks, highest)
         mixed = by_row(_weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
         mixed += written.mixed * scale[..., None]
         return (mixed / total[..., None]).astype(values.dtype).reshape(rows, -1)
     alone = jnp.einsum("bkrh,bkht->bkrt", q, keys, preferred_element_type=jnp.float32)
     alone = jnp.where(visible, capped(alone, softcap), MASKED)
-    highest = jnp.maximum(by_row(shared.max(-1)), alone.max(-1))
+    highest = _above(jnp.maximum(by_row(shared.max(-1)), alone.max(-1)), sinks)
     shared = jnp.exp(shared - by_prompt(highest)[..., None])
     alone = jnp.exp(alone - highest[..., None])
-    total = by_row(shared.sum(-1)) + alone.sum(-1)
+    total = by_row(shared.sum(-1)) + alone.sum(-1) + _share(sinks, highest)
     mixed = by_row(_weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
     mixed += _weighted(alone, values, "bkrt,bkth->bkrh")
     return (mixed / total[..., None]).astype(values.dtype).reshape(rows, -1)
@@ -148,10 +159,28 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _mix(logits: jax.Array, values: jax.Array, spec: str) -> jax.Array:
+def _like(sinks: jax.Array | None, logits: jax.Array) -> jax.Array | None:
+    """Reshape sinks, [K, G], so that they are one more entry of logits, [B, K, G, …, s]."""
+    return None if sinks is None else sinks.reshape(*sinks.shape, *(1,) * (logits.ndim - 3))
+
+
+def _above(highest: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Return the highest of the logits and of a softmax's sinks, which broadcast to them."""
+    return highest if sinks is None else jnp.maximum(highest, sinks)
+
+
+def _share(sinks: jax.Array | None, highest: jax.Array) -> jax.Array | float:
+    """Return what sinks add to the sum of a softmax."""
+    return 0.0 if sinks is None else jnp.exp(sinks - highest)
+
+
+def _mix(logits: jax.Array, values: jax.Array, spec: str, sinks: jax.Array | None = None) -> jax.Array:
     """Compute softmax(logits) · values; dividing by the sum at the end saves a pass over the largest array."""
-    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+    highest = jax.lax.stop_gradient(_above(logits.max(-1, keepdims=True), sinks))
+    weights = jnp.exp(logits - highest)
     total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += _share(sinks, highest)
     return (_weighted(weights, values, spec) / total).astype(values.dtype)
 
 

@@ -247,7 +247,8 @@ class Decoder(Definition):
 
         def over(q: jax.Array, *_: jax.Array) -> jax.Array:
             cap = c.attention_softcap
-            return attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap)
+            more = layer.self_attn.options
+            return attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap, **more)
 
         return trunk.norm(layer(_read(x, at), lambda attention, y: attention(y, rope, over))), None
 
@@ -266,7 +267,8 @@ class Decoder(Definition):
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 kept.append((k.swapaxes(2, 3), v))
-                return over(q, k, v, positions, visible_until, window=window, softcap=cap)
+                more = mixer.options
+                return over(q, k, v, positions, visible_until, window=window, softcap=cap, **more)
 
             return mixer(x, rope, attention)
 
@@ -414,10 +416,10 @@ class Decoder(Definition):
         visible: jax.Array,
         slot: jax.Array | int,
     ) -> tuple[jax.Array, Cache]:
-        def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
+        def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
             seen = visible & (positions[:, None] - cache.positions < window) if window else visible
             cap = self.config.attention_softcap
-            return attend_cached(q, cache.keys[i], cache.values[i], seen[:, None], cap)
+            return attend_cached(q, cache.keys[i], cache.values[i], seen[:, None], cap, **more)
 
         states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], slot, over)
         return states[:, 0], cache
@@ -437,11 +439,11 @@ class Decoder(Definition):
         own, read = entries <= step, used[:, None]
         age = positions.reshape(len(used), -1, 1) - prompts.positions[:, None]  # [P, G, time]
 
-        def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
+        def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
             near, recent = (read & (age < window), own & (step - entries < window)) if window else (read, own)
             before = (prompts.keys[i], prompts.values[i], near)
             after = (cache.keys[i], cache.values[i], recent)
-            return attend_groups(q[:, :, :, 0], before, after, self.config.attention_softcap)[:, None]
+            return attend_groups(q[:, :, :, 0], before, after, self.config.attention_softcap, **more)[:, None]
 
         states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], step, over)
         return states[:, 0], cache
@@ -453,9 +455,10 @@ class Decoder(Definition):
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         age = positions[:, :, None] - jnp.arange(cache.positions.shape[1])  # [B, T, S]
 
-        def over(q: jax.Array, i: int, cache: Cache, window: int | None) -> jax.Array:
+        def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
             seen = age >= 0 if window is None else (age >= 0) & (age < window)
-            return attend_cached(q, cache.keys[i], cache.values[i], seen, self.config.attention_softcap)
+            cap = self.config.attention_softcap
+            return attend_cached(q, cache.keys[i], cache.values[i], seen, cap, **more)
 
         return self._extend(params, cache, tokens, positions, start, over)
 
@@ -466,12 +469,12 @@ class Decoder(Definition):
         tokens: jax.Array,
         positions: jax.Array,
         slot: jax.Array | int,
-        over: Callable[[jax.Array, int, Cache, int | None], jax.Array],
+        over: Callable[..., jax.Array],
     ) -> tuple[jax.Array, Cache]:
         """Compute tokens, int32 [B, T], that follow those of a cache: (hidden states [B, T, D], cache with them).
 
         slot: the entry of the first of them. over: (scaled queries [B, K, G, T, h], number of a layer, the cache with
-        the tokens of that layer, its window or None) → attention's output [B, T, K·G·h].
+        the tokens of that layer, its window or None; sinks, if it has any) → attention's output [B, T, K·G·h].
         """
         weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
         keys, values = list(cache.keys), list(cache.values)
@@ -485,7 +488,7 @@ class Decoder(Definition):
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
                 values[i] = _placed(values[i], v, slot, 2)
-                return over(q, i, Cache(tuple(keys), tuple(values), placed), window)
+                return over(q, i, Cache(tuple(keys), tuple(values), placed), window, **mixer.options)
 
             return mixer(x, rope, attention)
 
@@ -496,7 +499,7 @@ class Decoder(Definition):
     def tensor_parallel(self) -> TensorParallel:
         # A norm over all heads would need the sum of squares of every device.
         c = self.config
-        whole = c.qk_norm == "projection" or any(map(self._has_state, range(c.num_layers)))
+        whole = c.qk_norm == "projection" or c.sinks or any(map(self._has_state, range(c.num_layers)))
         divides = 1 if whole else math.gcd(c.num_kv_heads, c.intermediate_size)
         return TensorParallel(divides, self._prepare_shards, self._shard_axes())
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlhf_core.models import glm4_moe, lfm2, qwen3_5
+from rlhf_core.models import glm4_moe, gpt_oss, lfm2, qwen3_5
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:
@@ -292,6 +292,34 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         normalise_experts="norm_topk_prob",
         details=glm4_moe.details,
         weight_names=glm4_moe.WEIGHT_NAMES,
+    ),
+    "gpt_oss": Architecture(
+        "GptOssForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        layer_types=alternating,
+        layer_types_decide=True,
+        details=gpt_oss.details,
+        weight_names=gpt_oss.WEIGHT_NAMES,
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",

@@ -101,6 +101,8 @@ class Fields:
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.data = data
         self.defaults = {**COMMON, **defaults}
+        self.quantized: str | None = None
+        """The `quant_method` of weights that can be read."""
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
@@ -182,6 +184,12 @@ class Fields:
             elif not value:
                 continue
             elif name == "quantization_config":
+                if (
+                    self.quantized
+                    and isinstance(value, Mapping)
+                    and value.get("quant_method") == self.quantized
+                ):
+                    continue
                 self.problem("quantization_config is not supported; use the unquantized checkpoint")
             else:
                 hint = suggest(name, self.defaults) or " Remove it if it changes nothing."

@@ -170,6 +170,14 @@ class ExpertMLPs(nnx.Module):
         lead = (c.num_layers, c.experts)
         make = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
         inside = ("layers", "experts", "embed", "mlp")
+        self.swiglu = c.swiglu
+        if c.swiglu:
+            make = functools.partial(make, bias=True)
+            self.gate_up_proj = make((c.hidden_size, 2 * c.intermediate_size), axes=inside)
+            self.down_proj = make(
+                (c.intermediate_size, c.hidden_size), axes=("layers", "experts", "mlp", "embed")
+            )
+            return
         self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
         self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
         self.down_proj = make(
@@ -179,10 +187,20 @@ class ExpertMLPs(nnx.Module):
 
     def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
         """Apply each expert to its rows. x: [N, D], sorted by expert; counts: int32 [experts], rows per expert."""
-
+        if self.swiglu:
+            slope, limit = self.swiglu
+            gate, up = (self._biased(self.gate_up_proj, x, counts)[:, i::2] for i in (0, 1))
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+            inner = (up + 1) * gate * jax.nn.sigmoid(slope * gate)
+            return self._biased(self.down_proj, inner, counts)
         gate = ACTIVATIONS[self.activation](expert_product(x, self.gate_proj.kernel[...], counts))
         inner = gate * expert_product(x, self.up_proj.kernel[...], counts)
         return expert_product(inner, self.down_proj.kernel[...], counts)
+
+    def _biased(self, linear: Linear, x: jax.Array, counts: jax.Array) -> jax.Array:
+        assert linear.bias is not None
+        biases = jnp.repeat(linear.bias[...].astype(x.dtype), counts, axis=0, total_repeat_length=len(x))
+        return expert_product(x, linear.kernel[...], counts) + biases
 
 
 class Experts(nnx.Module):
@@ -191,7 +209,8 @@ class Experts(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
         linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
-        self.gate = linear((c.hidden_size, c.experts), axes=("layers", "embed", None))
+        router = functools.partial(linear, bias=True) if c.router == "chosen" else linear
+        self.gate = router((c.hidden_size, c.experts), axes=("layers", "embed", None))
         if c.router == "sigmoid":
             zero = jnp.zeros((c.num_layers, c.experts), jnp.float32)
             self.gate.e_score_correction_bias = nnx.Param(zero, axes=("layers", None))
@@ -207,6 +226,9 @@ class Experts(nnx.Module):
         c, logits = self.config, self.gate(tokens).astype(jnp.float32)
         if c.router == "softmax":
             weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), c.experts_per_token)
+        elif c.router == "chosen":
+            weight, chosen = lax.top_k(logits, c.experts_per_token)
+            return jax.nn.softmax(weight, axis=-1), chosen
         else:
             probability, (groups, allowed) = jax.nn.sigmoid(logits), c.expert_groups
             score = lax.stop_gradient(probability + self.gate.e_score_correction_bias[...])
@@ -278,7 +300,14 @@ class Attention(nnx.Module):
         if c.qk_norm:
             sizes = (c.head_dim, c.head_dim) if c.qk_norm == "head" else self.widths
             self.q_norm, self.k_norm = (RMSNorm(c, lead, size) for size in sizes)
+        if c.sinks:
+            self.sinks = nnx.Param(jnp.zeros((*lead, c.num_heads), jnp.float32), axes=("layers", "heads"))
         self.config = c
+
+    @property
+    def options(self) -> dict[str, jax.Array]:
+        """Return the further arguments of attention: of a layer with sinks, {"sinks": float32 [K, G]}."""
+        return {"sinks": self.sinks[...].reshape(self.config.num_kv_heads, -1)} if self.config.sinks else {}
 
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, ...], over: Callable[..., jax.Array]

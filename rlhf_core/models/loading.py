@@ -211,7 +211,14 @@ def _define(
     """Read the definition that a directory's config.json describes, and that config.json."""
     hf_config, file = _read_config(directory), str(directory / "config.json")
     family = find_family(hf_config.get("model_type"), registry, where=file)
-    return untied(describe(family, hf_config, head, file, dtype=dtype), hf_config, directory)
+    definition = describe(family, hf_config, head, file, dtype=dtype)
+    definition, made_of = untied(definition, hf_config, directory)
+    if "quantization_config" in made_of:  # of a format that the family's code reads
+        warnings.warn(
+            f"{directory}: quantized weights are converted; the model is saved in bfloat16", stacklevel=3
+        )
+        made_of = {name: value for name, value in made_of.items() if name != "quantization_config"}
+    return definition, made_of
 
 
 def untied(

@@ -53,14 +53,19 @@ class Reader:
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
             raise InputError(f"{self.path}: '{name}' has dtype {entry['dtype']}; only {known} can be read")
-        begin, end = entry["data_offsets"]
-        raw = self._bytes[self._base + begin : self._base + end]
-        tensor: np.ndarray = raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        tensor: np.ndarray = self.raw(name).reshape(-1).view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return tensor
+
+    def raw(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor, uint8; in the tensor's shape if its elements are bytes."""
+        entry = self.header[name]
+        begin, end = entry["data_offsets"]
+        raw: np.ndarray = self._bytes[self._base + begin : self._base + end]
+        return raw.reshape(entry["shape"]) if entry["dtype"] == "U8" else raw
 
 
 def copy(tensor: np.ndarray, out: np.ndarray) -> None:
-    """Copy a tensor of at most two axes, possibly a transposed view, into `out`, float32.
+    """Copy a tensor, possibly a transposed view of a matrix, into `out`, float32.
 
     A transposed matrix is copied in blocks, cast before they are transposed: NumPy's own loop over the whole reads a
     cache line per element, and takes twice the time.

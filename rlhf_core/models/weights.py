@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest
 from rlhf_core.mesh import fetch_array
+from rlhf_core.models import gpt_oss
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
 from rlhf_core.runtime.signals import stop_if_asked
 
@@ -68,7 +69,7 @@ def open_weights(directory: Path) -> dict[str, Reader]:
 
 def stored_dtype(directory: Path) -> str | None:
     """Find the dtype of most tensors in the directory: "float32", "float16", "bfloat16"; None for any other."""
-    dtypes = [reader.dtype(name) for name, reader in open_weights(directory).items()]
+    dtypes = [reader.dtype(name) for name, reader in gpt_oss.unquantized(open_weights(directory)).items()]
     most = max(set(dtypes), key=dtypes.count) if dtypes else ""
     return {short: name for name, short in NAMES.items()}.get(most)
 
@@ -93,7 +94,9 @@ class _Leaf:
         stored = {"kernel": "weight", "embedding": "weight"}
         module, last = ".".join(words), stored.get(self.keys[-1], self.keys[-1])
         named = dict(config.weight_names)
-        name = f"{named.get(module) or usual_name(module)}.{last}"
+        if whole := named.get(f"{module}.{self.keys[-1]}"):  # a tensor in the layout of the parameter
+            self.transposed = False
+        name = whole or f"{named.get(module) or usual_name(module)}.{last}"
         axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
         self.lead, inner = shape[: len(axes)], shape[len(axes) :]
         numbers = {"layer": layers, "expert": range(self.lead[-1] if self.lead else 0)}
@@ -177,7 +180,7 @@ def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_L
 
     Raises InputError as `load` does.
     """
-    readers = open_weights(directory)
+    readers = gpt_oss.unquantized(open_weights(directory))
     leaves = _leaves(decoder)
     if decoder.head == "score" and "score.weight" not in readers:
         leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]

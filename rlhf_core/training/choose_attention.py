@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rlhf_core.contracts import ATTENTION
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Decoder
 from rlhf_core.models.attention import Blocks, visible_blocks
@@ -57,6 +58,13 @@ def choose_attention(
     trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
     asked = config.attention
+    if isinstance(model.definition, Decoder) and model.definition.config.sinks:
+        if asked.name not in ("auto", "xla"):
+            raise InputError(
+                f"stage '{stage.name}'.attention: '{asked.name}' cannot compute the sinks of this model; leave it out, "
+                'or write "xla"'
+            )
+        return model
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"

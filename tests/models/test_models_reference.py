@@ -126,6 +126,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
         "head_dim": 8,
     },
+    "gpt_oss": BASE
+    | {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "sliding_window": 3,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_alpha": 1.5,
+        "swiglu_limit": 0.5,
+    },
     "lfm2": BASE
     | {
         "model_type": "lfm2",

@@ -22,7 +22,7 @@ def slides(hf: dict[str, Any], layer: int) -> bool:
     kind = hf["model_type"]
     if "layer_types" in hf:
         return hf["layer_types"][layer] == "sliding_attention"
-    if kind == "gemma2":
+    if kind in ("gemma2", "gpt_oss"):
         return layer % 2 == 0
     if kind == "gemma3_text":
         return (layer + 1) % hf["sliding_window_pattern"] != 0
@@ -169,8 +169,9 @@ def hidden(
                 keys = np.flatnonzero(near[t])
                 if len(keys):
                     logit = cap(scale * k[keys, source] @ q[t, head], hf.get("attn_logit_softcapping"))
-                    weight = np.exp(logit - logit.max())
-                    mixed[t, head] = weight @ v[keys, source] / weight.sum()
+                    weight = np.exp(logit)
+                    sink = np.exp(group["sinks"][i, head]) if "sinks" in group else 0.0
+                    mixed[t, head] = weight @ v[keys, source] / (weight.sum() + sink)
         return linear(gate * mixed.reshape(len(x), -1), group["o_proj"], i)
 
     def taps(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
@@ -234,6 +235,23 @@ def hidden(
             out = out + share * gated(x, group["shared_expert"], i)
         return out
 
+    def clamped(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
+        """gpt-oss: a softmax over the chosen experts; gate and up in turn, clamped."""
+        logit, out = linear(x, group["gate"], i), np.zeros_like(x)
+        both, down = group["experts"]["gate_up_proj"], group["experts"]["down_proj"]
+        for t in range(len(x)):
+            taken = np.argsort(-logit[t])[: hf["num_experts_per_tok"]]
+            for e in taken:
+                inner = x[t] @ both["kernel"][i, e] + both["bias"][i, e]
+                gate, up = (
+                    np.minimum(inner[::2], hf["swiglu_limit"]),
+                    np.clip(inner[1::2], -hf["swiglu_limit"], hf["swiglu_limit"]),
+                )
+                made = (up + 1) * gate / (1 + np.exp(-hf["swiglu_alpha"] * gate)) @ down["kernel"][i, e]
+                share = np.exp(logit[t, e]) / np.exp(logit[t, taken]).sum()
+                out[t] += share * (made + down["bias"][i, e])
+        return out
+
     def grouped(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
         """GLM-4.5: the experts of the groups with the best two; the correction counts for the choice alone."""
         share, out = 1 / (1 + np.exp(-linear(x, group["gate"], i))), np.zeros_like(x)
@@ -255,6 +273,7 @@ def hidden(
         if kinds := kinds_of(hf):
             stack, i = stack[kinds[number]], kinds[:number].count(kinds[number])
         mlp = gated if "experts" not in stack["mlp"] else grouped if "n_group" in hf else routed
+        mlp = clamped if "swiglu_limit" in hf else mlp
         first, second = stack.get("input_layernorm"), stack["post_attention_layernorm"]
         if olmo:
             x = x + norm(attend(x, stack["self_attn"], i), second, i)
