@@ -195,8 +195,7 @@ class Episodes:
         number = len(episode.messages) - episode.first
         episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context, number))
         episode.ended_by = int(tokens[-1]) if finished else None
-        read = self.settings.parser.message if self.calls.tools else self.settings.parser.text
-        episode.messages.append(read(tokens))
+        episode.messages.append(self.settings.parser.message(tokens))
         if not self._calls_here:
             return
         call = self.calls.call(episode.environment, "step", dict(episode.messages[-1]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -72,7 +73,7 @@ FORMATS = (
     CallFormat("json", "<|tool_call|>"),  # Granite
     CallFormat("json", alone=True),  # Llama 3
 )
-"""The formats that are known, in the order in which they are tried."""
+"""The formats that are known, in the order in which a template's is looked for."""
 
 
 class Call(NamedTuple):
@@ -94,42 +95,31 @@ class CallParser:
     """Turn what a policy sampled into the assistant's message."""
 
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Any] | None = None) -> None:
-        """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them.
+        """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them; without
+        any, a reply is its text.
 
         Raises InputError if there are tools, and the template writes calls in none of `FORMATS`.
         """
         self.encoder = encoder
-        known = None
-        try:
-            known = call_format(encoder)
-        except InputError:
-            if tools:
-                raise
-        self.formats = FORMATS if known is None else (known,)
+        self.format = call_format(encoder) if tools else None
         self._schemas = dict(map(_parameters, tools or ()))
         added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        marks = "".join(mark for form in self.formats for mark in form.marks) + PYTHON_TAG
+        marks = "" if self.format is None else "".join(self.format.marks) + PYTHON_TAG
         self._marks_are_special = self._special.search(marks) is not None
         self._thinks = _opened(encoder).rstrip().endswith("<think>")
 
     def message(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
         """Parse sampled ids, int32 [n], a final stop token included, as `parse` does."""
-        return self.parse(self._decoded(ids, skip_special=not self._marks_are_special))
-
-    def text(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
-        """Return sampled ids, int32 [n], a final stop token included, as a message without looking for calls."""
-        return {"role": "assistant", "content": self._decoded(ids, skip_special=True)}
-
-    def _decoded(self, ids: Ints | Sequence[int], *, skip_special: bool) -> str:
         sampled = [int(i) for i in ids]
         if sampled and sampled[-1] in self.encoder.stop_ids:
             sampled.pop()
-        text: str = self.encoder.tokenizer.decode(
-            sampled, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        decode = self.encoder.tokenizer.decode
+        special = self._marks_are_special  # `parse` reads these, and drops the others
+        return self.parse(
+            decode(sampled, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
-        return text
 
     def parse(self, text: str) -> dict[str, Any]:
         """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any.
@@ -138,7 +128,7 @@ class CallParser:
         `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought do not count.
         Never raises.
         """
-        calls = self._find(text, self._thought_end(text))
+        calls = [] if self.format is None else self._read(self.format, text)
         message: dict[str, Any] = {"role": "assistant", "content": self._content(text, calls)}
         if made := [_as_message(call) for call in calls if call.error is None]:
             message["tool_calls"] = made
@@ -152,15 +142,8 @@ class CallParser:
             return at + len("</think>")
         return len(text) if self._thinks or "<think>" in text else 0
 
-    def _find(self, text: str, start: int) -> list[Call]:
-        """Find the calls in the first format that reads all of its own, else in the first that finds any."""
-        readings = (self._read(form, text, start) for form in self.formats)
-        attempts = [calls for calls in readings if calls]
-        whole = [calls for calls in attempts if all(call.error is None for call in calls)]
-        return next(iter([*whole, *attempts]), [])
-
-    def _read(self, form: CallFormat, text: str, start: int) -> list[Call]:
-        calls = [_checked(call) for call in _calls(form, text, start, self._schemas)]
+    def _read(self, form: CallFormat, text: str) -> list[Call]:
+        calls = [_checked(call) for call in _calls(form, text, self._thought_end(text), self._schemas)]
         if calls and form.alone and self._content(text, calls):
             error = "a call must be the whole reply: the text around it would be lost"
             return [Call(calls[0].start, calls[-1].end, error=error)]
@@ -182,12 +165,11 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     Raises InputError if it writes calls in a format that is not known.
     """
     call = {"type": "function", "function": {"name": NAME, "arguments": dict(ARGUMENTS)}}
-    asked = {"role": "user", "content": "a"}
-    try:
-        reply = {"role": "assistant", "content": TEXT, "tool_calls": [call]}
-        closed = encoder.write(encoder.with_call_ids([asked, reply]))
-    except InputError:
-        return None
+    asked, closed = {"role": "user", "content": "a"}, ""
+    for content in (TEXT, ""):
+        reply = {"role": "assistant", "content": content, "tool_calls": [call]}
+        with suppress(InputError):
+            closed = closed or encoder.write(encoder.with_call_ids([asked, reply]))
     if not all(word in closed for word in (NAME, *ARGUMENTS.values())):
         return None
     opened = _opened(encoder)

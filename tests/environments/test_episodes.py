@@ -27,7 +27,7 @@ ENCODER: Any = SimpleNamespace(
     observation=lambda messages, added, ended_by, tools: np.full(ADDED, 7, np.int32),
     problem=lambda tools, roles, encoded_again: "the template has no 'system'" * ("system" in roles) or None,
 )
-PARSER: Any = SimpleNamespace(text=lambda tokens: {"role": "assistant", "content": "a"})
+PARSER: Any = SimpleNamespace(message=lambda tokens: {"role": "assistant", "content": "a"})
 
 
 class Plain:

@@ -52,6 +52,10 @@ WRITTEN = {
     "'\", \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}"
     "{{ ', ' if not loop.last }}{% endfor %}]",
     "mistral, newer": EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}",
+    "coder": EACH + "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+    "llama": "{% for c in m.tool_calls %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}"
+    "{{ '; ' if not loop.last }}{% endfor %}",
     "glm": EACH + "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
     "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
 }  # fmt: skip
@@ -62,7 +66,7 @@ PUBLISHED = (
 )  # fmt: skip
 ALIKE = ("llama3_1", "nemotron_3_nano", "qwen2_5", "qwen3")
 """They write calls as llama3_2, qwen3_5_think or qwen3_instruct_2507 does."""
-ALONE = ("mistral", "llama3_1", "llama3_2")
+ALONE = ("mistral", "llama", "llama3_1", "llama3_2")
 """They write no text beside calls."""
 LETTERS = "abZ09 \n\t<>|{}[]()=,;:\"'\\/.éß漢🙂\u0301</tool_call>[TOOL_CALLS]"
 
@@ -75,6 +79,14 @@ def encoder_for(text: str, make_tokenizer: Any) -> ConversationEncoder:
 
 def written(name: str) -> str:
     return (HEAD_ALONE if name in ALONE else HEAD) + WRITTEN[name] + TAIL
+
+
+def parser_of(text: str, make_tokenizer: Any, tools: Any = TOOLS) -> CallParser:
+    """Make the parser of a template that writes calls as this text does."""
+    newer = "mistral, newer" if "[ARGS]" in text else "mistral"
+    names = {"<function=": "coder", "[TOOL_CALLS]": newer, "<tool": "hermes", "": "llama"}
+    name = next(name for mark, name in names.items() if mark in text)
+    return CallParser(encoder_for(written(name), make_tokenizer), tools)
 
 
 def random_string(draw: np.random.Generator) -> str:
@@ -164,7 +176,7 @@ def test_a_format_that_is_not_known_is_refused(make_tokenizer: Any) -> None:
     encoder = encoder_for(HEAD + EACH + "<<{{ f | tojson }}>>{% endfor %}" + TAIL, make_tokenizer)
     with pytest.raises(InputError, match=r"an unknown format, '<<\{"):
         CallParser(encoder, TOOLS)
-    assert CallParser(encoder).text([]) == {"role": "assistant", "content": ""}
+    assert CallParser(encoder).message([]) == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.data
@@ -191,8 +203,8 @@ CHATML = HEAD + TAIL
          [["add", {}]], '<think>{"name": "add"} <tool_call>x</tool_call></think>'),
     ],
 )  # fmt: skip
-def test_formats_that_are_tried_in_turn(text: str, calls: Any, content: str, make_tokenizer: Any) -> None:
-    message = CallParser(encoder_for(CHATML, make_tokenizer), TOOLS).parse(text)
+def test_calls_of_all_formats(text: str, calls: Any, content: str, make_tokenizer: Any) -> None:
+    message = parser_of(text, make_tokenizer).parse(text)
     assert plainly(message) == calls
     assert message["content"] == content
 
@@ -203,7 +215,7 @@ def test_formats_that_are_tried_in_turn(text: str, calls: Any, content: str, mak
      "<tool_call", "{", "<|python_tag"],
 )  # fmt: skip
 def test_texts_without_calls(text: str, make_tokenizer: Any) -> None:
-    message = CallParser(encoder_for(CHATML, make_tokenizer), TOOLS).parse(text)
+    message = parser_of(text, make_tokenizer).parse(text)
     assert message == {"role": "assistant", "content": text}
 
 
@@ -226,13 +238,11 @@ def test_values_without_quotes_are_read_by_their_schema(
 ) -> None:
     tool = {"function": {"name": "add", "parameters": {"properties": {"x": schema}}}}
     text = f"<tool_call>\n<function=add>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    assert plainly(CallParser(encoder_for(CHATML, make_tokenizer), [tool]).parse(text)) == [
-        ["add", {"x": value}]
-    ]
+    assert plainly(parser_of(text, make_tokenizer, [tool]).parse(text)) == [["add", {"x": value}]]
 
 
 def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
-    parser = CallParser(encoder_for(CHATML, make_tokenizer))
+    parser = CallParser(encoder_for(written("mistral"), make_tokenizer), TOOLS)
     message = parser.parse('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]')
     assert message["tool_calls"][0]["id"] == "abcdefghi"
 
@@ -261,27 +271,24 @@ def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
          "the call is not JSON: Expecting ',' delimiter at character 39 of it"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_call(
-    text: str, error: str, make_tokenizer: Any, published: dict[str, Path]
-) -> None:
-    names = {"[": written("mistral, newer"), "<tool_call>\n": published["qwen3_5_think"].read_text()}
-    template = next((value for key, value in names.items() if text.startswith(key)), CHATML)
-    text = f"</think>{text}" if "think" in template else text
-    message = CallParser(encoder_for(template, make_tokenizer), TOOLS).parse(text)
+def test_what_is_wrong_with_a_call(text: str, error: str, make_tokenizer: Any) -> None:
+    message = parser_of(text, make_tokenizer).parse(text)
     assert "tool_calls" not in message
     assert message["call_errors"][0].startswith(error), message
 
 
 def test_good_calls_beside_malformed_ones_are_kept(make_tokenizer: Any) -> None:
     good, bad = '<tool_call>{"name": "add", "arguments": {"i": 1}}</tool_call>', "<tool_call>{</tool_call>"
-    message = CallParser(encoder_for(written("hermes"), make_tokenizer)).parse(f"{good}\n{bad}\n{good}")
+    message = CallParser(encoder_for(written("hermes"), make_tokenizer), TOOLS).parse(
+        f"{good}\n{bad}\n{good}"
+    )
     assert len(message["tool_calls"]) == 2
     assert len(message["call_errors"]) == 1
 
 
 def test_a_call_stands_alone_where_the_template_drops_the_text_beside_it(make_tokenizer: Any) -> None:
     call = '[TOOL_CALLS][{"name": "add", "arguments": {"i": 1}}]'
-    parser = CallParser(encoder_for(written("mistral"), make_tokenizer))
+    parser = CallParser(encoder_for(written("mistral"), make_tokenizer), TOOLS)
     assert plainly(parser.parse(call)) == ADD
     for text in (f"so: {call}", f"<think>hm</think>{call}", f"{call} so"):
         message = parser.parse(text)
@@ -312,18 +319,14 @@ def mutated(draw: np.random.Generator, text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, "none"])
+@pytest.mark.parametrize("name", WRITTEN)
 def test_no_text_raises(name: str, make_tokenizer: Any) -> None:
-    encoder = encoder_for(CHATML if name == "none" else written(name), make_tokenizer)
+    encoder = encoder_for(written(name), make_tokenizer)
     parser, environment = CallParser(encoder, TOOLS), ToolEnvironment([look_up])
-    sources = [
-        encoder_for(written(each), make_tokenizer) for each in ([name] if name in WRITTEN else WRITTEN)
-    ]
     draw = np.random.default_rng(len(name))
     calls = 0
     for _ in range(250):
-        source = sources[draw.integers(len(sources))]
-        text = mutated(draw, rendered(source, random_calls(draw, 2), "so"))
+        text = mutated(draw, rendered(encoder, random_calls(draw, 2), "so"))
         message = parser.parse(text)
         assert isinstance(message["content"], str)
         for call in message.get("tool_calls", ()):

@@ -40,7 +40,7 @@ class Remembers:
 def source():
     Remembers.seeds = []
     encoder = SimpleNamespace(prompt=lambda messages, tools: np.arange(3, dtype=np.int32))
-    parser = SimpleNamespace(text=lambda tokens: {"role": "assistant", "content": "b"})
+    parser = SimpleNamespace(message=lambda tokens: {"role": "assistant", "content": "b"})
     calls = EnvironmentCalls(EnvironmentOptions(name="made_up"), Remembers, "here")
     return EpisodeSettings(calls, encoder, parser, 8, 16, 4)
 
