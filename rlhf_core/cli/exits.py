@@ -7,11 +7,10 @@ import functools
 import io
 import logging
 import os
-import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
@@ -38,7 +37,7 @@ def run(command: Callable[[], Any]) -> None:
     warnings.showwarning = functools.partial(_show_warning, warned)
     logging.setLogRecordFactory(_Record)
     hide_in_output()
-    code, message = _attempt(command, warned)
+    code, message = _attempt(command)
     signals.ignore_until_exit()
     if code:
         message = _for_reader(message)
@@ -51,14 +50,14 @@ def run(command: Callable[[], Any]) -> None:
     sys.exit(code)
 
 
-def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, str]:
+def _attempt(command: Callable[[], Any]) -> tuple[int, str]:
     """Run a command; return its exit code and message: of an unexpected error, the traceback."""
     try:
         command()
     except SystemExit as ended:  # typer raises it after success, too
         return (ended.code if isinstance(ended.code, int) else int(bool(ended.code))), ""
     except InputError as error:
-        return BAD_INPUT, _without(warned, str(error))
+        return BAD_INPUT, str(error)
     except Stopped as stopped:
         return STOPPED, str(stopped)
     except RunError as error:
@@ -157,10 +156,3 @@ def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any)
         return
     warned.append(str(message))
     print(_for_reader(f"warning: {message}"), file=sys.stderr, flush=True)
-
-
-def _without(warned: Sequence[str], message: str) -> str:
-    """Replace quoted warnings in a message, such as why a plugin failed, by a reference: they were just shown."""
-    for warning in warned:
-        message = message.replace(f" {warning}", "\0")
-    return re.sub("\0+", " See the warning above.", message)

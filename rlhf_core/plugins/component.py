@@ -31,7 +31,7 @@ from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Train
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
 from rlhf_core.hidden import SECRET_NAME, remember, remember_attributes
 from rlhf_core.runtime.caches import at_run_end, cached
-from rlhf_core.workers.pickling import execute, file_module_name
+from rlhf_core.workers.pickling import file_module_name, load_module
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
@@ -308,15 +308,9 @@ def load_file(path: Path) -> types.ModuleType:
     name = file_module_name(path, source := path.read_bytes())
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
     try:
-        execute(source, module)
+        module = load_module(name, path, source)
     except Exception as error:
-        del sys.modules[name]
         at = [
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
         ]

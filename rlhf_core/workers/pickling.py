@@ -29,12 +29,21 @@ def file_module_name(path: Path, source: bytes) -> str:
     return f"{FILE_PREFIX}{path.stem}_{digest[:8]}"
 
 
-def execute(source: bytes, module: types.ModuleType) -> None:
-    """Execute this source as a module's.
+def load_module(name: str, path: Path, source: bytes) -> types.ModuleType:
+    """Make a module of this source of a file. Raises ImportError, or what the source raises.
 
     Python's loader would take bytecode of another source, where a file of the same size was written within the second.
     """
-    exec(compile(source, str(module.__file__), "exec", dont_inherit=True), vars(module))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
+    try:
+        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def dumps(function: Any) -> bytes:
@@ -106,14 +115,4 @@ def _load_file(module_name: str, file: str) -> types.ModuleType:
     source = path.read_bytes()
     if module_name.startswith(FILE_PREFIX) and file_module_name(path, source) != module_name:
         raise ImportError(f"{file} changed during the run; restart the run to use the new version")
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        execute(source, module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+    return load_module(module_name, path, source)

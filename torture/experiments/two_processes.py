@@ -302,7 +302,7 @@ def _judge_start(case: Case, process: int, how: str) -> None:
     if how == "port taken":
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
             running = [_start(case.directory, each, port, {}) for each in (process, 1 - process)]
-            ended = _finish(running, 60)
+            ended = _finish(running, 80)
         for each in ended:
             _require_code(case, each, {1})
         _require_once(case, ended, "cannot be opened")
