@@ -43,22 +43,15 @@ def attend(
         head, whose value is 0.
     Returns [B, T, K·G·h] in v's dtype; softmax is in float32. A block of queries never touches keys after it.
     """
-    batch, kv_heads, groups, time, head_dim = q.shape
+    time = q.shape[3]
     block, parts = query_block(time), []
     for start in range(0, time, block):
         end = min(start + block, time)
-        query, key = jnp.arange(start, end)[:, None], jnp.arange(end)[None, :]
-        seen = (key <= query) & (query < visible_until[:, None, :end])  # [B, t, s]
-        if window is not None:
-            seen &= positions[:, start:end, None] - positions[:, None, :end] < window
-        logits = jnp.einsum(
-            "bkgth,bksh->bkgts", q[:, :, :, start:end], k[:, :, :end], preferred_element_type=jnp.float32
-        )
-        logits = capped(logits, softcap)
-        logits = jnp.where(seen[:, None, None], logits, MASKED)
-        parts.append(_mix(logits, v[:, :, :end], "bkgts,bksh->bkgth", _like(sinks, logits)))
-    mixed = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
+        between = positions[:, start:end, None], positions[:, None, :end]
+        indices = jnp.arange(start, end)[:, None], jnp.arange(end)
+        seen = seen_pairs(*indices, visible_until[:, None, :end], *between, window)
+        parts.append(_attend(q[:, :, :, start:end], k[:, :, :end], v[:, :, :end], seen, softcap, sinks))
+    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
 def attend_at(
@@ -77,15 +70,9 @@ def attend_at(
 
     at: int32 [B, n]; q: [B, K, G, n, h]. Returns [B, n, K·G·h].
     """
-    batch, kv_heads, groups, count, head_dim = q.shape
-    query, key = at[:, :, None], jnp.arange(k.shape[2])
-    seen = (key <= query) & (query < visible_until[:, None])  # [B, n, s]
-    if window is not None:
-        seen &= jnp.take_along_axis(positions, at, axis=1)[:, :, None] - positions[:, None] < window
-    logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
-    logits = jnp.where(seen[:, None, None], capped(logits, softcap), MASKED)
-    mixed = _mix(logits, v, "bkgts,bksh->bkgth", _like(sinks, logits))
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, kv_heads * groups * head_dim)
+    between = jnp.take_along_axis(positions, at, axis=1)[:, :, None], positions[:, None]
+    seen = seen_pairs(at[:, :, None], jnp.arange(k.shape[2]), visible_until[:, None], *between, window)
+    return _attend(q, k, v, seen, softcap, sinks)
 
 
 def attend_cached(
@@ -101,11 +88,33 @@ def attend_cached(
     q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; seen: bool [B, T, S], the entries that
     each token sees; softcap and sinks as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
     """
-    batch, kv_heads, groups, time, head_dim = q.shape
-    logits = jnp.einsum("bkgth,bkhs->bkgts", q, keys, preferred_element_type=jnp.float32)
+    return _attend(q, keys, values, seen, softcap, sinks, order="bkhs")
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None,
+    order: str = "bksh",
+) -> jax.Array:
+    """Compute attention of q, [B, K, G, T, h], over the keys that it sees, bool [B, T, S]: [B, T, K·G·h].
+
+    order: the axes of k.
+    """
+    logits = jnp.einsum(f"bkgth,{order}->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = jnp.where(seen[:, None, None], capped(logits, softcap), MASKED)
-    mixed = _mix(logits, values, "bkgts,bksh->bkgth", _like(sinks, logits))
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
+    sinks = None if sinks is None else sinks[..., None, None]
+    highest = jax.lax.stop_gradient(_above(logits.max(-1, keepdims=True), sinks))
+    weights = jnp.exp(logits - highest)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += _share(sinks, highest)
+    # Dividing by the sum at the end saves a pass over the largest array.
+    mixed = (_weighted(weights, v, "bkgts,bksh->bkgth") / total).astype(v.dtype)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[3], -1)
 
 
 def attend_groups(
@@ -159,11 +168,6 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _like(sinks: jax.Array | None, logits: jax.Array) -> jax.Array | None:
-    """Reshape sinks, [K, G], so that they are one more entry of logits, [B, K, G, …, s]."""
-    return None if sinks is None else sinks.reshape(*sinks.shape, *(1,) * (logits.ndim - 3))
-
-
 def _above(highest: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Return the highest of the logits and of a softmax's sinks, which broadcast to them."""
     return highest if sinks is None else jnp.maximum(highest, sinks)
@@ -172,16 +176,6 @@ def _above(highest: jax.Array, sinks: jax.Array | None) -> jax.Array:
 def _share(sinks: jax.Array | None, highest: jax.Array) -> jax.Array | float:
     """Return what sinks add to the sum of a softmax."""
     return 0.0 if sinks is None else jnp.exp(sinks - highest)
-
-
-def _mix(logits: jax.Array, values: jax.Array, spec: str, sinks: jax.Array | None = None) -> jax.Array:
-    """Compute softmax(logits) · values; dividing by the sum at the end saves a pass over the largest array."""
-    highest = jax.lax.stop_gradient(_above(logits.max(-1, keepdims=True), sinks))
-    weights = jnp.exp(logits - highest)
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total += _share(sinks, highest)
-    return (_weighted(weights, values, spec) / total).astype(values.dtype)
 
 
 def _weighted(weights: jax.Array, values: jax.Array, spec: str) -> jax.Array:
@@ -217,9 +211,8 @@ def attend_cudnn(
     if problems:
         raise InputError(*(f"attention 'cudnn': {line}" for line in problems))
     at = jnp.arange(time)
-    seen = (at <= at[:, None]) & (at[:, None] < visible_until[:, None, :])  # [B, t, s]
-    if window is not None:
-        seen &= positions[:, :, None] - positions[:, None, :] < window
+    between = positions[:, :, None], positions[:, None]
+    seen = seen_pairs(at[:, None], at, visible_until[:, None], *between, window)
     queries = q.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups, size)
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     mixed = jax.nn.dot_product_attention(

@@ -257,7 +257,9 @@ class Decoder(Definition):
         what `Cache` has of the layer.
         """
         over, cap = self.attention or attend, self.config.attention_softcap
-        order = Order(positions, visible_until, previous_tokens(positions, visible_until))
+        order: Order | None = None
+        if any(map(self._has_state, range(self.config.num_layers))):
+            order = Order(positions, visible_until, previous_tokens(positions, visible_until))
 
         def mix(kept: list[Any], rope: Any, window: Any, mixer: Any, x: jax.Array) -> jax.Array:
             if not isinstance(mixer, Attention):

@@ -28,24 +28,12 @@ def file_of(path: Path, header: Any, body: bytes = bytes(8)) -> Path:
     return path
 
 
-TWICE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, ' * 2
 REFUSED: dict[str, Any] = {
     "overlap": {"a": entry(0, 4), "b": entry(0, 4), "c": entry(4, 8)},
-    "gap": {"a": entry(0, 4), "b": entry(6, 8, dtype="BF16")},
-    "begins after its end": {"a": entry(4, 0, (0,)), "b": entry(0, 8, (2,))},
     "bytes after the last": {"a": entry(0, 4)},
-    "a key twice": TWICE[: TWICE.rindex(b",")] + b"}",
     "nested": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "a float": {"a": entry(0, 8, [2.0])},
-    "a boolean": {"a": entry(False, 8, [2])},
-    "text": {"a": entry("0", "8", [2])},
-    "negative": {"a": entry(-8, 8, [4])},
-    "a product beyond 64 bits": {"a": entry(0, 8, [2**63, 2**63])},
     "a dtype of no library": {"a": entry(0, 8, [2], "Q8")},
     "no object": b"null",
-    "no object within": {"a": 3},
-    "metadata of numbers": {"__metadata__": {"a": 3}, "a": entry(0, 8, [2])},
-    "not UTF-8": b'{"\xff": 1}',
 }
 
 
@@ -80,21 +68,7 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-ABSURD: list[Any] = [
-    2**31 - 1,
-    2_147_483_648,
-    10**30,
-    -1,
-    0,
-    2.5,
-    1e300,
-    True,
-    "2",
-    [2],
-    {},
-    float("nan"),
-    "9" * 5000,
-]
+ABSURD: list[Any] = [2**31 - 1, 10**30, -1, 0, 2.5, True, "2", [2], float("nan"), "9" * 5000]
 
 
 @pytest.fixture(params=["load", "check", "plan"])
