@@ -92,9 +92,13 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     ),
     "custom_scheduler": Taken("scheduler", same=(None,), wins=True),
     "dataloader_pin_memory": Ignored(_PINNED, (False, None)),
-    "do_eval": Taken("max_evaluation_steps", lambda value: 0 if value is False else None, same=(True,)),
+    "do_eval": Taken(
+        "max_evaluation_steps", lambda value: 0 if value is False else None, same=(True,), wins=True
+    ),
     "do_last_save": Taken("checkpoints.last"),
-    "do_train": Ignored("a stage always trains; `rlhf score` applies a model without training it", (True,)),
+    "do_train": Taken(
+        "max_training_steps", lambda value: 0 if value is False else None, same=(True,), wins=True
+    ),
     "esurge_hbm_utilization": Ignored(_ESURGE, (0.45, None)),
     "esurge_max_num_seqs": Ignored(_ESURGE, (None,)),
     "esurge_min_input_pad": Ignored(_ESURGE, (None,)),

@@ -240,7 +240,11 @@ class TrainerConfig(Options):
     num_train_epochs: int | float = Field(
         10, gt=0, description="passes over the training data, counted in rows; an update may span two or more"
     )
-    max_training_steps: int | None = Field(None, ge=1, description="updates, instead of epochs")
+    max_training_steps: int | None = Field(
+        None,
+        ge=0,
+        description="updates, instead of epochs; 0: none, the model is evaluated and saved as it is",
+    )
     total_batch_size: int = Field(
         32,
         ge=1,

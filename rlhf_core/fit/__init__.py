@@ -198,7 +198,7 @@ class _Run:
         progress.saved_at = progress.window.started = time.perf_counter()
         began = progress.window.started - progress.elapsed
         count, ends = start, self.best.exhausted
-        if not progress.reported:
+        if not progress.reported or not updates.total:
             ends = self.settle(start, steps, state)
         for step in range(start, start if ends else updates.total):
             if updates.needs_state(step):
@@ -234,7 +234,7 @@ class _Run:
         """Write plan.json, start to compile the first update, and evaluate before it where the config asks for that."""
         config, updates = self.config, self.updates
         if self.stage.is_main:
-            per_epoch = updates.total / updates.epochs(updates.total)
+            per_epoch = updates.total / updates.epochs(updates.total) if updates.total else 0.0
             plan = {"updates": updates.total, "start": start, "updates_per_epoch": per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
@@ -284,7 +284,7 @@ class _Run:
         evaluates = evaluates and self.build.evaluate is not None
         # An evaluation that is compared may be the last thing that happens, so it logs too.
         due = any(count % steps == 0 for steps in (config.log_steps, config.report_steps) if steps)
-        logs = ends or due or (evaluates and self.best.watches)
+        logs = bool(self.updates.total) and (ends or due or (evaluates and self.best.watches))
         improved = False
         if ends and self.progress.newest != count and config.checkpoints.last:
             self.check(steps, state)

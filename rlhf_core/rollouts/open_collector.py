@@ -205,7 +205,7 @@ def _expect(
     length = length if environment is None else environment.length(length)
     per_rollout, serves = options.prompts_per_rollout, options.updates_per_rollout
     rollouts = data.count_updates(count, per_rollout, config.num_train_epochs, None)
-    total = config.max_training_steps or rollouts * serves
+    total = rollouts * serves if config.max_training_steps is None else config.max_training_steps
     sampled = -(-total // serves) * per_rollout * group
     lines = [
         report,

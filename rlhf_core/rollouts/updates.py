@@ -166,7 +166,8 @@ class RolloutUpdates:
             seed=context.seed,
         )
         self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
-        self.total = config.max_training_steps or self.order.epoch_rounds * updates
+        steps = config.max_training_steps
+        self.total = self.order.epoch_rounds * updates if steps is None else steps
         self.rollout: Rollout | None = None
         self.packed: Sequence[Sequence[Packed]] = []
         self.timing = Timing()  # of a rollout that no update has reported yet

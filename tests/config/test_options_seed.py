@@ -121,7 +121,7 @@ EASYDEL: dict[str, Any] = {
 }
 """EasyDeL's training arguments, each with a value that asks for the behaviour we have anyway."""
 ASKS_FOR_MORE: dict[str, Any] = {
-    "do_train": False,
+    "backend": "gpu",
     "esurge_hbm_utilization": 0.9,
     "loss_config": {"label_smoothing": 0.1},
     "offload_dataset": True,
@@ -132,6 +132,7 @@ ASKS_FOR_MORE: dict[str, Any] = {
 TAKES_EFFECT: dict[str, tuple[Any, dict[str, Any]]] = {
     "custom_scheduler": ("schedules.py:warm", {"scheduler": "schedules.py:warm"}),
     "do_eval": (False, {"max_evaluation_steps": 0}),
+    "do_train": (False, {"max_training_steps": 0}),
     "do_last_save": (False, {"checkpoints.last": False}),
     "force_step_start_point": (True, {"checkpoints.resume": False}),
     "ids_to_pop_from_dataset": (["id"], {"drop_columns": ["id"]}),
@@ -190,6 +191,7 @@ def test_a_field_of_theirs_takes_effect_under_our_name(name: str) -> None:
 def test_a_name_and_a_prefix_are_one_name_and_a_shorter_run_wins() -> None:
     assert TrainerConfig(trainer_prefix="reward", model_name="first").run_name == "reward-first"
     assert TrainerConfig(report_metrics=False, use_wandb=True).logger == []
+    assert TrainerConfig(do_train=False, do_eval=True, max_training_steps=9).max_training_steps == 0
     assert TrainerConfig(per_epoch_training_steps=7, max_training_steps=20).max_training_steps == 20
     with pytest.raises(InputError, match="per_epoch_training_steps: expected a number ≥ 1, got 0"):
         TrainerConfig(per_epoch_training_steps=0)
@@ -220,7 +222,7 @@ def test_every_field_of_the_table_can_be_given(name: str) -> None:
 def test_what_is_wrong_is_reported_and_what_has_no_effect_waits() -> None:
     warnings.simplefilter("error")  # until the test is over
     with pytest.raises(InputError) as caught:
-        TrainerConfig(do_train=False, learning_rate="x")
+        TrainerConfig(backend="gpu", learning_rate="x")
     assert caught.value.problems == ("TrainerConfig.learning_rate: expected a number, got 'x'",)
 
 
@@ -233,8 +235,8 @@ def test_a_trainer_s_own_field_is_not_taken_from_it() -> None:
 
 
 def test_in_a_file_the_stage_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"^stage 'rm'\.do_train: has no effect here: a stage always trains"):
-        build(TrainerConfig, {"do_train": False}, where="stage 'rm'")
+    with pytest.warns(UserWarning, match=r"^stage 'rm'\.backend: has no effect here: JAX chooses the device"):
+        build(TrainerConfig, {"backend": "gpu"}, where="stage 'rm'")
 
 
 def test_replace_says_it_too() -> None:

@@ -154,3 +154,37 @@ def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
         logger.rlhf_step_end(step=step, metrics={"loss": 1.0})
     logger.rlhf_stage_end(error=None)
     assert [str(w.message) for w in recwarn] == ["wandb failed, continuing without it: service gone"]
+
+
+def test_completions_are_a_table_and_weights_histograms(stage: Stage) -> None:
+    weights = {
+        "norm": 2.0,
+        "zeros": 0.25,
+        "update_ratio": 1e-3,
+        "least": -1.0,
+        "largest": 1.0,
+        "counts": [1, 2, 1],
+    }
+    rows = [
+        {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}], "length": 3, "finished": True},
+        {"prompt": "c", "completion": "d", "length": 4, "finished": False},
+    ]
+    logged: list[tuple[int, dict[str, Any]]] = []
+
+    class Run:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            logged.append((step, values))
+
+    logger = Wandb()
+    logger._run = Run()
+    logger.rlhf_samples(step=4, name="preview", rows=rows)
+    logger.rlhf_weights(step=5, weights={"layers.0.kernel": weights})
+    (at, samples), (later, histograms) = logged
+    assert (at, later) == (4, 5)
+    table = samples["samples/preview"]
+    assert table.columns == ["step", "prompt", "completion", "length", "finished"]
+    assert table.data[0] == [4, "a", '[{"role": "assistant", "content": "b"}]', 3, True]
+    histogram = histograms["weights/layers.0.kernel"]
+    assert list(histogram.histogram) == [1, 2, 1]
+    assert (histogram.bins[0], histogram.bins[-1]) == (-1.0, 1.0)
+    assert histograms["weights/layers.0.kernel/update_ratio"] == 1e-3

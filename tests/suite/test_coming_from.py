@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 import warnings
@@ -17,7 +18,7 @@ from rlhf_core.config import TrainerConfig, build
 from rlhf_core.config.aliases import PART_NAMES
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
 from rlhf_core.plugins.component import load_file
-from rlhf_core.stage.alone import SPELLINGS
+from rlhf_core.stage.alone import INPUTS, REFUSED_INPUTS, SPELLINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/reference/coming_from.md").read_text(encoding="utf-8")
@@ -87,6 +88,8 @@ def test_every_field_of_easydel_is_there_once() -> None:
     ignored = {name: each for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
     assert done == {name: each.instead for name, each in ignored.items() if each.done}
     assert not_done == {name: each.instead for name, each in ignored.items() if not each.done}
+    assert len(theirs) >= 109
+    assert len(not_done) <= 25
 
 
 @pytest.mark.parametrize("field", rows(EASYDEL_WORKS))
@@ -171,8 +174,15 @@ def test_what_is_said_to_be_written_can_be(snippet: str, registry: Registry) -> 
 
 
 def test_the_arguments_are_those_that_are_taken() -> None:
-    (arguments,) = tables("Arguments of a trainer")
+    arguments, methods = tables("Arguments and methods of a trainer")
     found = {name(row[0]): row[1] for row in arguments}
+    assert {each for each, ours in found.items() if ours == "none"} <= set(REFUSED_INPUTS)
+    assert set(INPUTS) - {"model", "train_dataset", "tokenizer", "rewards", "accept"} <= set(found)
+    doors = {path for row in methods for path in re.findall(r"`((?:rlhf_\w+\.)+\w+)", row[1])}
+    assert doors
+    for path in doors:
+        module, _, attribute = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), path
     assert {field: f"`{ours}`" for field, ours in SPELLINGS.items()} == {
         field: ours for field, ours in found.items() if field in SPELLINGS
     }

@@ -214,3 +214,16 @@ def test_optax_s_schedules_are_schedules() -> None:
         [rate(i) for i in range(11)], [0.05 * (1 + np.cos(np.pi * i / 10)) for i in range(11)], atol=1e-7
     )
     assert config.to_dict()["scheduler"].endswith("<lambda>")
+
+
+@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+def test_a_stage_may_only_evaluate(short: Any, tmp_path: Path, trainer: str) -> None:
+    rows = short.rows[trainer]
+    given = {"do_train": False, "max_training_steps": None, "inputs": {"eval_dataset": rows[:4]}}
+    found, watch = short.train(trainer, **given)
+    for path, leaf in short.tiny.leaves(short.models[trainer].params).items():
+        np.testing.assert_array_equal(leaf, found[path], err_msg=path)
+    (row,) = watch.rows
+    assert row["step"] == 0
+    assert any(name.startswith("eval_") for name in row)
+    assert not any(name.startswith("grad_norm") for name in row)
