@@ -166,8 +166,8 @@ class RolloutUpdates:
             seed=context.seed,
         )
         self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
-        steps = config.max_training_steps
-        self.total = self.order.epoch_rounds * updates if steps is None else steps
+        total = config.max_training_steps
+        self.total = self.order.epoch_rounds * updates if total is None else total
         self.rollout: Rollout | None = None
         self.packed: Sequence[Sequence[Packed]] = []
         self.timing = Timing()  # of a rollout that no update has reported yet
