@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grain
+import numpy as np
 
 from rlhf_core.contracts import DATASET
 from rlhf_core.data.encoded import Pairs, Texts
@@ -210,14 +211,54 @@ class _RowIterator(grain.DatasetIterator[Any]):
         self._rows, self._state = None, dict(state)
 
 
+class _Shuffled(grain.IterDataset[Any]):
+    """The rows of a stream, shuffled by windows of `size`. Grain's takes milliseconds a row where there are few."""
+
+    def __init__(self, rows: _Rows, size: int, seed: int) -> None:
+        super().__init__(rows)
+        self.rows, self.size, self.seed = rows, size, seed
+
+    def __iter__(self) -> _ShuffledIterator:
+        return _ShuffledIterator(self, iter(self.rows))
+
+
+class _ShuffledIterator(grain.DatasetIterator[Any]):
+    """state: where the window begins, its number, and the rows that were taken from it."""
+
+    def __init__(self, rows: _Shuffled, parent: _RowIterator) -> None:
+        super().__init__(parent)
+        self._rows = rows
+        self._window: list[tuple[int, Row]] = []
+        self._start, self._number, self._used = parent.get_state(), -1, 0
+
+    def __next__(self) -> tuple[int, Row]:
+        if self._used == len(self._window):
+            self._start, self._number, self._used = self._parent.get_state(), self._number + 1, 0
+            self._fill()
+        self._used += 1
+        return self._window[self._used - 1]
+
+    def _fill(self) -> None:
+        read = [next(self._parent) for _ in range(self._rows.size)]
+        order = np.random.RandomState([self._rows.seed, self._rows.rows.number, self._number])
+        self._window = [read[i] for i in order.permutation(len(read))]
+
+    def get_state(self) -> State:
+        return {"start": self._start, "window": self._number, "used": self._used}
+
+    def set_state(self, state: State) -> None:
+        self._start, self._number, self._used = dict(state["start"]), state["window"], state["used"]
+        self._parent.set_state(self._start)
+        self._window = []
+        if self._used:
+            self._fill()
+
+
 def _mixed(streams: list[Stream], window: int, seed: int) -> Any:
     """Mix streams by their weights, each shuffled by a window: (number of the stream, row), without end."""
     datasets: list[Any] = [_Rows(number, stream) for number, stream in enumerate(streams)]
     if window > 1:
-        datasets = [
-            grain.experimental.WindowShuffleIterDataset(dataset, window_size=window, seed=seed + number)
-            for number, dataset in enumerate(datasets)
-        ]
+        datasets = [_Shuffled(rows, window, seed) for rows in datasets]
     if len(streams) == 1:
         return datasets[0]
     return grain.IterDataset.mix(datasets, [stream.weight for stream in streams])

@@ -1,0 +1,104 @@
+"""A stage whose data are a stream is checked, trained, stopped and continued like any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_sft import SFTConfig
+
+from rlhf_core import InputError, hookimpl, load_model
+
+SETTINGS: dict[str, Any] = {
+    "total_batch_size": 4,
+    "learning_rate": 1e-2,
+    "save_steps": 1,
+    "log_steps": 1,
+    "shuffle_buffer": 8,
+}
+
+
+class StopAt:
+    @hookimpl
+    def rlhf_step_end(self, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_stream_ends_as_one_that_was_not(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(30))
+    spec = [{"path": str(path), "streaming": True}, {"path": str(path), "weight": 0.5}]
+    config = SFTConfig(
+        train_data=spec, eval_data=spec[0], max_evaluation_steps=2, max_training_steps=6, **SETTINGS
+    )
+    straight = tiny.run("sft", config, tmp_path / "a", model=tiny.make_model())
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run("sft", config, tmp_path / "b", model=tiny.make_model(), listeners=[StopAt()])
+    found = tiny.run("sft", config, tmp_path / "b", model=tiny.make_model())
+    one, other = (tiny.leaves(load_model(each.path).params) for each in (straight, found))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    steps = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["step"], round(each["epoch"], 3)) for each in steps if "loss" in each] == [
+        (n, round(n / 6, 3)) for n in range(1, 7)
+    ]
+    assert "eval_loss" in steps[-1]
+
+
+def test_a_function_is_the_same_data_while_its_source_is(tiny: ModuleType, tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from tiny.pairs(40)
+
+    def others() -> Iterator[dict[str, Any]]:
+        yield from tiny.pairs(41)
+
+    config = RewardConfig(max_training_steps=2, save_directory=tmp_path, **SETTINGS)
+    RewardTrainer(config, model=tiny.make_model("score"), train_dataset=rows).train()
+    longer = config.replace(max_training_steps=3)
+    with pytest.raises(InputError, match="train_data"):
+        RewardTrainer(longer, model=tiny.make_model("score"), train_dataset=others).train()
+    again = RewardTrainer(longer, model=tiny.make_model("score"), train_dataset=rows).train()
+    assert again.metrics["loss"] > 0
+
+
+PIPELINE = """
+dir = "run"
+[[stage]]
+name = "x"
+trainer = "{trainer}"
+model = "model"
+train_data = {{ path = "rows.jsonl", streaming = true }}
+"""
+
+
+@pytest.mark.parametrize("trainer", ["sft", "grpo", "dpo"])
+def test_check_says_what_a_stream_lacks(
+    trainer: str, tiny: ModuleType, tmp_path: Path, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.make_model().save(tmp_path / "model")
+    rows = {"sft": tiny.texts, "dpo": tiny.pairs, "grpo": tiny.prompts}[trainer](9)
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "p.toml").write_text(PIPELINE.format(trainer=trainer))
+    told = (
+        rlhf("check", "p.toml", "--set", 'x.rewards=["length"]')
+        if trainer == "grpo"
+        else rlhf("check", "p.toml")
+    )
+    assert told.code == 2
+    if trainer != "sft":
+        assert "train_data: a stream, and all rows are read before the first update here" in told.message
+        return
+    assert (
+        "'x'.max_training_steps: missing; train_data is a stream, whose length is not known" in told.message
+    )
+    told = rlhf("check", "p.toml", "--set", "x.max_training_steps=5")
+    assert told.code == 0
+    text = " ".join(told.out.split())
+    assert "of the first 4,096 rows of the stream: 4,096 texts: 4,096 kept" in text
+    assert "5 updates of 32 demonstrations" in text
