@@ -94,36 +94,14 @@ FRESH = {
         template("{{ m.content.split('[/THINK]')[-1] if not loop.last else m.content }}"),
         "omits a reply's thought",
     ),
-    "thoughts are marked as old": (
-        "user",
-        template("{{ m.content if loop.last or loop.index > messages | length - 4 else m.content | replace('<think>', "
-                 "'<old>') }}"),
-        OPENS,
-    ),
     "only the last three messages count": (
         "user",
         "{% set messages = messages[-3:] if messages | length > 4 else messages %}" + template("{{ m.content }}"),
         OPENS,
     ),
-    "only the last twelve messages count": (
-        "user",
-        "{% set messages = messages[-12:] if messages | length > 12 else messages %}" + template("{{ m.content }}"),
-        OPENS,
-    ),
-    "messages are numbered from the end": ("user", template("{{ m.content }}", header="{{ loop.revindex }}"), OPENS),
     "the number of messages comes first": (
         "user",
         template("{{ m.content }}", before="{{ messages | length }} messages\n"),
-        OPENS,
-    ),
-    "the last user message comes first": (
-        "user",
-        template("{{ m.content }}", before="{{ messages[-1].content }}\n"),
-        OPENS,
-    ),
-    "the header of replies changes": (
-        "user",
-        template("{{ m.content }}", header="{{ 'bot' if m.role == 'assistant' else m.role }}"),
         OPENS,
     ),
     "the prompt opens a thought": (
@@ -184,15 +162,7 @@ FRESH = {
         template("{{ m.content or '' if not m.tool_calls or loop.last }}", before=SCHEMA, call=CALL),
         "omits a reply's t",
     ),
-    "calls are dropped": ("tool", template("{{ m.content or '' }}", before=SCHEMA), CALLS),
     "schemas are dropped": ("tool", template("{{ m.content or '' }}", call=CALL), SCHEMAS),
-    "descriptions are dropped": (
-        "tool",
-        template(
-            "{{ m.content or '' }}", before="{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", call=CALL
-        ),
-        SCHEMAS,
-    ),
     "calls are refused": (
         "tool",
         template("{{ m.content or '' }}", before=SCHEMA, call="{{ raise_exception('no calls') }}"),

@@ -186,7 +186,6 @@ def test_templates_without_calls_have_no_format(published: dict[str, Path], make
 
 
 ADD = [["add", {"i": 1}]]
-CHATML = HEAD + TAIL
 
 
 @pytest.mark.parametrize(
