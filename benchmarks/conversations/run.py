@@ -1,6 +1,6 @@
 """Time conversations whose caches stay in slots against conversations of whole calls, over the same made-up world.
 
-    python benchmarks/conversations/run.py [--conversations 64] [--rounds 5] [--late]
+    python benchmarks/conversations/run.py [--conversations 64] [--rounds 5] [--turns 12] [--late]
 
 Episodes have a geometric number of turns. Both sample the same tokens, which is checked. They are timed in turn, after
 each has run once to compile. Prints one JSON object.
@@ -26,7 +26,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions, converse_by_turns
 
-VOCAB, GROUP, LONGEST_PROMPT, TURN, REPLY, MOST_TURNS = 1024, 4, 64, 32, 24, 12
+VOCAB, GROUP, LONGEST_PROMPT, TURN, REPLY = 1024, 4, 64, 32, 24
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -47,8 +47,8 @@ class Episodes:
     quick: replies at once; otherwise to one in four of those that wait, in turn.
     """
 
-    def __init__(self, quick: bool) -> None:
-        self.quick = quick
+    def __init__(self, quick: bool, most: int) -> None:
+        self.quick, self.most = quick, most
         self.turns: dict[int, list[bytes]] = {}
         self._late: list[Continuation] = []
 
@@ -57,7 +57,7 @@ class Episodes:
         turns.append(np.asarray(tokens).tobytes())
         draw = np.random.default_rng([len(turns), *tokens.tolist()])
         reply = Continuation(conversation, None)
-        if len(turns) < MOST_TURNS and draw.random() < GOES_ON:
+        if len(turns) < self.most and draw.random() < GOES_ON:
             tokens = draw.integers(0, VOCAB, draw.integers(4, REPLY + 1)).astype(np.int32)
             reply = Continuation(conversation, tokens, TURN)
         self._late.append(reply)
@@ -68,11 +68,11 @@ class Episodes:
         return arrived
 
 
-def samplers(count: int) -> dict[str, Callable[[Episodes], None]]:
+def samplers(count: int, most: int) -> dict[str, Callable[[Episodes], None]]:
     """Make {name: what holds all conversations with a world}."""
     definition = DECODER.define(CONFIG, "lm")
     params = jax.jit(definition.init)(jax.random.key(1))
-    following = MOST_TURNS * (TURN + REPLY)
+    following = most * (TURN + REPLY)
     common: dict[str, Any] = {
         "mesh": make_mesh(devices=jax.devices()[:1]),
         "stop_ids": tuple(range(VOCAB // 16)),  # turns have about 16 tokens
@@ -106,14 +106,14 @@ def samplers(count: int) -> dict[str, Callable[[Episodes], None]]:
     }
 
 
-def measure(count: int, rounds: int, quick: bool) -> dict[str, Any]:
+def measure(count: int, rounds: int, most: int, quick: bool) -> dict[str, Any]:
     """Time both in turn; the first turn does not count."""
     seconds: dict[str, list[float]] = {"converse": [], "by_turns": []}
-    both = samplers(count)
+    both = samplers(count, most)
     for number in range(rounds + 1):
         worlds = {}
         for name, hold in both.items():
-            worlds[name] = Episodes(quick)
+            worlds[name] = Episodes(quick, most)
             start = time.perf_counter()
             hold(worlds[name])
             if number:
@@ -135,9 +135,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Conversations in slots, against whole calls.")
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=12, help="the most turns of an episode; 1: completions")
     parser.add_argument("--late", action="store_true", help="the world does not reply at once")
     arguments = parser.parse_args()
-    found = measure(arguments.conversations, arguments.rounds, not arguments.late)
+    found = measure(arguments.conversations, arguments.rounds, arguments.turns, not arguments.late)
     versions = {name: version(name) for name in ("jax", "numpy")}
     machine = {"platform": jax.default_backend(), "cores": os.cpu_count(), "versions": versions}
     print(json.dumps({"conversations": arguments.conversations, **found, **machine}))

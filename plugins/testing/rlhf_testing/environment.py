@@ -195,7 +195,7 @@ class _Episode:
         if message != completion:
             self.changed.append("step changes the completion")
         try:
-            turn = checked_turn(value, sum(turn.reward or 0.0 for turn in self.turns))
+            turn = checked_turn(value)
         except EpisodeError as error:
             raise Broken(f"in {place} it {error}") from error
         self.turns.append(turn)
