@@ -235,8 +235,8 @@ def _buffers(leaf: Any) -> Any:
 def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: AnyMesh) -> Any:
     """Shard each leaf of an optimizer state like the parameter of the same path ending and shape; replicate the rest.
 
-    `tx.init` under jit would put its zeros on one device. Matching path and shape works for every optimizer that keeps
-    the parameters' tree somewhere inside its own state, whatever wraps it.
+    `tx.init` under jit would put its zeros on one device. Matching path and shape works for every optimizer
+    that keeps the parameters' tree somewhere inside its state, no matter how it is wrapped.
     """
     table = {
         _names(path): (leaf.shape, sharding)

@@ -221,7 +221,7 @@ class Programs:
         self._done: Accumulated | None = None
 
     def _make(self, state: TrainState, *, in_parts: bool) -> None:
-        """Jit the programs. in_parts: whether each part of the rows along `data` has sums of its own until `apply`."""
+        """Jit the programs. in_parts: whether each part of the rows along `data` has separate sums until `apply`."""
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
         mesh: Mesh = state.step.sharding.mesh
         everywhere: Any = replicated_sharding(mesh)
@@ -352,7 +352,7 @@ def accumulate_parts(
     key: Any = None,
     counts: Any = None,
 ) -> Accumulated:
-    """Give each part of the rows along `data` sums of its own, stacked: the parts are micro-batches side by side.
+    """Give each part of the rows along `data` separate sums, stacked: the parts are micro-batches side by side.
 
     step: `_accumulate` with its gradients bound.
     """

@@ -92,7 +92,7 @@ class Commands(TyperGroup):
         return list(self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, or None if there is none of that name.
+        """Return a command, or None if no command has that name.
 
         Raises InputError for a distribution's command that is not installed or cannot be loaded.
         """

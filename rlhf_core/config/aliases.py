@@ -115,7 +115,7 @@ def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem
 
 
 def _replace_parts(fields: dict[str, Any], cls: type[Options], base: Options | None) -> list[Problem]:
-    """Replace names that no single field of ours stands for."""
+    """Replace names that do not correspond to a single field."""
     problems = []
     flags = ("force_step_start_point", "performance_mode", "report_metrics", "verbose")
     given = {name: value for name in flags if (value := fields.pop(name, None)) is not None}
@@ -262,7 +262,7 @@ def _default(cls: type[Options], base: Options | None, field: str) -> Any:
 
 
 def _table(value: Any) -> dict[str, Any] | None:
-    """Convert a nested value to a table of what was set; None if it is neither a table nor a name."""
+    """Convert a nested value to a table of what was set; None if it is not a table or a name."""
     if isinstance(value, Options):
         return value._table(only_set=True)
     if isinstance(value, str | Path):

@@ -1,8 +1,8 @@
 """What the fields of other libraries' configs mean here, for every trainer: one table, `TRAINER_NAMES`.
 
-A config written for EasyDeL is accepted unchanged: each of its fields is ours, another name of one or of an entry of a
-table, or ignored with a warning that says what happens instead. TRL's names are errors that say what to write: their
-values and defaults differ, so they are not taken as ours.
+A config written for EasyDeL is accepted unchanged: each of its fields is a field here, another name for one or
+for an entry of a table, or ignored with a warning that says what happens instead. TRL's names are errors that
+say what to write: their values and defaults differ, so they are not treated as synonyms.
 `docs/reference/coming_from.md` is checked against this table.
 """
 
@@ -56,7 +56,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _sampling(value: Any) -> Any:
-    """Rename the entries of a table of generation options to ours; none and an empty table ask for nothing."""
+    """Rename the entries of a table of generation options to names used here; none and an empty table: no change."""
     if not isinstance(value, Mapping):
         return value
     return {

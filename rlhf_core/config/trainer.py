@@ -177,7 +177,7 @@ PathText = Annotated[str, BeforeValidator(path_text)]
 
 
 class TrainerConfig(Options):
-    """The options of every trainer. A trainer extends it with fields of its own.
+    """The options of every trainer. A trainer extends it with its own fields.
 
     `OTHER_NAMES` says what other names stand for: {"clip_grad": "max_grad_norm", "epsilon": ("loss.epsilon", 0.2)}; an
     `Ignored` for a shared field that this trainer does not use makes setting it a warning.

@@ -246,8 +246,8 @@ class Environment(Protocol):
     def reset(
         self, row: Mapping[str, Any], seed: int
     ) -> Sequence[Mapping[str, Any]] | Awaitable[Sequence[Mapping[str, Any]]]:
-        """Begin an episode with a row of the dataset, and return its first messages, the last of which is to be
-        replied to. seed: equal for the episodes of a group, which must begin alike.
+        """Begin an episode with a row of the dataset, and return its first messages, ending with one to reply
+        to. seed: equal for the episodes of a group, which must begin alike.
         """
         ...
 

@@ -108,8 +108,8 @@ class Continuation(NamedTuple):
 class World(Protocol):
     """The other side of the conversations of one call of `converse`; the same calls on every process, in step.
 
-    An attribute `quick` says whether it answers at once, so that a conversation need not make room for others while it
-    waits; default: False.
+    An attribute `quick` says whether it answers immediately, so that a conversation need not make room for
+    others while it waits; default: False.
     """
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:

@@ -267,7 +267,7 @@ class Kind:
     parts: int = 0
     """Conversations in which a content is a list of parts."""
     others: int = 0
-    """Values that are neither text nor list, nor null."""
+    """Values that are not text, a list or null."""
 
     @property
     def total(self) -> int:

@@ -247,7 +247,7 @@ def _encode_learned(
 
 
 def require_weights(turns: Sequence[Message]) -> None:
-    """Raise InputError for a message's `weight`, of its loss, that is neither 0 nor 1."""
+    """Raise InputError for a message's loss `weight` that is not 0 or 1."""
     for number, turn in enumerate(turns, 1):
         weight = turn.get("weight")
         if weight is not None and (isinstance(weight, bool | str) or weight not in (0, 1)):

@@ -265,7 +265,7 @@ def try_episode(
 ) -> str:
     """Begin an episode with a row and answer its prompt with a made-up completion; return a line about it.
 
-    Calls are made in a process of their own where the environment can be sent to one.
+    Calls are made in a separate process where the environment can be pickled.
     Raises InputError for what the methods raise, or return that is no messages and no turn.
     """
     try:

@@ -1,7 +1,7 @@
-"""Encode conversations of several turns without encoding again what the policy wrote.
+"""Encode conversations of several turns without re-encoding what the policy wrote.
 
-Sampled ids stay as they are. What the world adds is the difference of two texts, in which a fixed dummy stands in place
-of each reply, so that it depends on neither the reply's words nor how they would be tokenised again:
+Sampled ids stay as they are. What the environment adds is the difference of two texts, in which a fixed dummy
+stands in place of each reply, so that it depends on neither the reply's words nor how they would be tokenised again:
 
     observation = text(… dummy + added + open turn) - text(… dummy)
 

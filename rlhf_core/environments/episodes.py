@@ -105,7 +105,7 @@ class EpisodeSettings:
 
     @property
     def one_row_per_turn(self) -> bool:
-        """Whether every turn is a training row of its own, whose prompt is all that was said before it."""
+        """Whether every turn is a separate training row, whose prompt is everything before it."""
         return self.calls.options.history == "encoded_again"
 
 

@@ -93,7 +93,7 @@ class Build:
     after_update: (updates done, state), called every `after_update_steps` updates, whose loss and gradients are known
         to be finite by then.
     stop_when: (metrics of a logged step) → a reason to give up, or None.
-    held: {name: arrays or shapes} of what is in memory beside the state, such as a copy of what is trained.
+    held: {name: arrays or shapes} of what is in memory besides the state, such as a copy of what is trained.
     save: saves the outputs from the last state; None: the model, or the one called "policy", is the output `model`.
     """
 

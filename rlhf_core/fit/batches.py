@@ -91,7 +91,7 @@ class UpdateSource(Protocol):
         ...
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return what a checkpoint after `step` updates holds beside the state: JSON values, and arrays."""
+        """Return what a checkpoint after `step` updates holds besides the state: JSON values, and arrays."""
         ...
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -62,7 +62,7 @@ class Progress:
 
     @cached_property
     def record(self) -> Record:
-        """Return what the stage computes, also of a trainer that neither a pipeline nor a trainer class started."""
+        """Return what the stage computes, also for a trainer that no pipeline or trainer class started."""
         stage = self.stage
         if stage.experiment is not None:
             return stage.experiment

@@ -34,7 +34,7 @@ class Wandb:
     """Log config and metrics under their own names, in one wandb run per stage, grouped by run directory.
 
     project, entity, name: as in wandb; name's default is the config's `run_name`, else "RUN_DIRECTORY/STAGE". With
-    `log_all_workers` each process has a run of its own, whose name ends with its number.
+    `log_all_workers` each process has its own run, whose name ends with its number.
     mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
     without a key or where wandb cannot go online, which is said. A resumed stage keeps its wandb id. Errors in wandb
     become warnings.

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     """Fixed cost of a micro-batch, in slots."""
 
     def largest(self) -> Layout:
-        """Return a layout of the last class alone, which fits whatever the others fit."""
+        """Return a layout of the last class alone, which fits everything that the others fit."""
         time, rows, sequences, trained = (limits[-1:] for limits in self[:4])
         return self._replace(time=time, rows=rows, sequences=sequences, trained=trained)
 

@@ -152,7 +152,7 @@ def chosen_stages(plan: Plan, only: Sequence[str]) -> Plan:
 
 
 def require_inputs(plan: Plan, only: Sequence[str], done: Collection[str]) -> None:
-    """Raise InputError for every stage that is read by those of `--only`, is none of them, and is not done."""
+    """Raise InputError for every unfinished stage outside `--only` that one of them reads."""
     problems = [
         f"--only {stage.name}: it reads '{source}', which is not finished in {plan.dir}; add --only {source}, or "
         "--reuse a run in which it is"

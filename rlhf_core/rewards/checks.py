@@ -62,7 +62,7 @@ def set_up(
 ) -> None:
     """Check the columns and rows of the prompts in `field`, then let rewards load what they need, once.
 
-    Raises InputError, with all problems at once, if a reward needs a column that the prompts lack. A row that a reward
+    Raises InputError, with all problems together, if a reward needs a column that the prompts lack. A row that a reward
     cannot read is a problem, or a warning if the reward's `on_error` is "skip".
     """
     lines = _check_prompts(rewards, prompts, stage, field)  # on every process
@@ -163,9 +163,9 @@ def forecast_rewards(
 ) -> Forecast:
     """Forecast what rewards will do with the prompts in `field`.
 
-    Calls each plain function once, in a process of its own, with made-up completions of the first prompt, as texts or
+    Calls each plain function once, in a separate process, with made-up completions of the first prompt, as texts or
     messages like the run's. Does not call asynchronous functions, which may cost money, objects with `setup`, or
-    rewards with `check = false`. Raises InputError, with all problems at once, for what would end the run.
+    rewards with `check = false`. Raises InputError, with all problems together, for what would end the run.
     """
     table: Any = prompts if hasattr(prompts, "raw") else _untokenized(prompts)
     lines: list[str] = []

@@ -52,7 +52,7 @@ class MetricLog:
 class Call:
     """A reward function, as it is called here or in a worker process.
 
-    What it returns is checked where it is called: code of its own, which converting it runs, has the call's time limit.
+    What it returns is checked where it is called: its own code, run by converting it, has the call's time limit.
     name: as messages begin. logs: whether the function takes `log_metric`.
     """
 

@@ -32,7 +32,7 @@ class FixedPrompts:
 
     After update NNNNNN, DIR/samples/NAME-NNNNNN.jsonl has their completions with every reward, and, after an
     evaluation, DIR/evaluations/NNNNNN.json `step` and `prompt_rewards`: each prompt's mean reward, null where nothing
-    scored it. What differs from one evaluation to the next is the policy alone.
+    scored it. Only the policy differs from one evaluation to the next.
 
     stored: makes the parameters that are read from those of the state, such as `Model.as_stored`.
     pass_threshold: the reward from which on a completion has passed; None: pass@k is not reported.

@@ -40,7 +40,7 @@ class Previews:
 
 
 def open_previews(context: Context, model: Model, *, policy: str | None = None) -> Previews | None:
-    """Open the prompts of `previews` and a sampler of their own; None where the config asks for none.
+    """Open the prompts of `previews` with a separate sampler; None where the config has none.
 
     policy: the name of `model`, where the state holds several. Raises InputError for data without prompts, and for a
     model without a stop token.

@@ -210,7 +210,7 @@ class Rollout:
 
     @classmethod
     def join(cls, parts: Sequence[Rollout]) -> Rollout:
-        """Concatenate rounds of sampling, none of which has advantages or token values yet."""
+        """Concatenate rounds of sampling that have no advantages or token values yet."""
         if len(parts) == 1:
             return parts[0]
         inputs = [part.inputs for part in parts if part.inputs is not None]

@@ -1,4 +1,4 @@
-"""Updates from rollouts, each of which serves one update or several."""
+"""Updates from rollouts; each rollout serves one or several updates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PromptOrder:
     """Shuffled epochs over the prompts, of which every round of a rollout takes the next `prompts_per_rollout`.
 
     epoch_rounds: rounds in the config's epochs. extra_rounds: rounds after the first, summed over all rollouts so far;
-    later rollouts go on after them. rounds: of the newest rollout.
+    later rollouts continue after them. rounds: of the newest rollout.
     """
 
     def __init__(

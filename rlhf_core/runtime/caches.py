@@ -19,7 +19,7 @@ _ends: list[Callable[[], object]] | None = None
 
 @contextmanager
 def own_run() -> Iterator[None]:
-    """Begin a run without programs and results of what this process did before, and leave none of its own.
+    """Begin a run without programs and results of earlier runs in this process, and leave none behind.
 
     A run inside another one is part of it.
     """

@@ -1,4 +1,4 @@
-"""Measure the memory that a run takes and the memory that the machine has, and give back what is free."""
+"""Measure a run's memory and the machine's, and release free memory."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class SamplingProgram:
     """The same once no more sequences are left; 0: as before."""
     key_type: str
     shared_layers: bool = False
-    """Whether the parameters have the layout of `sampling.placement`. Each shard of rows then runs a loop of its own,
-    whose devices send each other activations and logits alone."""
+    """Whether the parameters have the layout of `sampling.placement`. Each shard of rows then runs its own
+    loop, whose devices exchange only activations and logits."""
     shares_prompts: bool = False
     """Whether the cache of a prompt is held once for its completions, see `DecodeGroups`. Slots are then as many as the
     sequences of a shard, one for each."""
@@ -223,7 +223,7 @@ def _sample(
     *,
     program: SamplingProgram,
 ) -> Any:
-    """Do what `generate` does, for one shard where it runs a loop of its own; slots are counted within each shard."""
+    """Do what `generate` does, for one shard that runs its own loop; slots are counted within each shard."""
     shards = 1 if program.shared_layers else row_multiple(program.mesh)
     model, options, groups = program.definition, program.options, program.num_generations
     longest = options.max_completion_length

@@ -112,7 +112,7 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array]:
     """Choose (tokens int32 [B], their log-probabilities float32 [B]) from logits [B, V], given uniforms [B, 2].
 
-    The log-probabilities are the policy's: neither penalty nor filters change them.
+    The log-probabilities are the policy's, unchanged by penalty and filters.
     """
     greedy = options.temperature == 0
 

@@ -152,7 +152,7 @@ def plan_conversations(
     conversations: int,
     length: int,
 ) -> Room:
-    """Choose as `plan_room` does for conversations, each with a cache of `length` tokens of its own.
+    """Choose as `plan_room` does for conversations, each with its own cache of `length` tokens.
 
     memory: bytes per device for weights, caches and logits; None: unknown. conversations: the usual number of a call.
     `Room.prompts` is the number of conversations that have a slot at a time.

@@ -1,6 +1,6 @@
 """Sample completions from a policy, or its turns in conversations, with the log-probability of every token.
 
-Completions have a loop of their own, although they are conversations of one turn: as such they take 1.0 to 2.2 times as
+Completions have a separate loop, although they are conversations of one turn: as such they take 1.0 to 2.2 times as
 long on a CPU, and memory for the prompt of each.
 """
 

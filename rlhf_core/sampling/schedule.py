@@ -1,7 +1,7 @@
-"""Schedule conversations with a world: which conversation has which slot, what its slot is fed, and when it decodes.
+"""Schedule conversations with an environment: which has which slot, what the slot is fed, and when it decodes.
 
-Everything that is computed for a conversation depends on its own tokens alone: neither on the others, nor on its slot,
-nor on when its world answers. Every process of a run goes through the same steps.
+Everything that is computed for a conversation depends only on its own tokens: not on the others, its slot, or
+when its environment answers. Every process of a run goes through the same steps.
 """
 
 from __future__ import annotations

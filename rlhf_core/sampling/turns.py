@@ -1,7 +1,8 @@
 """The compiled programs of conversations: feed tokens into the caches of slots, copy caches, and decode turns.
 
-A conversation's cache has an entry for every position, so that one slot can pause while others decode, and can be fed
-what its world said. All programs run within `jax.shard_map`: each shard of rows has slots of its own, numbered from 0.
+A conversation's cache has an entry for every position, so that one slot can pause while others decode, and can
+be fed what its environment said. All programs run within `jax.shard_map`: each shard of rows has its own slots,
+numbered from 0.
 """
 
 from __future__ import annotations

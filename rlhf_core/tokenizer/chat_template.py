@@ -241,7 +241,7 @@ class ChatTemplate:
     ) -> list[str]:
         """Name the fields of messages, other than role and content, that the text which `write` returned lacks.
 
-        These are fields that the template does not name, and fields with texts of which none was written. Variables in
+        These are fields that the template does not name, and fields whose texts were not written. Variables in
         `kwargs` and fields of a content's parts count if the template does not name them.
         learns: whether replies are learned, unless their `weight` is 0.
         """

@@ -73,7 +73,7 @@ class Expected:
     lines: of a forecast: what there is to train on, updates, tokens. later: lines that follow the memory.
     updates: of the whole run. tokens: of an update. longest: tokens of the longest row.
     examples: of an update.
-    held: {part: bytes per device} of what is in memory beside the state, from the model and the bytes of its
+    held: {part: bytes per device} of what is in memory besides the state, from the model and the bytes of its
         parameters. source: what a compiler needs to know of a source that samples.
     """
 
@@ -185,7 +185,7 @@ class Context:
         return self._of_shapes(config.model, head)
 
     def other_model(self, source: Any, **options: Any) -> Model:
-        """Load a language model that is read beside the one that is trained, such as a teacher, adapters merged.
+        """Load a language model that is read but not trained, such as a teacher, adapters merged.
 
         source: a directory or hub name. options: of `load_model`.
         """

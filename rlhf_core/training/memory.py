@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SAMPLING_SHARE = 0.9
 """Of a device's memory, what training state and sampling may take together; the rest is for what shapes do not tell."""
 PROCESS = 1_200_000_000
-"""Bytes of a host process beside its arrays: Python, libraries, compilers and compiled programs."""
+"""Bytes of a host process besides its arrays: Python, libraries, compilers and compiled programs."""
 HOLES = 1.2
 """Bytes that a host's allocator holds per byte in use, since it keeps freed blocks that fit nothing: up to 1.13 where a
 stage of 135 million parameters followed another in the same process."""
@@ -90,7 +90,7 @@ def sampling_memory(
 ) -> int | None:
     """Return the bytes per device that sampling may use; None where devices do not say what they have.
 
-    What is left beside the training state, a copy of what is trained, such as a reference, the models that rewards
+    What is left by the training state, a copy of what is trained, such as a reference, the models that rewards
     read, see `scoring_bytes`, which are spread over all devices, and `others`.
     """
     memory = device_memory()
@@ -142,10 +142,10 @@ def memory_forecast(
 
 
 def process_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """Add to the parts of a stage what its process holds besides: copies made while saving, and the libraries.
+    """Add to the parts of a stage what else its process holds: copies made while saving, and the libraries.
 
-    A checkpoint is written from a copy while training goes on; several micro-batches hold a sum of gradients beside the
-    newest gradient; the last artifact is gathered into arrays on the host.
+    A checkpoint is written from a copy while training continues; several micro-batches hold a sum of gradients
+    besides the newest gradient; the last artifact is gathered into arrays on the host.
     """
     copied = parts.get("gradients", 0) + parts.get("optimizer", 0)
     arrays = {**parts, "copies while saving": copied + parts.get("parameters", 0)}

@@ -45,7 +45,7 @@ class Reference:
 
     @property
     def copied(self) -> Any:
-        """The parameters that are in memory beside the policy's."""
+        """The parameters that are in memory besides the policy's."""
         return self._trained
 
     @property

@@ -1,4 +1,4 @@
-"""Run slow or untrusted user code: in a pool of processes, or on an event loop in a thread of its own."""
+"""Run slow or untrusted user code: in a pool of processes, or on an event loop in a separate thread."""
 
 from rlhf_core.workers.event_loop import awaited as awaited
 from rlhf_core.workers.event_loop import call_now as call_now

@@ -83,7 +83,7 @@ def cores() -> int:
 
 
 class Pool:
-    """Up to `size` processes that call one function, each in a process session of its own.
+    """Up to `size` processes that call one function, each in its own process session.
 
     Signals sent to this process's group, such as Ctrl-C, do not reach the workers, and they end with this process,
     however it ends. They start when first needed, in a fresh interpreter that inherits no threads, locks or files, and

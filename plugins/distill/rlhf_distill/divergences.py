@@ -21,7 +21,7 @@ class Divergence(Protocol):
     """Compute a term per vocabulary id; the trainer sums them.
 
     student_logps, teacher_logps: float32 of one shape, nats; differentiable in the student's. The trainer calls it for
-    a block of ids at a time, so that a term depends on the two log-probabilities of its own id alone. Returns float32
+    a block of ids at a time, so a term depends only on the two log-probabilities of its id. Returns float32
     in the same shape.
     """
 

@@ -1,4 +1,4 @@
-"""The teacher's likeliest ids, and their log-probabilities beside that of all others together."""
+"""The teacher's most likely ids, with their log-probabilities and that of all other ids together."""
 
 from __future__ import annotations
 

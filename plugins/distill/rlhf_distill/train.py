@@ -97,7 +97,7 @@ def build(config: DistillConfig, context: Context) -> Build:
 def given_config(config: DistillConfig, seed: int, total: int) -> DistillConfig:
     """Return the config of the given examples of `total` updates that also have sampled ones.
 
-    They have an order of their own, so that an update does not have the prompts that it samples for a second time.
+    They have a separate order, so that an update does not also train on the prompts it samples for.
     """
     order = (seed if config.shuffle_seed_train is None else config.shuffle_seed_train) + 1
     size = config.given_per_update

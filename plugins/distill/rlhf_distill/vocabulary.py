@@ -66,7 +66,7 @@ def token_divergences(
 
     Both distributions are softmax(logits / temperature) over the ids that both models have, the first min(V, V'); what
     a kernel is padded with beyond them is left out. D may differ. Gradients reach the student alone.
-    top_k: the teacher's likeliest ids; all others count as one outcome, whose probability is what is left, under
+    top_k: the teacher's most likely ids; all others count as one outcome, whose probability is what is left, under
         either model (the tail of TA-OPD, arXiv 2608.14728): Σ_{v ∈ top k} f(s_v, t_v) + f(1 − Σ s_v, 1 − Σ t_v). It is
         at most the divergence over the whole vocabulary, and unlike one between renormalised distributions it sees what
         the student gives to other ids. None: the whole vocabulary.

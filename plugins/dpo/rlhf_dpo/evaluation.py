@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Evaluation:
     """Compute the metrics of held-out pairs, each counted once, from the state.
 
-    Log-probabilities are gathered and measured all at once, so that packing, batch size and mesh change nothing but
+    Log-probabilities are gathered and measured together, so that packing, batch size and mesh change nothing but
     rounding.
     """
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Evaluation:
     """Compute the metrics of held-out pairs, each counted once, from the state.
 
-    Scores are gathered on the host and measured all at once, so that packing, batch size and mesh change nothing but
+    Scores are gathered on the host and measured together, so that packing, batch size and mesh change nothing but
     rounding. The result is cached for the same parameters.
     """
 

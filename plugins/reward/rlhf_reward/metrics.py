@@ -1,4 +1,4 @@
-"""Metrics that need the scores of all pairs at once, in float64 NumPy on the host."""
+"""Metrics that need the scores of all pairs together, in float64 NumPy on the host."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def exact_match(
 
     Rows with a null answer are not scored (None). For chat data the last message's content is compared.
 
-    Raises InputError for an answer that is neither a text, a number nor a list of messages.
+    Raises InputError for an answer that is not text, a number or a list of messages.
     """
 
     def normal(value: Any) -> str:

@@ -160,7 +160,7 @@ def ties_score(rows: Sequence[TiesRow]) -> TiesScore:
 
 
 def check_ties(records: Records, column: str) -> None:
-    """Raise InputError for rows of the subset Ties without ids of their own, or with too few correct completions."""
+    """Raise InputError for rows of the subset Ties without unique ids, or with too few correct completions."""
     problems = Problems()
     places: dict[tuple[str, int], str] = {}
     for i, row in enumerate(records):

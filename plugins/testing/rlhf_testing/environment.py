@@ -61,8 +61,8 @@ def check_environment(
     """Raise AssertionError that lists every property that `environment` breaks.
 
     environment: a class, a function that makes one, or a name as in a stage, such as "rooms.py:Rooms".
-    rows: rows of data that episodes begin with; at least one, better two that differ.
-    completions: what the policy says, turn after turn, and from the first one again after the last: texts, or messages
+    rows: rows of data that episodes begin with; at least one, preferably two that differ.
+    completions: what the policy says, turn after turn, repeated from the start after the last: texts, or messages
         with `tool_calls`. Default: a call of each tool with made-up arguments, then sentences and numbers.
     max_turns: turns after which an episode must be over. timeout: seconds, as in a stage: warns where the environment
         is not async and cannot be sent to the worker process that the limit needs. options: the environment's own.

@@ -163,7 +163,7 @@ class Reader:
         return self._done[name]
 
     def outer_loops(self, name: str | None = None) -> list[str]:
-        """Return the bodies of loops without a known number of rounds that none of them contains."""
+        """Return the outermost loop bodies without a known number of rounds."""
         inside, bodies = self.computations[name or self.entry], []
         for each in inside.values():
             if each.opcode == "while" and self._rounds(each, inside) is None:

@@ -127,7 +127,7 @@ def _sampled(updates: Any) -> RolloutUpdates | None:
 
 
 def _minibatches(sampled: RolloutUpdates, config: TrainerConfig) -> int:
-    """Count the parts that a rollout is cut into, each of which an update trains on."""
+    """Count the parts of a rollout, each of which an update trains on."""
     completions = sampled.collector.options.prompts_per_rollout * sampled.collector.options.num_generations
     size = getattr(config, "sampled_per_update", config.total_batch_size)
     return max(completions // size, 1)
