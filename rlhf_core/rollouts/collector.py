@@ -342,7 +342,7 @@ def warn_of_unscored(stage: Stage, rewards: Sequence[Reward], rollout: Rollout) 
     """Warn, once per reward, where it left more than UNSCORED of the completions without a value.
 
     A reward that applies to none of a prompt's completions may be meant for other prompts: these count where no reward
-    applies. Episodes that failed have a warning of their own.
+    applies. Failed episodes have a separate warning.
     """
     shape = len(rollout.prompts), rollout.group
     said = rollout.conversations

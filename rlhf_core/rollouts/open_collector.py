@@ -53,7 +53,7 @@ def open_collector(
 ) -> RolloutCollector | None:
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
-    rewards: begin with the environment's own. others: models that are in memory beside the policy's and the rewards',
+    rewards: begin with the environment's. others: other models in memory, besides the policy and the rewards,
     such as a teacher. Returns None for `eval_data` that is not given.
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
     model without a stop token, and a chat template that the environment cannot be used with; and where an update of

@@ -63,7 +63,7 @@ class Conversations:
 
     prompts: int32 [n] each, one per group. turns: of each episode. rewards: each episode's, one per answered turn, and
         failures: a text, or None; both empty after a restore, which does not need them.
-    one_row_per_turn: whether every turn is a training row of its own.
+    one_row_per_turn: whether every turn is a separate training row.
     """
 
     prompts: Sequence[Ints]

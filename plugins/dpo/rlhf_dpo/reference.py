@@ -93,7 +93,7 @@ class Reference:
         if self.known:
             return
         count = sum(len(reader.which) for reader in self.readers.values())
-        self.context.say(f"reading the log-probabilities of {count:,} pairs under the starting model, once")
+        self.context.say(f"reading the log-probabilities of {count:,} pairs under the starting model (once)")
         for reader in self.readers.values():
             reader.pairs.reference[reader.which] = reader(state.params)
         self.known = True
