@@ -45,7 +45,7 @@ PER_SEQUENCE = ("index", "reward")
 
 
 def build(config: GRPOConfig, context: Context) -> Build:
-    """Improve `config.model` on the prompts of `config.train_data`, by the rewards of its own completions."""
+    """Improve `config.model` on the prompts of `config.train_data` by the rewards of its completions."""
     registry, temperature = context.registry, config.sampling.temperature
     advantage = registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
