@@ -8,19 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from rlhf_core import plugins as plugin_loading
 from rlhf_core import runtime
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.toml import to_toml
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import PipelineFile, Plan, StagePlan, plan, read
+from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.agreement import raise_together
 from rlhf_core.runtime.directory_lock import lock
+from rlhf_core.runtime.files import write_atomic
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.runtime.terminal import echo, indented_list
-from rlhf_core.stage import events, identity
+from rlhf_core.stage import Stage, events, identity
 from rlhf_core.stage.decide import Request
 from rlhf_core.stage.execute import Notes, StageResult, run_stage
 from rlhf_core.stage.record import Asked, decide_together
@@ -39,6 +44,7 @@ class Results:
     stages: Mapping[str, StageResult]
 
 
+@runtime.session()  # entered before plugins are loaded, whose import may run computations
 def run_pipeline(
     path: str | Path,
     *,
@@ -58,12 +64,12 @@ def run_pipeline(
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
     """
-    with runtime.session():  # before plugins, whose import may run computations
-        file = read(path, sets=sets, dir=dir)
-        host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
-        return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
+    file = read(path, sets=sets, dir=dir)
+    host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
+    return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
 
 
+@runtime.session()
 def run(
     plan: Plan,
     host: Host,
@@ -77,29 +83,10 @@ def run(
 
     accept, reuse, only: see `run_pipeline`.
     """
-    with runtime.session():
-        return _run(plan, host, say, accept, reuse, only)
-
-
-def _run(
-    whole: Plan,
-    host: Host,
-    say: Callable[[str], None],
-    accept: Sequence[str],
-    reuse: str | Path | None,
-    only: Sequence[str],
-) -> Results:
-    import jax
-
-    from rlhf_core.mesh import make_mesh
-    from rlhf_core.runtime.peak_memory import free_memory
-    from rlhf_core.stage import Stage
-
-    plan = chosen_stages(whole, only)
+    whole, plan = plan, chosen_stages(plan, only)
     mesh = make_mesh(plan.mesh.get("data", -1), plan.mesh.get("fsdp", 1), plan.mesh.get("tensor", 1))
     is_main = jax.process_index() == 0
     say = say if is_main else _silent
-
     with lock(plan.dir):
         with raise_together():
             if reuse is not None and is_main:
@@ -121,7 +108,7 @@ def _run(
         day = day_begun(plan.dir)
         for number, each in enumerate(plan.stages):
             if number and not results[plan.stages[number - 1].name].skipped:
-                free_memory()  # of the previous stage's programs and arrays
+                peak_memory.free_memory()  # of the previous stage's programs and arrays
             stage = Stage(
                 each.name, each.dir, each.seed, mesh, is_main, host.registry, host.hook, template_date=day
             )
@@ -209,8 +196,6 @@ def _reads(stage: StagePlan) -> frozenset[str]:
 
 
 def _write_resolved(plan: Plan, host: Host) -> None:
-    from rlhf_core.runtime.files import write_atomic
-
     stages: list[dict[str, Any]] = [
         {"name": stage.name, "trainer": stage.trainer_name, **public_table(stage.written, host.registry)}
         for stage in plan.stages
