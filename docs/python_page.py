@@ -73,7 +73,7 @@ TASKS = (
     Task(
         "Write an objective",
         "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
-        "Objective Loss trained_weight trained_sequence loss_output LossOutput PolicyInputs PairInputs DPOInputs "
+        "Objective trained_weight trained_sequence loss_output LossOutput PolicyInputs PairInputs DPOInputs "
         "PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric fetch_metrics",
     ),
     Task(
@@ -81,7 +81,7 @@ TASKS = (
         "",
         "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Ignored Stage fit UpdateSource "
         "DatasetUpdates Update empty_batches HeldOut "
-        "make_optimizer TrainState create_state Reference put_rows PaddedObjective padded_rows training_step "
+        "make_optimizer TrainState create_state Reference put_rows row_axes PaddedObjective padded_rows training_step "
         "evaluation_step grpo_step",
     ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer"),

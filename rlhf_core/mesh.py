@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from rlhf_core.errors import InputError
 
-__all__ = ["put_rows"]
+__all__ = ["put_rows", "row_axes"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh

@@ -25,7 +25,7 @@ from rlhf_core.models.params import Path, by_layer, join, paths, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
-__all__ = ["Loss", "Objective"]
+__all__ = ["Objective"]
 
 log = logging.getLogger("rlhf_core")
 

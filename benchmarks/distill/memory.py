@@ -58,8 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     ways: dict[str, Callable[[Head, Head], jax.Array]] = {
         "whole logits": dense,
-        "blocks": lambda *heads: token_divergences(DIVERGENCE, *heads),
-        "blocks, top_k = 64": lambda *heads: token_divergences(DIVERGENCE, *heads, top_k=64),
+        "chunks": lambda *heads: token_divergences(DIVERGENCE, *heads),
+        "chunks, top_k = 64": lambda *heads: token_divergences(DIVERGENCE, *heads, top_k=64),
     }
     widths = (arguments.width, 2 * arguments.width)
     sizes = {

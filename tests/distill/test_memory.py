@@ -19,12 +19,12 @@ def memory(repository: Path) -> Any:
 
 
 @pytest.mark.parametrize("top_k", [None, 16])
-def test_blocks_take_a_tenth_of_whole_logits(memory: Any, top_k: int | None) -> None:
-    def blocks(*heads: Any) -> Any:
-        return token_divergences(memory.DIVERGENCE, *heads, top_k=top_k, block=1024)
+def test_chunks_take_a_tenth_of_whole_logits(memory: Any, top_k: int | None) -> None:
+    def chunks(*heads: Any) -> Any:
+        return token_divergences(memory.DIVERGENCE, *heads, top_k=top_k, chunk=64)
 
     sizes = [
-        memory.temporary_bytes(function, TOKENS, VOCABULARY, WIDTHS) for function in (blocks, memory.dense)
+        memory.temporary_bytes(function, TOKENS, VOCABULARY, WIDTHS) for function in (chunks, memory.dense)
     ]
     assert sizes[1] >= 4 * TOKENS * VOCABULARY
     assert sizes[0] <= sizes[1] / 10

@@ -47,14 +47,14 @@ def problem(ids: int, teacher_ids: int, tied: bool, tokens: int = TOKENS, width:
     return [*arrays, rng.normal(size=(ROWS, tokens)).astype(np.float32)]
 
 
-def step(tied: bool, top_k: int | None, block: int, *arrays: Any) -> Any:
+def step(tied: bool, top_k: int | None, chunk: int, *arrays: Any) -> Any:
     """((total, values), (d_hidden, d_weights)) of the student."""
     hidden, weights, teacher_hidden, teacher_weights, cotangent = arrays
 
     def total(hidden: Any, weights: Any) -> Any:
         kernels = (x.T if tied else x for x in (weights, teacher_weights))
         student, teacher = (Head(h, k, 2.5) for h, k in zip((hidden, teacher_hidden), kernels, strict=True))
-        options = {"temperature": 1.3, "top_k": top_k, "block": block}
+        options = {"temperature": 1.3, "top_k": top_k, "chunk": chunk}
         values = token_divergences(JensenShannon(0.25), student, teacher, **options)
         return jnp.sum(values * cotangent), values
 
@@ -63,7 +63,7 @@ def step(tied: bool, top_k: int | None, block: int, *arrays: Any) -> Any:
 
 @cache
 def on_one_device(ids: int, teacher_ids: int, tied: bool, top_k: int | None) -> Any:
-    return jax.jit(partial(step, tied, top_k, 64))(*problem(ids, teacher_ids, tied))
+    return jax.jit(partial(step, tied, top_k, TOKENS))(*problem(ids, teacher_ids, tied))
 
 
 def placed(mesh: Any, arrays: Any, tied: bool) -> list[Any]:
@@ -74,12 +74,12 @@ def placed(mesh: Any, arrays: Any, tied: bool) -> list[Any]:
     return [rows, student, rows, teacher, rows]
 
 
-def program(mesh: Any, arrays: Any, tied: bool, top_k: int | None, block: int) -> Any:
+def program(mesh: Any, arrays: Any, tied: bool, top_k: int | None, chunk: int) -> Any:
     shardings = placed(mesh, arrays, tied)
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(arrays, shardings, strict=True)
     ]
-    jitted = jax.jit(partial(step, tied, top_k, block), out_shardings=(None, tuple(shardings[:2])))
+    jitted = jax.jit(partial(step, tied, top_k, chunk), out_shardings=(None, tuple(shardings[:2])))
     return jitted.lower(*shapes).compile()
 
 
@@ -87,10 +87,10 @@ def program(mesh: Any, arrays: Any, tied: bool, top_k: int | None, block: int) -
 def test_values_and_gradients_are_those_of_one_device(
     shape: tuple[int, int, int], ids: int, teacher_ids: int, top_k: int | None, tied: bool
 ) -> None:
-    """Blocks of 3 ids of every part; one device has blocks of all. It is compared with float64 in test_loss.py."""
+    """Chunks of 2 tokens; one device has all in one. It is compared with float64 in test_loss.py."""
     arrays, mesh = problem(ids, teacher_ids, tied), make_mesh(*shape)
     expected = on_one_device(ids, teacher_ids, tied, top_k)
-    actual = program(mesh, arrays, tied, top_k, 3)(*jax.device_put(arrays, placed(mesh, arrays, tied)))
+    actual = program(mesh, arrays, tied, top_k, 2)(*jax.device_put(arrays, placed(mesh, arrays, tied)))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
 
@@ -101,12 +101,12 @@ def sent(compiled: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("shape", [*map(case, ((1, 8, 1), (8, 1, 1), (1, 2, 4))), MIXED], ids=str)
-def test_heads_are_gathered_once_a_pass_however_many_blocks(shape: tuple[int, int, int]) -> None:
+def test_heads_are_gathered_once_a_pass_however_many_chunks(shape: tuple[int, int, int]) -> None:
     ids, tokens, width = 512, 24, 64
     _, fsdp, tensor = shape
     arrays, mesh = problem(ids, ids, False, tokens, width), make_mesh(*shape)
-    one, many = (sent(program(mesh, arrays, False, None, block)) for block in (512, 16))
+    one, many = (sent(program(mesh, arrays, False, None, chunk)) for chunk in (24, 3))
     heads = 3 * width * ids * 4 / tensor
-    # Each of forward and backward gathers both heads; the student's gradient is summed once, block by block.
+    # Each of forward and backward gathers both heads; the student's gradient is summed once, after the last chunk.
     assert many.get("all-gather", 0) <= 2 * heads * (fsdp > 1)
     assert sum(many.values()) <= sum(one.values())

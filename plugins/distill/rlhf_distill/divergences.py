@@ -20,9 +20,9 @@ from rlhf_core import Kind
 class Divergence(Protocol):
     """Compute a term per vocabulary id; the trainer sums them.
 
-    student_logps, teacher_logps: float32 of one shape, nats; differentiable in the student's. The trainer calls it for
-    a block of ids at a time, so a term depends only on the two log-probabilities of its id. Returns float32
-    in the same shape.
+    student_logps, teacher_logps: float32 of one shape, nats; differentiable in the student's. A term
+    depends on the two log-probabilities of its own id alone: with `top_k` the last id stands for all others. Returns
+    float32 in the same shape.
     """
 
     def __call__(self, student_logps: jax.Array, teacher_logps: jax.Array) -> jax.Array: ...

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlhf_core import InputError, RunError
 from rlhf_core.metrics import Mean, Metric
@@ -92,16 +91,3 @@ def open_divergence(config: DistillConfig, stage: Stage) -> Divergence:
         got = type(terms).__name__ if shape is None else f"shape {list(shape)}"
         raise InputError(f"{where} returned {got} for {list(logps.shape)}; {WANTED}")
     return divergence
-
-
-def require_separate_terms(divergence: Divergence, config: DistillConfig, stage: Stage) -> None:
-    """Raise InputError where a term of the divergence depends on other ids, which may be in another block."""
-    student, teacher = np.log(np.random.default_rng(0).dirichlet(np.ones(6), 2)).astype(np.float32)
-    whole = np.asarray(divergence(jnp.asarray(student), jnp.asarray(teacher)))
-    half = np.asarray(divergence(jnp.asarray(student[3:]), jnp.asarray(teacher[3:])))
-    if not np.allclose(whole[3:], half, rtol=1e-4, atol=1e-6):
-        raise InputError(
-            f"stage '{stage.name}'.divergence: a term of '{config.divergence.name}' depends on ids other than "
-            "its own; the vocabulary is processed in blocks, so a term may use only the two log-probabilities "
-            "of its own id"
-        )

@@ -1,16 +1,18 @@
-"""What a distillation stage trains, on what, towards what."""
+"""What a distillation stage trains, on what, towards what; and what it makes of its rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.fit import TreeReader
+from rlhf_core.fit import TreeReader, Update, UpdateSource
+from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
+    Rollout,
     RolloutOptions,
     RolloutUpdates,
     choose_rollout_rows,
@@ -25,24 +27,19 @@ from rlhf_distill.objective import (
     objective,
     open_divergence,
     read_divergences,
-    require_separate_terms,
 )
 from rlhf_distill.teacher import open_teacher
-from rlhf_distill.updates import DistillSteps, WithGiven
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
-    from rlhf_core.fit import UpdateSource
     from rlhf_core.models import Model
-    from rlhf_core.rollouts import Rollout, RolloutCollector
+    from rlhf_core.rollouts import RolloutCollector
     from rlhf_distill.divergences import Divergence
 
 
 def build(config: DistillConfig, context: Context) -> Build:
     """Train `config.model` towards the distributions of its teacher."""
     divergence = open_divergence(config, context.stage)
-    if not context.shapes:
-        require_separate_terms(divergence, config, context.stage)
     student = context.model("lm")
     models = {STUDENT: student, TEACHER: open_teacher(config, context, student)}
     common: dict[str, Any] = {
@@ -145,6 +142,79 @@ def _fixed_prompts(
     fixed = FixedPrompts(collector, count, shown, stored=student.as_stored, measure=measure)
     context.ahead(fixed.warm_up, student)
     return fixed
+
+
+class DistillSteps:
+    """Cuts what the student sampled into updates of `size` completions."""
+
+    token_names = sequence_names = ()
+
+    def __init__(self, prompts: Any, layout: Layout, size: int) -> None:
+        self.prompts, self.layout, self.size = prompts, layout, size
+
+    def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
+        return rollout
+
+    def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
+        starts = range(0, len(rollout.prompts), self.size)
+        return [pack(rollout.trees(self.prompts, at, at + self.size), self.layout) for at in starts]
+
+
+class WithGiven:
+    """An `UpdateSource` whose updates have the examples of two: `count` sampled ones, and those of `given`."""
+
+    def __init__(self, sampled: RolloutUpdates, given: UpdateSource, count: int) -> None:
+        self.sampled, self.given, self.count = sampled, given, count
+        self.data = _BothRows(sampled.prompts, given.data, len(sampled.prompts))
+
+    @property
+    def total(self) -> int:
+        return self.sampled.total
+
+    def shapes(self) -> list[Packed]:
+        return [*self.sampled.shapes(), *self.given.shapes()]
+
+    def needs_state(self, step: int) -> bool:
+        return self.sampled.needs_state(step)
+
+    def update(self, step: int, state: TrainState) -> Update:
+        sampled, given, count = self.sampled.update(step, state), self.given.update(step, state), self.count
+        numbered = [
+            batch._replace(example=np.where(batch.example < 0, -1, batch.example + count))
+            for batch in given.batches
+        ]
+        return sampled._replace(
+            batches=[*sampled.batches, *numbered],
+            tokens=sampled.tokens + given.tokens,
+            where=lambda i: sampled.where(i) if i < count else given.where(i - count),
+        )
+
+    def epochs(self, step: int) -> float:
+        return self.sampled.epochs(step)
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        host, arrays = self.sampled.snapshot(step)
+        return {"sampled": host, "given": self.given.snapshot(step)[0]}, arrays
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        self.sampled.restore(step, host["sampled"], arrays)
+        self.given.restore(step, host["given"], {})
+
+
+@dataclass(frozen=True)
+class _BothRows:
+    """The rows of prompts, followed by those of given completions."""
+
+    prompts: Any
+    given: Any
+    count: int
+    """Of prompts."""
+
+    def __len__(self) -> int:
+        return self.count + len(self.given)
+
+    def where(self, i: int) -> str:
+        return str(self.prompts.where(i) if i < self.count else self.given.where(i - self.count))
 
 
 DistillTrainer = python_trainer("distill", DistillConfig, __name__)

@@ -1,35 +1,29 @@
 """Divergences over the whole vocabulary, without ever holding the logits of a whole batch.
 
-Two passes over blocks of ids: the first computes the log-normalizers of both distributions, the second the terms and
-their slopes. The backward pass computes the blocks again. No array is [tokens, vocabulary].
+Logits exist for one chunk of the tokens at a time, in the forward and again in the backward pass; no array is
+[tokens, vocabulary].
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from rlhf_distill.blocks import (
-    Cap,
-    Gradients,
-    Normalizer,
-    block_size,
-    capped,
-    cut,
-    d_uncapped,
-    fold,
-    gathered,
-    in_parts,
-)
+from rlhf_core.mesh import row_axes
 from rlhf_distill.divergences import Divergence
-from rlhf_distill.top_k import select, teacher_ids
 
-Arrays: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Hidden states [N, D] and kernel [D, parts, ids] of the student, then of the teacher."""
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of one model's float32 logits at a time, per device. On a CPU they should stay in the caches."""
+CHUNK_BYTES_ACCELERATOR = 512 * 2**20
+"""The same on other platforms."""
+CHUNK_TOKENS = 128
+"""The fewest tokens of a chunk, per device: each chunk reads and writes the whole kernel's float32 gradient."""
 
 
 class Head(NamedTuple):
@@ -45,11 +39,12 @@ class Head(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Static settings of a compiled program. size: ids of a block of each part."""
+    """Static settings of a compiled program. caps: of student and teacher. size: tokens of each row in a chunk."""
 
     divergence: Divergence
-    student: Cap
-    teacher: Cap
+    caps: tuple[float | None, float | None]
+    temperature: float
+    top_k: int | None
     size: int
 
 
@@ -60,7 +55,7 @@ def token_divergences(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    block: int | None = None,
+    chunk: int | None = None,
 ) -> jax.Array:
     """Compute the divergence between teacher and student at every token, float32 [rows, K], nats.
 
@@ -70,133 +65,163 @@ def token_divergences(
         either model (the tail of TA-OPD, arXiv 2608.14728): Σ_{v ∈ top k} f(s_v, t_v) + f(1 − Σ s_v, 1 − Σ t_v). It is
         at most the divergence over the whole vocabulary, and unlike one between renormalised distributions it sees what
         the student gives to other ids. None: the whole vocabulary.
-    block: ids whose logits are in memory at once; None: by the number of tokens.
-    Raises ValueError for shapes that do not fit, and for a temperature, top_k or block that is not positive.
+    chunk: tokens of each row whose logits are in memory together; None: by the size of the logits.
+    Products are computed in the dtype of `hidden` and summed in float32; everything after is float32.
+    Raises ValueError for shapes that do not fit, and for a temperature, top_k or chunk that is not positive.
     """
     for head in (student, teacher):
         if head.hidden.ndim != 3 or head.kernel.ndim != 2 or head.hidden.shape[-1] != head.kernel.shape[0]:
             shapes = f"{head.hidden.shape}, {head.kernel.shape}"
             raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {shapes}")
-    rows = student.hidden.shape[:2]
-    if teacher.hidden.shape[:2] != rows:
-        raise ValueError(f"student and teacher differ in rows and tokens: {rows}, {teacher.hidden.shape[:2]}")
-    if min(temperature, *(x for x in (top_k, block) if x is not None), 1) <= 0:
-        raise ValueError(f"temperature {temperature}, top_k {top_k} and block {block} must be positive")
+    rows, length = student.hidden.shape[:2]
+    if teacher.hidden.shape[:2] != (rows, length):
+        shapes = f"{(rows, length)}, {teacher.hidden.shape[:2]}"
+        raise ValueError(f"student and teacher differ in rows and tokens: {shapes}")
+    if min(temperature, *(x for x in (top_k, chunk) if x is not None), 1) <= 0:
+        raise ValueError(f"temperature {temperature}, top_k {top_k} and chunk {chunk} must be positive")
+    if not rows * length:
+        return jnp.zeros((rows, length))
     ids = min(student.kernel.shape[1], teacher.kernel.shape[1])
-    of_student, of_teacher = (Cap(head.softcap, float(temperature)) for head in (student, teacher))
-    hidden, teacher_hidden = (head.hidden.reshape(-1, head.hidden.shape[-1]) for head in (student, teacher))
-    kernel, teacher_kernel = (in_parts(head.kernel[:, :ids]) for head in (student, teacher))
-    teacher_hidden, teacher_kernel = jax.lax.stop_gradient((teacher_hidden, teacher_kernel))
-    size = min(block or block_size(len(hidden), kernel), kernel.shape[2])
-    if not len(hidden):
-        return jnp.zeros(rows)
-    if top_k is None:
-        settings = Settings(divergence, of_student, of_teacher, size)
-        return over_vocabulary(hidden, kernel, teacher_hidden, teacher_kernel, settings).reshape(rows)
-    chosen = teacher_ids(teacher_hidden, teacher_kernel, of_teacher, size, min(top_k, ids))
-    student_logps = select(hidden, kernel, chosen, of_student, size)
-    teacher_logps = select(teacher_hidden, teacher_kernel, chosen, of_teacher, size)
-    return divergence(student_logps, teacher_logps).sum(-1).reshape(rows)
+    settings = Settings(
+        divergence,
+        (student.softcap, teacher.softcap),
+        float(temperature),
+        None if top_k is None or top_k >= ids else top_k,  # without others it is the whole vocabulary
+        min(chunk, length) if chunk is not None else _chunk_size(student.hidden, ids),
+    )
+    arrays = (x for head in (student, teacher) for x in (head.hidden, head.kernel[:, :ids]))
+    return over_tokens(*arrays, settings)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def over_vocabulary(
+def over_tokens(
     hidden: jax.Array,
     kernel: jax.Array,
     teacher_hidden: jax.Array,
     teacher_kernel: jax.Array,
     settings: Settings,
 ) -> jax.Array:
-    """Compute divergences, float32 [N]. hidden: [N, D]; kernel: [D, parts, ids], from `in_parts`."""
-    arrays = _ready((hidden, kernel, teacher_hidden, teacher_kernel))
-    normalizers = _normalizers(arrays, settings)
-
-    def one(total: jax.Array, first: Any, ids: int) -> jax.Array:
-        (student, _), (teacher, _) = _logps(arrays, normalizers, settings, first, ids)
-        return total + settings.divergence(student, teacher).sum(2)
-
-    return fold(kernel.shape[2], settings.size, one, jnp.zeros((len(hidden), kernel.shape[1]))).sum(1)
+    """Compute divergences, float32 [rows, K]."""
+    return _forward(hidden, kernel, teacher_hidden, teacher_kernel, settings)[0]
 
 
-def _forward(*arguments: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    *given, settings = arguments
-    arrays = _ready(given)
-    normalizers = _normalizers(arrays, settings)
+def _forward(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    teacher_hidden: jax.Array,
+    teacher_kernel: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    weights, teacher_weights = _gathered(kernel, hidden), _gathered(teacher_kernel, teacher_hidden)
 
-    def one(sums: tuple[jax.Array, jax.Array], first: Any, ids: int) -> tuple[jax.Array, jax.Array]:
-        (student, _), (teacher, _) = _logps(arrays, normalizers, settings, first, ids)
-        terms, slopes = _slopes(settings.divergence, student, teacher)
-        return sums[0] + terms.sum(2), sums[1] + slopes.sum(2)
+    def one(chunks: tuple[jax.Array, jax.Array]) -> jax.Array:
+        chunk, teacher = chunks
+        return _values(_product(chunk, weights), _product(teacher, teacher_weights), settings)
 
-    nothing = jnp.zeros((len(arrays[0]), arrays[1].shape[1]))
-    divergences, slope = fold(arrays[1].shape[2], settings.size, one, (nothing, nothing))
-    return divergences.sum(1), (*given, *normalizers, slope.sum(1))
-
-
-def _backward(settings: Settings, residuals: Any, d_divergences: jax.Array) -> tuple[jax.Array | None, ...]:
-    """With g the slopes of the terms in log s, the cotangent of a student's logit is g − s Σ g."""
-    *given, student_normalizer, teacher_normalizer, slope = residuals
-    arrays, normalizers = _ready(given), (student_normalizer, teacher_normalizer)
-    hidden, kernel = arrays[:2]
-
-    def one(gradients: Gradients, first: Any, ids: int) -> Gradients:
-        (student, tanh), (teacher, _) = _logps(arrays, normalizers, settings, first, ids)
-        _, slopes = _slopes(settings.divergence, student, teacher)
-        d_logits = d_divergences[:, None, None] * (slopes - jnp.exp(student) * slope[:, None, None])
-        d_product = d_uncapped(d_logits, tanh, settings.student)
-        return gradients.add(hidden, cut(kernel, first, ids), d_product, first)
-
-    gradients = fold(kernel.shape[2], settings.size, one, Gradients.empty(hidden, given[1]))
-    return *gradients.arrays(hidden), None, None
+    values = lax.map(one, (_chunks(hidden, settings.size), _chunks(teacher_hidden, settings.size)))
+    return _joined(values, hidden.shape[1]), (hidden, kernel, teacher_hidden, teacher_kernel)
 
 
-over_vocabulary.defvjp(_forward, _backward)
+def _backward(settings: Settings, residuals: Any, d_values: jax.Array) -> tuple[jax.Array | None, ...]:
+    hidden, kernel, teacher_hidden, teacher_kernel = residuals
+    weights, teacher_weights = _gathered(kernel, hidden), _gathered(teacher_kernel, teacher_hidden)
+    mesh, shards = _mesh(hidden), _shards(hidden)
+
+    def one(d_kernels: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        chunk, teacher, d_chunk_values = xs
+        teacher_product = _product(teacher, teacher_weights)
+        _, pull = jax.vjp(lambda x: _values(x, teacher_product, settings), _product(chunk, weights))
+        d_product = pull(d_chunk_values)[0].astype(hidden.dtype)
+        d_chunk = jnp.einsum("rkv,dv->rkd", d_product, weights, preferred_element_type=jnp.float32)
+        # One gradient per shard of the rows, so that no device needs another's before the last chunk. A shard's tokens
+        # are one axis: XLA on CPU cannot run the bfloat16 product over two axes that it makes for a tied kernel.
+        flat, d_flat = (x.reshape(shards, -1, x.shape[-1]) for x in (chunk, d_product))
+        d_kernels += jnp.einsum("snd,snv->sdv", flat, d_flat, preferred_element_type=jnp.float32)
+        return _placed(d_kernels, mesh if shards > 1 else None, row_axes(), None), d_chunk.astype(
+            hidden.dtype
+        )
+
+    xs = tuple(_chunks(x, settings.size) for x in (hidden, teacher_hidden, d_values))
+    d_kernels, d_hidden = lax.scan(one, jnp.zeros((shards, *kernel.shape), jnp.float32), xs)
+    return _joined(d_hidden, hidden.shape[1]), d_kernels.sum(0).astype(kernel.dtype), None, None
 
 
-def _normalizers(arrays: Arrays, settings: Settings) -> tuple[jax.Array, jax.Array]:
-    """Compute log Σ exp(l) of the student and the teacher, float32 [N]."""
-
-    def one(sums: tuple[Normalizer, Normalizer], first: Any, ids: int) -> tuple[Normalizer, Normalizer]:
-        (student, _), (teacher, _) = _logits(arrays, settings, first, ids)
-        return sums[0].add(student), sums[1].add(teacher)
-
-    empty = Normalizer.empty(len(arrays[0]), arrays[1].shape[1])
-    student, teacher = fold(arrays[1].shape[2], settings.size, one, (empty, empty))
-    return student.log(), teacher.log()
+over_tokens.defvjp(_forward, _backward)
 
 
-def _logps(
-    arrays: Arrays, normalizers: Sequence[jax.Array], settings: Settings, first: Any, ids: int
-) -> tuple[tuple[jax.Array, jax.Array | None], ...]:
-    """Compute (log-probabilities, tanh) of a block under the student and under the teacher."""
-    blocks = _logits(arrays, settings, first, ids)
-    return tuple(
-        (logits - normalizer[:, None, None], tanh)
-        for (logits, tanh), normalizer in zip(blocks, normalizers, strict=True)
-    )
+def _values(product: jax.Array, teacher_product: jax.Array, settings: Settings) -> jax.Array:
+    """Compute divergences, [rows, k], from hidden · kernel, float32 [rows, k, ids] each."""
+    logits = []
+    for x, softcap in zip((product, teacher_product), settings.caps, strict=True):
+        capped = x if softcap is None else softcap * jnp.tanh(x / softcap)
+        logits.append(capped / settings.temperature)
+    if settings.top_k is not None:
+        chosen = lax.top_k(logits[1], settings.top_k)[1]
+        logits = [_outcomes(x, chosen) for x in logits]
+    student, teacher = (jax.nn.log_softmax(x) for x in logits)
+    return settings.divergence(student, teacher).sum(-1)
 
 
-def _logits(
-    arrays: Arrays, settings: Settings, first: Any, ids: int
-) -> Iterator[tuple[jax.Array, jax.Array | None]]:
-    """Yield (logits, tanh) of a block under the student, then under the teacher."""
-    pairs = (arrays[:2], settings.student), (arrays[2:], settings.teacher)
-    for (hidden, kernel), cap in pairs:
-        yield capped(hidden, cut(kernel, first, ids), cap)
+def _outcomes(logits: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Join the logits of the chosen ids and the log Σ exp of all others, float32 [rows, k, count + 1].
+
+    That is summed over the others themselves: 1 less the sum over the chosen would be rounding where these have nearly
+    all.
+    """
+    others = jnp.put_along_axis(logits, chosen, -jnp.inf, axis=-1, inplace=False)
+    rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
+    return jnp.concatenate([jnp.take_along_axis(logits, chosen, axis=-1), rest], axis=-1)
 
 
-def _ready(arrays: Sequence[jax.Array]) -> Arrays:
-    hidden, kernel, teacher_hidden, teacher_kernel = arrays
-    return (
-        hidden,
-        gathered(kernel, hidden.dtype),
-        teacher_hidden,
-        gathered(teacher_kernel, teacher_hidden.dtype),
-    )
+def _product(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.einsum("rkd,dv->rkv", hidden, weights, preferred_element_type=jnp.float32)
 
 
-def _slopes(divergence: Divergence, student: jax.Array, teacher: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute the terms, and the derivative of each in its student's log-probability."""
-    terms, pull = jax.vjp(lambda logps: divergence(logps, teacher), student)
-    (slopes,) = pull(jnp.ones_like(terms))
-    return terms, slopes
+def _chunk_size(hidden: jax.Array, ids: int) -> int:
+    """Choose the tokens of each row in a chunk; chunks of one call have nearly equal sizes."""
+    rows, length, _ = hidden.shape
+    budget = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_ACCELERATOR
+    tokens = max(CHUNK_TOKENS, budget // (4 * ids)) * _shards(hidden)
+    return math.ceil(length / math.ceil(length / max(1, tokens // rows)))
+
+
+def _shards(hidden: jax.Array) -> int:
+    """Count the parts that the rows of hidden states are sharded into."""
+    mesh = _mesh(hidden)
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes())
+    return 1 if hidden.shape[0] % shards else shards
+
+
+def _chunks(x: jax.Array, size: int) -> jax.Array:
+    """[rows, K, ...] → [chunks, rows, size, ...], padded with zeros."""
+    rows, length = x.shape[:2]
+    count = -(-length // size)
+    x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(rows, count, size, *x.shape[2:]), 1, 0)
+
+
+def _joined(x: jax.Array, length: int) -> jax.Array:
+    """Invert `_chunks`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _gathered(kernel: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Cast a kernel to the dtype that it is multiplied in, and gather it along `fsdp` once, before the loop."""
+    return _placed(kernel.astype(hidden.dtype), _mesh(hidden), None)
+
+
+def _mesh(x: jax.Array) -> AbstractMesh | None:
+    """Return the mesh that `x` is computed on; None on one device and within `jax.shard_map`."""
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    if mesh.size <= 1 or not {"fsdp", "tensor"} <= set(mesh.axis_names):
+        return None
+    return mesh if set(mesh.axis_types) == {AxisType.Auto} else None
+
+
+def _placed(x: jax.Array, mesh: AbstractMesh | None, *axes: Any) -> jax.Array:
+    """Shard all axes of `x` [..., ids] but the last over these axes of the mesh; do not constrain the ids."""
+    if mesh is None:
+        return x
+    spec = PartitionSpec(*axes, PartitionSpec.UNCONSTRAINED)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rlhf_core import PolicyLoss, TrainState
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_core.step import Loss
 
 
 def policy_loss(
@@ -278,7 +277,7 @@ class _Objective(PaddedObjective):
 
     def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
-    ) -> tuple[Loss, Mapping[str, Metric]]:
+    ) -> tuple[Mean | Mapping[str, Mean], Mapping[str, Metric]]:
         return objective(
             model,
             self.component,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlhf_core import PolicyInputs, PolicyLoss
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_core.step import Loss
     from rlhf_grpo.config import GRPOConfig, SamplerCorrection
 
 
@@ -104,7 +103,7 @@ def combine(
     kept: jax.Array | None = None,
     importance: jax.Array | None = None,
     num_items: Any = None,
-) -> tuple[Loss, dict[str, Metric]]:
+) -> tuple[Mean | Mapping[str, Mean], dict[str, Metric]]:
     """Combine a policy loss with KL and entropy terms: return it as sum and count, with its metrics.
 
     With `entropy_coef` it is two losses, "policy" and "entropy", whose means are over different tokens.
@@ -160,7 +159,7 @@ def objective(
     temperature: float,
     correction: SamplerCorrection | None = None,
     num_items: Any = None,
-) -> tuple[Loss, Mapping[str, Metric]]:
+) -> tuple[Mean | Mapping[str, Mean], Mapping[str, Metric]]:
     """Compute the loss and metrics of rows.
 
     Per trained token they carry `advantages` and, where they are known, `sampling_logps`, `old_logps` (without: the
