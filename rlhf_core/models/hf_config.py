@@ -317,18 +317,9 @@ def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:
     if magnitude is None:
         up, down = table.get("mscale"), table.get("mscale_all_dim")
         magnitude = gain(up) / gain(down) if up and down else gain(1.0)
-    return Rope(
-        rope.kind,
-        rope.theta,
-        rope.factor,
-        original_length=rope.original_length,
-        beta_fast=float(table.get("beta_fast") or 32),
-        beta_slow=float(table.get("beta_slow") or 1),
-        truncate=bool(table.get("truncate", True)),
-        magnitude=float(magnitude),
-        share=rope.share,
-        growth=rope.growth,
-    )
+    fast, slow = (float(table.get(name) or least) for name, least in (("beta_fast", 32), ("beta_slow", 1)))
+    truncate = bool(table.get("truncate", True))
+    return replace(rope, beta_fast=fast, beta_slow=slow, truncate=truncate, magnitude=float(magnitude))
 
 
 def _longrope(
@@ -343,14 +334,8 @@ def _longrope(
     magnitude, factor = table.get("attention_factor"), table.get("factor", longest / rope.original_length)
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(rope.original_length)) if factor > 1 else 1.0
-    return Rope(
-        rope.kind,
-        rope.theta,
-        original_length=rope.original_length,
-        magnitude=float(magnitude),
-        divisors=tuple(float(x) for x in divisors),
-        share=rope.share,
-    )
+    # The factor is in the magnitude alone.
+    return replace(rope, factor=1.0, magnitude=float(magnitude), divisors=tuple(map(float, divisors)))
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")

@@ -132,7 +132,7 @@ class Trained:
 
 
 KEPT = ("texts", "chat, tools, pad is EOS")
-"""What the others have besides is tried without training in tokenizer/test_same_ids.py and suite/test_scoring.py."""
+"""What the others have besides is tried without training in tokenizer/test_same_ids.py and core/test_scoring.py."""
 
 
 @pytest.fixture(
