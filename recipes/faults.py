@@ -410,7 +410,7 @@ FAULTS = (
     Fault(
         "trainer-temperature",
         "the trainer's log-probabilities are those at temperature 1",
-        CORE + "logprobs/__init__.py",
+        CORE + "logprobs.py",
         "float(temperature), None if softcap",
         "1.0, None if softcap",
         ("updates", "dynamic"),
@@ -529,7 +529,7 @@ FAULTS = (
     Fault(
         "shards-averaged",
         "the head's gradient is a mean over devices, not their sum",
-        CORE + "logprobs/by_tokens.py",
+        CORE + "logprobs.py",
         "d_kernels.sum(0)",
         "d_kernels.mean(0)",
         ("devices",),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.logprobs.logits import unembed, without
+from rlhf_core.logprobs import unembed, without
 from rlhf_core.models import Definition
 from rlhf_core.sampling.filters import (
     min_p_filter,
