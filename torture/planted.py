@@ -79,7 +79,7 @@ MUTANTS = (
         "rows-not-flushed",
         "metrics are not flushed before the checkpoint that acknowledges them",
         "rlhf_core/fit/progress.py",
-        "before=lambda: flush_lines(metrics)",
+        "before=flush_metrics",
         "before=lambda: None",
         "T3",
         "states undisturbed 0 mark 0 checkpoint run/base/checkpoints/2",
@@ -146,9 +146,9 @@ MUTANTS = (
         "deleted-in-place",
         "a surplus checkpoint is deleted file by file, under its name",
         "rlhf_core/checkpoint.py",
-        """                    os.rename(old, aside)  # first, so that killing the deletion leaves no half checkpoint
-                    shutil.rmtree(aside)""",
-        "                    shutil.rmtree(old)",
+        """        os.rename(self.directory / str(step), aside)
+        shutil.rmtree(aside)""",
+        "        shutil.rmtree(self.directory / str(step))",
         "T1",
         "only kill unlink 0 checkpoints/1/state/commit_success.txt",
     ),
