@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 from rlhf_core.errors import InputError
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_UNDECODABLE = "\ufffd"
+_SENTENCEPIECE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+"""Decoders that write every token by itself, but for a space in front of a whole text."""
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
     """List the UTF-8 bytes that each token id adds to a text; special tokens and unused ids add none.
 
-    tokenizer: of transformers, with a fast backend.
+    tokenizer: of transformers, with a fast backend that is byte-level, SentencePiece's, or of words.
 
     Joined, the bytes of any ids are the text that decoding them without special tokens gives, except that
     - every token has the text that it has after another token, while decoders may write the first token of a text
-      differently: without the space in front of it, or with WordPiece's ##;
+      without the space in front of it;
     - transformers' clean-up, for tokenizers with `clean_up_tokenization_spaces`, is not applied;
     - bytes that are not UTF-8 stay as they are, where decoding writes U+FFFD.
 
-    Raises InputError for a tokenizer without a fast backend, and for a token whose text depends on its neighbours.
+    Raises InputError for another tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -35,72 +36,55 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
             f"stop strings need a tokenizer with a tokenizer.json; {type(tokenizer).__name__} has none: "
             "use stop_token_ids"
         )
-    vocab = {id_: token for token, id_ in backend.get_vocab(with_added_tokens=True).items()}
-    kinds = _decoders(backend)
-    if kinds == ["ByteLevel"]:
-        return _byte_level(backend, vocab)
-    texts = _by_decoding(backend, vocab, "ByteFallback" in kinds)
-    return [texts.get(id_, b"") for id_ in range(max(vocab, default=-1) + 1)]
-
-
-def _decoders(backend: Any) -> list[str]:
-    """List the types of the decoder's steps, in order."""
-    if backend.decoder is None:
-        return []
-    decoder = json.loads(backend.decoder.__getstate__())
-    return [step["type"] for step in decoder.get("decoders", [decoder])]
-
-
-def _byte_level(backend: Any, vocab: Mapping[int, str]) -> list[bytes]:
-    """Decode GPT-2's alphabet, which has a character for each byte; other tokens stand for themselves."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocab = backend.get_vocab(with_added_tokens=True)
     special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
-    texts = [b""] * (max(vocab, default=-1) + 1)
-    for id_, token in vocab.items():
+    write, texts = _writer(backend), [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, id_ in vocab.items():
         if id_ not in special:
-            try:
-                texts[id_] = bytes([alphabet[character] for character in token])
-            except KeyError:
-                texts[id_] = token.encode()
+            texts[id_] = write(token)
     return texts
 
 
-def _by_decoding(backend: Any, vocab: Mapping[int, str], byte_tokens: bool) -> dict[int, bytes]:
-    """Decode each token between two others. byte_tokens: <0x0A> and the like stand for one byte."""
-    out = {}
-    if byte_tokens:
-        matches = {id_: _BYTE_TOKEN.fullmatch(token) for id_, token in vocab.items()}
-        out = {id_: bytes.fromhex(match[1]) for id_, match in matches.items() if match}
-    ids = sorted(set(vocab) - set(out))
-    anchor, before, after = _anchor(backend, ids)
-    texts = backend.decode_batch([[anchor, id_, anchor] for id_ in ids], skip_special_tokens=True)
-    for id_, text in zip(ids, texts, strict=True):
-        inner = text[len(before) : len(text) - len(after)]
-        whole = before + inner + after == text
-        if not whole or (_UNDECODABLE in inner and _UNDECODABLE not in vocab[id_]):
-            raise _contextual(f"'{vocab[id_]}'")
-        out[id_] = inner.encode()
-    return out
+def _writer(backend: Any) -> Callable[[str], bytes]:
+    """Return the function from a token to the bytes that the decoder writes for it after another token."""
+    if backend.decoder is None:  # words, with spaces between them
+        return lambda token: f" {token}".encode()
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        alphabet = _byte_alphabet()
+
+        def byte_level(token: str) -> bytes:
+            known = all(character in alphabet for character in token)
+            return bytes([alphabet[c] for c in token]) if known else token.encode()
+
+        return byte_level
+    replaced = [
+        (step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"
+    ]
+    replaced += [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
+    if not _SENTENCEPIECE.issuperset(kinds) or any(old is None for old, _ in replaced):
+        raise InputError(
+            f"stop strings do not work with this tokenizer, whose decoder is {', '.join(kinds)}; use stop_token_ids"
+        )
+
+    def sentencepiece(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
+        if byte:
+            return bytes.fromhex(byte[1])
+        for old, new in replaced:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return sentencepiece
 
 
-def _anchor(backend: Any, ids: Sequence[int]) -> tuple[int, str, str]:
-    """Find a token with the same text after any token, its text at the start, and its text after a token."""
-    for id_ in ids:
-        one, two, three = (backend.decode([id_] * n, skip_special_tokens=True) for n in (1, 2, 3))
-        after = two[len(one) :]
-        if one and after and _UNDECODABLE not in one and two == one + after and three == two + after:
-            return id_, one, after
-    raise _contextual("every token")
-
-
-def _contextual(token: str) -> InputError:
-    return InputError(
-        f"stop strings do not work with this tokenizer: the text of {token} depends on neighbouring tokens; "
-        "use stop_token_ids"
-    )
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet, which has a character for each byte: {character: byte}."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def stop_table(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> NDArray[Any]:
