@@ -45,9 +45,9 @@ def main() -> None:
 
 
 def _call(function: Any, message: bytes) -> Any:
-    arguments, named, cpu_seconds = pickle.loads(message)
+    arguments, cpu_seconds = pickle.loads(message)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0)  # its signal ends the process, even inside C code
-    return function(*arguments, **named)
+    return function(*arguments)
 
 
 def _ignore(number: int, frame: Any) -> None:

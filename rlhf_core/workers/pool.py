@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
@@ -107,23 +107,19 @@ class Pool:
         at_stage_end(self.close)
 
     def submit(
-        self,
-        *arguments: Any,
-        named: Mapping[str, Any] | None = None,
-        cpu_seconds: float | None = None,
-        seconds: float | None = None,
+        self, *arguments: Any, cpu_seconds: float | None = None, seconds: float | None = None
     ) -> Future[Any]:
         """Call the function in a free worker, or in the first that becomes free.
 
-        named: keyword arguments. cpu_seconds: limit of CPU time, which does not depend on the load of the machine.
-        seconds: limit of wall time. Both count from the call itself, after the worker has started and imported.
+        cpu_seconds: limit of CPU time, which does not depend on the load of the machine. seconds: limit of wall time.
+        Both count from the call itself, after the worker has started and imported.
 
         The future raises TooSlowError beyond these limits; DiedError if the process died three times for another
         reason; InputError and RunError as the function raised them; RaisedError for its other exceptions.
         """
         if self.closed:
             raise RuntimeError("the pool is closed")
-        message = pickle.dumps((arguments, dict(named or {}), cpu_seconds), pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps((arguments, cpu_seconds), pickle.HIGHEST_PROTOCOL)
         return self._threads.submit(self._call, message, cpu_seconds, seconds)
 
     def outcomes(self, calls: Iterable[Sequence[Any]], **limits: Any) -> list[Any]:
