@@ -10,8 +10,7 @@ from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LOGGER, MODEL, 
 from rlhf_core.data.files import FORMATS
 from rlhf_core.environments import ToolEnvironment
 from rlhf_core.models import DECODER
-from rlhf_core.models.attention import attend, attend_cudnn
-from rlhf_core.models.attention_blocks import attend_blocks
+from rlhf_core.models.attention import attend, attend_blocks, attend_cudnn
 from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.plugins.registry import Registry

@@ -24,7 +24,7 @@ from rlhf_grpo.train import PolicyReader
 from rlhf_topologies.hlo import Counts, count
 
 from rlhf_core.mesh import abstract_rows, make_mesh
-from rlhf_core.models.attention_blocks import block_size
+from rlhf_core.models.attention import block_size
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.rollout_rows import longest_groups
 from rlhf_core.step import Programs

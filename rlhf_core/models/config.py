@@ -187,6 +187,7 @@ class LayerKinds(NamedTuple):
 
 
 def layer_kinds(config: DecoderConfig) -> LayerKinds:
+    """Return the windows and rotary embeddings of the layers, for a loop over them."""
     windows = [window or jnp.iinfo(jnp.int32).max for window in config.windows]
     return LayerKinds(
         jnp.asarray(windows, jnp.int32) if any(config.windows) else None,

@@ -282,6 +282,8 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
+    """Projections to queries, keys and values, and from what attention over them gives (Vaswani et al. 2017)."""
+
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c, lead = config, (config.num_layers,)
         make = functools.partial(Linear, rngs, lead, std=c.initializer_range)
@@ -459,6 +461,8 @@ MIXERS: Mapping[str, Any] = {"conv": Convolution, "linear_attn": DeltaNet}
 
 
 class MLP(nnx.Module):
+    """down(activation(gate(x)) · up(x)) (Shazeer 2020)."""
+
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
         make = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=c.mlp_bias)
@@ -521,6 +525,8 @@ class Layer(nnx.Module):
 
 
 class Embedding(nnx.Module):
+    """The table of token embeddings, times a factor in some families."""
+
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         shape = (config.vocab_size, config.hidden_size)
         values = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)

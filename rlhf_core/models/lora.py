@@ -37,6 +37,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
+        """The factor of A · B, unitless."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 

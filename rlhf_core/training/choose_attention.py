@@ -13,8 +13,7 @@ from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Decoder
-from rlhf_core.models.attention import Blocks, visible_blocks
-from rlhf_core.models.attention_blocks import attend_blocks, in_blocks
+from rlhf_core.models.attention import Blocks, attend_blocks, in_blocks, visible_blocks
 from rlhf_core.models.attention_pallas import LARGEST_HEAD, attend_pallas
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform

@@ -13,8 +13,14 @@ import pytest
 
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
-from rlhf_core.models.attention import attend, attend_cudnn, attend_groups
-from rlhf_core.models.attention_blocks import attend_blocks, block_size, in_blocks
+from rlhf_core.models.attention import (
+    attend,
+    attend_blocks,
+    attend_cudnn,
+    attend_groups,
+    block_size,
+    in_blocks,
+)
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import pack, tree
