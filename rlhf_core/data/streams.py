@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -272,8 +273,14 @@ def _block(streams: list[Stream], rows: list[tuple[int, Row]]) -> Block:
 
 
 def first_rows(streams: list[Stream], count: int) -> Records:
-    """Read the first rows of the streams, mixed by their weights."""
-    return Records(_block(streams, list(islice(_mixed(streams, 1, 0), count))).parts)
+    """Read the first rows of the streams, shared out by their weights; fewer, where one ends before."""
+    total = sum(stream.weight for stream in streams)
+    rows = [
+        (number, row)
+        for number, stream in enumerate(streams)
+        for row, _ in islice(stream.start({}), math.ceil(count * stream.weight / total))
+    ]
+    return Records(_block(streams, rows).parts)
 
 
 class LazyStreams(LazyRows):

@@ -22,6 +22,7 @@ from rlhf_core.data import cache, lazy
 from rlhf_core.data.lazy import LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
+from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, Update, choose_row_layout
 from rlhf_core.tokenizer.options import TextOptions
@@ -60,10 +61,12 @@ def streams(spec: Any, tokenizer: Any, window: int = 12, **options: Any) -> Lazy
     return LazyStreams(open_streams(spec, **options), encoding(), tokenizer, seed=3, window=window)
 
 
-def updates(rows: LazyRows, tiny: ModuleType, workers: int = 0, **options: Any) -> LazyUpdates:
+def updates(
+    rows: LazyRows, tiny: ModuleType, workers: int = 0, names: Any = ("margin",), **options: Any
+) -> LazyUpdates:
     config = TrainerConfig(total_batch_size=5, dataloader_num_workers=workers, **options)
     layout = choose_row_layout(rows.trees(), config, tiny.one_device(), 16, reads_tokens=False)
-    return LazyUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=("margin",), group=2)
+    return LazyUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=names, group=2)
 
 
 def names(update: Update) -> list[str]:
@@ -77,12 +80,38 @@ def contents(update: Update) -> list[bytes]:
     return [*leaves, *(name.encode() for name in names(update))]
 
 
-def test_without_drops_they_are_those_of_rows_encoded_before(tiny: ModuleType, tokenizer: Any) -> None:
-    rows = tiny.pairs(21)
-    made = updates(records(rows, tokenizer), tiny, num_train_epochs=2.5)
-    whole = encoding()(data.load(rows), tokenizer)
+def rated(tiny: ModuleType, count: int) -> list[dict[str, Any]]:
+    return [{**row, "rating": i / 2} for i, row in enumerate(tiny.texts(count))]
+
+
+def conversations(tiny: ModuleType, count: int) -> list[dict[str, Any]]:
+    asked = [{"role": "user", "content": row["prompt"]} for row in tiny.texts(count)]
+    return [{"messages": [turn, {"role": "assistant", "content": turn["content"]}]} for turn in asked]
+
+
+TEXTS = (data.encode_texts, usable_texts)
+KINDS: dict[str, Any] = {
+    "pairs": (lambda tiny: tiny.pairs(21), data.encode_pairs, usable_pairs, {}),
+    "ratings": (partial(rated, count=21), *TEXTS, {"values": ("rating",)}),
+    "messages": (partial(conversations, count=21), *TEXTS, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_drops_they_are_those_of_rows_encoded_before(
+    kind: str, tiny: ModuleType, tokenizer: Any
+) -> None:
+    make, encode, usable, values = KINDS[kind]
+    options = TextOptions("plain")
+    loaded = data.load(make(tiny))
+    encode = partial(encode, max_length=LIMIT, chat_template=options, **values)
+    usable = partial(usable, options=options, **values)
+    rows = LazyRecords(loaded, usable, encode, tokenizer, seed=3, shuffle=True)
+    names = values.get("values", ("margin",) if kind == "pairs" else ())
+    made = updates(rows, tiny, names=names, num_train_epochs=2.5)
+    whole = encode(loaded, tokenizer)
     of_whole = DatasetUpdates(
-        whole.trees(), made.config, made.layout, seed=3, data=whole, sequence_names=("margin",), group=2
+        whole.trees(), made.config, made.layout, seed=3, data=whole, sequence_names=names, group=2
     )
     assert made.total == of_whole.total == 11
     for step in [7, 0, *range(11)]:

@@ -129,6 +129,8 @@ def test_the_command(tiny, tmp_path, monkeypatch, capsys):
     assert code == 0
     assert "max_sequence_length = 6: 1 filtered: pairs.jsonl row 2" in out
     assert "characters" in rlhf(monkeypatch, capsys, "data", "pairs.jsonl")[1]
+    out = rlhf(monkeypatch, capsys, "data", "pairs.jsonl", "--first", "1")[1]
+    assert out.startswith("the first 1 rows:")
     tiny.write_rows(tmp_path / "bad.jsonl", [{**PAIRS[0], "chosen": None}])
     for arguments, message in (
         (("pair.jsonl",), "no file pair.jsonl. Did you mean 'pairs.jsonl'?"),

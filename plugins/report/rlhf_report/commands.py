@@ -60,6 +60,9 @@ def data(
             "--chat_template", "--chat-template", help='"plain" or a file; default: the tokenizer\'s.'
         ),
     ] = None,
+    first: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Read the first N rows alone, as of a stream.")
+    ] = None,
     plugin: Annotated[
         list[Path] | None,
         typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
@@ -75,10 +78,19 @@ def data(
         raise InputError("rlhf data: give --tokenizer or --model, not both")
     source = model if tokenizer is None else tokenizer
     loaded = None if source is None else load_tokenizer(source)
-    records = data.load(file, registry=plugins.load(files=plugin or ()).registry)
+    registry = plugins.load(files=plugin or ()).registry
+    if first is None:
+        records = data.load(file, registry=registry)
+    else:
+        from rlhf_core.data.streams import first_rows, open_streams
+
+        spec = {"path" if Path(file).exists() else "name": file, "streaming": True}
+        records = first_rows(open_streams(spec, registry=registry), first)
     profile = data_profile.profile(
         records, loaded, max_length=max_sequence_length, chat_template=chat_template
     )
+    if first is not None:
+        show(f"the first {len(records):,} rows:\n")
     show(data_profile.render(profile))
 
 
