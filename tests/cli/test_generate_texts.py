@@ -154,7 +154,7 @@ def test_empty_completions_are_counted() -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_every_stage_is_told_of_texts_for_a_chat_model(chat: bool, tiny: Any) -> None:
+def test_texts_for_a_chat_model_are_reported_for_every_stage(chat: bool, tiny: Any) -> None:
     tokenizer = tiny.make_tokenizer()
 
     def turns(role: str, text: str) -> Any:

@@ -99,7 +99,7 @@ def test_unknown_fields_suggest_the_nearest_at_every_depth() -> None:
     assert problems(sampling={"zzz": 1}) == ["sampling.zzz: unknown field. Known: stops, temperature, top_k."]
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     found = problems(
         learning_rate="x",
         zzz=1,

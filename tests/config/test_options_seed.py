@@ -199,7 +199,7 @@ def test_a_name_and_a_prefix_are_one_name_and_a_shorter_run_wins() -> None:
         TrainerConfig(do_last_save=False, checkpoints={"last": False})
 
 
-def test_no_value_of_theirs_becomes_one_of_ours() -> None:
+def test_values_of_other_libraries_are_not_reinterpreted() -> None:
     with pytest.warns(UserWarning, match="has no effect here"):
         config = TrainerConfig(**(EASYDEL | ASKS_FOR_MORE))
     assert set(config.to_dict()) == set(TrainerConfig.model_fields)

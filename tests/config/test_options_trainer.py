@@ -125,7 +125,7 @@ def test_what_compares_evaluations_needs_them(field: str) -> None:
     assert problem(**{field: value}) == f": {field} needs evaluation_steps, the updates between evaluations"
 
 
-def test_nothing_is_compared_unasked() -> None:
+def test_evaluations_are_not_compared_by_default() -> None:
     assert TrainerConfig(evaluation_steps=5).compares is None
     assert problem(evaluation_steps=5, greater_is_better=True) == (
         ": greater_is_better has no effect without early_stopping_patience, load_best_model_at_end or "
@@ -137,7 +137,7 @@ def test_nothing_is_compared_unasked() -> None:
     ("field", "value"),
     [("early_stopping_patience", 0), ("save_total_limit", 0), ("save_interval_minutes", 0), ("log_steps", 0)],
 )
-def test_numbers_that_mean_nothing(field: str, value: float) -> None:
+def test_numbers_out_of_range_are_refused(field: str, value: float) -> None:
     assert problem(**{field: value}).startswith(f"{field}: expected a ")
 
 

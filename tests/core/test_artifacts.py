@@ -83,7 +83,7 @@ def test_damage_names_the_file(stage: Stage, harm: bytes | None) -> None:
         artifacts.open_artifact(path)
 
 
-def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
+def test_every_damaged_file_is_named_in_one_error(stage: Stage) -> None:
     path = save(stage, FakeModel(b"weights")).path
     (path / "config.json").write_text("[]")
     (path / "deep" / "model.safetensors").write_bytes(b"WEIGHTS")

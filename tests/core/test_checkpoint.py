@@ -280,7 +280,7 @@ def test_every_flipped_bit_of_its_manifest_is_noticed(opened: Checkpoints, every
             opened.restore(abstract(make_state()))
 
 
-def test_a_checkpoint_in_the_place_of_another_step_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_place_of_another_step_is_reported(tmp_path: Path) -> None:
     found = Checkpoints(tmp_path, keep=3)
     for step in (1, 2):
         found.save(step, make_state(step), host={"n": step}, block=True)

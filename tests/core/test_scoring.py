@@ -243,6 +243,7 @@ def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_no_warning_where_all_is_well(model: Model) -> None:
+    """A warning would be an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_scorer(model).score_rows(data.load(PAIRS[:1]))

@@ -145,7 +145,7 @@ def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(make: Any, tiny: Any
     jax.tree.map(np.testing.assert_array_equal, named["policy"], alone)
 
 
-def test_a_critic_made_from_the_policy_trains_beside_it(tiny: Any) -> None:
+def test_a_critic_made_from_the_policy_trains_with_it(tiny: Any) -> None:
     """Both trunks are the same arrays, which an update would overwrite twice."""
     policy = tiny.make_model()
     models = {"policy": policy, "critic": policy.with_head("score")}

@@ -104,7 +104,7 @@ def test_whatever_decides_the_ids_is_part_of_the_key(tokenizer, tiny, directory,
     assert count(talk, tokenizer, "plain") == 6
 
 
-def test_wrong_rows_are_told_every_time(tokenizer, directory):
+def test_wrong_rows_are_reported_every_time(tokenizer, directory):
     for _ in range(2):
         with pytest.raises(InputError, match="dataset row 6: 'chosen' is null"):
             data.encode_pairs(data.load([*SIDES, {**SIDES[0], "chosen": None}]), tokenizer, max_length=None)

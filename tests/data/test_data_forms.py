@@ -250,7 +250,7 @@ def test_rows_in_memory_that_json_does_not_hold(tmp_path):
             data.load([PAIR, {**PAIR, "answer": value}])
 
 
-def test_a_file_that_changes_while_it_is_used_is_told(tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_used_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "IN_MEMORY", 0)
     path = tmp_path / "a.jsonl"

@@ -30,7 +30,7 @@ def test_the_order_is_that_of_a_grain_pipeline(few, monkeypatch):
     ]
 
 
-def test_every_epoch_is_complete_and_shuffled_anew():
+def test_every_epoch_is_complete_and_reshuffled():
     flat = np.concatenate([np.array(batch) for batch in take(10, 10, 3, seed=0)])
     epochs = flat.reshape(3, 10)
     assert (np.sort(epochs) == np.arange(10)).all()

@@ -217,7 +217,7 @@ def test_wrong_rows_are_named(rows, message, tokenizer):
         pairs(rows, tokenizer, chat_template="plain")
 
 
-def test_the_first_few_problems_are_told_together(tokenizer):
+def test_the_first_few_problems_are_reported_together(tokenizer):
     with pytest.raises(InputError) as error:
         pairs([FINE] + [{**FINE, "chosen": None}] * 7, tokenizer)
     assert len(error.value.problems) == 6

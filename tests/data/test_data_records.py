@@ -173,7 +173,7 @@ def test_a_byte_order_mark_and_json_lines_under_json_are_read(tmp_path):
     assert [row["a"] for row in data.load(tmp_path / "a.json")] == [1, 2]
 
 
-def test_several_problems_are_told_at_once(tmp_path):
+def test_several_problems_are_reported_at_once(tmp_path):
     (tmp_path / "a.jsonl").write_text("{\n" * 8)
     with pytest.raises(InputError) as error:
         data.load(tmp_path / "a.jsonl")

@@ -58,6 +58,7 @@ def test_every_divergence_is_in_the_table(repository: Path, page: str) -> None:
 
 
 def test_the_readme_shows_fields(repository: Path) -> None:
+    """Unknown fields would be an error."""
     (text,) = [text for language, text in documents.blocks(repository / README) if language == "toml"]
     (stage,) = tomllib.loads(text)["stage"]
     fields = {key: value for key, value in stage.items() if key not in ("name", "trainer")}

@@ -126,7 +126,7 @@ def test_an_equal_run_traces_nothing_again(
 
 
 @pytest.mark.long  # `suite/test_traced_once.py` has another option of GRPO
-def test_a_run_at_another_temperature_is_traced_anew(
+def test_a_run_at_another_temperature_is_traced_again(
     tiny: ModuleType, teacher_path: Path, tmp_path: Path, traced: list[str]
 ) -> None:
     train(tiny, teacher_path, tmp_path / "first", **GIVEN)

@@ -20,7 +20,8 @@ PAGES = [LOSSES_PAGE, TUTORIAL]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_options_of_a_page_are_grpo_s(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_a_page_exist(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unknown options would be an error."""
     from rlhf_grpo import GRPOConfig
 
     from rlhf_core import plugins
@@ -56,6 +57,7 @@ def test_the_picture_is_small_and_without_a_date() -> None:
 
 @pytest.mark.long
 def test_python_of_the_page_on_losses_runs() -> None:
+    """The blocks have their own assertions, or fail with an exception."""
     for language, text in documents.blocks(LOSSES_PAGE):
         if language == "python":
             documents.run_python(text)

@@ -110,6 +110,7 @@ def test_the_page_shows_the_files() -> None:
 
 @pytest.mark.parametrize("file", sorted(name for name in FILES if name.endswith((".sh", ".sbatch", ".py"))))
 def test_files_parse(file: str) -> None:
+    """Files with wrong syntax would be an error."""
     if file.endswith(".py"):
         compile(FILES[file], file, "exec")
     else:
@@ -118,6 +119,7 @@ def test_files_parse(file: str) -> None:
 
 @pytest.mark.long
 def test_slurm(place: Path) -> None:
+    """`found_each_other` has the assertions."""
     job = str(free_port(SLURM_PORTS) - SLURM_PORTS.start)
     (place / "job.sbatch").write_text(FILES["job.sbatch"])
     found_each_other(start(["bash", "job.sbatch"], place, JOB=job, SLURM_JOB_ID=job))
@@ -127,7 +129,7 @@ def test_slurm(place: Path) -> None:
     ("file", "host"), [("hosts.sh", "node"), pytest.param("tpu.sh", "nothing", marks=pytest.mark.long)]
 )
 def test_scripts(file: str, host: str, place: Path) -> None:
-    """The coordinator is this machine, on a port that is free."""
+    """The coordinator is this machine, on a free port; `found_each_other` has the assertions."""
     text = (
         FILES[file].replace("8476", str(free_port())).replace(f"({host}1 {host}2)", "(127.0.0.1 127.0.0.1)")
     )

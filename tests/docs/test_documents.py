@@ -62,6 +62,7 @@ def test_a_page_can_be_followed(page: Page, workplace: Path) -> None:
 
 @pytest.mark.parametrize("page", SHOWN)
 def test_fields_that_a_page_shows_are_those_of_a_trainer(page: str) -> None:
+    """Unknown fields would be an error."""
     registry = plugins.load().registry
     configs = {name: registry.get(TRAINER, name).config for name in registry.names(TRAINER)}
     for table in documents.stage_tables(REPOSITORY / page):

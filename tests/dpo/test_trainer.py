@@ -95,7 +95,7 @@ def run(tiny, directory, *, watch=None, model=None, **changes):
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_ends_with_the_same_bits_and_keeps_its_reference(tiny, tmp_path, capsys):
+def test_a_resumed_run_ends_with_the_same_bits_and_keeps_its_reference(tiny, tmp_path, capsys):
     first = Watch()
     whole = run(tiny, tmp_path / "whole", watch=first, save_steps=1, evaluation_steps=2)
     with pytest.raises(InterruptedError):
@@ -168,7 +168,7 @@ def test_with_adapters_the_reference_is_what_the_stage_began_with(tiny, tmp_path
     assert (result.artifact.path / "adapter_config.json").is_file()
 
 
-def test_what_is_wrong_is_told(tiny, tmp_path):
+def test_what_is_wrong_is_reported(tiny, tmp_path):
     model = tiny.make_model(scale=4.0)
     with pytest.raises(InputError, match=r"stage 'dpo'.train_data: missing"):
         DPOTrainer(model=model).train()
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_told(tiny, tmp_path):
         DPOTrainer(model=model, train_dataset=rows).train()
 
 
-def test_margins_are_not_read_which_is_told(tiny, tmp_path):
+def test_unread_margins_are_reported(tiny, tmp_path):
     """A reward model's loss has a margin; no loss here has."""
     rows = [{key: x for key, x in row.items() if key != "margin"} for row in tiny.pairs(8)]
     config = DPOConfig(**{**SHORT, "max_training_steps": 1}, save_directory=tmp_path / "a")

@@ -283,7 +283,7 @@ def test_functions_without_a_schema_are_input_errors(tool: Callable[..., Any], s
         ToolEnvironment([tool])
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(InputError) as error:
         ToolEnvironment([silent, add, add, undescribed])
     assert len(error.value.problems) == 3

@@ -100,7 +100,7 @@ def test_a_metric_that_is_not_reported() -> None:
         best(load_best_model_at_end=True).compare(1, {"eval_kl": 1.0})
 
 
-def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
+def test_early_stopping_survives_a_restart() -> None:
     judge = best(early_stopping_patience=3)
     seen(judge, 0.5, 0.4, 0.3)
     other = best(early_stopping_patience=3)

@@ -16,7 +16,7 @@ def test_the_feeds_metrics_are_averaged_over_updates():
     assert (row["reward"], row["loss"], row["num_tokens"]) == (2.5, 2.5, 6)
 
 
-def test_a_name_that_both_use_is_told():
+def test_a_name_that_both_use_is_reported():
     with pytest.raises(
         InputError, match=r"^metrics: loss reported twice, by the Update and by the objective"
     ):

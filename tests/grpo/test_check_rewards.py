@@ -83,7 +83,7 @@ def test_what_an_environment_will_give_is_not_missing_from_the_rows(check: Any) 
     assert not [line for line in lines if "environment_rewards" in line]
 
 
-def test_all_that_is_wrong_with_rewards_is_told_at_once(check: Any) -> None:
+def test_all_problems_of_rewards_are_reported_together(check: Any) -> None:
     with pytest.raises(InputError) as caught:
         check(
             '{ name = "mine.py:words" }, { name = "mine.py:last", target = 4 }, { name = "numeric_answer" }'

@@ -72,17 +72,17 @@ def told(options):
 
 
 @pytest.mark.parametrize(("options", "expected", "cure"), CASES, ids=[c[1] for c in CASES])
-def test_it_is_told_until_it_is_cured(options, expected, cure):
+def test_each_warning_lasts_until_its_setting_is_fixed(options, expected, cure):
     assert expected in told(options)
     assert expected not in told({**options, **cure})
 
 
-def test_nothing_is_said_of_the_defaults_and_of_a_sound_config():
+def test_defaults_and_sound_configs_give_no_warning():
     assert told({}) == ""
     assert told({**TWICE, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 4.0}) == ""
 
 
-def test_nothing_is_said_of_the_options_of_other_peoples_losses():
+def test_options_of_plugin_losses_give_no_warning():
     for changes in ({}, TWICE):
         assert told({"loss": {"name": "gentle", "epsilon": 0.1, "delta": 1.0}, **changes}) == ""
 
@@ -92,7 +92,7 @@ def test_advantages_without_a_deviation_of_the_group_hear_nothing_of_its_scale(n
     assert told({"kl": {"place": "reward"}, "advantage": {"name": name}}) == ""
 
 
-def test_a_weight_of_0_is_told_by_the_weights_that_count():
+def test_a_weight_of_0_is_reported_by_the_weights_that_count():
     def rewards(*weights, **options):
         named = [{"name": "length", "label": f"r{i}", "weight": w} for i, w in enumerate(weights)]
         return told({"rewards": named, **options})

@@ -54,7 +54,7 @@ def inputs_of(a, logps):
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_it_multiplies_the_policy_loss_and_not_the_kl_term(arrays, options):
+def test_correction_multiplies_the_policy_loss_and_not_the_kl_term(arrays, options):
     a, beta = arrays, 0.3
     weight = expected_ratio(a, options["level"], options["mode"], options["min"], options["max"])
     there = a["mask"] > 0

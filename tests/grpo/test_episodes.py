@@ -168,7 +168,7 @@ def collect(tiny, model, config, tmp_path):
     return collect
 
 
-def test_it_is_on_policy_and_says_what_happened(train):
+def test_episodes_are_on_policy_and_report_metrics(train):
     run = train()
     first = run.rows[0]
     assert first["sampling/logp_difference_max"] < 1e-5
@@ -333,7 +333,7 @@ def test_a_history_that_is_encoded_again_is_a_row_per_turn(collect):
 
 
 @pytest.mark.parametrize("history", [pytest.param("kept", marks=pytest.mark.long), "encoded_again"])
-def test_a_run_that_stops_within_a_rollout_goes_on_to_the_same_bits(
+def test_a_run_stopped_within_a_rollout_resumes_to_the_same_bits(
     tiny, train, model, tmp_path, config, history
 ):
     changes = {

@@ -79,7 +79,7 @@ def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.long
 @pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8)])
-def test_it_goes_on_in_the_middle_of_a_rollout(
+def test_a_run_resumes_within_a_rollout_on_another_mesh(
     first: int, then: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises((StopError, RunError)) as stopped:

@@ -135,7 +135,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("hole", [pytest.param(0.0, marks=pytest.mark.long), 1000.0])
-def test_nothing_is_learned_from_what_a_world_added(
+def test_tokens_of_the_environment_are_not_trained_on(
     hole: float, trained: Callable[..., dict[str, Any]], plain: dict[str, Any]
 ) -> None:
     """The policy's tokens have the same number each, as in a run with one for all of them."""

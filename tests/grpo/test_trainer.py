@@ -135,7 +135,7 @@ def test_without_rewards_there_is_nothing_to_do(train):
         train(rewards=())
 
 
-def test_a_missing_column_is_told_before_training(train, tmp_path):
+def test_a_missing_column_is_reported_before_training(train, tmp_path):
     def gold(completions, solution):
         raise AssertionError
 

@@ -125,7 +125,7 @@ def content(update):
     return found
 
 
-def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
+def test_rollouts_that_teach_nothing_are_reported_once(make, recwarn):
     """A reward that is flat three times in a row; not before, and not again."""
     flat = [False, True, True, False, True, True, True, True, True]
 
@@ -367,7 +367,7 @@ def flat_reward(completion_ids):
     return [1.0] * len(completion_ids)
 
 
-def test_empty_completions_are_told_once(make, recwarn):
+def test_empty_completions_are_reported_once(make, recwarn):
     feed = make()
 
     def stops_at_once(params, prompts, key, ids):

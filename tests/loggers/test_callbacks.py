@@ -88,7 +88,7 @@ def test_all_methods_are_called_as_a_logger_s(
         (GRPOTrainer, GRPOConfig),
     ],
 )
-def test_all_four_trainers_take_them(trainer: Any, config: Any) -> None:
+def test_all_four_trainers_accept_callbacks(trainer: Any, config: Any) -> None:
     callback = Plain()
     assert trainer(config(), callbacks=[callback]).inputs["callbacks"] == [callback]
 

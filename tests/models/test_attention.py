@@ -228,7 +228,7 @@ def test_rows_of_a_group_see_their_prompt_and_themselves(
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_they_are_registered() -> None:
+def test_attention_functions_are_registered() -> None:
     from rlhf_core import plugins
 
     registry = plugins.load().registry

@@ -333,7 +333,7 @@ for on in sys.argv[1:]:
     [("gpu", ["h100:8", "h200:1"]), ("tpu", ["v5e:2x2", "v5p:2x2x2", "v6e:2x4"])],
     ids=["gpu", "tpu"],
 )
-def test_they_compile_without_an_array_of_time_by_time(platform: str, on: list[str]) -> None:
+def test_kernels_compile_without_an_array_of_time_by_time(platform: str, on: list[str]) -> None:
     from rlhf_topologies import interpreters
 
     python = os.environ.get(interpreters.variable(platform))

@@ -107,7 +107,7 @@ def test_the_kit_finds_nothing() -> None:
     check_model(nnx_family("small", Small), SIZES)
 
 
-def test_it_is_saved_and_loaded_and_samples_the_likeliest_tokens(tmp_path: Path) -> None:
+def test_a_flax_model_is_saved_loaded_and_sampled_greedily(tmp_path: Path) -> None:
     module = Small(SIZES, nnx.Rngs(2))
     model = nnx_model(module, config=SIZES)
     model.save(tmp_path)

@@ -206,7 +206,7 @@ def test_a_config_that_cannot_be_honoured_names_the_field(changes: dict[str, Any
     assert message in problems(changes)
 
 
-def test_all_problems_of_a_config_at_once() -> None:
+def test_all_problems_of_a_config_are_reported_together() -> None:
     assert problems({"hidden_size": 0, "hidden_act": "x", "intermediate_size": 1.5}).count("\n") == 2
 
 

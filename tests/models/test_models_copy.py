@@ -43,7 +43,7 @@ def test_a_part_of_one_into_a_part_of_another(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
 @pytest.mark.parametrize("shape", [(9,), (6, 4)])
-def test_as_it_is_stored(dtype: Any, shape: tuple[int, ...]) -> None:
+def test_arrays_are_copied_as_stored(dtype: Any, shape: tuple[int, ...]) -> None:
     stored = bits(dtype, shape)
     out = np.full(shape, 7, np.float32)
     copy(stored, out)

@@ -60,7 +60,7 @@ def problems(text: str, fake: ModuleType, *sets: str, dir: str | None = "runs/a"
     return str(caught.value)
 
 
-def test_every_mistake_is_told_at_once(fake: ModuleType) -> None:
+def test_every_mistake_is_reported_together(fake: ModuleType) -> None:
     Path("train.jsonl").write_text("{}")
     told = problems(WRONG, fake, "nope.size=1", dir=None)
     for expected in (
@@ -323,7 +323,7 @@ def test_a_trainer_need_not_forecast(pipeline: Path, fake: ModuleType) -> None:
     assert lines["rm"].lines
 
 
-def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleType) -> None:
+def test_what_trainers_find_is_reported_with_the_stage(pipeline: Path, fake: ModuleType) -> None:
     host = plugins.load(objects=[fake])
     planned = plan(read(pipeline, sets=["rm.fail=forecast", "policy.fail=forecast"], dir="runs/a"), host)
     with pytest.raises(InputError) as caught:
@@ -334,7 +334,7 @@ def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleT
     )
 
 
-def test_a_forecast_that_fails_is_told_with_its_plugin_and_place(
+def test_a_forecast_that_fails_is_reported_with_its_plugin_and_place(
     pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
 ) -> None:
     source = Path(str(fake.__file__))
@@ -360,7 +360,7 @@ def test_a_full_disk_is_not_the_forecasts_fault(
     assert ended.message.startswith("no space left on the disk while writing cache")
 
 
-def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_fresh_model_is_reported_once(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     tiny.write_rows(tmp_path / "texts.jsonl", [{"prompt": "a", "completion": "b"}])
     model = '{ model_type = "llama", hidden_size = 16, num_hidden_layer = 2, tokenizer = "tokenizer" }'
@@ -377,7 +377,7 @@ def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_pat
     assert all(problem.startswith("stage 'base'.model: ") for problem in told)
 
 
-def test_what_is_dropped_of_eval_data_is_told_too(tiny: ModuleType, tmp_path: Path) -> None:
+def test_what_is_dropped_of_eval_data_is_reported_too(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_model("lm").save(tmp_path / "model")
     tiny.write_rows(
         tmp_path / "texts.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}]

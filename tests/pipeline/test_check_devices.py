@@ -91,7 +91,7 @@ def test_no_device_is_touched(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_mesh_that_does_not_fit_is_told_with_all_else(place: Any, rlhf: Any) -> None:
+def test_a_mesh_that_does_not_fit_is_reported_with_all_else(place: Any, rlhf: Any) -> None:
     arguments = ["check", "base.toml", "--devices", "8", "--set", "mesh.tensor=3"]
     ended = rlhf(*arguments)
     told = "mesh.tensor: 3 does not fit 8 device(s), it must divide 8; set mesh.tensor = 2"

@@ -196,7 +196,7 @@ def test_every_declared_output_must_exist(pipeline: Path, fake: ModuleType) -> N
     assert fake.EVENTS[-1] == ("end", "RunError")
 
 
-def test_a_damaged_output_of_a_finished_stage_is_told(pipeline: Path, fake: ModuleType) -> None:
+def test_a_damaged_output_of_a_finished_stage_is_reported(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     Path("runs/a/base/artifacts/model/weights.txt").write_text("yyyy")
     with pytest.raises(InputError, match=r"stage 'base': output 'model'.*delete .*runs/a/base"):
@@ -228,7 +228,7 @@ def test_loggers_listen_for_one_stage_only(pipeline: Path, fake: ModuleType) -> 
         assert [json.loads(line)["step"] for line in lines] == [1]
 
 
-def test_a_corrupt_stage_record_is_told(pipeline: Path, fake: ModuleType) -> None:
+def test_a_corrupt_stage_record_is_reported(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
     path.write_text("{")
@@ -240,7 +240,7 @@ def test_a_corrupt_stage_record_is_told(pipeline: Path, fake: ModuleType) -> Non
     "other",
     [{"format": 2}, {"format": None}],
 )
-def test_a_record_that_another_version_wrote_is_told(
+def test_a_record_that_another_version_wrote_is_reported(
     pipeline: Path, fake: ModuleType, other: dict[str, Any]
 ) -> None:
     go(pipeline, fake)
@@ -250,7 +250,7 @@ def test_a_record_that_another_version_wrote_is_told(
         go(pipeline, fake)
 
 
-def test_every_flipped_bit_of_a_stage_record_is_told(pipeline: Path, fake: ModuleType) -> None:
+def test_every_flipped_bit_of_a_stage_record_is_reported(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
     whole = path.read_bytes()
@@ -271,7 +271,9 @@ def test_the_results_of_a_finished_stage_do_not_depend_on_its_log(pipeline: Path
     assert go(pipeline, fake).stages["policy"].metrics == first.stages["policy"].metrics
 
 
-def test_an_artifact_that_took_the_place_of_the_stages_own_is_told(pipeline: Path, fake: ModuleType) -> None:
+def test_an_artifact_that_took_the_place_of_the_stages_own_is_reported(
+    pipeline: Path, fake: ModuleType
+) -> None:
     go(pipeline, fake)
     go(pipeline, fake, "policy.size=4", dir="runs/b")
     shutil.rmtree("runs/a/policy/artifacts")

@@ -83,7 +83,7 @@ def test_ranks_and_their_correlation(seed, coarse):
 
 
 @CASES
-def test_all_of_them_together(seed, size, coarse):
+def test_all_metrics_together(seed, size, coarse):
     chosen, rejected, lengths = draw_pairs(seed, size, coarse=coarse)
     subsets = [("maths", "chat", None)[i % 3] for i in range(size)]
     found = measures(chosen, rejected, lengths, subsets)

@@ -40,7 +40,7 @@ def test_published_values(margin, coefficient, expected):
     assert {name: float(x) for name, x in metrics.items()} == pytest.approx(expected_metrics, abs=1e-7)
 
 
-def test_another_published_case():
+def test_a_second_published_case():
     chosen, rejected, margin = [1, 0.2, -0.5], [0.5, 0.4, -1], [0.1, 0, 1]
     plain, metrics = pairwise_loss(chosen, rejected)
     assert float(plain) == pytest.approx(0.58210, abs=1e-5)

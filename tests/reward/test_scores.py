@@ -108,7 +108,7 @@ def test_the_scorer_and_the_reward_function_read_the_same(tiny, model, tmp_path)
         reward([chat[0]], [chat[1]])
 
 
-def test_a_run_that_goes_on_scores_in_the_shapes_it_had(tiny, model, tmp_path):
+def test_a_resumed_run_scores_in_the_same_shapes(tiny, model, tmp_path):
     """Others would change the last bits, and with them everything that follows."""
     model.save(tmp_path)
     few, many = ["a b c"], ["d e f g h i j k l m"] * 40

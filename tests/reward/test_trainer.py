@@ -105,7 +105,7 @@ def test_the_reward_model_learns_which_letter_comes_first(tiny, tmp_path):
     assert artifact.metadata["contract"]["evaluation"]["accuracy"] > 0.85
 
 
-def test_what_is_missing_or_unknown_is_told(tiny):
+def test_what_is_missing_or_unknown_is_reported(tiny):
     with pytest.raises(InputError, match=r"stage 'reward'.train_data: missing"):
         RewardTrainer(model=tiny.make_model("score", scale=4.0)).train()
     with pytest.raises(InputError, match=r"stage 'reward'.model: missing"):

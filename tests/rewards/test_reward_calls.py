@@ -288,7 +288,7 @@ def test_processes_share_a_call_in_order_and_never_split_a_prompt(mine):
         score([Reward("r", 1.0, mine.one, processes=2)], inputs)
 
 
-def test_what_a_function_raises_in_its_worker_is_told_as_elsewhere(mine):
+def test_what_a_function_raises_in_its_worker_is_reported_as_elsewhere(mine):
     for reward in (Reward("r", 1.0, mine.fails, timeout=60), Reward("r", 1.0, mine.fails)):
         with pytest.raises(
             RunError, match=r"^reward 'r' raised KeyError: 'gold' \(.*mine\.py line \d+\) for completion 2$"

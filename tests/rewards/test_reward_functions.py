@@ -75,7 +75,7 @@ def test_asynchronous_functions_run_together():
     assert met == ["first begins", "second begins", "first ends"]
 
 
-def test_they_run_where_an_event_loop_runs_already():
+def test_async_rewards_run_inside_a_running_event_loop():
     async def notebook():
         return values(lambda completions: [0.5] * 3)
 
@@ -106,7 +106,7 @@ def test_objects_are_set_up_once_and_called():
     assert values(judge) == [1.0, 1.0, 1.0]
 
 
-def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
+def test_a_missing_column_is_reported_at_set_up_before_anything_is_loaded():
     judge = Judge()
     rewards = [reward(judge), reward(lambda completions, gold, key: None, "exact")]
     with pytest.raises(InputError) as caught:
@@ -119,7 +119,7 @@ def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
     assert judge.stages == []
 
 
-def test_a_near_miss_of_a_column_or_of_an_argument_is_told():
+def test_a_near_miss_of_a_column_or_of_an_argument_is_reported():
     told = missing_columns(reward(lambda completion, anwser: None), ["answer"], "eval_data")
     assert [line.partition("which eval_data does not have; it has answer.")[2] for line in told] == [
         f" Did you mean '{meant}'? Besides columns there are prompts, completions, completion_ids"

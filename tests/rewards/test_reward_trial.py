@@ -114,7 +114,7 @@ def test_a_mistake_is_one_message_before_the_run(
     assert len(caught.value.problems) == 1
 
 
-def test_all_mistakes_are_told_at_once(registry: Registry, mine: Path) -> None:
+def test_all_mistakes_are_reported_together(registry: Registry, mine: Path) -> None:
     wrong = rewards(registry, {"name": f"{mine}:scalar"}, {"name": f"{mine}:misspelt"})
     with pytest.raises(InputError) as caught:
         forecast_rewards(wrong, prompts(), STAGE)
@@ -237,7 +237,7 @@ def test_a_reward_of_ones_own_checks_its_rows_too() -> None:
         ),
     ],
 )
-def test_a_check_that_fails_is_told(returned: Any, said: str) -> None:
+def test_a_check_that_fails_is_reported(returned: Any, said: str) -> None:
     class Checks:
         def check(self, columns: Any) -> Any:
             return returned(columns)
@@ -266,7 +266,7 @@ def test_an_option_of_the_pipeline_wins_over_a_column_of_its_name(registry: Regi
     assert not forecast_rewards([offered], table, STAGE).lines
 
 
-def test_a_column_that_an_option_hides_is_told_when_a_run_begins(registry: Registry) -> None:
+def test_a_column_that_an_option_hides_is_reported_when_a_run_begins(registry: Registry) -> None:
     chosen = rewards(registry, {"name": "length", "target": 40})
     with pytest.warns(UserWarning, match="its option target = 40 is used, and the column 'target' is not"):
         set_up(chosen, prompts(target=[[1, 2]]), STAGE)

@@ -54,7 +54,7 @@ def test_figures_of_pairs(tiny):
     assert profile(data.load(PAIRS), tiny.make_tokenizer()).limit == 1024
 
 
-def test_it_reads_well_at_80_columns(tiny):
+def test_the_profile_fits_80_columns(tiny):
     long = data.load([{**row, "chosen": row["chosen"] * 700} for row in PAIRS])
     text = shown(profile(long, tiny.make_tokenizer()))
     assert max(map(len, text.splitlines())) <= 80

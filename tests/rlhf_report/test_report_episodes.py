@@ -102,7 +102,7 @@ def test_messages_of_an_assistant_that_the_environment_added_are_not_numbered(tm
     assert "turn 1" not in words(page)
 
 
-def test_the_turns_of_the_policy_are_told_from_messages_that_the_environment_wrote_for_it(
+def test_turns_of_the_policy_are_told_apart_from_messages_that_the_environment_wrote_for_it(
     tmp_path: Path,
 ) -> None:
     row = episode(1.0, turns=[{"message": 1, "tokens": 12}, {"message": 3, "tokens": 7, "reward": 0.25}])

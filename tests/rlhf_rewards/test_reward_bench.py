@@ -227,7 +227,7 @@ def test_reward_bench_2(tiny, model, letters, tmp_path, capsys):
     assert rows[6]["chosen_scores"] == [9.0, 8.0, 7.0]
 
 
-def test_an_interrupted_summary_goes_on(tiny, model, letters, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_summary_resumes(tiny, model, letters, tmp_path, capsys, monkeypatch):
     file = tiny.write_rows(tmp_path / "rows.jsonl", SECOND)
     score(model, file, tmp_path / "whole.jsonl")
     printed = capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_a_link_and_a_pipe_are_written_to_and_not_replaced(model, rows, tmp_path
     assert left(tmp_path) == ["link.jsonl", "pipe", "target.jsonl", "whole.jsonl"]
 
 
-def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, capsys):
+def test_an_interrupted_run_resumes_to_the_same_bytes(model, rows, calls, tmp_path, capsys):
     score(str(model), rows, tmp_path / "whole.jsonl")
     assert calls == [6, 6, 6, 4]
     assert left(tmp_path) == ["whole.jsonl"]

@@ -50,7 +50,7 @@ def listed(installed: Path) -> Mapping[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", new.KINDS)
-def test_it_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
+def test_a_scaffolded_component_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
     name = name_of(kind).replace("-", "_")
     plugin = listed[name]
     assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
@@ -72,7 +72,7 @@ def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> N
     assert " passed" in said
 
 
-def test_they_are_clean(sources: Path, repository: Path) -> None:
+def test_scaffolds_pass_ruff(sources: Path, repository: Path) -> None:
     """Check them with this repository's rules; each package sorts its own imports."""
     ruff = [sys.executable, "-m", "ruff"]
     rules = "E,F,W,I,UP,B,C4,SIM,RUF,PT,RET,PIE,N"
@@ -147,7 +147,9 @@ def test_mistakes(given: tuple[str, str], rlhf: Any, tmp_path: Path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["rlhf-full"]
 
 
-def test_every_mistake_is_told_at_once(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mistake_is_reported_together(
+    rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").write_text("a file")
     done = rlhf("new", "rewrad", "Über", "--dir", "there")

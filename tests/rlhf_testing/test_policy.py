@@ -142,7 +142,7 @@ def test_the_defect_is_found(name: str, loss: Any, failures: Any) -> None:
     assert set(found := failures(check_policy_loss, loss)) == {name}, found
 
 
-def test_several_defects_are_told_at_once(failures: Any) -> None:
+def test_several_defects_are_reported_at_once(failures: Any) -> None:
     found = failures(
         check_policy_loss, lambda inputs: LossOutput(-mean_of_the_row(inputs).loss.astype(jnp.bfloat16))
     )

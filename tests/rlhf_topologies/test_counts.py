@@ -321,7 +321,7 @@ def test_rounds_between_constants_are_known_without_xla_s_word() -> None:
     assert (once.flops, [loop.flops for loop in loops]) == (0, [2 * 8**3])
 
 
-def test_a_sum_that_is_scattered_at_once_sends_half() -> None:
+def test_a_reduce_scatter_sends_half_of_an_all_reduce() -> None:
     """As TPUs write it: each of eight devices sends 7/8 of 4 kB once, not twice."""
     text = lines(
         "%x = f32[1024] parameter(0)",

@@ -123,7 +123,7 @@ def test_speed_at_most() -> None:
     assert made["programs"][2]["step"]["bytes"] == step["bytes"]
 
 
-def test_memory_is_what_a_program_takes_and_what_lies_beside_it() -> None:
+def test_memory_counts_a_program_and_what_stays_in_memory() -> None:
     """6 + 10 + (5 − 4) + 8 GB."""
     (found,) = judge_stage(stage(program()), parse("h100:8"), MESH)["programs"]
     assert found["peak"] == 25 * GB

@@ -120,7 +120,7 @@ def test_fields_without_an_interval_or_prompts_ask_for_nothing() -> None:
         ({"every": 2}, r"'sft'\.previews: the rows of dataset have no prompt \(columns: text\); give"),
     ],
 )
-def test_what_cannot_be_previewed_is_told_before_training(short: Any, given: Any, told: str) -> None:
+def test_what_cannot_be_previewed_is_reported_before_training(short: Any, given: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
         short.train("sft", previews=given, inputs={"train_dataset": [{"text": "a b c"}] * 4})
 

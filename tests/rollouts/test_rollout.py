@@ -117,7 +117,7 @@ NAN = np.nan
         ([1] * 6, [1] * 6, None),
     ],
 )
-def test_a_reward_that_leaves_completions_unscored_is_told_once(rollout, recwarn, each, total, count):
+def test_a_reward_that_leaves_completions_unscored_is_reported_once(rollout, recwarn, each, total, count):
     reward = Reward("judge", 1.0, None)
     rollout = replace(rollout, rewards=np.array(each, float)[:, None], total=np.array(total, float))
     for _ in range(2):

@@ -26,7 +26,7 @@ def shown(rollout, labels, count):
     return list(completion_lines(rollout, [SimpleNamespace(label=label) for label in labels], count))
 
 
-def test_they_are_evenly_spread_and_a_lone_reward_is_named_once():
+def test_printed_completions_are_evenly_spread_and_a_lone_reward_is_named_once():
     many = rollout(["p"] * 7, [f"c{i}" for i in range(7)], [[i / 2] for i in range(7)])
     texts = shown(many, ["right"], 3)
     assert [text.splitlines()[0] for text in texts] == [

@@ -153,7 +153,7 @@ def test_two_at_once_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch: 
         (errno.EROFS, "Read-only file system"),
     ],
 )
-def test_whatever_fails_is_one_message_and_leaves_the_old_file(
+def test_any_failure_is_one_message_and_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, number: int, words: str
 ) -> None:
     path = tmp_path / "b.json"

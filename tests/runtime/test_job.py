@@ -143,12 +143,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
         each.kill()
 
 
-def test_all_end_well(job: Job) -> None:
+def test_every_process_of_a_job_ends_with_0(job: Job) -> None:
     job.start("pass", "time.sleep(0.2)", "pass")
     assert [code for code, _ in job.ended()] == [0, 0, 0]
 
 
-def test_one_is_killed(job: Job) -> None:
+def test_a_killed_process_ends_the_others(job: Job) -> None:
     job.start(WAITS, WAITS, WAITS)
     job.until("joined", 3)
     job.processes[1].kill()

@@ -45,7 +45,7 @@ def test_rows_are_taken_from_every_field(samples: Rollouts) -> None:
     np.testing.assert_array_equal(whole.version, [2, 0, 2, 0])
 
 
-def test_it_is_a_named_tuple_and_a_tree(samples: Rollouts) -> None:
+def test_rollouts_are_a_named_tuple_and_a_pytree(samples: Rollouts) -> None:
     tokens, lengths, logps, finished, mask, version = samples
     assert (tokens, lengths, logps, finished) == samples[:4]
     assert mask is samples.mask

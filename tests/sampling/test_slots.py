@@ -119,7 +119,7 @@ def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pyt
 @pytest.mark.parametrize(
     "slots", [pytest.param(1, marks=pytest.mark.long), 4, pytest.param(8, marks=pytest.mark.long)]
 )
-def test_a_slot_is_given_to_the_next_at_once(slots: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_slot_is_reused_immediately(slots: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     written: list[Written] = []
     monkeypatch.setattr(

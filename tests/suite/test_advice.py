@@ -81,7 +81,7 @@ def test_a_run_of_one_update() -> None:
         ),
     ],
 )
-def test_a_batch_larger_than_the_data_is_told_with_what_to_write(
+def test_a_batch_larger_than_the_data_is_reported_with_what_to_write(
     settings: dict[str, Any], sampling: dict[str, int], told: str | None
 ) -> None:
     said = list(batch_warnings(TrainerConfig(**settings), 5, **sampling))
@@ -115,7 +115,7 @@ def test_an_update_has_as_many_epochs_as_is_said() -> None:
         (DPOConfig(), None),
     ],
 )
-def test_shared_defaults_for_all_weights_of_a_pretrained_model_are_told(
+def test_shared_defaults_for_all_weights_of_a_pretrained_model_are_reported(
     config: TrainerConfig, told: str | None, tmp_path: Path
 ) -> None:
     stage: Any = SimpleNamespace(inputs={})

@@ -159,7 +159,7 @@ loss = { name = "dapo", epsilon_hihg = 0.3 }
 """
 
 
-def test_check_tells_five_different_mistakes_at_once(place: Any, rlhf: Callable[..., Any]) -> None:
+def test_check_reports_five_different_mistakes_together(place: Any, rlhf: Callable[..., Any]) -> None:
     place.write("five.toml", FIVE)
     ended = rlhf("check", "five.toml")
     assert ended.code == 2

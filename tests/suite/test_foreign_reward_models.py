@@ -57,7 +57,7 @@ def score_of(path: Path, ids: list[int]) -> float:
     return float(load_model(path, "score").scores(np.array([ids]), np.ones((1, len(ids)), int))[0])
 
 
-def test_it_is_read_where_its_template_ends(foreign: Path, tiny: Any, tmp_path: Path) -> None:
+def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: Any, tmp_path: Path) -> None:
     wanted, at_stop = score_of(foreign, IDS), score_of(foreign, IDS[:-1])
     assert abs(wanted - at_stop) > 1e-3
     assert make_tokenizer().apply_chat_template(CHAT, return_dict=False) == IDS

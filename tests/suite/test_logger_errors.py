@@ -124,7 +124,7 @@ def test_a_logger_may_be_listed_twice(fake: ModuleType, tmp_path: Path) -> None:
     assert list(made) == ["logger 'console'", "logger 'jsonl'", "logger 'jsonl' (logger[1])"]
 
 
-def test_wrong_options_of_loggers_are_told_by_the_plan(fake: ModuleType, pipeline: Path) -> None:
+def test_wrong_options_of_loggers_are_reported_by_the_plan(fake: ModuleType, pipeline: Path) -> None:
     Path("plugin.py").write_text(LOGGER.replace("HOOK", "rlhf_step_end"))
     wrong = '[{name="csv_file", columns=0}]'
     sets = (f"base.logger={wrong}", f"policy.logger={wrong}")

@@ -65,7 +65,7 @@ def test_adapters_learn_and_the_base_stays(
         *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
     ],
 )
-def test_a_run_that_goes_on_ends_with_the_same_bits(based: Any, tiny: ModuleType, trainer: str) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(based: Any, tiny: ModuleType, trainer: str) -> None:
     """Dropout too: it is drawn from the update's number."""
     lora = {**LORA, "dropout": 0.3}
     given = {"lora": lora, "max_training_steps": 4}

@@ -296,7 +296,7 @@ def test_evaluation_data_that_nothing_reads_is_a_warning(
     assert seen == [0]
 
 
-def test_nothing_moves_for_an_update_that_was_none(
+def test_after_update_is_not_called_for_a_skipped_update(
     tiny: ModuleType, short: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`after_update` is called when the guard of its update was read, with the state that it left."""

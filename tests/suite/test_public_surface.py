@@ -37,7 +37,7 @@ def test_trainers_use_public_names_alone() -> None:
     assert not private, f"not public: {', '.join(sorted(set(private)))}"
 
 
-def test_few_names_are_promised_beside_those_of_the_root() -> None:
+def test_few_names_are_promised_besides_those_of_the_root() -> None:
     """What a trainer's author has to know: a name more needs a reason, and better one that goes."""
     names = {
         f"{module}.{name}"

@@ -259,7 +259,7 @@ def test_everything_fits_the_lengths_of_the_pipeline(
     )
 
 
-def test_the_command_writes_where_it_is_told(repository: Path, tmp_path: Path) -> None:
+def test_the_command_writes_to_the_given_place(repository: Path, tmp_path: Path) -> None:
     import subprocess
 
     script = repository / "examples/quickstart/generate.py"

@@ -62,7 +62,7 @@ def test_every_kind_of_data_begins_with_it_unless_it_has_one() -> None:
     assert ids(own, OPTIONS) == ids(own, TextOptions(read_at="template"))
 
 
-def test_nothing_of_it_is_learned_where_a_conversation_begins_with_a_reply() -> None:
+def test_a_system_prompt_before_a_reply_is_not_trained_on() -> None:
     encoder, plain = Encoder(tokenizer_with(), OPTIONS), Encoder(tokenizer_with())
     found, wanted = encoder.marked([REPLY]), plain.marked([SYSTEM, REPLY])
     for a, b in zip(found, wanted, strict=True):

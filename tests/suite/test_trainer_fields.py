@@ -43,7 +43,7 @@ def checkpoints(directory: Path) -> list[int]:
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd")),
     ],
 )
-def test_every_optimizer_learns_sharded_and_goes_on_from_its_checkpoint(short: Any, name: str) -> None:
+def test_every_optimizer_learns_sharded_and_resumes_from_its_checkpoint(short: Any, name: str) -> None:
     given: dict[str, Any] = {"optimizer": name, "learning_rate": RATES[name], "save_steps": 3}
     given["inputs"] = {"mesh": make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])}
     whole, watch = short.train("sft", at="whole", **given)
@@ -151,7 +151,7 @@ def test_stopped_after_the_last_evaluation_it_goes_on_to_the_same_model(short: A
         np.testing.assert_array_equal(leaf, again[path], err_msg=path)
 
 
-def test_a_metric_that_is_not_reported_is_told_before_the_first_update(short: Any) -> None:
+def test_an_unknown_metric_is_refused_before_the_first_update(short: Any) -> None:
     with pytest.raises(InputError, match=r"does not report entrpy\. Did you mean 'eval_entropy'\?"):
         short.train(
             "sft",

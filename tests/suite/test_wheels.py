@@ -153,7 +153,9 @@ rewards = ["length"]
 
 
 @pytest.mark.long
-def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Path, tmp_path: Path) -> None:
+def test_wheels_work_outside_the_repository_and_without_one_of_them(
+    environment: Path, tmp_path: Path
+) -> None:
     rlhf = environment / "bin/rlhf"
     found = command(
         [environment / "bin/python", "-c", "import rlhf_core; print(rlhf_core.__file__)"], tmp_path

@@ -175,7 +175,7 @@ def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
     assert encoded.report.all_as_given
 
 
-def test_a_generation_prompt_that_replies_do_not_follow_is_told():
+def test_a_generation_prompt_that_replies_do_not_follow_is_reported():
     case = CASES["thinks"]
     encoded = texts(case, {"messages": chat.ASKED[:2]})
     assert encoded.report.unlike == ["dataset row 1"]
@@ -191,7 +191,7 @@ def test_a_generation_prompt_that_replies_do_not_follow_is_told():
     )
 
 
-def test_messages_and_tools_that_a_template_leaves_out_are_told():
+def test_messages_and_tools_that_a_template_leaves_out_are_reported():
     silent = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     case = dataclasses.replace(CASES["chatml"], template=silent)
     case.tokenizer.chat_template, before = silent, case.tokenizer.chat_template
@@ -249,7 +249,7 @@ def test_messages_and_tools_that_a_template_leaves_out_are_told():
         ),
     ],
 )
-def test_what_is_wrong_is_told_once_with_its_row(name, row, message):
+def test_what_is_wrong_is_reported_once_with_its_row(name, row, message):
     if row.get("messages", [{}])[0].get("role") == "asistant":
         row = {"messages": [*row["messages"], *chat.ASKED[:2]]}
     with pytest.raises(InputError, match=message) as error:

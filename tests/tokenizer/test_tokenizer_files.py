@@ -193,7 +193,7 @@ def _dumps(value: Any) -> str:
 
 @pytest.mark.parametrize("command", ["score", "generate"])
 @pytest.mark.parametrize("column", ["prompt", "completion", "id"])
-def test_half_of_a_pair_in_any_column_is_told_before_anything_is_computed(
+def test_an_unpaired_surrogate_in_any_column_is_reported_before_anything_is_computed(
     column: str, command: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, cut = tmp_path / "rows.jsonl", '"a\\ud83d"'

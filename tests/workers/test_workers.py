@@ -110,7 +110,7 @@ def test_values_come_in_the_order_of_the_calls(pool: workers.Pool) -> None:
     assert pool.outcomes(calls) == [0.05] + [0] * 19
 
 
-def test_a_worker_has_a_session_of_its_own_and_nothing_of_ours(
+def test_a_worker_has_its_own_session_and_inherits_nothing(
     pool: workers.Pool, functions: Any, tmp_path: Path
 ) -> None:
     with functions.LOCK, (tmp_path / "open").open("w"):
