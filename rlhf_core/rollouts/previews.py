@@ -91,7 +91,8 @@ def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:
         config, inputs = context.config, context.stage.inputs
         held_out = config.eval_data is not None or inputs.get("eval_dataset") is not None
         held_out = held_out and config.max_evaluation_steps != 0
-        records = context.records(context.eval_fields[0] if held_out else "train_data")
+        field = context.eval_fields[0] if held_out else "train_data"
+        records = context.records(field, first=options.count)
         assert records is not None
         found = [
             prompt

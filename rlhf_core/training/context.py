@@ -201,14 +201,17 @@ class Context:
         return model
 
     @overload
-    def records(self, field: Literal["train_data"], *, episodes: bool = False) -> Records: ...
+    def records(
+        self, field: Literal["train_data"], *, episodes: bool = False, first: int | None = None
+    ) -> Records: ...
     @overload
-    def records(self, field: str, *, episodes: bool = False) -> Records | None: ...
-    def records(self, field: str, *, episodes: bool = False) -> Records | None:
+    def records(self, field: str, *, episodes: bool = False, first: int | None = None) -> Records | None: ...
+    def records(self, field: str, *, episodes: bool = False, first: int | None = None) -> Records | None:
         """Open the rows of `train_data`, or of `eval_data`, which may not be given: None.
 
         Of a stream, `eval_data` has the rows of `max_evaluation_steps` batches. episodes: whether an environment makes
-        the conversations. Raises InputError for plain texts with a `system_prompt`, and for a stream as `train_data`.
+        the conversations. first: how many rows of a stream to read, where these are enough. Raises InputError for plain
+        texts with a `system_prompt`, and for a stream as `train_data` without `first`.
         """
         config, spec = self.config, self._spec(field)
         if spec is None:
@@ -216,17 +219,18 @@ class Context:
         with error_context(self.stage, field):
             if not is_stream(spec):
                 records = data.load(spec, registry=self.registry, columns=config.columns)
-            elif field == "train_data":
+            elif field == "train_data" and first is None:
                 raise InputError(
                     "a stream, and all rows are read before the first update here: write them to a file, or leave out "
                     "streaming"
                 )
-            elif config.max_evaluation_steps is None:
+            elif config.max_evaluation_steps is None and first is None:
                 raise InputError("a stream, whose length is not known: set max_evaluation_steps")
             else:
                 from rlhf_core.data.streams import first_rows, open_streams
 
-                count = (config.eval_batch_size or config.total_batch_size) * config.max_evaluation_steps
+                size = config.eval_batch_size or config.total_batch_size
+                count = first or size * (config.max_evaluation_steps or 1)
                 streams = open_streams(spec, registry=self.registry, columns=config.columns)
                 records = first_rows(streams, count)
             if config.drop_columns:

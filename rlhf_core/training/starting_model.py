@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import TrainerConfig
+from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.mesh import AnyMesh, with_shardings
 from rlhf_core.models import (
@@ -172,6 +173,7 @@ def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
         if name not in config.model_fields_set
         and type(config).model_fields[name].default == shared[name].default
         and (name != "num_train_epochs" or config.max_training_steps is None)
+        and (name != "learning_rate" or config.scheduler in SCHEDULES)
     ]
     source = stage.inputs.get("model")
     source = config.model if source is None else source

@@ -1,7 +1,8 @@
-"""The console in its four forms, and metrics.jsonl."""
+"""The console in its forms, and metrics.jsonl."""
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -14,20 +15,24 @@ import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pluggy
 import pytest
 
+from rlhf_core import plugins
 from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import Stopped
+from rlhf_core.fit.progress import cut_files, metric_files
 from rlhf_core.loggers import Console, JsonLines, Wandb
 from rlhf_core.loggers.console import Pace, clock, number
 from rlhf_core.mesh import make_mesh
 from rlhf_core.plugins import hooks
 from rlhf_core.stage import Stage
+from rlhf_core.stage.execute import make_loggers
 
 METRICS = {
     "loss": 0.6931,
@@ -225,6 +230,40 @@ def test_only_the_main_process_writes(tmp_path: Path, capfd: pytest.CaptureFixtu
     play(logger, make_stage(tmp_path, is_main=False))
     assert capfd.readouterr() == ("", "")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_every_process_writes_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console stays the first process's; the others have files of their own, which a resumed run cuts, too."""
+    stage = dataclasses.replace(make_stage(tmp_path, is_main=False), registry=plugins.load().registry)
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    config = TrainerConfig(log_all_workers=True, logger=[{"name": "wandb", "mode": "offline"}])
+    loggers = make_loggers(config, stage)
+    assert list(loggers) == ["logger 'jsonl'", "logger 'wandb'"]
+    for step in (1, 2):
+        loggers["logger 'jsonl'"].rlhf_step_end(stage=stage, step=step, metrics={"loss": 0.5})
+    assert [path.name for path in metric_files(tmp_path)] == [
+        "metrics.jsonl",
+        "weights.jsonl",
+        "metrics-2.jsonl",
+    ]
+    cut_files(tmp_path, 1)
+    (row,) = (tmp_path / "metrics-2.jsonl").read_text().splitlines()
+    assert json.loads(row)["step"] == 1
+    started: dict[str, Any] = {}
+    fake = SimpleNamespace(
+        init=lambda **given: started.update(given) or SimpleNamespace(dir=str(tmp_path)), Settings=dict
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    loggers["logger 'wandb'"].rlhf_stage_start(stage=stage, config=config)
+    assert started["name"].endswith("-2")
+    assert (tmp_path / "wandb_run_id-2.txt").is_file()
+
+
+def test_nothing_is_shown_where_nothing_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    play(Console("none"), make_stage(tmp_path))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_console_without_a_plan_still_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,16 @@ def test_what_cannot_be_previewed_is_reported_before_training(short: Any, given:
         short.train("sft", previews=given, inputs={"train_dataset": [{"text": "a b c"}] * 4})
 
 
+def test_the_first_rows_of_a_stream_are_previewed(short: Any, tmp_path: Path) -> None:
+    def rows() -> Any:
+        yield from short.rows["sft"]
+
+    shown = {"every": 6, "count": 3, "max_new_tokens": 2}
+    short.train("sft", previews=shown, max_training_steps=1, inputs={"train_dataset": rows})
+    lines = files(tmp_path / "sft")["preview-000000.jsonl"].splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == [row["prompt"] for row in short.rows["sft"][:3]]
+
+
 def test_a_reward_model_shows_no_completions(short: Any) -> None:
     with pytest.warns(
         UserWarning, match=r"'reward'\.previews: has no effect: the trainer shows no completions"
