@@ -15,7 +15,6 @@ from rlhf_core.data.source import (
     CONVERSATIONS,
     ROLES,
     Source,
-    digest,
     has_sharegpt_keys,
     is_python_literal,
     is_sharegpt,
@@ -157,13 +156,9 @@ def rename_columns(source: Source, columns: Any) -> Source:
         raise InputError(*problems)
     names = {theirs[0]: ours for ours, theirs in listed.items()}
     gone = {name for theirs in listed.values() for name in theirs[1:]}
-    return replace(
-        source,
-        rows=mapped(source.rows, partial(_rename_row, listed)),
-        fingerprint=digest(source.fingerprint, "columns", *(f"{k}={v}" for k, v in sorted(columns.items()))),
-        known_kinds={names.get(name, name): kind for name, kind in source.kinds.items() if name not in gone},
-        origin=source.original,
-    )
+    how = "\0".join(["columns", *(f"{k}={v}" for k, v in sorted(columns.items()))])
+    kinds = {names.get(name, name): kind for name, kind in source.kinds.items() if name not in gone}
+    return source.derived(mapped(source.rows, partial(_rename_row, listed)), how, kinds)
 
 
 def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,30 +264,6 @@ def convert_message(message: Any) -> Any:
         message = {names.get(key, key): value for key, value in message.items()}
     role = message.get("role")
     return {**message, "role": ROLES[role]} if isinstance(role, str) and role in ROLES else message
-
-
-def prompts_as_turns(source: Source) -> Source:
-    """Make a user's turn of every prompt that is a text, so that its completions are replies in a conversation.
-
-    Raises InputError if there are no prompts.
-    """
-    kind = source.kinds.get("prompt")
-    if kind is None:
-        raise InputError(
-            f"{source.name} has no column 'prompt' to use as the user's turn; it has {', '.join(source.columns)}"
-        )
-    return replace(
-        source,
-        rows=mapped(source.rows, _prompt_as_turn),
-        fingerprint=digest(source.fingerprint, "prompts as turns"),
-        known_kinds={**source.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)},
-        origin=source.original,
-    )
-
-
-def _prompt_as_turn(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    prompt = row.get("prompt")
-    return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else row
 
 
 FOR_TEMPLATES = ("tools", "chat_template_kwargs")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_core.data import columns
 from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
 from rlhf_core.data.encoded import Form, Limit, Notes, select
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.source import Places, Records, Source, cells, digest, mapped
+from rlhf_core.data.source import Places, Records, Source, cells, mapped
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
@@ -152,13 +152,8 @@ def _add_prompts(source: Source) -> Source:
             wrong = problem or "'messages' has no turn to reply to"
             problems.add(f"{source.where(i)}: {wrong}")
     problems.raise_if_any()
-    return replace(
-        source,
-        rows=mapped(source.rows, lambda row: {**row, "prompt": _without_last_replies(row)}),
-        fingerprint=digest(source.fingerprint, "messages"),
-        known_kinds={**source.kinds, "prompt": source.kind("messages")},
-        origin=source.original,
-    )
+    rows = mapped(source.rows, lambda row: {**row, "prompt": _without_last_replies(row)})
+    return source.derived(rows, "messages", {**source.kinds, "prompt": source.kind("messages")})
 
 
 def _without_last_replies(row: Mapping[str, Any]) -> list[Any]:

@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,13 +79,9 @@ def drop_columns(records: Records, names: Sequence[str]) -> Records:
     """Leave out columns by name; those that a source lacks are no error."""
 
     def without(source: Source) -> Source:
-        return replace(
-            source,
-            rows=mapped(source.rows, lambda row: {k: v for k, v in row.items() if k not in names}),
-            fingerprint=digest(source.fingerprint, "drop", *sorted(names)),
-            known_kinds={name: kind for name, kind in source.kinds.items() if name not in names},
-            origin=source.original,
-        )
+        rows = mapped(source.rows, lambda row: {k: v for k, v in row.items() if k not in names})
+        kinds = {name: kind for name, kind in source.kinds.items() if name not in names}
+        return source.derived(rows, "\0".join(["drop", *sorted(names)]), kinds)
 
     return Records([without(source) for source in records.sources])
 

@@ -66,23 +66,24 @@ class Source:
         """Select rows, in this order and with repeats. how: describes the selection in the fingerprint."""
         which = np.asarray(indices, np.int64)
         has_all = len(np.unique(which)) == len(self.rows)
-        return replace(
-            self,
-            rows=subset(self.rows, which),
-            numbers=np.asarray(self.numbers, np.int64)[which],
-            fingerprint=digest(self.fingerprint, how),
-            known_kinds=self.kinds if has_all else None,
-            origin=self.original,
-        )
+        numbers = np.asarray(self.numbers, np.int64)[which]
+        return self.derived(subset(self.rows, which), how, self.kinds if has_all else None, numbers)
 
     def part(self, start: int, stop: int) -> Source:
         """Read a range of rows into memory; the part keeps the columns of the whole source."""
+        return self.derived(self.rows[start:stop], f"{start}:{stop}", self.kinds, self.numbers[start:stop])
+
+    def derived(self, rows: Sequence[Any], how: str, kinds: Kinds | None, numbers: Any = None) -> Source:
+        """Make a source of rows derived from these. how: describes what was done, for the fingerprint.
+
+        kinds: as of `known_kinds`. numbers: of the rows; None: as here.
+        """
         return replace(
             self,
-            rows=self.rows[start:stop],
-            numbers=self.numbers[start:stop],
-            fingerprint=digest(self.fingerprint, f"{start}:{stop}"),
-            known_kinds=self.kinds,
+            rows=rows,
+            numbers=self.numbers if numbers is None else numbers,
+            fingerprint=digest(self.fingerprint, how),
+            known_kinds=kinds,
             origin=self.original,
         )
 

@@ -65,13 +65,12 @@ def score(
     """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
     from rlhf_core import data, plugins, runtime
     from rlhf_core.data.best_of_n import completion_lists
-    from rlhf_core.data.columns import prompts_as_turns
     from rlhf_core.errors import InputError, suggest
     from rlhf_core.runtime.files import open_stream, require_writable
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
     from rlhf_core.scoring import Scorer, warn_unread
     from rlhf_rewards.reward_bench import Summary, check_ties
-    from rlhf_rewards.score import Unfinished, identity_of, with_scores
+    from rlhf_rewards.score import Unfinished, identity_of, prompts_as_turns, with_scores
 
     require_writable(output, file)
     runtime.prepare()

@@ -7,13 +7,15 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.errors import UNREADABLE
+from rlhf_core.data.source import Source, mapped
+from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.runtime.files import attempt, flush, make_directory
 from rlhf_core.runtime.terminal import number
 
@@ -34,6 +36,25 @@ def _cell(score: Any) -> Any:
     if score is None:
         return None
     return [number(x) for x in score] if np.ndim(score) else number(score)
+
+
+def prompts_as_turns(source: Source) -> Source:
+    """Make a user's turn of every prompt that is a text, so that its completions are replies in a conversation.
+
+    Raises InputError if there are no prompts.
+    """
+    kind = source.kinds.get("prompt")
+    if kind is None:
+        raise InputError(
+            f"{source.name} has no column 'prompt' to use as the user's turn; it has {', '.join(source.columns)}"
+        )
+
+    def as_turn(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        prompt = row.get("prompt")
+        return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else row
+
+    kinds = {**source.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)}
+    return source.derived(mapped(source.rows, as_turn), "prompts as turns", kinds)
 
 
 class Unfinished:
