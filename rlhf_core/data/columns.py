@@ -363,7 +363,7 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
 
 
 def is_chat(source: Source, column: str) -> bool:
-    """Whether a column holds conversations, by `Kind.chat`."""
+    """Whether a column holds conversations, by `ColumnKind.chat`."""
     return source.kind(column).chat
 
 

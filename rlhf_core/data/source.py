@@ -56,8 +56,8 @@ class Source:
         """Every column that any row has, in order of appearance."""
         return tuple(self.kinds)
 
-    def kind(self, column: str) -> Kind:
-        return self.kinds.get(column) or Kind()
+    def kind(self, column: str) -> ColumnKind:
+        return self.kinds.get(column) or ColumnKind()
 
     def where(self, i: int) -> str:
         return f"{self.name} row {self.numbers[i]}"
@@ -252,7 +252,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass
-class Kind:
+class ColumnKind:
     """Counts of the values of a column; nulls are not counted."""
 
     texts: int = 0
@@ -280,7 +280,7 @@ class Kind:
         return self.lists > self.texts or (self.lists == self.texts > 0 and not self.text_first)
 
 
-Kinds = dict[str, Kind]
+Kinds = dict[str, ColumnKind]
 """Counts by column, in order of appearance."""
 
 
@@ -289,7 +289,7 @@ def count_values(kinds: Kinds, row: Mapping[Any, Any]) -> None:
     for name, value in row.items():
         kind = kinds.get(name)
         if kind is None:
-            kind = kinds[name] = Kind()
+            kind = kinds[name] = ColumnKind()
         if isinstance(value, str):
             kind.text_first |= kind.texts == kind.lists == 0
             kind.texts += 1

@@ -15,7 +15,7 @@ from rlhf_dpo.objective import inputs_of
 if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_dpo.objective import Measure
-    from rlhf_dpo.reference import Reader, Reference
+    from rlhf_dpo.reference import Reader, ReferenceLogps
 
 
 class Evaluation:
@@ -28,7 +28,7 @@ class Evaluation:
     def __init__(
         self,
         reader: Reader,
-        reference: Reference,
+        reference: ReferenceLogps,
         measure: Measure,
         *,
         beta: float,

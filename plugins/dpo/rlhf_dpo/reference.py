@@ -75,7 +75,7 @@ class Reader:
 
 
 @dataclass
-class Reference:
+class ReferenceLogps:
     """Compute the references of pairs from the state at update 0, and save them in every checkpoint."""
 
     context: Context
@@ -126,7 +126,7 @@ class Reference:
 class PairUpdates:
     """An `UpdateSource` of pairs: `DatasetUpdates`, and the references that its trees carry."""
 
-    def __init__(self, trees: DatasetUpdates, reference: Reference) -> None:
+    def __init__(self, trees: DatasetUpdates, reference: ReferenceLogps) -> None:
         self._trees, self._reference = trees, reference
         self.total = trees.total
         self.data = trees.data

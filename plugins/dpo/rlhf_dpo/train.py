@@ -15,7 +15,7 @@ from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import objective, pair_loss
-from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference
+from rlhf_dpo.reference import PairSet, PairUpdates, Reader, ReferenceLogps
 
 ROWS: dict[str, Any] = {
     "reads_tokens": True,
@@ -46,7 +46,7 @@ def build(config: DPOConfig, context: Context) -> Build:
     readers = {
         "train_data": Reader(model.definition, context.mesh, pairs, updates.layout, updates.rows_reached())
     }
-    reference = Reference(context, readers, model.params)
+    reference = ReferenceLogps(context, readers, model.params)
 
     def evaluation(field: str) -> Evaluate | None:
         if (given := context.pairs(field, **PAIRS)) is None:
