@@ -204,7 +204,7 @@ class Definition:
         }
         if not options.keys() <= {each.name for each in dataclasses.fields(self)}:
             raise InputError(
-                f"{' and '.join(options)}: has no effect for models of {type(self).__name__}; leave it out"
+                f"{' and '.join(options)}: no effect on models of {type(self).__name__}; leave it out"
             )
         return dataclasses.replace(self, **options) if options else self
 

@@ -29,42 +29,19 @@ if TYPE_CHECKING:
 CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-HARMLESS = frozenset(
-    [
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "ensure_weight_tying",
-        "exclude_modules",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_core",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_dora",
-        "use_rslora",
-    ]
-)
+_HARMLESS = """
+    alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying exclude_modules inference_mode
+    init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout megatron_core
+    modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision runtime_config
+    target_modules task_type use_dora use_rslora
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 """Fields that are read, or that do not affect what a saved adapter computes."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that rewrite the base model's own weights."""
 
 
-class Fields(BaseModel):
+class AdapterFields(BaseModel):
     """The fields of an adapter_config.json that decide what the tensors compute."""
 
     r: PositiveInt | None = None
@@ -84,7 +61,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = read_json_object(file)
     problems = []
     try:
-        fields = Fields.model_validate(config)
+        fields = AdapterFields.model_validate(config)
         other = [name for name in fields.modules_to_save or () if name not in ("score", "classifier")]
         if other:
             problems.append(f"modules_to_save {other} is not supported; merge it into the model first")
@@ -217,7 +194,7 @@ class Adapter:
     def __init__(self, directory: Path) -> None:
         """Raises InputError naming the file or tensor at fault."""
         self.directory, self.config = directory, read_config(directory)
-        self.fields = Fields.model_validate(self.config)
+        self.fields = AdapterFields.model_validate(self.config)
         file = directory / WEIGHTS
         if not file.is_file():
             raise InputError(f"{directory}: {WEIGHTS} is missing")
