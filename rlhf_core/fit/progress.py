@@ -21,6 +21,7 @@ from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.weights import FILE as WEIGHTS
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.runtime.agreement import any_process
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
 from rlhf_core.stage import identity
 from rlhf_core.stage.decide import Begun, Record, Request, decide
@@ -111,6 +112,7 @@ class Progress:
                 saved = saved._replace(state=replace(saved.state, opt_state=fresh))
             state = state.with_trained(saved.state)
             if self.options.remove_loaded and saved.step != self.best.step:
+                any_process(False)  # all have read it
                 self.checkpoints.remove(saved.step)
         if self.stage.is_main:
             cut_files(self.stage.dir, self.newest if self.reported else self.newest - 1)

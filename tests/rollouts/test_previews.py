@@ -174,4 +174,7 @@ def test_what_they_take_is_forecast(tiny: ModuleType, tmp_path: Path) -> None:
         return next(line for line in forecast(build, config, stage).lines if line.startswith("memory"))
 
     assert "previews" not in line()
+    absent = SFTConfig(model="owner/absent", train_data=tmp_path / "x.jsonl", previews={"every": 2})
+    stage = Stage("s", tmp_path, 0, None, True, host.registry, host.hook)
+    assert not any("memory" in line for line in forecast(build, absent, stage).lines)
     assert "previews" in line(previews={"prompts": ["a"]})
