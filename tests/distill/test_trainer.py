@@ -98,18 +98,6 @@ def test_a_mixture_resumes_within_a_rollout(tiny: ModuleType, teacher_path: Path
     assert len(one.read_text().splitlines()) == 6
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_the_student_s_previews(
-    tiny: ModuleType, teacher_path: Path, tmp_path: Path, fraction: float
-) -> None:
-    shown = {"prompts": ["a b"], "every": 1, "max_new_tokens": 3}
-    options = {"on_policy_fraction": fraction, "max_training_steps": 1, "num_preview_samples": 0}
-    train(tiny, teacher_path, tmp_path, **options, previews=shown)
-    files = sorted(tmp_path.glob("samples/preview-*"))
-    assert [path.name for path in files] == ["preview-000000.jsonl", "preview-000001.jsonl"]
-    assert all(json.loads(path.read_text())["length"] <= 3 for path in files)
-
-
 @pytest.fixture
 def traced() -> Iterator[list[str]]:
     """The functions that are lowered or compiled."""
@@ -203,3 +191,15 @@ def test_sampling_teaches_nothing_by_itself(tiny: ModuleType, tmp_path: Path) ->
     logged = train(tiny, tmp_path / "teacher", tmp_path / "run", max_training_steps=1)
     assert logged[0]["loss"] == pytest.approx(0, abs=1e-6)
     assert logged[0]["grad_norm"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_the_student_s_previews(
+    tiny: ModuleType, teacher_path: Path, tmp_path: Path, fraction: float
+) -> None:
+    shown = {"prompts": ["a b"], "every": 1, "max_new_tokens": 3}
+    options = {"on_policy_fraction": fraction, "max_training_steps": 1, "num_preview_samples": 0}
+    train(tiny, teacher_path, tmp_path, **options, previews=shown)
+    files = sorted(tmp_path.glob("samples/preview-*"))
+    assert [path.name for path in files] == ["preview-000000.jsonl", "preview-000001.jsonl"]
+    assert all(json.loads(path.read_text())["length"] <= 3 for path in files)
