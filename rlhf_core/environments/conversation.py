@@ -32,7 +32,7 @@ DUMMIES: tuple[Mapping[str, str], ...] = (
     {"content": f"<think>\nqzxthought\n</think>\n\n{WORD}"},
     {"content": WORD, "reasoning_content": "qzxthought"},
 )
-"""Replies of which a template writes at least one after its own generation prompt."""
+"""Replies; a template writes at least one of them after its own generation prompt."""
 
 
 class CallStyle(NamedTuple):

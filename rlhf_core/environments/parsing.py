@@ -185,7 +185,7 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
             return replace(form, alone=TEXT not in closed)
     raise InputError(
         f"{encoder.name} writes tool calls in an unknown format, {written.strip()[:80]!r}: give a chat "
-        "template that writes them as those of Qwen, Mistral or Llama do"
+        "template that writes them as Qwen's, Mistral's or Llama's does"
     )
 
 

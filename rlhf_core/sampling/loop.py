@@ -163,7 +163,7 @@ class _Slots(NamedTuple):
 class _Carry(NamedTuple):
     """The state of the loop. The KV cache is a ring: step s writes slot s mod length.
 
-    With `shares_prompts` it is that of the completions alone, and step s writes entry s.
+    With `shares_prompts` it holds the completions alone, and step s writes entry s.
     """
 
     step: jax.Array  # int32
@@ -402,7 +402,7 @@ def time_axes(model: Definition, read: Any, length: int) -> Any:
 
 
 def empty_cache(read: Any, axes: Any, rows: int, length: int) -> Any:
-    """Make the cache of `rows` rows with `length` entries. read: that of prompts; axes: from `time_axes`."""
+    """Make the cache of `rows` rows with `length` entries. read: the cache of prompts; axes: from `time_axes`."""
 
     def one(x: jax.Array, axis: int) -> jax.Array:
         return jnp.zeros((rows, *x.shape[1:axis], length, *x.shape[axis + 1 :]), x.dtype)

@@ -291,7 +291,7 @@ class Sampler(_PlacedModel):
 
 
 def bucket(length: int, longest: int) -> int:
-    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most that of the longest.
+    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most the padded `longest`.
 
     A prompt's last token is not prefilled.
     """
@@ -352,7 +352,7 @@ class ConversationSampler(_PlacedModel):
 
         prompts: int [length] each, one per conversation; those of a group, which are equal, are adjacent and are
         computed once. key: a typed key, the same on every process. ids: int [len(prompts)], default 0 … N - 1. The t-th
-        token of the first turn of conversation j is sampled with fold_in(fold_in(key, ids[j]), t), as that of a
+        token of the first turn of conversation j is sampled with fold_in(fold_in(key, ids[j]), t), as in a
         completion; for turn k ≥ 1, fold_in(key, 2**31 + k) replaces the key.
 
         A turn ends as a completion does, or at its `Continuation.limit`, or where the conversation has

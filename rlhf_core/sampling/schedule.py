@@ -289,8 +289,8 @@ def converse_by_turns(
 ) -> None:
     """Sample the turns of conversations with `world`; conversations wait for each other after every turn.
 
-    sampler: with num_generations 1; the prompts of a call are everything that was said, so its max_prompt_length is
-    that of a prompt plus a conversation. Other arguments, turns and errors are those of `ConversationSampler.converse`.
+    sampler: with num_generations 1; the prompts of a call are everything that was said, so its max_prompt_length
+    covers a prompt and a conversation. Other arguments, turns and errors are as in `ConversationSampler.converse`.
     """
     running = {
         conversation.number: conversation
