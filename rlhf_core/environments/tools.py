@@ -53,7 +53,7 @@ class Tool:
             try:
                 values[name] = self.types[name].validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
-                problems.append(f"'{name}'{_words(error, value)}")
+                problems.append(_words(name, error))
                 continue
             choices = self.schema["function"]["parameters"]["properties"][name].get("enum")
             if choices is not None and value not in choices:
@@ -62,19 +62,11 @@ class Tool:
         return values, problems
 
 
-def _words(error: ValidationError, value: Any) -> str:
-    """Say which part of an argument does not fit its type, and what would."""
-    details = error.errors(include_url=False, include_context=False)
-    keys = [part for part in details[0]["loc"] if part in _keys(value)]
-    inside = "".join(f"[{json.dumps(key, ensure_ascii=False)}]" for key in keys)
-    return inside + ": " + " or ".join(dict.fromkeys(detail["msg"] for detail in details[:3]))
-
-
-def _keys(value: Any) -> set[Any]:
-    """List the keys and indices by which parts of a value are reached."""
-    if isinstance(value, Mapping):
-        return set(value).union(*map(_keys, value.values()))
-    return set(range(len(value))).union(*map(_keys, value)) if isinstance(value, list) else set()
+def _words(name: str, error: ValidationError) -> str:
+    """Say which part of an argument does not fit its type, and what would: 'name.1.key': …"""
+    details = error.errors(include_url=False, include_context=False)[:3]
+    place = ".".join(map(str, (name, *details[0]["loc"]) if len(details) == 1 else (name,)))
+    return f"'{place}': " + " or ".join(dict.fromkeys(detail["msg"] for detail in details))
 
 
 class ToolEnvironment:

@@ -178,7 +178,7 @@ def test_values_get_the_types_that_json_lacks() -> None:
         (
             "look_up",
             {"word": "sky", "places": [{"a": 1}, {"b": "c"}]},
-            "Error: look_up cannot be called: 'places'[1][\"b\"]: Input should be a valid integer",
+            "Error: look_up cannot be called: 'places.1.b': Input should be a valid integer",
         ),
         (
             "measure",
