@@ -43,7 +43,7 @@ __all__ = ["Scorer"]
 
 
 @dataclass(frozen=True)
-class Contract:
+class ScoringContract:
     """How a reward model was trained, which its scores depend on.
 
     max_length: tokens, EOS included; None: the model's own limit. truncation_mode: which end of a longer sequence is
@@ -87,7 +87,7 @@ class Contract:
         chat_template: str | TextOptions | None = None,
         mean: float | None = None,
         std: float | None = None,
-    ) -> Contract:
+    ) -> ScoringContract:
         """Build the contract of a model trained with `tokenizer`.
 
         chat_template: None, "plain", or a file, whose text is stored; or all options.
@@ -113,7 +113,7 @@ class Contract:
         )
 
     @classmethod
-    def of_foreign(cls, model: Model) -> Contract:
+    def of_foreign(cls, model: Model) -> ScoringContract:
         """Build the contract of a model without one: its tokenizer's template and limit, read at the template's end.
 
         A `model_max_length` below the model's positions is the length that it was trained on, as in what is exported.
@@ -148,7 +148,7 @@ class Contract:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], where: str) -> Contract:
+    def from_dict(cls, given: Mapping[str, Any], where: str) -> ScoringContract:
         """Invert `to_dict`. Raises InputError, naming `where`, for a contract of another version."""
         fields = dataclasses.fields(cls)
         if not given:
@@ -212,7 +212,7 @@ class Scorer:
     normalize: whether to subtract the contract's mean from scores and divide by its standard deviation.
     """
 
-    def __init__(self, model: Model, contract: Contract, *, normalize: bool = False) -> None:
+    def __init__(self, model: Model, contract: ScoringContract, *, normalize: bool = False) -> None:
         """Check the model against the contract.
 
         Raises InputError if the model has no reward head, its tokenizer differs, or the contract cannot normalize.
@@ -260,7 +260,9 @@ class Scorer:
                 raise InputError(
                     f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
                 )
-            contract = Contract.from_dict(artifact.metadata["contract"], str(directory / artifacts.MANIFEST))
+            contract = ScoringContract.from_dict(
+                artifact.metadata["contract"], str(directory / artifacts.MANIFEST)
+            )
         elif stored_head(directory) == "lm":
             raise InputError(f"{path} {NO_REWARD_HEAD}")
         mesh = make_mesh() if mesh is None else mesh
@@ -279,7 +281,7 @@ class Scorer:
                 f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json next to config.json"
             )
         if contract is None:
-            contract = Contract.of_foreign(model)
+            contract = ScoringContract.of_foreign(model)
         if contract.base is not None and base_identity(model) != contract.base:
             raise InputError(
                 f"{path}: its base model, {model.source}, has other weights than those it was trained on; "

@@ -21,7 +21,7 @@ import task
 from rlhf_reward.metrics import measures
 
 from rlhf_core import load_model
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 
 FILE = task.RESULTS / "heldout.jsonl"
 SIDES = ("chosen_ids", "rejected_ids")
@@ -80,7 +80,7 @@ def scored(path: Path, pairs: Sequence[Mapping[str, Any]]) -> np.ndarray:
 def untrained(seed: int, pairs: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
     """The same by random heads on the pretrained weights."""
     model = load_model(task.base(seed), "score")
-    contract, found = Contract.of(model.tokenizer, max_length=None), []
+    contract, found = ScoringContract.of(model.tokenizer, max_length=None), []
     for draw in range(HEADS):
         # The scale does not matter: scores are linear in the head.
         normal = np.random.default_rng([seed, draw]).standard_normal

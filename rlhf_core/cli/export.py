@@ -12,7 +12,7 @@ from rlhf_core.models import Model, load_model, stored_head
 from rlhf_core.models.loading import local_directory
 from rlhf_core.models.weights import INDEX, open_weights
 from rlhf_core.runtime.files import fill_directory
-from rlhf_core.scoring import Contract
+from rlhf_core.scoring import ScoringContract
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
@@ -42,7 +42,7 @@ def export(
     whole, readme = loaded.merged() if merge else loaded, None
     recorded = artifacts.read_contract(source) if head == "score" else {}
     if "tokenizer_hash" in recorded and whole.tokenizer is not None:
-        contract = Contract.from_dict(recorded, str(source / artifacts.MANIFEST))
+        contract = ScoringContract.from_dict(recorded, str(source / artifacts.MANIFEST))
         whole = for_other_libraries(whole, contract)
         named = None if whole.adapter is None else whole.adapter["base_model_name_or_path"]
         readme = card(whole, contract, named)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.models import Model
 from rlhf_core.models.model import with_padding_apart
-from rlhf_core.scoring import Contract
+from rlhf_core.scoring import ScoringContract
 from rlhf_core.tokenizer.chat_template import PLAIN, cut_after_stop, template_text, templates_of
 from rlhf_core.tokenizer.encoding import Encoder, special_ids
 from rlhf_core.tokenizer.options import DATED, parse_date
@@ -19,7 +19,7 @@ from rlhf_core.tokenizer.options import DATED, parse_date
 PROBE = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
 
 
-def for_other_libraries(model: Model, contract: Contract) -> Model:
+def for_other_libraries(model: Model, contract: ScoringContract) -> Model:
     """Put what the contract says about texts into the tokenizer: template, length, side of truncation, padding token.
 
     Warns where transformers' `apply_chat_template` would still make other tokens of a conversation.
@@ -47,7 +47,7 @@ def for_other_libraries(model: Model, contract: Contract) -> Model:
     return with_padding_apart(dataclasses.replace(model, tokenizer=tokenizer))
 
 
-def _self_contained(template: str, encoder: Encoder, contract: Contract) -> str:
+def _self_contained(template: str, encoder: Encoder, contract: ScoringContract) -> str:
     """Write into a template what this suite passes to it or changes in what it writes."""
     if template == PLAIN and int(encoder.tokenize([("a", True)])[0][0]) == encoder.special.bos:
         template = "{{- bos_token -}}" + template
@@ -88,7 +88,7 @@ def _ended(template: str, encoder: Encoder) -> str:
     return f"{whole}{{{{- whole + ('' if add_generation_prompt else eos_token) -}}}}"
 
 
-def card(model: Model, contract: Contract, base: str | None) -> str:
+def card(model: Model, contract: ScoringContract, base: str | None) -> str:
     """Write the README.md of an exported reward model. base: of an adapter that is exported alone."""
     tokenizer: Any = model.tokenizer
     ends = special_ids(tokenizer).eos

@@ -29,7 +29,7 @@ from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Definition, Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.runtime.signals import stop_if_asked
-from rlhf_core.scoring import Contract, base_identity
+from rlhf_core.scoring import ScoringContract, base_identity
 from rlhf_core.stage.text_settings import read_at_of, text_options
 from rlhf_core.tokenizer import special_ids
 from rlhf_core.training.choose_attention import choose_attention
@@ -500,7 +500,7 @@ class Context:
         and standard deviation are stored, without which they cannot be normalized. evaluation: the metrics on its
         evaluation data.
         """
-        contract = Contract.of(
+        contract = ScoringContract.of(
             model.tokenizer,
             max_length=self.config.max_sequence_length,
             truncation_mode=self.config.truncation_mode,

@@ -18,7 +18,7 @@ from rlhf_core import artifacts, data, load_model
 from rlhf_core.cli.reward_card import for_other_libraries
 from rlhf_core.models import fresh_model
 from rlhf_core.plugins.component import load_file
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.tokenizer.options import TextOptions
 
@@ -110,7 +110,7 @@ def save_fixed(tiny: ModuleType, tokenizer: Any, directory: Path, **options: Any
     model = model.with_params(tree.unflatten(placed))
     model.save(directory)
     options = {"max_length": None, "mean": 0.5, "std": 1.0, **options}
-    contract = Contract.of(model.tokenizer, **options).to_dict()
+    contract = ScoringContract.of(model.tokenizer, **options).to_dict()
     described = {"format": artifacts.FORMAT, "name": "model", "kind": "reward_model", "contract": contract}
     artifacts.write_manifest(directory, {**described, "files": artifacts.describe_files(directory)})
 
@@ -159,7 +159,7 @@ def test_transformers_reads_the_tokens_that_were_trained_on(
 ) -> None:
     tokenizer, options, _ = CASES[case]
     model = dataclasses.replace(tiny.make_model("score"), tokenizer=tokenizer)
-    contract = Contract.of(tokenizer, **{"max_length": None, **options})
+    contract = ScoringContract.of(tokenizer, **{"max_length": None, **options})
     for_other_libraries(model, contract).tokenizer.save_pretrained(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     length = contract.max_length or 1000

@@ -20,7 +20,7 @@ from rlhf_core.cli.generate import generate
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 
 SIZES = {
     "model_type": "llama",
@@ -54,7 +54,7 @@ def model() -> Model:
     )
 
 
-def save(path: Path, model: Model, kind: str, contract: Contract | None) -> Path:
+def save(path: Path, model: Model, kind: str, contract: ScoringContract | None) -> Path:
     """An artifact, written as a stage would."""
     model.save(path)
     manifest = {
@@ -81,7 +81,7 @@ def padded_scores(model: Model, sequences: list[np.ndarray]) -> np.ndarray:
 
 
 def make_scorer(model: Model, **options: Any) -> Scorer:
-    return Scorer(model, Contract.of(model.tokenizer, max_length=None, **options))
+    return Scorer(model, ScoringContract.of(model.tokenizer, max_length=None, **options))
 
 
 def test_scores_equal_the_padded_model_in_any_grouping(model: Model) -> None:
@@ -111,7 +111,7 @@ def test_scores_on_a_mesh(model: Model) -> None:
 
 @pytest.mark.parametrize(("mode", "keep"), [("keep_end", slice(-4, None)), ("keep_start", slice(4))])
 def test_too_long_is_cut_at_the_contracts_side(model: Model, mode: Any, keep: slice) -> None:
-    scorer = Scorer(model, Contract.of(model.tokenizer, max_length=4, truncation_mode=mode))
+    scorer = Scorer(model, ScoringContract.of(model.tokenizer, max_length=4, truncation_mode=mode))
     sequences = [np.array([3, 4, 5, 6, 7, 8]), np.array([3, 4])]
     with pytest.warns(UserWarning, match=r"1 of 2 sequences are longer than the 4 tokens"):
         found = scorer.score_ids(sequences)
@@ -169,7 +169,7 @@ def test_repeats(prompts: list[str], repeats: int) -> None:
 
 
 def test_an_artifact_scores_as_it_was_trained(model: Model, tmp_path: Path) -> None:
-    contract = Contract.of(model.tokenizer, max_length=16, chat_template="plain", mean=0.5, std=2.0)
+    contract = ScoringContract.of(model.tokenizer, max_length=16, chat_template="plain", mean=0.5, std=2.0)
     path = save(tmp_path / "rm", model, "reward_model", contract)
     loaded = Scorer.load(path, mesh=model.mesh)
     assert loaded.contract == contract
@@ -178,7 +178,7 @@ def test_an_artifact_scores_as_it_was_trained(model: Model, tmp_path: Path) -> N
 
 
 def test_what_does_not_fit_is_refused(model: Model, tmp_path: Path) -> None:
-    contract = Contract.of(model.tokenizer, max_length=16)
+    contract = ScoringContract.of(model.tokenizer, max_length=16)
     other = replace(model, tokenizer=make_tokenizer([*WORDS, "more"]))
     with pytest.raises(InputError, match="its tokenizer is not the one it was trained with"):
         Scorer(other, contract)
@@ -193,11 +193,11 @@ def test_what_does_not_fit_is_refused(model: Model, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="without a reward head"):
         Scorer.load(tmp_path / "plain")
     with pytest.raises(InputError, match="contract is not one this version knows"):
-        Contract.from_dict({"max_length": 3}, "x")
+        ScoringContract.from_dict({"max_length": 3}, "x")
 
 
 def test_score_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    contract = Contract.of(model.tokenizer, max_length=32)
+    contract = ScoringContract.of(model.tokenizer, max_length=32)
     path = save(tmp_path / "rm", model, "reward_model", contract)
     source, target = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))

@@ -22,7 +22,7 @@ from rlhf_core.models import Model
 from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.rewards.reward import Reward, score
 from rlhf_core.sampling import Sampler, SamplingOptions
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 
 LETTER = 5
 """The token "c"."""
@@ -58,7 +58,7 @@ def fails_at_c(tiny: ModuleType, head: str) -> Model:
 
 
 def scorer(model: Model) -> Scorer:
-    return Scorer(model, Contract.of(model.tokenizer, max_length=None))
+    return Scorer(model, ScoringContract.of(model.tokenizer, max_length=None))
 
 
 def test_weights_that_are_not_finite_are_named_as_in_the_files(tiny: ModuleType) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, plugins
 from rlhf_core.errors import InputError
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +86,16 @@ def test_without_statistics_it_says_what_to_do(tiny, tmp_path):
     ) as told:
         Scorer.load(tmp_path, normalize=True)
     assert str(tmp_path) in str(told.value)
-    same = Contract.of(model.tokenizer, max_length=None, mean=0.5, std=0.0)
+    same = ScoringContract.of(model.tokenizer, max_length=None, mean=0.5, std=0.0)
     with pytest.raises(InputError, match="deviation of its scores is 0"):
         Scorer(model, same, normalize=True)
 
 
 def test_a_contract_without_the_newer_fields_is_read(tiny):
-    given = Contract.of(tiny.make_tokenizer(), max_length=8, mean=0.5, std=2.0)
+    given = ScoringContract.of(tiny.make_tokenizer(), max_length=8, mean=0.5, std=2.0)
     older = json.loads(json.dumps(given.to_dict()))
     del older["evaluation"]
-    assert Contract.from_dict(older, "x") == given
+    assert ScoringContract.from_dict(older, "x") == given
     for odd in ({**older, "more": 1}, {k: v for k, v in older.items() if k != "max_length"}):
         with pytest.raises(InputError, match=r"x: .* not one this version knows \((more|max_length)\)"):
-            Contract.from_dict(odd, "x")
+            ScoringContract.from_dict(odd, "x")

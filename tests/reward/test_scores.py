@@ -12,7 +12,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.rows import Layout, pack, tree
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 
 END = 1
 compute = jax.jit(sequence_scores, static_argnums=0)
@@ -89,7 +89,7 @@ def test_the_scorer_and_the_reward_function_read_the_same(tiny, model, tmp_path)
     whole = [[*tokenizer(p + c)["input_ids"], END] for p, c in zip(prompts, completions, strict=True)]
     expected = [float(model.scores([ids], [[1] * len(ids)])[0]) for ids in whole]
     assert_same(
-        Scorer(model, Contract.of(tokenizer, max_length=None)).score_completions(prompts, completions),
+        Scorer(model, ScoringContract.of(tokenizer, max_length=None)).score_completions(prompts, completions),
         expected,
     )
     model.save(tmp_path)

@@ -333,7 +333,8 @@ def test_rows_that_cannot_be_compared_are_named(tiny, model, letters, tmp_path, 
 
 def test_lists_score_as_their_completions_do_alone(tiny, tmp_path):
     scorer = Scorer(
-        tiny.make_model("score", scale=4.0), scoring.Contract.of(tiny.make_tokenizer(), max_length=None)
+        tiny.make_model("score", scale=4.0),
+        scoring.ScoringContract.of(tiny.make_tokenizer(), max_length=None),
     )
     rows = [
         listed(" d", " a b b"),

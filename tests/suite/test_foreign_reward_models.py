@@ -21,7 +21,7 @@ from rlhf_core import REWARD, artifacts, data, plugins
 from rlhf_core.cli.generate import generate
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + ' <|im_end|>' + '\n' }}{% endfor %}"
@@ -174,5 +174,5 @@ def test_its_tokenizers_length_is_a_limit_below_its_positions(
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.model_max_length, tokenizer.truncation_side = length, side
-    contract = Contract.of_foreign(dataclasses.replace(tiny.make_model("score"), tokenizer=tokenizer))
+    contract = ScoringContract.of_foreign(dataclasses.replace(tiny.make_model("score"), tokenizer=tokenizer))
     assert (contract.max_length, contract.truncation_mode) == (limit, mode)

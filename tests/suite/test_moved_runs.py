@@ -14,7 +14,7 @@ import pytest
 from rlhf_core import Stage, artifacts, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model, check_model
-from rlhf_core.scoring import Contract, base_identity
+from rlhf_core.scoring import ScoringContract, base_identity
 
 IDS, MASK = np.array([[3, 9, 4, 7]]), np.ones((1, 4), int)
 ADAPTER = Path("policy/artifacts/model")
@@ -111,7 +111,7 @@ def test_another_base_in_the_place_of_the_right_one_is_refused(tiny: ModuleType,
 def test_a_reward_models_adapters_score_after_a_move(rlhf: Any, run: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="its reward head is new"):
         model = adapted(run / "base/artifacts/model", "score")
-    contract = Contract.of(model.tokenizer, max_length=64).to_dict() | {"base": base_identity(model)}
+    contract = ScoringContract.of(model.tokenizer, max_length=64).to_dict() | {"base": base_identity(model)}
     artifacts.save_model(stage(run / "rm"), "model", "reward_model", model, contract=contract)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}\n')
     first = rlhf("score", str(run / "rm/artifacts/model"), str(tmp_path / "rows.jsonl"))

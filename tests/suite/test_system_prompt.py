@@ -17,7 +17,7 @@ from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rollouts.open_collector import system_prompt_warnings
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.training import Context
@@ -118,9 +118,14 @@ def test_a_reward_model_keeps_it_in_its_contract(tiny: ModuleType, tmp_path: Pat
     model = tiny.make_model("score", scale=4.0)
     model.tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' </s> ' }}{% endfor %}"
     config = TrainerConfig(system_prompt="a b")
-    contract = Contract.from_dict(Context(config, stage_of([], tmp_path)).scoring_contract(model), "here")
+    contract = ScoringContract.from_dict(
+        Context(config, stage_of([], tmp_path)).scoring_contract(model), "here"
+    )
     assert contract.system_prompt == "a b"
-    with_it, without = Scorer(model, contract), Scorer(model, Contract.of(model.tokenizer, max_length=None))
+    with_it, without = (
+        Scorer(model, contract),
+        Scorer(model, ScoringContract.of(model.tokenizer, max_length=None)),
+    )
     prompt, system = [chat.user("c")], {"role": "system", "content": "a b"}
     scores = with_it.score_completions([prompt, [system, *prompt]], ["d", "d"])
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import load_tokenizer, prompt_ids
 from rlhf_core.tokenizer.chat_template import PLAIN
 from rlhf_core.tokenizer.encoding import Encoder, continuations
@@ -122,7 +122,7 @@ def scorer(model, monkeypatch):
     monkeypatch.setattr(Scorer, "_score_some", record)
 
     def make(case):
-        contract = Contract.of(case.tokenizer, max_length=None, chat_template=template(case))
+        contract = ScoringContract.of(case.tokenizer, max_length=None, chat_template=template(case))
         return Scorer(dataclasses.replace(model, tokenizer=case.tokenizer), contract), read
 
     return make

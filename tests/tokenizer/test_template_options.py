@@ -20,7 +20,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.plugins.component import load_file
 from rlhf_core.runtime.files import seal
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.stage import text_settings
 from rlhf_core.tokenizer import TextOptions, load_tokenizer, template_hash
 from rlhf_core.tokenizer.encoding import Encoder, continuations
@@ -85,7 +85,7 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
             + whole[len(written(tokenizer, PROMPT)) - 2 : len(written(tokenizer, PROMPT))]
         )
     model = dataclasses.replace(tiny.make_model("score", vocab_size=512), tokenizer=tokenizer)
-    scorer = Scorer(model, Contract.of(tokenizer, max_length=None, chat_template=options))
+    scorer = Scorer(model, ScoringContract.of(tokenizer, max_length=None, chat_template=options))
     read = []
     monkeypatch.setattr(Scorer, "score_ids", lambda self, ids, group: read.extend(ids) or np.zeros(len(ids)))
     scorer.score_completions([PROMPT], [REPLY], None, None if column is None else [column])
@@ -94,8 +94,10 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
 
 def test_variables_are_recorded_and_checked() -> None:
     tokenizer = tokenizer_with(THINKING)
-    contract = Contract.of(tokenizer, max_length=None, chat_template=TextOptions(chat_template_kwargs=OFF))
-    again = Contract.from_dict(json.loads(json.dumps(contract.to_dict())), "x")
+    contract = ScoringContract.of(
+        tokenizer, max_length=None, chat_template=TextOptions(chat_template_kwargs=OFF)
+    )
+    again = ScoringContract.from_dict(json.loads(json.dumps(contract.to_dict())), "x")
     assert again.text_options.chat_template_kwargs == OFF
     for wrong, said in (
         ({"tools": []}, "names 'tools', which templates receive by other means"),
@@ -204,7 +206,7 @@ def test_every_template_of_a_tokenizer_is_kept(
     assert template_hash(kept) == before
     kept.chat_template = {**kept.chat_template, "tool_use": chat.CHATML}
     assert template_hash(kept) != before
-    contract = Contract.of(tokenizer, max_length=None)
+    contract = ScoringContract.of(tokenizer, max_length=None)
     model = dataclasses.replace(tiny.make_model("score"), tokenizer=kept)
     with pytest.raises(InputError, match="its chat template is not the one it was trained with"):
         Scorer(model, contract)

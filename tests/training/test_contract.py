@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core import TrainerConfig, artifacts
 from rlhf_core.errors import InputError
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.stage.text_settings import read_at_of
 from rlhf_core.training import Context
 
@@ -28,7 +28,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
     config = TrainerConfig(max_sequence_length=7, truncation_mode="keep_start", chat_template="plain")
     scores = np.array([[1.0, 2.0], [4.0, 5.0]], np.float32)
     made = Context(config, stage).scoring_contract(model, scores=scores, evaluation={"accuracy": 1.0})
-    contract = Contract.from_dict(made, "here")
+    contract = ScoringContract.from_dict(made, "here")
     assert (contract.max_length, contract.truncation_mode, contract.chat_template) == (
         7,
         "keep_start",
@@ -46,7 +46,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
 
 def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
-    contract = Contract.from_dict(Context(TrainerConfig(), stage).scoring_contract(model), "here")
+    contract = ScoringContract.from_dict(Context(TrainerConfig(), stage).scoring_contract(model), "here")
     assert (contract.mean, contract.std, contract.evaluation) == (None, None, None)
     with pytest.raises(InputError, match="cannot normalize"):
         Scorer(model, contract, normalize=True)
