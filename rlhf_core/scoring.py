@@ -96,20 +96,16 @@ class ScoringContract:
         template = options.chat_template
         template = template if template in (None, "plain") else template_text(tokenizer, template)
         special = special_ids(tokenizer, template)
+        stored: dict[str, Any] = dataclasses.asdict(options) | {"chat_template": template}
         return cls(
             max_length=max_length,
             truncation_mode=truncation_mode,
-            chat_template=template,
             template_hash=template_hash(tokenizer, template),
             tokenizer_hash=tokenizer_hash(tokenizer),
             special_tokens={"bos": special.bos, "eos": list(special.eos), "pad": special.pad},
-            read_at=options.read_at,
-            chat_template_kwargs=dict(options.chat_template_kwargs),
-            template_date=options.template_date,
-            prompt_repeated=options.prompt_repeated,
             mean=mean,
             std=std,
-            system_prompt=options.system_prompt,
+            **stored,
         )
 
     @classmethod
@@ -135,12 +131,7 @@ class ScoringContract:
     def text_options(self) -> TextOptions:
         """Return the options with which its texts become tokens."""
         return TextOptions(
-            self.chat_template,
-            self.chat_template_kwargs,
-            self.template_date,
-            self.read_at,
-            self.prompt_repeated,
-            self.system_prompt,
+            **{each.name: getattr(self, each.name) for each in dataclasses.fields(TextOptions)}
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,7 +230,6 @@ class Scorer:
         *,
         mesh: Mesh | None = None,
         registry: Registry | None = None,
-        seed: int = 0,
         normalize: bool = False,
         dtype: str | None = None,
         base: str | Path | None = None,
@@ -272,7 +262,6 @@ class Scorer:
             adapter=None if base is None else path,
             mesh=mesh,
             registry=registry,
-            seed=seed,
             fresh_head=False,
             dtype=dtype,
         )
