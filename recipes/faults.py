@@ -400,7 +400,7 @@ FAULTS = (
     Fault(
         "sft-mean-per-micro-batch",
         "the mean over tokens is taken within each micro-batch, not over the update",
-        SFT + "objective.py",
+        SFT + "train.py",
         "    return Mean.of(-logps, weight), {",
         "    one = Mean.of(-logps, weight)\n"
         "    return Mean(one.total / weight.sum().clip(1.0), weight.max()), {",

@@ -23,7 +23,7 @@ from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as pair_objective
 from rlhf_reward.objective import pair_loss
 from rlhf_sft.config import SFTConfig
-from rlhf_sft.objective import objective as text_objective
+from rlhf_sft.train import objective as text_objective
 from rlhf_topologies.description import PARAMETERS, Program, StagePrograms
 from rlhf_topologies.programs import loads, reading_programs, resident, training_programs
 from rlhf_topologies.roofline import token_weights

@@ -17,7 +17,7 @@ from rlhf_grpo.objective import objective as grpo_objective
 from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.objective import objective as reward_objective
 from rlhf_reward.objective import pair_loss
-from rlhf_sft.objective import objective as sft_objective
+from rlhf_sft.train import objective as sft_objective
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition

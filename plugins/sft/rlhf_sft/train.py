@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_sft.config import SFTConfig
-from rlhf_sft.objective import objective
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Definition
+    from rlhf_core.packing import Packed
+
+
+def objective(model: Definition, params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+    """Compute the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t."""
+    logps, entropies = trained_logps(model, params, batch, entropy=True)
+    weight = trained_weight(batch)
+    return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
 
 
 def build(config: SFTConfig, context: Context) -> Build:
