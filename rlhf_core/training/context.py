@@ -312,22 +312,29 @@ class Context:
         return spec
 
     @overload
+    def texts(
+        self, field: Literal["train_data"], *, whole: Literal[True], values: Sequence[str] = ()
+    ) -> Texts: ...
+    @overload
     def texts(  # type: ignore[overload-overlap]  # any other text is the field of an evaluation
-        self, field: Literal["train_data"], *, values: Sequence[str] = ()
+        self, field: Literal["train_data"], *, whole: bool = False, values: Sequence[str] = ()
     ) -> Texts | LazyRows: ...
     @overload
-    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | None: ...
-    def texts(self, field: str, *, values: Sequence[str] = ()) -> Texts | LazyRows | None:
+    def texts(self, field: str, *, whole: bool = False, values: Sequence[str] = ()) -> Texts | None: ...
+    def texts(
+        self, field: str, *, whole: bool = False, values: Sequence[str] = ()
+    ) -> Texts | LazyRows | None:
         """Tokenise the demonstrations of `train_data` or of `eval_data`, which may not be given: None.
 
         Training data of many rows, and streams, are tokenised while updates use them: `updates` takes them as well, and
-        `trees` are those of the first rows. values: columns of numbers, which an objective reads as
-        `batch.sequence_values[column]`. Raises InputError for rows that are not demonstrations, and for those without
-        these numbers.
+        `trees` are those of the first rows. whole: tokenise all now, for a trainer that reads the texts itself. values:
+        columns of numbers, which an objective reads as `batch.sequence_values[column]`. Raises InputError for rows that
+        are not demonstrations, and for those without these numbers.
         """
         length = self.config.max_sequence_length
         encode = partial(data.encode_texts, max_length=length, values=values, **self._encoding())
-        return self._rows(field, "demonstrations", encode, partial(usable_texts, values=values))
+        usable = None if whole else partial(usable_texts, values=values)
+        return self._rows(field, "demonstrations", encode, usable)
 
     @overload
     def pairs(
