@@ -111,18 +111,18 @@ class CheckpointOptions(Options):
     start: int = Field(
         0,
         ge=0,
-        description="updates that a run without a checkpoint passes over: it begins with the examples and the learning "
-        "rate of the next one",
+        description="updates that a run without a checkpoint skips; it begins with the examples and the "
+        "learning rate of the next one",
     )
     last: bool = Field(
         True,
-        description="write one after the last update; false: the trained model is saved alone, and an error in the "
-        "last evaluation costs the updates since the checkpoint before",
+        description="write one after the last update; false: only the trained model is saved, and an error in "
+        "the last evaluation loses the updates since the previous checkpoint",
     )
     optimizer_state: bool = Field(
         True,
-        description="hold the optimizer's state; false: a third of the size, and a resumed run starts the optimizer "
-        "afresh, at its place in the schedule",
+        description="include the optimizer's state; false: a third of the size, and a resumed run starts with "
+        "a fresh optimizer, at its place in the schedule",
     )
     remove_loaded: bool = Field(
         False, description="delete a checkpoint once a run has resumed from it, unless it is the best"
@@ -137,25 +137,27 @@ class Previews(Options):
     every: int = Field(
         100,
         ge=1,
-        description="updates between previews; there is one before the first and after the last, too",
+        description="updates between previews; one also comes before the first update and after the last",
     )
     prompts: list[str | list[dict[str, Any]]] = Field([], description="texts, or lists of messages")
     from_data: bool | None = Field(
         None,
-        description="take `count` prompts of eval_data, else of train_data, evenly spread; none: where there are no "
-        "`prompts`",
+        description="take `count` prompts from eval_data, else from train_data, evenly spread; none: if there "
+        "are no `prompts`",
     )
-    prompt_column: str = Field("prompt", description="the column that has them, where the data has it")
+    prompt_column: str = Field("prompt", description="the column of prompts, if the data has it")
     count: int = Field(4, ge=1, description="prompts of the data")
     num_return: int = Field(1, ge=1, description="completions per prompt")
     max_new_tokens: int = Field(128, ge=1, description="tokens of a completion, the stop token included")
-    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
-    top_p: float = Field(1.0, gt=0, le=1, description="share of the probability to sample from")
+    temperature: float = Field(1.0, ge=0, description="0: always the most likely token")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this total probability"
+    )
     top_k: int | None = Field(None, ge=1, description="number of most likely tokens to sample from")
     sampling: dict[str, Any] = Field({}, description="further options, as in `sampling` of GRPO")
     seed: int | None = Field(None, ge=0, le=2**32 - 1, description="none: the stage's")
     print: bool = Field(True, description="in the terminal")
-    log: bool = Field(True, description="as tables of loggers, such as wandb's")
+    log: bool = Field(True, description="as tables in loggers such as wandb")
 
 
 class LogWeights(Options):
@@ -210,7 +212,9 @@ class TrainerConfig(Options):
         description='columns that the data has under other names, { prompt = "question" }, or a list of names whose '
         "texts are joined; a table's own `columns` take precedence",
     )
-    drop_columns: list[str] = Field([], description="columns of the data that nothing reads, rewards neither")
+    drop_columns: list[str] = Field(
+        [], description="columns of the data that nothing reads, not even rewards"
+    )
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     learning_rate_end: float | None = Field(
         None,
@@ -223,8 +227,9 @@ class TrainerConfig(Options):
         PlainSerializer(function_name, return_type=str, when_used="json"),
     ] = Field(
         "constant",
-        description="shape of the learning rate: constant, linear, cosine, or wsd, constant and then linear over the "
-        "last tenth; or a function, in files module:function or file.py:function, from the number of updates to an "
+        description="learning rate schedule: constant, linear, cosine, or wsd (constant, then linear decay "
+        "over the last tenth); or a function, in files module:function or file.py:function, from the "
+        "number of updates to an "
         "optax schedule",
     )
     warmup_steps: int = Field(0, ge=0, description="updates of linear warm-up")
@@ -243,7 +248,7 @@ class TrainerConfig(Options):
     max_training_steps: int | None = Field(
         None,
         ge=0,
-        description="updates, instead of epochs; 0: none, the model is evaluated and saved as it is",
+        description="updates, instead of epochs; 0: no training, the model is only evaluated and saved",
     )
     total_batch_size: int = Field(
         32,
@@ -297,7 +302,7 @@ class TrainerConfig(Options):
         None, ge=1, description="newest checkpoints to keep, plus the best; none: all"
     )
     checkpoints: CheckpointOptions = Field(
-        CheckpointOptions(), description="what checkpoints hold, and what a run makes of those it finds"
+        CheckpointOptions(), description="what checkpoints contain, and how a run uses existing ones"
     )
     save_directory: PathText | None = Field(
         None, description="where a trainer run from Python writes; none: a new temporary directory"
@@ -316,16 +321,16 @@ class TrainerConfig(Options):
     report_steps: int | None = Field(
         None,
         ge=1,
-        description="updates between the metrics that the loggers of `logger` get; none: as log_steps. A row averages "
-        "the updates since the row before, of either",
+        description="updates between metrics for the loggers of `logger`; none: as log_steps. A row averages "
+        "the updates since the previous row of either",
     )
     log_grad_norms: bool = Field(
         False, description="also log the norm of each layer's gradient, as grad_norm/LAYER"
     )
     log_weights: LogWeights | None = Field(
         None,
-        description="log a histogram, the norm, the share of zeros and the size of the update, relative to it, of "
-        "trained parameters, to weights.jsonl, the report and loggers; none: do not",
+        description="log histogram, norm, share of zeros and relative update size of trained parameters to "
+        "weights.jsonl, the report and loggers; none: off",
     )
     log_all_workers: bool = Field(
         False,

@@ -327,7 +327,7 @@ class _Run:
             if count == 0:
                 raise
             warnings.warn(
-                f"stage '{self.stage.name}': the previews after update {count} are left out: {error}",
+                f"stage '{self.stage.name}': the previews after update {count} are skipped: {error}",
                 stacklevel=2,
             )
         self.progress.window.started += time.perf_counter() - began

@@ -106,7 +106,8 @@ class Progress:
             self.stage.metrics.update(self.metrics)
             if saved.state.opt_state == ():
                 self.stage.say(
-                    f"the optimizer starts afresh at update {saved.step}: checkpoints.optimizer_state was false"
+                    f"the optimizer starts from a fresh state at update {saved.step}: "
+                    f"checkpoints.optimizer_state was false"
                 )
                 fresh = _at_update(state.opt_state, saved.step)
                 saved = saved._replace(state=replace(saved.state, opt_state=fresh))
@@ -122,10 +123,10 @@ class Progress:
         """Place a state that begins after the first `start` updates of the run, which it passes over."""
         if start >= self.total:
             raise InputError(
-                f"stage '{self.stage.name}'.checkpoints.start: {start:,} updates are passed over, and the run has "
-                f"{self.total:,}"
+                f"stage '{self.stage.name}'.checkpoints.start: {start:,} updates are skipped, but the run has "
+                f"only {self.total:,}"
             )
-        self.stage.say(f"the first {start:,} of {self.total:,} updates are passed over: checkpoints.start")
+        self.stage.say(f"the first {start:,} of {self.total:,} updates are skipped: checkpoints.start")
         step = jax.device_put(np.int32(start), state.step.sharding)
         return replace(state, step=step, opt_state=_at_update(state.opt_state, start))
 

@@ -37,7 +37,7 @@ def chosen(state: TrainState, pattern: str, stage: str) -> dict[str, Any]:
             found[".".join(path)] = leaf
     if not found:
         raise InputError(
-            f"stage '{stage}'.log_weights.pattern: {pattern!r} is found in no trained parameter."
+            f"stage '{stage}'.log_weights.pattern: {pattern!r} matches no trained parameter."
             f"{suggest(pattern, names)} There are {', '.join(names[:3])}, …, {names[-1]}"
         )
     return found
@@ -66,7 +66,7 @@ class WeightLog:
     """Logs the parameters that a pattern chooses, after the updates that are due."""
 
     def __init__(self, stage: Stage, options: LogWeights, state: TrainState) -> None:
-        """Raises InputError where the pattern is found in no trained parameter."""
+        """Raises InputError where the pattern matches no trained parameter."""
         self.stage, self.options, self.model = stage, options, state.model
         self.names = list(chosen(state, options.pattern, stage.name))
         everywhere = replicated_sharding(state.step.sharding.mesh)

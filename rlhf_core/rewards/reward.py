@@ -269,11 +269,11 @@ def _limit_problems(reward: Reward) -> list[str]:
     limits = [name for name in ("timeout", "processes") if getattr(reward, name) is not None]
     why = None
     if reward.collective and limits:
-        why = "is an object with `setup`: it runs on the mesh and cannot be killed there"
+        why = "is an object with `setup`: it runs on the mesh, where it cannot be killed"
     elif reward.asynchronous and reward.processes is not None:
-        why, limits = "is asynchronous: its calls already wait together", ["processes"]
+        why, limits = "is asynchronous: its calls already run concurrently", ["processes"]
     elif reward.in_workers and hasattr(reward.function, "snapshot"):
-        why = "has `snapshot`: its values depend on what it has seen, which a worker process would keep to itself"
+        why = "has `snapshot`: its values depend on its state, which would stay in a worker process"
     if why:
         return [f"'{reward.label}' {why}; leave out its `{limits[0]}`"]
     try:

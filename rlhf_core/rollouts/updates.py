@@ -207,7 +207,7 @@ class RolloutUpdates:
         number = step // self.updates_per_rollout
         if self.rollout is None:  # the sampler compiles
             count = self.order.prompts_per_rollout * self.collector.options.num_generations
-            self.stage.say(f"drawing the first rollout, {counted(count, 'completions')}")
+            self.stage.say(f"sampling the first rollout ({counted(count, 'completions')})")
         rollout = self.collector.collect(state, number, self.order.next_prompts(number))
         self.timing = rollout.timing
         self.order.add_rounds(rollout.rounds)

@@ -50,9 +50,9 @@ INPUTS = (
 """Arguments of a trainer class besides its config."""
 REFUSED_INPUTS = {
     "compute_loss_func": "a loss is a component: `loss` in the config, or a trainer's `build`",
-    "data_collator": "examples are packed into rows without padding: give rows with the token ids to train on, or map "
-    "the dataset before",
-    "formatting_func": "map the dataset before: rows have `text`, `prompt` and `completion`, or `messages`",
+    "data_collator": "examples are packed into rows without padding: give rows with the token ids to train on, or "
+    "map the dataset beforehand",
+    "formatting_func": "map the dataset beforehand: rows have `text`, `prompt` and `completion`, or `messages`",
     "optimizer_cls_and_kwargs": "write `optimizer` in the config, or give optimizers=(transformation, schedule)",
     "preprocess_logits_for_metrics": "logits are not kept: compute_metrics gets the scores of pairs",
 }

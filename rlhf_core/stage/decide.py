@@ -295,7 +295,7 @@ def is_compared(key: str) -> bool:
 
 
 def _how_to_run(request: Request) -> str:
-    fix = f"restore those, use another {request.elsewhere}, or delete {request.dir} to rerun it"
+    fix = f"restore them, use another {request.elsewhere}, or delete {request.dir} to rerun it"
     if request.elsewhere != "--dir":
         return fix
     return f"{fix}; --dir NEW --reuse {request.dir.parent} takes over the stages that have not changed"

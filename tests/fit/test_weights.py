@@ -88,7 +88,7 @@ def test_weights_on_a_mesh(short: Any) -> None:
 
 
 def test_a_pattern_that_is_found_nowhere(short: Any) -> None:
-    with pytest.raises(InputError, match=r"stage 'sft'\.log_weights\.pattern: 'mpl' is found in no trained"):
+    with pytest.raises(InputError, match=r"stage 'sft'\.log_weights\.pattern: 'mpl' matches no trained"):
         short.train("sft", log_weights={"pattern": "mpl", "every": 1})
     with pytest.raises(InputError, match=r"log_weights\.pattern: '\[' is not a regular expression"):
         TrainerConfig(log_weights={"pattern": "["})

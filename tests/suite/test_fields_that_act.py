@@ -58,7 +58,7 @@ def test_a_checkpoint_without_the_optimizer_s_state(
     given = {"save_optimizer_state": False, "scheduler": "linear"}
     interrupted(short, "again", **given)
     again, watch = short.train("sft", at="again", **given)
-    assert "the optimizer starts afresh at update 2" in capsys.readouterr().err
+    assert "the optimizer starts from a fresh state at update 2" in capsys.readouterr().err
     assert watch.steps() == [3, 4, 5, 6]
     rates = [row["learning_rate"] for row in watch.rows]
     np.testing.assert_allclose(rates, [1e-2 * (1 - i / 6) for i in (2, 3, 4, 5)], rtol=1e-6)
@@ -78,7 +78,9 @@ def test_a_run_begins_at_a_later_update(short: Any) -> None:
     assert watch.rows[0]["learning_rate"] == pytest.approx(1e-2 * (1 - 3 / 6))
     assert watch.rows[0]["epoch"] == pytest.approx(16 / 11)
     assert not equal(first, later)
-    with pytest.raises(InputError, match=r"checkpoints\.start: 6 updates are passed over, and the run has 6"):
+    with pytest.raises(
+        InputError, match=r"checkpoints\.start: 6 updates are skipped, but the run has only 6"
+    ):
         short.train("sft", at="never", step_start_point=6, **given)
 
 

@@ -17,7 +17,7 @@ class DPOConfig(TrainerConfig):
         "loss_type": "loss.name",
         "label_smoothing": ("loss.label_smoothing", 0.0),
         "dataloader_num_workers": Ignored("the reference reads all pairs before the first update"),
-        "shuffle_buffer": Ignored("pairs are no stream: each epoch is shuffled whole"),
+        "shuffle_buffer": Ignored("pairs cannot be streamed: each epoch is shuffled as a whole"),
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
