@@ -108,7 +108,7 @@ def test_the_decision_is_that_of_the_table(line: int) -> None:
     decision = decide(then, ask(now))
     assert decision.action == action
     found = [*decision.reasons, *decision.warnings]
-    if action == "refuse" and "with other settings: restore those, use another --dir" in found[-1]:
+    if action == "refuse" and "with other settings: restore them, use another --dir" in found[-1]:
         assert then is not None
         assert found.pop().startswith(f"stage 'policy' was {'finished' if then.done else 'begun'} with")
     assert len(found) == len(said), found
