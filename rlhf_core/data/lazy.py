@@ -223,7 +223,7 @@ class LazyRecords(LazyRows):
             )
             for source in self.records.sources
         ]
-        with suppress(InputError, Stopped):  # the update that reads the row raises the error
+        with suppress(Exception):  # the update that reads the row raises the error
             self._whole = own_copy(self.encoder).rows(Records(sources))
 
     def wait(self) -> None:

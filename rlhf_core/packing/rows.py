@@ -130,12 +130,13 @@ def with_room(layout: Layout, trees: Sequence[Tree], group: int) -> Layout:
     group: branches of a tree that stay together.
     """
     longest = most = 0
+    time, trained = layout.time[-1], layout.trained[-1]
     for each in trees:
-        sizes, needs = [len(branch) for branch in each.branches], trained_per_branch(each)
+        sizes = [len(branch) for branch in each.branches]
+        needs = trained_per_branch(each) if trained else sizes
         for at in range(0, len(sizes), group):
             longest = max(longest, len(each.prefix) + sum(sizes[at : at + group]))
             most = max(most, sum(needs[at : at + group]))
-    time, trained = layout.time[-1], layout.trained[-1]
     if longest <= time and (most <= trained or not trained):
         return layout
     while time < longest:

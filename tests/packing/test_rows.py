@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_core.packing.rows import Layout, Packed, Tree, pack, shared_prefix, split, tree, useful_fraction
+from rlhf_core.packing.rows import (
+    Layout,
+    Packed,
+    Tree,
+    pack,
+    shared_prefix,
+    split,
+    tree,
+    useful_fraction,
+    with_room,
+)
 
 
 def ints(*values):
@@ -287,3 +297,16 @@ def test_split_keeps_groups_and_says_what_does_not_fit():
     assert [len(part.branches) for part in split(pairs, 64, trained=4)] == [2, 2, 2]
     with pytest.raises(ValueError, match=r"branches of \[2, 2\] tokens does not fit a row of 4 tokens"):
         split(pairs, 4, group=2)
+
+
+def test_trees_that_fit_no_class_get_a_longer_one() -> None:
+    layout = Layout((16, 32), (4, 2), (2, 4), (0, 0))
+    short, long = (tree([np.arange(n, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32)]) for n in (8, 20))
+    assert with_room(layout, [short], 2) is layout
+    longer = with_room(layout, [short, long], 2)
+    assert (longer.time, longer.rows, longer.sequences) == ((16, 32, 64), (4, 2, 2), (2, 4, 4))
+    assert with_room(layout, [short, long], 1) is layout  # split, each branch fits
+    assert sum((batch.example >= 0).sum() for batch in pack([short, long], longer, group=2)) == 4
+    trained = layout._replace(trained=(4, 8))
+    assert with_room(trained, [short], 2).trained == (4, 8, 32)
+    assert with_room(trained, [short], 2).time == (16, 32, 32)
