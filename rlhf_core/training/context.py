@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.data import Records
     from rlhf_core.data.report import Report
     from rlhf_core.packing.trees import Trees
     from rlhf_core.sampling import SamplingOptions
@@ -200,14 +199,8 @@ class Context:
         self.missing = self.missing or model.definition is None or self.tokenizer is None
         return model
 
-    @overload
-    def records(
-        self, field: Literal["train_data"], *, episodes: bool = False, first: int | None = None
-    ) -> Records: ...
-    @overload
-    def records(self, field: str, *, episodes: bool = False, first: int | None = None) -> Records | None: ...
-    def records(self, field: str, *, episodes: bool = False, first: int | None = None) -> Records | None:
-        """Open the rows of `train_data`, or of `eval_data`, which may not be given: None.
+    def records(self, field: str, *, episodes: bool = False, first: int | None = None) -> Any:
+        """Open the rows of `train_data`, `Records`, or of `eval_data`, which may not be given: None.
 
         Of a stream, `eval_data` has the rows of `max_evaluation_steps` batches. episodes: whether an environment makes
         the conversations. first: how many rows of a stream to read, where these are enough. Raises InputError for plain
@@ -311,20 +304,8 @@ class Context:
         stop_if_asked(f"before the data of stage '{self.name}' were read")
         return spec
 
-    @overload
-    def texts(
-        self, field: Literal["train_data"], *, whole: Literal[True], values: Sequence[str] = ()
-    ) -> Texts: ...
-    @overload
-    def texts(  # type: ignore[overload-overlap]  # any other text is the field of an evaluation
-        self, field: Literal["train_data"], *, whole: bool = False, values: Sequence[str] = ()
-    ) -> Texts | LazyRows: ...
-    @overload
-    def texts(self, field: str, *, whole: bool = False, values: Sequence[str] = ()) -> Texts | None: ...
-    def texts(
-        self, field: str, *, whole: bool = False, values: Sequence[str] = ()
-    ) -> Texts | LazyRows | None:
-        """Tokenise the demonstrations of `train_data` or of `eval_data`, which may not be given: None.
+    def texts(self, field: str, *, whole: bool = False, values: Sequence[str] = ()) -> Any:
+        """Tokenise the demonstrations of `train_data`, `Texts`, or of `eval_data`, which may not be given: None.
 
         Training data of many rows, and streams, are tokenised while updates use them: `updates` takes them as well, and
         `trees` are those of the first rows. whole: tokenise all now, for a trainer that reads the texts itself. values:
@@ -336,27 +317,6 @@ class Context:
         usable = None if whole else partial(usable_texts, values=values)
         return self._rows(field, "demonstrations", encode, usable)
 
-    @overload
-    def pairs(
-        self,
-        field: Literal["train_data"],
-        *,
-        whole: Literal[True],
-        read_at: ReadAt | None = "eos",
-        completions: bool = False,
-        margins: bool = True,
-    ) -> Pairs: ...
-    @overload
-    def pairs(  # type: ignore[overload-overlap]  # as in `texts`
-        self,
-        field: Literal["train_data"],
-        *,
-        whole: bool = False,
-        read_at: ReadAt | None = "eos",
-        completions: bool = False,
-        margins: bool = True,
-    ) -> Pairs | LazyRows: ...
-    @overload
     def pairs(
         self,
         field: str,
@@ -365,17 +325,8 @@ class Context:
         read_at: ReadAt | None = "eos",
         completions: bool = False,
         margins: bool = True,
-    ) -> Pairs | None: ...
-    def pairs(
-        self,
-        field: str,
-        *,
-        whole: bool = False,
-        read_at: ReadAt | None = "eos",
-        completions: bool = False,
-        margins: bool = True,
-    ) -> Pairs | LazyRows | None:
-        """Tokenise the preference pairs of `train_data` or of `eval_data`, which may not be given: None.
+    ) -> Any:
+        """Tokenise the preference pairs of `train_data`, `Pairs`, or of `eval_data`, which may not be given: None.
 
         whole: tokenise all now, which is otherwise done as for `texts`, for a trainer that reads the pairs itself.
         read_at: where conversations end: "eos", after the stop token that follows the last reply; "template", where the
@@ -547,18 +498,6 @@ class Context:
         if self.missing:
             raise ModelNotHereError
 
-    @overload
-    def updates(
-        self,
-        model: Model,
-        rows: Texts | Pairs,
-        trees: Trees | None = None,
-        *,
-        reads_tokens: bool,
-        sequence_names: Sequence[str] = (),
-        group: int = 1,
-    ) -> tuple[Model, DatasetUpdates]: ...
-    @overload
     def updates(
         self,
         model: Model,
@@ -568,17 +507,7 @@ class Context:
         reads_tokens: bool,
         sequence_names: Sequence[str] = (),
         group: int = 1,
-    ) -> tuple[Model, DatasetUpdates | LazyUpdates]: ...
-    def updates(
-        self,
-        model: Model,
-        rows: Texts | Pairs | LazyRows,
-        trees: Trees | None = None,
-        *,
-        reads_tokens: bool,
-        sequence_names: Sequence[str] = (),
-        group: int = 1,
-    ) -> tuple[Model, DatasetUpdates | LazyUpdates]:
+    ) -> tuple[Model, Any]:
         """Draw updates from rows; return the model with the attention that suits them, and the source of updates.
 
         trees: of the rows, one each; None: `rows.trees()`. reads_tokens: whether the objective reads values of trained
