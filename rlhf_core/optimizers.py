@@ -179,7 +179,10 @@ _SHAPES: dict[str, Callable[[Any], Any]] = {
 
 def _custom_schedule(named: str | Callable[..., Any], total: int) -> Schedule:
     """Make the schedule of a function from the number of updates to an optax schedule, and try it."""
-    function = load_function(named) if isinstance(named, str) else named
+    try:
+        function = load_function(named) if isinstance(named, str) else named
+    except InputError as error:
+        raise InputError(*(f"scheduler: {problem}" for problem in error.problems)) from error
     try:
         made: Schedule = function(total)
         rate = jax.eval_shape(made, jax.ShapeDtypeStruct((), jnp.int32))

@@ -121,11 +121,7 @@ class Progress:
 
     def _pass_over(self, state: TrainState, start: int) -> TrainState:
         """Place a state that begins after the first `start` updates of the run, which it passes over."""
-        if start >= self.total:
-            raise InputError(
-                f"stage '{self.stage.name}'.checkpoints.start: {start:,} updates are skipped, but the run has "
-                f"only {self.total:,}"
-            )
+        require_rest(self.stage.name, start, self.total)
         self.stage.say(f"the first {start:,} of {self.total:,} updates are skipped: checkpoints.start")
         step = jax.device_put(np.int32(start), state.step.sharding)
         return replace(state, step=step, opt_state=_at_update(state.opt_state, start))
@@ -199,6 +195,14 @@ def cut_files(directory: Path, step: int) -> None:
 def metric_files(directory: Path) -> list[Path]:
     """List a stage's files of rows: the metrics of the first process, weights, with `log_all_workers` other metrics."""
     return [directory / METRICS, directory / WEIGHTS, *directory.glob("metrics-*.jsonl")]
+
+
+def require_rest(stage: str, start: int, total: int) -> None:
+    """Raise InputError where no update is left after the `start` that `checkpoints.start` skips."""
+    if start and start >= total:
+        raise InputError(
+            f"stage '{stage}'.checkpoints.start: {start:,} updates are skipped, but the run has only {total:,}"
+        )
 
 
 def _at_update(opt_state: Any, step: int) -> Any:

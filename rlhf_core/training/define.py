@@ -13,6 +13,7 @@ from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast, Trainer
 from rlhf_core.errors import InputError
 from rlhf_core.fit import Build, fit
+from rlhf_core.fit.progress import require_rest
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Model
@@ -60,6 +61,7 @@ def forecast(
     except ModelNotHereError:
         made = None
     first, *others = context.expected
+    require_rest(context.name, config.checkpoints.start, first.updates)
     lines = ["".join([first.lines[0], *context.notes]), *first.lines[1:]]
     cautions = list(context.warnings)
     memory = Forecast()

@@ -108,6 +108,8 @@ def test_a_function_is_the_schedule(short: Any, tmp_path: Path) -> None:
     named, _ = short.train("sft", at="named", scheduler=f"{file}:rate")
     assert equal(constant, named)
     assert not equal(constant, found)
+    with pytest.raises(InputError, match=r"scheduler: .*rates\.py has no 'rat'\. Did you mean 'rate'\?"):
+        short.train("sft", at="misspelt", scheduler=f"{file}:rat")
     with pytest.raises(InputError, match="scheduler: its function must return a schedule"):
         short.train("sft", at="wrong", scheduler=lambda total: lambda step: jnp.ones(3))
 
