@@ -23,7 +23,7 @@ from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.mesh import make_mesh, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
-from rlhf_core.models.finite import nonfinite_error
+from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import Layout, choose_layout, tree
@@ -414,7 +414,7 @@ class Scorer:
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
         empty = np.array([len(ids) == 0 for ids in sequences], bool)
         if bad := np.flatnonzero(~np.isfinite(scores) & ~empty).tolist():
-            raise nonfinite_error(
+            raise nonfinite_output_error(
                 self.model.definition,
                 self.model.params,
                 self.model.source or "the reward model",

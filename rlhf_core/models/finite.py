@@ -24,7 +24,7 @@ CHUNK = 64
 """Tokens whose logits are computed together."""
 
 
-def nonfinite_error(
+def nonfinite_output_error(
     definition: Any, params: Any, source: Any, outputs: Mapping[int, tuple[str, Any]]
 ) -> InputError | NonFiniteError:
     """Make the error for outputs that are not finite.

@@ -290,7 +290,10 @@ class Adapter:
             path = ("layers", *target.split("."), "kernel")
             kernel = dict(paths(params))[path]
             scaled = _with_lengths(kernel, self._magnitudes(names[target]))
-            params = join(split(params, frozenset([path]))[0], _nested(path, scaled))
+            nested: Any = scaled
+            for name in reversed(path):
+                nested = {name: nested}
+            params = join(split(params, frozenset([path]))[0], nested)
         return model.with_params(jax.device_put(params, model.definition.shardings(model.mesh)))
 
     def _view(self, name: str) -> np.ndarray:
@@ -353,7 +356,3 @@ def _with_lengths(kernel: jax.Array, magnitudes: np.ndarray) -> jax.Array:
     """Scale the columns of a kernel [..., in, out] to the lengths `magnitudes` [..., 1, out], except where NaN."""
     length = jnp.linalg.norm(kernel, axis=-2, keepdims=True)
     return jnp.where(jnp.isnan(magnitudes), kernel, kernel * (magnitudes / length))
-
-
-def _nested(path: tuple[str, ...], leaf: Any) -> dict[str, Any]:
-    return {path[0]: leaf if len(path) == 1 else _nested(path[1:], leaf)}

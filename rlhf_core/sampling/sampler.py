@@ -21,7 +21,7 @@ from rlhf_core.contracts import Rollouts, SamplerInputs, World
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
-from rlhf_core.models.finite import nonfinite_error
+from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
 from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
@@ -202,7 +202,7 @@ class Sampler(_PlacedModel):
                 i: ("the distribution of a next token", np.concatenate([prompts[i], out[0][i, j, :t]]))
                 for i, j, t in reversed(bad.tolist())
             }
-            raise nonfinite_error(self.definition, params, "the policy", dict(sorted(written.items())))
+            raise nonfinite_output_error(self.definition, params, "the policy", dict(sorted(written.items())))
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
@@ -376,7 +376,7 @@ class ConversationSampler(_PlacedModel):
             Schedule(devices, conversations, ids.astype(np.uint32), world).run()
         except NonFiniteTurnError as error:
             what = {error.conversation: ("the distribution of a next token", error.context)}
-            raise nonfinite_error(program.definition, params, "the policy", what) from None
+            raise nonfinite_output_error(program.definition, params, "the policy", what) from None
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
         """Start to compile the programs, which are the same for prompts of any `lengths`, for keys of jax.random.key's

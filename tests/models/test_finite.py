@@ -19,7 +19,7 @@ from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.models import Model
-from rlhf_core.models.finite import nonfinite_error
+from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.rewards.reward import Reward, score
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.scoring import Scorer, ScoringContract
@@ -69,7 +69,9 @@ def test_weights_that_are_not_finite_are_named_as_in_the_files(tiny: ModuleType)
         ("embed_tokens.embedding", (LETTER, 3), "model.embed_tokens.weight", 1),
     ]:
         bad = changed(model, path, poison(index, np.inf))
-        error = nonfinite_error(bad.definition, bad.params, "runs/rm", {0: ("the score of row 1", [3])})
+        error = nonfinite_output_error(
+            bad.definition, bad.params, "runs/rm", {0: ("the score of row 1", [3])}
+        )
         assert isinstance(error, InputError)
         assert re.match(UNKNOWN.format("runs/rm", re.escape(name), count), str(error))
 
@@ -78,7 +80,9 @@ def test_the_layer_is_named_where_all_weights_are_finite(tiny: ModuleType) -> No
     model = fails_at_c(tiny, "lm")
     late = changed(tiny.make_model("lm"), "lm_head.kernel", poison((slice(None), 7), 3e38))
     for bad, part in ((model, "layer 0 (of 0 to 1)"), (late, "its head, the logits")):
-        error = nonfinite_error(bad.definition, bad.params, "m", {4: ("the score of row 5", [3, LETTER])})
+        error = nonfinite_output_error(
+            bad.definition, bad.params, "m", {4: ("the score of row 5", [3, LETTER])}
+        )
         assert isinstance(error, NonFiniteError)
         assert error.sequence == 4
         assert "m: the score of row 5 is not finite (NaN or infinite), though all weights" in str(error)
