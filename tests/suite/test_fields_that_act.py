@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -231,3 +232,11 @@ def test_a_stage_may_only_evaluate(short: Any, tmp_path: Path, trainer: str) -> 
     assert row["step"] == 0
     assert any(name.startswith("eval_") for name in row)
     assert not any(name.startswith("grad_norm") for name in row)
+
+
+def test_a_run_has_the_name_it_is_given(tiny: ModuleType, tmp_path: Path) -> None:
+    from rlhf_sft import SFTConfig, SFTTrainer
+
+    config = SFTConfig(do_train=False, save_directory=tmp_path, trainer_prefix="sft", model_name="of/us")
+    result = SFTTrainer(config, model=tiny.make_model(), train_dataset=tiny.texts(4)).train()
+    assert Path(result.artifact.path) == tmp_path / "sft-of-us/artifacts/model"
