@@ -95,7 +95,8 @@ def test_every_field_of_easydel_is_there_once() -> None:
 SHOWN_BY = {
     "tests/rollouts/test_previews.py": """generation_config_overrides generation_dataset_prompt_field
         generation_do_sample generation_extra_kwargs generation_interval generation_log_to_wandb
-        generation_max_new_tokens generation_num_prompts generation_num_return_sequences generation_preview_print generation_prompts
+        generation_max_new_tokens generation_num_prompts generation_num_return_sequences
+        generation_preview_print generation_prompts
         generation_seed generation_temperature generation_top_k generation_top_p generation_use_train_prompts""",
     "tests/suite/test_fields_that_act.py": """custom_scheduler do_eval do_last_save do_train force_step_start_point
         ids_to_pop_from_dataset log_grad_norms log_steps max_length model_name remove_ckpt_after_load
