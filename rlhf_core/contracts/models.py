@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
@@ -12,26 +12,18 @@ if TYPE_CHECKING:
 Head = Literal["lm", "score"]
 
 
-class Define(Protocol):
-    """Make the model that a config.json describes, without parameters.
-
-    Raises InputError naming each field that the family cannot honour.
-    """
-
-    def __call__(self, hf_config: Mapping[str, Any], head: Head, /) -> Definition: ...
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """A family of language models: from a Hugging Face config.json to a `rlhf_core.models.Definition`.
 
     name: the `model_type` values of config.json that it reads, such as ("llama", "qwen2").
-    define: (config.json, head) → the model without its parameters. Its methods are the family's functions: shapes and
-    fresh parameters, forward pass, prefill and decode, loading and saving. `rlhf_core.models.Definition` lists them.
+    define: (config.json, head) → the model without its parameters; raises InputError naming each field that the family
+    cannot honour. The model's methods are the family's functions: shapes and fresh parameters, forward pass, prefill
+    and decode, loading and saving. `rlhf_core.models.Definition` lists them.
     """
 
     name: tuple[str, ...]
-    define: Define
+    define: Callable[[Mapping[str, Any], Head], Definition]
 
 
 @dataclass(frozen=True)
