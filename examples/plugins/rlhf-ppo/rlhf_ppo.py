@@ -119,16 +119,14 @@ class PPOSteps:
 
     token_names, sequence_names = KEPT, ()
 
-    def __init__(
-        self, config: PPOConfig, prompts: Any, layout: Layout, reader: TreeReader, reference: Reference
-    ):
+    def __init__(self, config: PPOConfig, prompts: Any, layout: Layout, reader: TreeReader, read_with: Any):
         self.config, self.prompts, self.layout = config, prompts, layout
-        self.read, self.reference = reader, reference
+        self.read, self.read_with = reader, read_with
 
     def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         mask, lengths = rollout.samples.mask, np.asarray(rollout.samples.lengths)
-        params = {**state.params, "reference": self.reference.params}
-        rollout = rollout.with_token_values(self.read(params, rollout.trees(self.prompts)))
+        values = self.read(self.read_with(state.params), rollout.trees(self.prompts))
+        rollout = rollout.with_token_values(values)
         kept = {name: x.astype(np.float64) for name, x in rollout.token_values.items()}
         rewards = -self.config.kl_coefficient * (kept["old_logps"] - kept.pop("ref_logps"))
         rewards[np.arange(len(lengths)), lengths - 1] += np.nan_to_num(rollout.total)
@@ -161,14 +159,16 @@ def make_reader(config: PPOConfig, policy: Model, critic: Model, layout: Layout,
 
 def build(config: PPOConfig, context: Context) -> Build:
     """Improve `config.model` on the prompts of `config.train_data`, beside a critic that begins as its copy."""
-    policy = context.model("lm")
+    sampled = context.model("lm")
     rewards = open_rewards(config.rewards, context.stage)
-    group, prompts = config.num_generations, config.total_batch_size // config.num_generations
-    sampled = (config.max_prompt_length, group, config.sampling, prompts, config.num_iterations)
-    options = RolloutOptions(*sampled, policy="policy")
-    collector = open_collector(context, policy, rewards, options)
+    group, serves = config.num_generations, config.num_iterations
+    size = config.total_batch_size // group
+    options = RolloutOptions(config.max_prompt_length, group, config.sampling, size, serves, policy="policy")
+    collector = open_collector(context, sampled, rewards, options)
     assert collector is not None
-    policy, layout = choose_rollout_rows(context, policy, collector)
+    held_out = open_collector(context, sampled, rewards, options, "eval_data")
+    fixed = None if held_out is None else FixedPrompts(held_out, len(held_out.prompts), previewed=4)
+    policy, layout = choose_rollout_rows(context, sampled, collector)
     critic = policy.with_head("score", seed=context.seed)
     reference = Reference(policy.params, config.frozen_parameters, context.mesh)
     reader = make_reader(config, policy, critic, layout, context.mesh)
@@ -178,9 +178,7 @@ def build(config: PPOConfig, context: Context) -> Build:
 
     context.ahead(reader.compile, read_with({"policy": policy.params, "critic": critic.params}))
     reading = Reading(reader, read_with, ("parameters", "reference"))
-    steps = PPOSteps(config, collector.prompts, layout, reader, reference)
-    held_out = open_collector(context, policy, rewards, options, "eval_data")
-    fixed = None if held_out is None else FixedPrompts(held_out, len(held_out.prompts), previewed=4)
+    steps = PPOSteps(config, collector.prompts, layout, reader, read_with)
     models = {"policy": policy, "critic": critic}
     loss = context.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
     of_critic = config.replace(learning_rate=config.critic_learning_rate, frozen_parameters=None)
