@@ -53,6 +53,15 @@ class Stopped(Exception):
     """A signal or time limit ended the run after its state was saved (exit code 75)."""
 
 
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Add the problems of an InputError raised in the block to `problems`, and continue after it."""
+    try:
+        yield
+    except InputError as error:
+        problems += error.problems
+
+
 def counted(number: int, nouns: str) -> str:
     """Return a number and what it counts: `1 prompt`, `1,234 prompts`. nouns: in the plural, which ends in an s."""
     return f"{number:,} {nouns.removesuffix('s') if number == 1 else nouns}"

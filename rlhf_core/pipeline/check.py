@@ -10,13 +10,13 @@ from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config import Component, TrainerConfig
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, collected
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import StagePlan, plan, read
 from rlhf_core.runtime.terminal import echo, show
-from rlhf_core.stage.record import Asked, read_records
+from rlhf_core.stage.record import read_records
 from rlhf_core.stage.reuse import find_reusable
 
 if TYPE_CHECKING:
@@ -80,43 +80,31 @@ def check(
     devices, check_on = target.resolve(host)
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
-    states: dict[str, str] = {}
-    asked: dict[str, Asked] = {}
-    notes: list[str] = []
-    try:
-        asked = read_records(stage_requests(planned, host, accept))
-        decisions = {name: each.decision for name, each in asked.items()}
-        problems += [line for decision in decisions.values() for line in decision.reasons]
-        reused, notes = ({}, []) if reuse is None else find_reusable(reuse, stage_requests(planned, host))
-        if not problems:
-            words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
-            states = {name: words[decision.action] for name, decision in decisions.items()}
-            notes += [
-                line
-                for decision in decisions.values()
-                if decision.action in ("continue", "extend")
-                for line in decision.warnings
-            ]
-            states |= {
-                name: f"taken over from {_short_path(str(stage.source))}" for name, stage in reused.items()
-            }
-            done = {name for name, decision in decisions.items() if decision.action == "skip"}
-            require_inputs(planned, only, {*done, *reused})
-    except InputError as error:
-        problems += error.problems
     mesh = None
-    if devices is not None:
-        try:
-            # A search chooses the mesh and ignores the one in the file.
+    with collected(problems):
+        if devices is not None:  # a search chooses the mesh and ignores the one in the file
             mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if target.suggest else planned.mesh))
-        except InputError as error:
-            problems += error.problems
-    try:
+    with collected(problems):
         forecasts = stage_forecasts(planned, host, mesh=mesh)
-    except InputError as error:
-        problems = [*error.problems, *problems]
+    states: dict[str, str] = {}
+    notes: list[str] = []
+    with collected(problems):
+        asked = read_records(stage_requests(planned, host, accept))
+        problems += [line for each in asked.values() for line in each.decision.reasons]
+        if reuse is not None:
+            reused, notes = find_reusable(reuse, [each.request for each in asked.values()])
+            states = {
+                name: f"taken over from {_short_path(str(each.source))}" for name, each in reused.items()
+            }
+        if not problems:
+            done = {name for name, each in asked.items() if each.decision.action == "skip"}
+            require_inputs(planned, only, {*done, *states})
     if problems:
         raise InputError(*problems)
+    words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
+    for name, (_, _, decision) in asked.items():
+        states.setdefault(name, words[decision.action])
+        notes += decision.warnings if decision.action in ("continue", "extend") else ()
     warn_of_readers(planned, asked)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

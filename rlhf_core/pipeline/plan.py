@@ -22,7 +22,7 @@ from rlhf_core.config.paths import (
 )
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
 from rlhf_core.data.records import named_sets
-from rlhf_core.errors import UNREADABLE, InputError, exists, reading, suggest, suggest_file
+from rlhf_core.errors import UNREADABLE, InputError, collected, exists, reading, suggest, suggest_file
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
@@ -412,12 +412,10 @@ def _stage(
     outputs = None if trainer is None else dict(trainer.outputs)
     written, given = None, dict(table.options)
     if trainer is not None:
-        try:
+        with collected(problems):
             options = _with_default_names(trainer.config, table.options)
             written = build(trainer.config, options, where=where, registry=host.registry)
             given = written.to_dict()
-        except InputError as error:
-            problems += error.problems
 
     def kinds(dotted: str) -> tuple[str, ...]:
         return () if trainer is None else _kinds(trainer.config, given, host, dotted)

@@ -118,6 +118,7 @@ class Result:
     metrics: Mapping[str, float]
 
 
+@runtime.session()
 def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
@@ -130,11 +131,6 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
     is in use, or holds a run with another model, data, rewards or settings.
     """
-    with runtime.session():
-        return _run_alone(trainer, config, inputs)
-
-
-def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> Result:
     host = plugins.load()
     component = host.registry.get(TRAINER, trainer)
     is_main = jax.process_index() == 0
