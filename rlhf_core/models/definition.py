@@ -19,6 +19,7 @@ from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.attention import capped
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.params import Path, join, paths, split
+from rlhf_core.runtime.caches import Exact
 from rlhf_core.tokenizer.encoding import ids_without_token
 
 if TYPE_CHECKING:
@@ -177,14 +178,14 @@ class Definition:
     # What follows is made of the above.
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Definition) and self._values == other._values
+        return isinstance(other, Definition) and self._exact == other._exact
 
     def __hash__(self) -> int:
-        return hash(self._values)
+        return hash(self._exact)
 
     @cached_property
-    def _values(self) -> tuple[Any, ...]:
-        return type(self), *(getattr(self, each.name) for each in dataclasses.fields(self))
+    def _exact(self) -> Exact:
+        return Exact((type(self), *(getattr(self, each.name) for each in dataclasses.fields(self))))
 
     def as_policy(self, tokenizer: Any) -> Self:
         """Return the definition of a policy that samples this tokenizer's tokens alone."""

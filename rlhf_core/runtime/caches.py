@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -58,7 +59,44 @@ def forget() -> None:
 
 
 def cached(function: F) -> F:
-    """Keep the results of a function that reads users' code until `forget`, by its arguments."""
-    results = functools.lru_cache(MAX_CACHED, typed=True)(function)
+    """Keep the results of a function that reads users' code until `forget`, for arguments that are `Exact` the same."""
+    results = functools.lru_cache(MAX_CACHED)(lambda exact: function(*exact.value))
     _caches.append(results.cache_clear)
-    return cast(F, results)
+
+    @functools.wraps(function)
+    def recall(*arguments: Any) -> Any:
+        return results(Exact(arguments))
+
+    return cast(F, recall)
+
+
+class Exact:
+    """A value that equals another one where both compare equal and their types agree, those of fields included.
+
+    For keys of caches and static arguments under jit: 1, 1.0 and True compare equal, so do frozen dataclasses of them.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._key = _exact(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exact) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, float):
+        return type(value), value.hex()
+    parts: Any = ()
+    if isinstance(value, tuple):
+        parts = tuple(map(_exact, value))
+    elif (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__eq__ is not object.__eq__
+    ):
+        parts = tuple(_exact(getattr(value, each.name)) for each in dataclasses.fields(value) if each.compare)
+    return type(value), value, parts

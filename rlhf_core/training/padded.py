@@ -15,6 +15,7 @@ from rlhf_core.contracts import Rows
 from rlhf_core.metrics import Metric, results
 from rlhf_core.packing import Packed
 from rlhf_core.plugins import installed_registry
+from rlhf_core.runtime.caches import Exact
 from rlhf_core.step import mean_losses, split_step
 
 if TYPE_CHECKING:
@@ -93,11 +94,11 @@ class PaddedObjective:
         Returns the next state and the metrics, with `loss` and `grad_norm` (before the optimizer). Arrays of rank 0 are
         not split. Raises ValueError where the parts do not divide the batch, or an array is missing.
         """
-        return _update(self, state, self.arrays(batch), splits)
+        return _update(Exact(self), state, self.arrays(batch), splits)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Compute the metrics and `loss` without an update, and so without `grad_norm`."""
-        return _evaluate(self, state, self.arrays(batch))
+        return _evaluate(Exact(self), state, self.arrays(batch))
 
     def arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Take the declared arrays of a batch. Raises ValueError where one is missing."""
@@ -113,19 +114,17 @@ class PaddedObjective:
         }
 
 
-@partial(jax.jit, static_argnames=("objective", "splits"))
+@partial(jax.jit, static_argnames=("exact", "splits"))
 def _update(
-    objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array], splits: int
+    exact: Exact, state: TrainState, batch: Mapping[str, jax.Array], splits: int
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    state, metrics = split_step(partial(objective.compute, state.model), state, batch, splits)
+    state, metrics = split_step(partial(exact.value.compute, state.model), state, batch, splits)
     return state, results(metrics)
 
 
-@partial(jax.jit, static_argnames="objective")
-def _evaluate(
-    objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    loss, metrics = objective.compute(state.model, state.params, batch)
+@partial(jax.jit, static_argnames="exact")
+def _evaluate(exact: Exact, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    loss, metrics = exact.value.compute(state.model, state.params, batch)
     return {**results(metrics), **results(mean_losses(loss))}
 
 

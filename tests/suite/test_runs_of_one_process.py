@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from rlhf_topologies.pass_memory import pass_bytes
 
-from rlhf_core import TRAINER, RunError, installed_registry, run_pipeline
+from rlhf_core import TRAINER, LossOutput, RunError, installed_registry, run_pipeline
+from rlhf_core.contracts import PairInputs
+from rlhf_core.metrics import Mean
+from rlhf_core.models import Decoder
 from rlhf_core.plugins.component import load_file
 from rlhf_core.runtime import caches, devices
-from rlhf_core.runtime.caches import own_run
+from rlhf_core.runtime.caches import Exact, cached, own_run
+from rlhf_core.state import TrainState
+from rlhf_core.training import PaddedObjective
 
 PROBE = """
 import os
@@ -194,6 +206,72 @@ def test_a_run_within_a_run_is_part_of_it() -> None:
             caches.at_run_end(lambda: ended.append("inside"))
         assert not ended
     assert ended == ["inside"]
+
+
+@dataclass(frozen=True)
+class Options:
+    keep: Any
+    rest: tuple[Any, ...] = ()
+    note: Any = field(default=None, compare=False)
+
+
+NUMBERS = (1, 1.0, True, np.float32(1), 0.0, -0.0)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda x: x, Options, lambda x: Options(None, (x,)), lambda x: (Options(x), 2)]
+)
+def test_values_that_compare_equal_are_told_apart_by_type_and_sign(made: Callable[[Any], Any]) -> None:
+    calls: list[Any] = []
+    recall = cached(lambda value: calls.append(value) or len(calls))
+    assert [recall(made(number)) for number in NUMBERS] == [1, 2, 3, 4, 5, 6]
+    assert [recall(made(number)) for number in NUMBERS] == [1, 2, 3, 4, 5, 6]
+    assert Exact(Options(1, note=[])) == Exact(Options(1, note={}))
+
+
+def test_definitions_of_models_are_told_apart_by_type(tiny: Any) -> None:
+    """They are static arguments of programs, and keys of the sampler's and the scorer's."""
+    config = tiny.make_model().definition.config
+    eps = (config.norm_eps, 1, 1.0, 1)
+    _, one, other, same = (Decoder(config=dataclasses.replace(config, norm_eps=x)) for x in eps)
+    assert one != other
+    assert one != dataclasses.replace(one, absent=((3, 5),))
+    assert one == same
+    assert hash(one) == hash(same)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A pairwise loss whose size shows the type of its option."""
+
+    keep: Any
+
+    def __call__(self, inputs: PairInputs) -> LossOutput:
+        size = {bool: 2.0, int: 3.0, float: 5.0}[type(self.keep)]
+        return LossOutput(size + 0.0 * (inputs.chosen - inputs.rejected))
+
+
+@dataclass(frozen=True)
+class Plain(PaddedObjective):
+    numbers = ("x",)
+    loss: Typed
+
+    def compute(self, model: Any, params: Any, batch: Any) -> Any:
+        x = params["w"] * batch["x"]
+        return Mean.of(self.loss(PairInputs(x, x, x)).loss), {}
+
+
+def test_losses_of_functional_updates_are_told_apart_by_type() -> None:
+    tx = optax.identity()
+    params = {"w": jnp.float32(1)}
+    zero, key, guard = jnp.int32(0), jax.random.key(0), jnp.int32(-1)
+    state = TrainState(zero, params, tx.init(params), key, guard, None, tx)
+    losses = [
+        float(step(state, {"x": np.ones(2)})["loss"])
+        for keep in (1, 1.0, True)
+        for step in (Plain(Typed(keep)).evaluate, lambda *given, k=keep: Plain(Typed(k)).update(*given)[1])
+    ]
+    assert losses == [3, 3, 5, 5, 2, 2]
 
 
 def test_installed_components_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
