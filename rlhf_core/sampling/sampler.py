@@ -37,7 +37,7 @@ from rlhf_core.sampling.placement import (
 )
 from rlhf_core.sampling.schedule import NonFiniteTurnError, Schedule, begin_conversations
 from rlhf_core.sampling.stop_strings import stop_table
-from rlhf_core.sampling.turns import Devices, TurnsProgram, cache_length
+from rlhf_core.sampling.turns import ALIGNED, Devices, TurnsProgram, cache_length
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -46,8 +46,6 @@ LAST_SLOTS = 4
 """The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
-ALIGNED = 8
-"""Prompts are padded to a multiple of this: products over another number of keys make XLA copy the cache on GPUs."""
 
 
 class SamplingMesh(Options):

@@ -39,7 +39,7 @@ STEPS = 64
 """The most tokens per turn that are decoded before the host sees them."""
 
 ALIGNED = 8
-"""Caches have a multiple of this many entries: products over another number make XLA copy them on GPUs."""
+"""Caches and padded prompts have a multiple of this; products over other numbers of keys make XLA copy them on GPUs."""
 
 CACHE = PartitionSpec(AXES)
 """Of arrays that every device has its own part of, whichever axis of theirs `tensor` cuts: one part after the other."""
