@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.contracts import TRAINER, Forecast
-from rlhf_core.errors import InputError, RunError, Stopped, disk_full, suggest_file
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest_file
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 from rlhf_core.training.define import forecast
+from rlhf_core.workers.pool import CORE
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -150,19 +150,8 @@ def call_trainer(
         owner = host.registry.owner(TRAINER, planned.trainer_name)
         raise InputError(
             f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to {what}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, planned.trainer.build)}"
+            f"it {error_line(error, CORE)}"
         ) from error
-
-
-def _place(error: Exception, function: Any) -> str:
-    """Return ` (FILE line N)`, the innermost line in the package that defines `function`."""
-    package = str(getattr(function, "__module__", "")).partition(".")[0]
-    frames = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == package
-    ]
-    return " ({} line {})".format(*frames[-1]) if frames else ""
 
 
 def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:

@@ -345,8 +345,8 @@ def test_a_forecast_that_fails_is_reported_with_its_plugin_and_place(
         ended = rlhf(command, "p.toml", *plugin, *sets)
         assert ended.code == 2
         assert ended.message.splitlines() == [
-            f"stage 'base'.trainer: 'fake' (from {source}) failed to forecast: JSONDecodeError: Expecting property "
-            f"name enclosed in double quotes: line 1 column 2 (char 1) ({source} line {line})",
+            f"stage 'base'.trainer: 'fake' (from {source}) failed to forecast: it raised JSONDecodeError: "
+            f"Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({source} line {line})",
             "stage 'policy': train.jsonl row 7: no column 'text'",
         ]
 
