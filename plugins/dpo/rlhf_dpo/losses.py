@@ -118,8 +118,8 @@ class Ipo:
 
 @dataclass(frozen=True)
 class Hinge:
-    """max(0, 1 − h) (SLiC, Zhao et al. 2023, on the implicit rewards, Liu et al. 2024): pairs that are settled stop
-    pulling.
+    """max(0, 1 − h) (SLiC, Zhao et al. 2023, on the implicit rewards, Liu et al. 2024): pairs with a large
+    enough margin have no gradient.
     """
 
     def __call__(self, inputs: DPOInputs) -> LossOutput:
