@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
+from rlhf_core.contracts import all_equal
 from rlhf_core.data import batch_rows, count_updates
 from rlhf_core.data.columns import is_blank
 from rlhf_core.errors import counted
@@ -300,7 +301,8 @@ class RolloutWarnings:
         self.given: set[str] = set()
 
     def check(self, number: int, rollout: Rollout) -> None:
-        """Warn about empty completions in the first rollouts, and about groups without a difference.
+        """Warn about empty completions in the first rollouts, and about groups without a difference, or one
+        that float32 loses.
 
         number: of the rollout, from 0.
         """
@@ -311,6 +313,13 @@ class RolloutWarnings:
             completions = [said for said, why in zip(completions, failures, strict=True) if why is None]
         if number < FIRST_ROLLOUTS and (line := empty_warning(completions)) is not None:
             self._warn("empty", line)
+        if (pair := lost_difference(rollout)) is not None:
+            self._warn(
+                "float32",
+                f"rewards of a group, such as {pair[0]!r} and {pair[1]!r}, differ by less than float32 holds: the "
+                "built-in advantages compare them in float64, but losses, and advantages that read `rewards`, get them "
+                "as equal. Subtract a constant in the reward",
+            )
         share = metrics.get("frac_reward_zero_std", 0.0)  # absent where a group is one completion
         self.flat = self.flat + 1 if share == 1 or math.isnan(share) else 0
         if self.flat != FLAT_ROLLOUTS:
@@ -330,6 +339,16 @@ class RolloutWarnings:
         if self.stage.is_main and kind not in self.given:
             warnings.warn(f"stage '{self.stage.name}': {line}", stacklevel=4)
         self.given.add(kind)
+
+
+def lost_difference(rollout: Rollout) -> tuple[float, float] | None:
+    """Find a group whose rewards differ, but by less than float32 holds at their size: (lowest, highest)."""
+    total = rollout.total.reshape(len(rollout.prompts), -1)
+    for values in total[~all_equal(total)]:
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        if high - low < np.spacing(np.float32(max(abs(low), abs(high)))):
+            return low, high
+    return None
 
 
 def empty_warning(completions: Sequence[Turns]) -> str | None:

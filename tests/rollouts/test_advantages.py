@@ -1,6 +1,7 @@
 """What an advantage is given, and what it returns: per completion or per token."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.collector import rollout_metrics
 from rlhf_core.rollouts.rollout import advantage_inputs
+from rlhf_core.rollouts.updates import RolloutWarnings
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -48,7 +50,7 @@ def test_inputs_are_grouped_by_prompt(rollout):
     assert inputs.columns == {"number": [4, 4, 4, 2, 2, 2]}
 
 
-def test_differences_that_float32_loses_are_kept(rollout):
+def test_differences_that_float32_loses_are_kept_and_told_once(rollout, tmp_path, recwarn):
     large = 1e8 + np.array([0.0, 1, 0, 0, 0, 0])
     rollout = replace(rollout, rewards=np.stack([large, large], 1), total=large)
     inputs = advantage_inputs(rollout, REWARDS)
@@ -58,6 +60,13 @@ def test_differences_that_float32_loses_are_kept(rollout):
     np.testing.assert_array_equal(inputs.rewards_by_function64[..., 1], large.reshape(2, G))
     got = rollout.with_advantages(Group("none"), REWARDS, name="group").advantages
     np.testing.assert_allclose(got, [-1 / 3, 2 / 3, -1 / 3, 0, 0, 0], rtol=1e-6)
+    warnings = RolloutWarnings(SimpleNamespace(name="policy", dir=tmp_path, is_main=True))
+    warnings.check(0, replace(rollout, total=large - 1e8))
+    assert not recwarn
+    for number in range(2):
+        warnings.check(number, rollout)
+    (told,) = recwarn
+    assert "100000000.0 and 100000001.0, differ by less than float32 holds" in str(told.message)
 
 
 def test_sums_that_are_equal_on_paper_are_no_difference(rollout):
