@@ -31,12 +31,17 @@ class StopAt:
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_stream_ends_as_one_that_was_not(tiny: ModuleType, tmp_path: Path) -> None:
-    path = tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(30))
-    spec = [{"path": str(path), "streaming": True}, {"path": str(path), "weight": 0.5}]
-    config = SFTConfig(
-        train_data=spec, eval_data=spec[0], max_evaluation_steps=2, max_training_steps=6, **SETTINGS
-    )
+@pytest.mark.parametrize("kind", ["stream", "large file"])
+def test_an_interrupted_stage_ends_as_one_that_was_not(
+    kind: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(24))
+    spec: Any = [{"path": str(path), "streaming": True}, {"path": str(path), "weight": 0.5}]
+    evaluated = {"eval_data": spec[0], "max_evaluation_steps": 2}
+    if kind == "large file":
+        monkeypatch.setattr("rlhf_core.training.context.WHOLE", 8)
+        spec = str(path)
+    config = SFTConfig(train_data=spec, max_training_steps=6, **evaluated, **SETTINGS)
     straight = tiny.run("sft", config, tmp_path / "a", model=tiny.make_model())
     with pytest.raises(KeyboardInterrupt):
         tiny.run("sft", config, tmp_path / "b", model=tiny.make_model(), listeners=[StopAt()])
