@@ -202,8 +202,11 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
     return messages
 
 
-def checked_turn(value: Any) -> Turn:
-    """Return what `step` returned, in Python's types. Raises EpisodeError unless it is a `Turn` of finite numbers."""
+def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
+    """Return what `step` returned, in Python's types. Raises EpisodeError for anything but a `Turn` of finite numbers.
+
+    earlier: the sum of the rewards of the episode's earlier turns.
+    """
     if not isinstance(value, Turn):
         raise EpisodeError(
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
@@ -216,6 +219,11 @@ def checked_turn(value: Any) -> Turn:
             "choose another name"
         )
     reward = None if value.reward is None else _number("reward", value.reward)
+    if reward is not None and abs(earlier + reward) > LARGEST_REWARD:
+        raise EpisodeError(
+            f"returned reward={reward:g}, with which the episode's rewards add up to {earlier + reward:g}; "
+            f"float32 holds numbers up to {LARGEST_REWARD:.3g}"
+        )
     metrics = {scrub(name): _number(f"metrics['{name}']", number) for name, number in value.metrics.items()}
     if not isinstance(value.done, bool) and not _is_truth(value.done):
         raise EpisodeError(f"returned done={_shown(value.done)}; expected True or False")

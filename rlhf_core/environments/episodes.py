@@ -176,7 +176,7 @@ class Episodes:
             try:
                 if method == "reset":
                     return checked_messages(value, method)
-                return checked_turn(value)
+                return checked_turn(value, sum(r for r in episode.rewards if r is not None))
             except Exception as error:
                 result = error
         self._fail(episode, method, result)

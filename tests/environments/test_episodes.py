@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.contracts import Continuation, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes, EpisodeSettings
-from rlhf_core.environments.calls import checked_turn
+from rlhf_core.environments.calls import EpisodeError, checked_turn
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.workers import call_now
@@ -182,6 +182,16 @@ def test_numbers_of_other_libraries_are_rewards(reward: Any) -> None:
     turn = checked_turn(TURN._replace(reward=reward, done=np.bool_(False)))
     assert turn.reward is None if reward is None else turn.reward == float(reward)
     assert turn.done is False
+
+
+def test_rewards_of_turns_that_add_up_to_infinity_fail_the_episode() -> None:
+    held = episodes(lambda: Plain(lambda: Turn([USER], 2e38)))
+    assert say(held, 2).tokens is not None
+    assert say(held, 2).tokens is None
+    assert "add up to 4e+38" in str(held.episodes[0].failure)
+    assert checked_turn(Turn([USER], -2e38), 2e38).reward == -2e38
+    with pytest.raises(EpisodeError):
+        checked_turn(Turn([USER], -2e38), -2e38)
 
 
 @pytest.mark.parametrize(
