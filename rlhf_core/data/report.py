@@ -127,25 +127,27 @@ class Report:
         """
         if self.kept:
             return
+        only = f"the only {self.unit.removesuffix('s')}"
+        every = f"all {self.total:,} {self.unit} are" if self.total > 1 else f"{only} is"
         if not len(lengths):
             learned = "; of messages, those of role 'assistant' are learned, unless their weight is 0"
             raise InputError(
-                f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)})"
-                f"{learned if self.unit == 'texts' else ''}"
+                f"{name}: {every} empty ({shorten(self.empty)}){learned if self.unit == 'texts' else ''}"
             )
         alike = len(self.identical) + len(self.alike_once_cut)
         if alike and alike + len(self.empty) == self.total:
+            pairs = f"all {alike:,} {self.unit}" if alike > 1 else only
             remedy = "check the columns and the chat template"
             if self.alike_once_cut:
                 remedy = 'set a larger max_sequence_length, or truncation_mode = "keep_end"'
             raise InputError(
-                f"{name}: chosen and rejected are the same tokens in all {alike:,} {self.unit} "
+                f"{name}: chosen and rejected are the same tokens in {pairs} "
                 f"({shorten(self.identical or self.alike_once_cut)}), so there is nothing to learn: {remedy}"
             )
         longest = int(lengths.max())
         spread = f"shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {longest:,}"
         raise InputError(
-            f"{name}: all {self.total:,} {self.unit} are over {self.limit:,} tokens ({spread}): set "
+            f"{name}: {every} over {self.limit:,} tokens ({spread}): set "
             f'{setting} = {longest}, or overlong = "truncate"'
         )
 

@@ -151,9 +151,9 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
     assert str(report) == (
         "3 pairs: 1 kept, 1 empty dropped (dataset row 2), 1 with chosen and rejected alike dropped (dataset row 3)"
     )
-    with pytest.raises(InputError, match=r"all 1 pairs are empty \(dataset row 1\)"):
+    with pytest.raises(InputError, match=r"the only pair is empty \(dataset row 1\)"):
         pairs(rows[1:2], tokenizer)
-    with pytest.raises(InputError, match=r"the same tokens in all 1 pairs \(dataset row 2\), so there is"):
+    with pytest.raises(InputError, match=r"the same tokens in the only pair \(dataset row 2\), so there is"):
         pairs(rows[1:], tokenizer)
 
 

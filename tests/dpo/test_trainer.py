@@ -177,7 +177,7 @@ def test_what_is_wrong_is_reported(tiny, tmp_path):
     with pytest.raises(InputError, match="reference_model: unknown argument"):
         DPOTrainer(model=model, reference_model=model)
     same = [{"prompt": "a", "chosen": " b", "rejected": " b"}]
-    with pytest.raises(InputError, match=r"chosen and rejected are the same tokens in all 1 pairs"):
+    with pytest.raises(InputError, match=r"chosen and rejected are the same tokens in the only pair"):
         DPOTrainer(model=model, train_dataset=same).train()
     rows = [*tiny.pairs(3), {"prompt": "a", "chosen": None, "rejected": " b"}]
     with pytest.raises(InputError, match=r"stage 'dpo'.train_data: dataset row 4: 'chosen' is null"):

@@ -86,7 +86,7 @@ BASE = [
     Mistake(
         "too long",
         long("corpus.jsonl"),
-        ("all 1 texts are over 32 tokens", "set max_sequence_length = ", 'or overlong = "truncate"'),
+        ("the only text is over 32 tokens", "set max_sequence_length = ", 'or overlong = "truncate"'),
     ),
     Mistake("no model", lambda p: shutil.rmtree(p.path / "model"), ("stage 'base'.model: no such file",)),
     Mistake(
@@ -141,7 +141,7 @@ RM = [
     Mistake(
         "too long",
         long("pairs.jsonl"),
-        ("all 1 pairs are over 32 tokens", "set max_sequence_length = ", 'or overlong = "truncate"'),
+        ("the only pair is over 32 tokens", "set max_sequence_length = ", 'or overlong = "truncate"'),
     ),
     Mistake(
         "no JSON",
@@ -180,7 +180,7 @@ POLICY = [
         "null row", lambda p: p.row("prompts.jsonl", prompt=None), ("prompts.jsonl row 2: 'prompt' is null",)
     ),
     Mistake(
-        "too long", long("prompts.jsonl"), ("all 1 prompts are over 16 tokens", "set max_prompt_length = ")
+        "too long", long("prompts.jsonl"), ("the only prompt is over 16 tokens", "set max_prompt_length = ")
     ),
     Mistake(
         "column a reward needs",

@@ -224,7 +224,7 @@ def test_messages_and_tools_that_a_template_leaves_out_are_reported():
             "gemma",
             {"messages": [chat.SYSTEM, *chat.ASKED[:2]]},
             r"dataset row 1: the chat template fails on this conversation: System role not supported\. Change its "
-            r'messages, or give a template that takes them: chat_template = "plain" or a file',
+            r'messages, or give a template that accepts them: chat_template = "plain" or a file',
         ),
         (
             "llama 2",
@@ -241,11 +241,11 @@ def test_messages_and_tools_that_a_template_leaves_out_are_reported():
             {"prompt": chat.ASKED[:1], "completion": chat.ASKED[:1]},
             r"dataset row 1: 'completion' has no assistant turn, the reply to be learned \(its roles: user\)",
         ),
-        ("chatml", {"messages": chat.ASKED[:1]}, r"all 1 texts are empty \(dataset row 1\); .*'assistant'"),
+        ("chatml", {"messages": chat.ASKED[:1]}, r"the only text is empty \(dataset row 1\); .*'assistant'"),
         (
             "chatml",
             {"messages": [*chat.ASKED[:1], {"role": "assistant", "content": "a", "weight": 0}]},
-            r"all 1 texts are empty .* unless their weight is 0",
+            r"the only text is empty .* unless their weight is 0",
         ),
     ],
 )
