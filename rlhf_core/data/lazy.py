@@ -137,6 +137,10 @@ class LazyRows:
         """Return the trees of the sample."""
         return self.sample.trees()
 
+    def summary(self, dropped: int) -> str | None:
+        """Say what became of the rows, after the last update; None: all were used. dropped: of those that were met."""
+        return f"{dropped:,} rows were passed over: nothing to learn, or too long" if dropped else None
+
 
 class LazyRecords(LazyRows):
     """The rows of files too large to encode before the first update.
@@ -198,6 +202,11 @@ class LazyRecords(LazyRows):
         found = at[self._whole.rows[at] == which].tolist() if len(self._whole) else []
         trees = self._trees
         return Encoded([Example(self._whole.where(i), trees[i]) for i in found], len(which) - len(found))
+
+    def summary(self, dropped: int) -> str | None:
+        if self._whole is None or not dropped:
+            return super().summary(dropped)
+        return "; ".join(self._whole.report.lines())
 
     @cached_property
     def _trees(self) -> Trees:

@@ -269,7 +269,7 @@ class LazyUpdates:
         sequence_names: Sequence[str] = (),
         group: int = 1,
     ) -> None:
-        """vocabulary: embeddings of the model. say: prints how many rows were dropped, after the last update."""
+        """vocabulary: embeddings of the model. say: prints which rows were dropped, after the last update."""
         self.data = rows
         self.config, self.layout, self._vocabulary, self._say = config, layout, vocabulary, say
         self._names, self._group = sequence_names, group
@@ -326,8 +326,8 @@ class LazyUpdates:
     def _end(self) -> None:
         if isinstance(self.data, LazyRecords):
             self.data.wait()
-        if self._reading is not None and (dropped := self._reading.dropped):
-            self._say(f"{dropped:,} rows that updates met were dropped: nothing to learn, or too long")
+        if self._reading is not None and (said := self.data.summary(self._reading.dropped)):
+            self._say(said)
 
     def epochs(self, step: int) -> float:
         """Return the passes over the data; of a stream, whose length is not known, the share of the run."""
