@@ -17,9 +17,7 @@ def test_the_feeds_metrics_are_averaged_over_updates():
 
 
 def test_a_name_that_both_use_is_reported():
-    with pytest.raises(
-        InputError, match=r"^metrics: loss reported both by the Update and by the objective"
-    ):
+    with pytest.raises(InputError, match=r"^metrics: loss reported both by the Update and by the objective"):
         MetricWindow().add(Update([], 3, str, {"loss": 7.0, "reward": 1.0}), {"loss": Mean(1.0, 1.0)})
 
 
