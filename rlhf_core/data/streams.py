@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -46,7 +47,9 @@ class Stream:
     weight: float = 1.0
     """Its share of the rows, in proportion to the other streams'."""
     columns: Mapping[str, Any] | None = None
+    """As of `load`."""
     drop: tuple[str, ...] = ()
+    """Columns to leave out."""
 
     def finished(self, part: Source) -> Source:
         """Rename, convert and drop the columns of some rows, in memory, so that another process can have them."""
@@ -86,9 +89,6 @@ def open_streams(
         head = [row for row, _ in islice(start({}), HEAD)]
         if not head:
             raise InputError(f"{name} has no rows")
-        for number, row in head:
-            if not isinstance(row, Mapping):
-                raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
         source = Source(name, [row for _, row in head], [number for number, _ in head], "")
         with_columns(source, mine)  # raises where its columns cannot be read
         streams.append(Stream(name, start, source, weight, mine, tuple(drop or ())))
@@ -119,6 +119,8 @@ def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Row, 
             else:
                 rows = islice(data() if callable(data) else data, done, None)
             for number, row in enumerate(rows, done + 1):
+                if not isinstance(row, Mapping):
+                    raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
                 yield (number, row), {"rows": number}
         except (InputError, RunError):
             raise
@@ -149,9 +151,8 @@ def _of_table(
         return str(path), _of_lines(file, str(path), kind)
     import datasets
 
-    loader = {"arrow": "arrow", "parquet": "parquet", "csv": "csv", "json": "json"}[kind]
     with reading(str(path)):
-        data = datasets.load_dataset(loader, data_files=str(file), split="train", streaming=True)
+        data = datasets.load_dataset(str(kind), data_files=str(file), split="train", streaming=True)
     return str(path), _of_iterable(data, str(path))
 
 
@@ -159,7 +160,10 @@ def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tu
     def start(state: State) -> Iterator[tuple[Row, State]]:
         with reading(name), _open(path) as lines:
             at, number = state.get("offset", 0), state.get("line", 0)
-            lines.seek(at) if lines.seekable() else lines.read(at)
+            if lines.seekable():
+                lines.seek(at)
+            else:  # compressed
+                deque(islice(lines, number), maxlen=0)
             for line in lines:
                 at, number = at + len(line), number + 1
                 if line.strip():
