@@ -71,7 +71,7 @@ class Example(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What became of a block."""
+    """What happened to a block."""
 
     examples: list[Example]
     dropped: int

@@ -70,7 +70,8 @@ def test_datasets_are_mixed(page, tiny, tmp_path):
 
 
 def test_everything_that_is_said_of_rows_is_in_the_table(page):
-    documented = re.findall(r"^\| ([\w… ]+?) +\|", section(page, "What became of the rows"), re.MULTILINE)[1:]
+    rows = section(page, "What happened to the rows")
+    documented = re.findall(r"^\| ([\w… ]+?) +\|", rows, re.MULTILINE)[1:]
     others = ("unit", "limit", "total", "kept", "read_as", "field_counts", "not_read")
     lists = [f.name for f in fields(Report) if f.name not in others]
     report = Report("pairs", 16, total=9, kept=1, **{name: ["x row 1"] for name in lists})
