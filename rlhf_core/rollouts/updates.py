@@ -317,8 +317,8 @@ class RolloutWarnings:
             self._warn(
                 "float32",
                 f"rewards of a group, such as {pair[0]!r} and {pair[1]!r}, differ by less than float32 holds: the "
-                "built-in advantages compare them in float64, but losses, and advantages that read `rewards`, get them "
-                "as equal. Subtract a constant in the reward",
+                "built-in advantages compare them in float64, but losses, and advantages that read `rewards`, "
+                "see them as equal. Subtract a constant in the reward",
             )
         share = metrics.get("frac_reward_zero_std", 0.0)  # absent where a group is one completion
         self.flat = self.flat + 1 if share == 1 or math.isnan(share) else 0
