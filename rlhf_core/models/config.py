@@ -164,6 +164,8 @@ def repetition(kinds: Sequence[str]) -> tuple[int, int, int]:
 
     The split leaves the fewest layers to write out: those before, one period, and those after.
     """
+    if len(set(kinds)) == 1:
+        return 0, 1, len(kinds)
     best = (len(kinds), 0, 0)
     fewest = len(kinds)
     for before in range(len(kinds)):

@@ -104,7 +104,9 @@ def test_any_other_change_of_the_file_is_still_damage(run: Path) -> None:
 def test_another_base_in_the_place_of_the_right_one_is_refused(tiny: ModuleType, run: Path) -> None:
     other = tiny.make_model(seed=2)
     artifacts.save_model(stage(run / "base"), "model", "language_model", other)
-    with pytest.raises(InputError, match=r"adapter_config\.json: its base model.*is not the one"):
+    with pytest.raises(
+        InputError, match=r"adapter_config\.json: its base model.*is not the model the adapter"
+    ):
         load_model(run / ADAPTER)
 
 

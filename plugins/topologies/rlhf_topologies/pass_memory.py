@@ -35,12 +35,13 @@ def pass_bytes(
             else rows * shape[1] * part.hidden_size * SCORING_WIDTHS * 4
         )
     remat = remat_of(definition, shape)
-    layer, kept = (_layer_bytes(part, (rows, shape[1]), each, platform()) for each in ("none", remat))
+    layer, kept = 0, 0
+    for config, layers in part.config.stacks.values():
+        alike = replace(part, config=config)
+        whole, saved = (_layer_bytes(alike, (rows, shape[1]), each, platform()) for each in ("none", remat))
+        layer, kept = max(layer, whole), kept + saved * len(layers)
     inside = layer * FORWARD_SHARE if not trains else 0 if remat == "none" else layer
-    return round(
-        MERGED * (kept * part.config.num_layers * trains + inside)
-        + _head_bytes(part, rows * shape[1], trains)
-    )
+    return round(MERGED * (kept * trains + inside) + _head_bytes(part, rows * shape[1], trains))
 
 
 def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
