@@ -52,9 +52,10 @@ def saved_bytes(
         return jax.vjp(lambda p: definition.hidden(join(p, fixed), tokens, tokens, tokens), trained)[1]
 
     residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(saved, trained, fixed, tokens))]
-    for leaf in jax.tree.leaves(params):  # already counted as parameters
-        if (leaf.shape, leaf.dtype) in residuals:
-            residuals.remove((leaf.shape, leaf.dtype))
+    for leaf in jax.tree.leaves(params):  # already counted as parameters, of a single layer without its axis
+        shapes = [leaf.shape, leaf.shape[1:]] if leaf.shape[:1] == (1,) else [leaf.shape]
+        if found := [(shape, leaf.dtype) for shape in shapes if (shape, leaf.dtype) in residuals]:
+            residuals.remove(found[0])
     return sum(_size(*residual) for residual in residuals)
 
 
