@@ -77,7 +77,7 @@ def test_the_readme_runs(
             cli.main()
         assert not stop.value.code
         said.append("".join(capsys.readouterr()))
-    assert ["at which 'robust' is 'sigmoid'" in each for each in said] == [False, True]
+    assert ["which makes 'robust' the same as 'sigmoid'" in each for each in said] == [False, True]
     assert "16 pairs" in said[0]
 
 
