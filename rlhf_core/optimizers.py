@@ -13,6 +13,7 @@ from pydantic import Field
 
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.contracts import OPTIMIZER
+from rlhf_core.contracts.trainers import WSD_DECAY
 from rlhf_core.errors import InputError, RunError, Stopped, error_line
 from rlhf_core.plugins.component import load_function
 
@@ -172,7 +173,7 @@ def _rise(warmup: int, step: Any) -> Any:
 _SHAPES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda at: 1.0 - at,
     "cosine": lambda at: 0.5 * (1.0 + jnp.cos(jnp.pi * at)),
-    "wsd": lambda at: jnp.clip((1.0 - at) / 0.1, 0.0, 1.0),
+    "wsd": lambda at: jnp.clip((1.0 - at) / WSD_DECAY, 0.0, 1.0),
 }
 """The level that a rate falls to, from 1 to 0, at a share of the updates after the warmup."""
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+WSD_DECAY = 0.1
+"""Share of the updates after the warmup, the last ones, over which the schedule "wsd" decays."""
+
 
 @dataclass(frozen=True)
 class Forecast:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rlhf_core.contracts.trainers import WSD_DECAY
 from rlhf_core.errors import counted
 from rlhf_core.hidden import HIDDEN
 
@@ -345,7 +346,7 @@ def _why_not_as_long(begun: Begun, request: Request, *, changed: bool) -> str | 
         return f"it has made {done}, more than the requested {asked:,}; request at least as many"
     scheduler, warmup = config.get("scheduler"), config.get("warmup_steps") or 0
     # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
-    falls = warmup + 0.9 * (min(before, asked) - warmup)
+    falls = warmup + (1 - WSD_DECAY) * (min(before, asked) - warmup)
     has_fallen = scheduler == "wsd" and made - 1 > falls
     if asked == before or made == 0 or (scheduler in _SAME_RATES and not has_fallen):
         return None

@@ -257,6 +257,7 @@ def test_deciding_reads_no_file_and_no_device() -> None:
     tree = ast.parse(Path(str(deciding.__file__)).read_text(encoding="utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in modules if name and name.startswith("rlhf")} == {
+        "rlhf_core.contracts.trainers",
         "rlhf_core.errors",
         "rlhf_core.hidden",
     }
