@@ -94,7 +94,7 @@ BASE = [
         lambda p: (p.path / "model/config.json").unlink(),
         ("model: no config.json: not a model directory",),
     ),
-    Mistake("cut short", cut_short, ("model.safetensors: cut short: ", "fetch it again")),
+    Mistake("cut short", cut_short, ("model.safetensors: cannot be read: ", "fetch or save it again")),
     Mistake("missing tensor", without_a_tensor, ("model.norm.weight",)),
     Mistake("wrong shape", with_another_shape, ("model.layers.0.mlp.up_proj.weight", "[12, 32]", "[24, 16]")),
     Mistake(
@@ -185,7 +185,7 @@ POLICY = [
     Mistake(
         "column a reward needs",
         lambda p: p.write("prompts.jsonl", json.dumps({"prompt": ASK, "sise": 3})),
-        ("stage 'policy'.rewards: reward 'rewards.py:brevity' needs the column 'size'", "they have sise"),
+        ("stage 'policy'.rewards: reward 'rewards.py:brevity' needs the column 'size'", "it has sise"),
     ),
     Mistake(
         "no such reward",
