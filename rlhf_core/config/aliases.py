@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options, Problem, format_value
-from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Taken
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Taken, as_given
 from rlhf_core.config.paths import table_in
 
 PART_NAMES = (
@@ -21,7 +21,6 @@ PART_NAMES = (
     "per_epoch_training_steps",
     "performance_mode",
     "report_metrics",
-    "trainer_prefix",
     "verbose",
 )
 """Names that stand for part of a list, for several entries of a table, or for a value of several fields."""
@@ -39,6 +38,7 @@ def expand(
     problems += _replace_aliases(table, cls)
     problems += _replace_parts(table, cls, base)
     _wrap_single_components(table, cls)
+    _spell_none(table, cls)
     problems += _remove_ignored(table, cls)
     problems += _nest(table, cls, base)
     problems += _nest_wandb(table, _default(cls, base, "logger"))
@@ -82,10 +82,10 @@ def _convert(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
         except (TypeError, ValueError) as error:
             problems.append(Problem(name, str(error)))
             value = None
-        none_is_ours = (
-            fields.pop(name) is None and "." not in meaning.path and _may_be_none(cls, meaning.path)
-        )
-        if value is not None or none_is_ours:
+        none_is_ours = meaning.convert is as_given and "." not in meaning.path
+        if (fields.pop(name) is None and none_is_ours and _may_be_none(cls, meaning.path)) or (
+            value is not None
+        ):
             fields[name] = value
     return problems
 
@@ -101,6 +101,8 @@ def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem
         if isinstance(meaning, Taken) and name in fields:
             if value in meaning.same:
                 continue
+            if meaning.smaller and isinstance(fields[name], int) and not isinstance(fields[name], bool):
+                fields[name] = value = min(value, fields[name])
             if fields[name] is None or meaning.wins:
                 del fields[name]
         if not _may_be_none(cls, name):  # EasyDeL's none: the default
@@ -140,10 +142,42 @@ def _replace_parts(fields: dict[str, Any], cls: type[Options], base: Options | N
         elif isinstance(epochs, int | float):
             total, limit = max(1, round(steps * epochs)), fields.get("max_training_steps")
             fields["max_training_steps"] = min(total, limit) if isinstance(limit, int) else total
-    if (prefix := fields.pop("trainer_prefix", None)) is not None:
-        name = fields.get("run_name", _default(cls, base, "run_name"))
-        fields["run_name"] = f"{prefix}-{name}" if name else prefix
-    return problems
+    return problems + _without_previews(fields, cls, base)
+
+
+def _without_previews(fields: dict[str, Any], cls: type[Options], base: Options | None) -> list[Problem]:
+    """Turn previews off where they have no interval, or nothing to complete, as EasyDeL does."""
+    names = {name for name, path in cls.aliases().items() if path.startswith("previews.")}
+    every, given = (fields.get(name) for name in ("generation_interval", "previews"))
+    if "generation_interval" in names and every == 0 and not isinstance(every, bool):
+        for name in names:
+            fields.pop(name, None)
+        fields["previews"] = None
+        twice = "0 is no previews, but previews is also given; remove one"
+        return [] if given is None else [Problem("generation_interval", twice)]
+    if fields.get("generation_use_train_prompts") is not False:
+        return []
+    table = _table(given if "previews" in fields else _default(cls, base, "previews"))
+    if table is not None:
+        if given is not None and "from_data" in table:
+            del fields["generation_use_train_prompts"]
+        return []
+    if fields.get("generation_prompts"):
+        del fields["generation_use_train_prompts"]
+        return []
+    for name in names:
+        fields.pop(name, None)
+    nothing = "has no effect: generation_use_train_prompts is false, and there are no generation_prompts"
+    return [] if every is None else [Problem("generation_interval", nothing, fatal=False)]
+
+
+def _spell_none(fields: dict[str, Any], cls: type[Options]) -> None:
+    """Read none as the word where that is a value of the field: `--remat none`."""
+    for name, value in fields.items():
+        if value is None and name in cls.model_fields:
+            annotation = cls.model_fields[name].annotation
+            if get_origin(annotation) is Literal and "none" in get_args(annotation):
+                fields[name] = "none"
 
 
 def _may_be_none(cls: type[Options], name: str) -> bool:

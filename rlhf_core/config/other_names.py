@@ -14,17 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
+def as_given(value: Any) -> Any:
+    """Take a value as it is, where none is a value of ours too."""
+    return value
+
+
 class Taken(NamedTuple):
     """A name whose value is converted, and taken for a field or an entry of a table."""
 
     path: str
     """The dotted path of our field."""
-    convert: Callable[[Any], Any] = lambda value: value
-    """Makes our value of theirs; None: as if the name were not given."""
+    convert: Callable[[Any], Any] = as_given
+    """Makes our value of theirs, or raises ValueError; None: as if the name were not given."""
     same: tuple[Any, ...] = ()
     """Values that a file of theirs holds by default: they give way to our field, and ask for no table."""
     wins: bool = False
     """Whether other values go before our field, where both are given."""
+    smaller: bool = False
+    """Whether the smaller of two numbers is taken, where both are given."""
 
 
 class Ignored(NamedTuple):
@@ -64,6 +71,20 @@ def _sampling(value: Any) -> Any:
     } or None
 
 
+def _zero_if_false(value: Any) -> int | None:
+    """Make 0 of false; true and none ask for nothing. Raises ValueError for anything else."""
+    if not isinstance(value, bool | None):
+        raise ValueError(f"expected true or false, got {value!r}")
+    return 0 if value is False else None
+
+
+def _steps(value: Any) -> int | None:
+    """Return a number of steps, as it is. Raises ValueError for anything else but none."""
+    if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 0):
+        raise ValueError(f"expected a whole number ≥ 0, got {value!r}")
+    return value
+
+
 _ESURGE = "the component that `sampler` names samples completions"
 _PINNED = "batches are made between updates, while the device computes"
 _HOST = "token ids stay in host memory, batches go to the device one at a time"
@@ -92,13 +113,9 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     ),
     "custom_scheduler": Taken("scheduler", same=(None,), wins=True),
     "dataloader_pin_memory": Ignored(_PINNED, (False, None)),
-    "do_eval": Taken(
-        "max_evaluation_steps", lambda value: 0 if value is False else None, same=(True,), wins=True
-    ),
+    "do_eval": Taken("max_evaluation_steps", _zero_if_false, wins=True),
     "do_last_save": Taken("checkpoints.last"),
-    "do_train": Taken(
-        "max_training_steps", lambda value: 0 if value is False else None, same=(True,), wins=True
-    ),
+    "do_train": Taken("max_training_steps", _zero_if_false, wins=True),
     "esurge_hbm_utilization": Ignored(_ESURGE, (0.45, None)),
     "esurge_max_num_seqs": Ignored(_ESURGE, (None,)),
     "esurge_min_input_pad": Ignored(_ESURGE, (None,)),
@@ -107,7 +124,7 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "esurge_use_tqdm": Ignored(_ESURGE, (True,)),
     "generation_interval": Taken("previews.every"),
     "generation_prompts": Taken("previews.prompts", lambda value: value or None, same=([], None)),
-    "generation_use_train_prompts": Taken("previews.from_data", lambda value: value or None, same=(False,)),
+    "generation_use_train_prompts": Taken("previews.from_data", same=(None, False)),
     "generation_dataset_prompt_field": Taken("previews.prompt_column", same=(None, "prompt")),
     "generation_num_prompts": Taken("previews.count", same=(None, 1)),
     "generation_num_return_sequences": Taken("previews.num_return", same=(None,)),
@@ -138,14 +155,14 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "low_mem_usage": Ignored(
         "weights are read shard by shard, and the state is donated to every update", (True,), done=True
     ),
-    "model_name": Taken("run_name", same=(None,)),
+    "model_name": Taken("run_name", same=(None, "")),
     "model_parameters": Ignored(
         "a fresh model's sizes are a table: `model = { model_type = …, … }`", (None, {})
     ),
     "offload_dataset": Ignored(_HOST, (False,), done=True),
     "offload_device_index": Ignored(_HOST, (0,), done=True),
     "offload_device_type": Ignored(_HOST, ("cpu",), done=True),
-    "per_epoch_evaluation_steps": Taken("max_evaluation_steps", same=(None,)),
+    "per_epoch_evaluation_steps": Taken("max_evaluation_steps", _steps, smaller=True),
     "process_zero_is_admin": Ignored("the first process writes files and prints", (True,), done=True),
     "pruning_module": Ignored(_SPARSE, (None,)),
     "remove_ckpt_after_load": Taken("checkpoints.remove_loaded"),

@@ -51,6 +51,11 @@ def function_name(value: Any) -> str:
     return value if isinstance(value, str) else f"{value.__module__}:{value.__qualname__}"
 
 
+def filled(value: Any) -> Any:
+    """Read an empty text as none."""
+    return None if value == "" else value
+
+
 def check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
     if problem := kwargs_problem(value):
         raise ValueError(problem)
@@ -307,9 +312,8 @@ class TrainerConfig(Options):
     save_directory: PathText | None = Field(
         None, description="where a trainer run from Python writes; none: a new temporary directory"
     )
-    run_name: str | None = Field(
+    run_name: Annotated[str | None, BeforeValidator(filled)] = Field(
         None,
-        min_length=1,
         description="name of the run in trackers, and of its directory below save_directory; none: as its directory",
     )
     training_time_limit: Annotated[float | None, BeforeValidator(to_seconds)] = Field(
@@ -427,6 +431,10 @@ class TrainerConfig(Options):
         description="system message for conversations without one; none: none is added",
     )
 
+    trainer_prefix: Annotated[str | None, BeforeValidator(filled)] = Field(
+        None, description="put before run_name, with a hyphen between"
+    )
+
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:
         if self.compares is None and self.greater_is_better is not None:
@@ -451,6 +459,11 @@ class TrainerConfig(Options):
     def compares(self) -> str | None:
         """The first field of `COMPARING` that is set; None if none is."""
         return next((name for name in COMPARING if getattr(self, name)), None)
+
+    @property
+    def full_name(self) -> str | None:
+        """`trainer_prefix` and `run_name`, `sft-first`; None if neither is given."""
+        return "-".join(filter(None, (self.trainer_prefix, self.run_name))) or None
 
     @property
     def use_wandb(self) -> bool:

@@ -76,7 +76,7 @@ class Wandb:
 
     def _begin(self, wandb: Any, stage: Stage, config: TrainerConfig, mode: Any) -> Any:
         worker = "" if stage.is_main else f"-{jax.process_index()}"
-        name = self.name or config.run_name or f"{stage.dir.parent.name}/{stage.name}"
+        name = self.name or config.full_name or f"{stage.dir.parent.name}/{stage.name}"
         return wandb.init(
             project=self.project,
             entity=self.entity,

@@ -127,7 +127,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
         `rlhf_core.plugins.hooks`, which are called like loggers; and `accept`, names of changed rewards and
         environments to continue with, such as "rewards.judge".
     Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory,
-    and below it to `config.run_name`, where there is one.
+    and below it to `config.full_name`, where there is one.
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
     is in use, or holds a run with another model, data, rewards or settings.
     """
@@ -140,7 +140,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     if (model_init := inputs.pop("model_init", None)) is not None:
         inputs["model"] = model_init()
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
-    below = re.sub(r"[^\w.-]+", "-", config.run_name or "").strip(".-")
+    below = re.sub(r"[^\w.-]+", "-", config.full_name or "").strip(".-")
     directory = Path(broadcast_text(str(config.save_directory or made)), below)
     stage = Stage(
         name=trainer,

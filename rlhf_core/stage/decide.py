@@ -39,6 +39,7 @@ UNCOMPARED = frozenset(
         "save_total_limit",
         "save_directory",
         "run_name",
+        "trainer_prefix",
         "log_all_workers",
         "dataset_num_proc",
         "dataloader_num_workers",

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from rlhf_core.config import TrainerConfig, build
+from rlhf_core.config import TrainerConfig, build, parse_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
 from rlhf_core.errors import InputError
 from rlhf_core.stage.decide import flat
@@ -146,7 +146,7 @@ TAKES_EFFECT: dict[str, tuple[Any, dict[str, Any]]] = {
     "resume_if_possible": (False, {"checkpoints.resume": False}),
     "save_optimizer_state": (False, {"checkpoints.optimizer_state": False}),
     "step_start_point": (4, {"checkpoints.start": 4}),
-    "trainer_prefix": ("reward", {"run_name": "reward"}),
+    "trainer_prefix": ("reward", {"trainer_prefix": "reward"}),
     "tx_mu_dtype": (jnp.bfloat16, {"optimizer.mu_dtype": "bfloat16"}),
     "weight_distribution_log_steps": (50, {"log_weights.pattern": ".*", "log_weights.every": 50}),
     "weight_distribution_pattern": (".*", {}),
@@ -189,7 +189,12 @@ def test_a_field_of_theirs_takes_effect_under_our_name(name: str) -> None:
 
 
 def test_a_name_and_a_prefix_are_one_name_and_a_shorter_run_wins() -> None:
-    assert TrainerConfig(trainer_prefix="reward", model_name="first").run_name == "reward-first"
+    config = TrainerConfig(trainer_prefix="reward", model_name="first")
+    assert (config.full_name, config.model_name, config.trainer_prefix) == ("reward-first", "first", "reward")
+    assert config.replace(trainer_prefix="b").replace(trainer_prefix="c").full_name == "c-first"
+    assert TrainerConfig(trainer_prefix="", model_name="").full_name is None
+    assert TrainerConfig(trainer_prefix="", model_name="m").full_name == "m"
+    assert TrainerConfig(run_name="r", model_name="").full_name == "r"
     assert TrainerConfig(report_metrics=False, use_wandb=True).logger == []
     assert TrainerConfig(do_train=False, do_eval=True, max_training_steps=9).max_training_steps == 0
     assert TrainerConfig(per_epoch_training_steps=7, max_training_steps=20).max_training_steps == 20
@@ -274,6 +279,50 @@ def test_a_file_that_easydel_saved_is_taken() -> None:
     assert said(trainer_config_class="GRPOConfig") == [
         "TrainerConfig.trainer_config_class: the file is of a GRPOConfig, and is read as a TrainerConfig here"
     ]
+
+
+@pytest.mark.parametrize("name", ["do_train", "do_eval"])
+def test_whether_to_train_and_to_evaluate_is_true_or_false(name: str) -> None:
+    field = {"do_train": "max_training_steps", "do_eval": "max_evaluation_steps"}[name]
+    for wrong in ("False", "no", 0):
+        with pytest.raises(InputError, match=f"^TrainerConfig.{name}: expected true or false, got {wrong!r}"):
+            TrainerConfig(**{name: wrong})
+    for value, found in ((None, 9), (True, 9), (False, 0)):
+        assert getattr(TrainerConfig(**{field: 9, name: value}), field) == found
+    assert getattr(TrainerConfig(**{field: 9}).replace(**{name: None}), field) == 9
+
+
+def test_the_smaller_number_of_batches_is_evaluated() -> None:
+    for given, found in (({}, 3), ({"max_evaluation_steps": 2}, 2), ({"max_evaluation_steps": 5}, 3)):
+        assert TrainerConfig(per_epoch_evaluation_steps=3, **given).max_evaluation_steps == found
+        assert TrainerConfig(per_epoch_evaluation_steps=3, do_eval=False, **given).max_evaluation_steps == 0
+    assert TrainerConfig(per_epoch_evaluation_steps=None, max_evaluation_steps=5).max_evaluation_steps == 5
+    with pytest.raises(InputError, match="per_epoch_evaluation_steps: expected a whole number ≥ 0, got -1"):
+        TrainerConfig(per_epoch_evaluation_steps=-1)
+
+
+def test_previews_are_off_without_an_interval_and_without_prompts() -> None:
+    shown = {"generation_prompts": ["a"], "generation_top_p": 0.9}
+    assert TrainerConfig(generation_interval=0, **shown).previews is None
+    assert TrainerConfig(previews={"every": 5}).replace(generation_interval=0).previews is None
+    with pytest.raises(InputError, match="generation_interval: 0 is no previews, but previews is also given"):
+        TrainerConfig(generation_interval=0, previews={"every": 5})
+    none: dict[str, Any] = {"generation_use_train_prompts": False, "generation_interval": 5}
+    assert said(**none) == [
+        "TrainerConfig.generation_interval: has no effect: generation_use_train_prompts is false, and there are "
+        "no generation_prompts"
+    ]
+    with pytest.warns(UserWarning, match="has no effect"):
+        assert TrainerConfig(**none).previews is None
+    assert TrainerConfig(**none, **shown).previews.prompts == ["a"]
+    table = TrainerConfig(previews={"every": 5}, generation_use_train_prompts=False).previews
+    assert table.from_data is False
+    assert TrainerConfig(generation_interval=5).previews.from_data is None
+
+
+def test_none_is_a_word_where_it_is_a_value() -> None:
+    config = TrainerConfig(remat=parse_value("none"), progress_bar_type=parse_value("none"))
+    assert (config.remat, config.progress_bar_type) == ("none", "none")
 
 
 @pytest.mark.parametrize("name", REFUSED)
