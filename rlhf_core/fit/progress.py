@@ -93,8 +93,9 @@ class Progress:
             for step in self.checkpoints.steps():
                 self.checkpoints.remove(step)
         saved = self.checkpoints.restore(saved_form(state.trained()), accept=self.require_same)
-        if saved is None and self.options.start:
-            state = self._pass_over(state, self.options.start)
+        start = self.options.start if self.total else 0
+        if saved is None and start:
+            state = self._pass_over(state, start)
         if saved is not None:
             self.newest, self.reported = saved.step, saved.host.get("reported", True)
             self.tokens, self.elapsed = saved.host["tokens"], saved.host["elapsed"]
@@ -117,7 +118,7 @@ class Progress:
                 self.checkpoints.remove(saved.step)
         if self.stage.is_main:
             cut_files(self.stage.dir, self.newest if self.reported else self.newest - 1)
-        return self.options.start if saved is None else saved.step, state
+        return start if saved is None else saved.step, state
 
     def _pass_over(self, state: TrainState, start: int) -> TrainState:
         """Place a state that begins after the first `start` updates of the run, which it passes over."""
@@ -198,8 +199,8 @@ def metric_files(directory: Path) -> list[Path]:
 
 
 def require_rest(stage: str, start: int, total: int) -> None:
-    """Raise InputError where no update is left after the `start` that `checkpoints.start` skips."""
-    if start and start >= total:
+    """Raise InputError where none of a run's updates is left after the `start` that `checkpoints.start` skips."""
+    if start and 0 < total <= start:
         raise InputError(
             f"stage '{stage}'.checkpoints.start: {start:,} updates are skipped, but the run has only {total:,}"
         )

@@ -226,6 +226,13 @@ def test_a_stage_may_only_evaluate(short: Any, tmp_path: Path, trainer: str) -> 
     rows = short.rows[trainer]
     given = {"do_train": False, "max_training_steps": None, "inputs": {"eval_dataset": rows[:4]}}
     found, watch = short.train(trainer, **given)
+    again, _ = short.train(
+        trainer,
+        at="alone",
+        step_start_point=3,
+        **{**given, "inputs": {"train_dataset": None, "eval_dataset": rows[:4]}},
+    )
+    assert equal(found, again)
     for path, leaf in short.tiny.leaves(short.models[trainer].params).items():
         np.testing.assert_array_equal(leaf, found[path], err_msg=path)
     (row,) = watch.rows
