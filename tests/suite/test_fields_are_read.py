@@ -38,7 +38,8 @@ def recording(config: type[TrainerConfig], read: set[str]) -> type[TrainerConfig
         def __getattribute__(self, name: str) -> Any:
             if name in config.model_fields:
                 code = sys._getframe(1).f_code
-                if not code.co_filename.startswith(CLASSES) and code.co_name != "_fits":
+                of_class = code.co_filename.startswith(CLASSES) and code.co_name != "full_name"
+                if not of_class and code.co_name != "_fits":
                     read.add(name)
             return super().__getattribute__(name)
 
