@@ -286,7 +286,9 @@ class Context:
         top, _, name = field.partition(".")
         spec = self._given(top)
         if spec is None and top == "train_data" and config.max_training_steps == 0:
-            held_out = self._given("eval_data")  # nothing is trained: the rows that it is evaluated on stand in
+            held_out = self._given(
+                "eval_data"
+            )  # nothing is trained: the rows that it is evaluated on stand in
             spec = next(iter(named_sets(held_out).values()), held_out)
         if top == "eval_data" and config.max_evaluation_steps == 0:
             spec = None
