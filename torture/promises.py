@@ -39,7 +39,15 @@ def run_marked() -> None:
         file_calls.mark(f"checkpoint {os.path.relpath(self.directory / str(newest))}")
         return retire(self, newest, protect)
 
-    files._replace = after(files._replace, "file", 1)
+    attempt = files.attempt
+
+    def marked_attempt(act: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
+        result = attempt(act, *arguments, **named)
+        if "leftover" in named and os.path.isfile(arguments[1]):  # `write_atomic`
+            file_calls.mark(f"file {os.path.relpath(os.path.realpath(arguments[1]))}")
+        return result
+
+    files.attempt = marked_attempt
     events.append_line = after(files.append_line, "lines", 0)  # type: ignore[attr-defined]
     checkpoint.Checkpoints._retire = marked_retire  # type: ignore[method-assign]
     sys.argv = ["rlhf", "run", "p.toml"]
