@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from pydantic import Field
 
@@ -178,6 +179,10 @@ _SHAPES: dict[str, Callable[[Any], Any]] = {
 """The level that a rate falls to, from 1 to 0, at a share of the updates after the warmup."""
 
 
+MOST_TRIED = 10_000
+"""Updates whose rate by a function is looked at before the first."""
+
+
 def _custom_schedule(named: str | Callable[..., Any], total: int) -> Schedule:
     """Make the schedule of a function from the number of updates to an optax schedule, and try it."""
     try:
@@ -195,7 +200,24 @@ def _custom_schedule(named: str | Callable[..., Any], total: int) -> Schedule:
         raise InputError(
             "scheduler: its function must return a schedule, a function from the update's number to one number"
         )
+    _require_rates(made, total)
     return made
+
+
+def _require_rates(made: Schedule, total: int) -> None:
+    """Raise InputError for a rate that is not finite or negative, of all updates, or of many evenly spaced ones."""
+    if not total:
+        return
+    steps = np.unique(np.linspace(0, total - 1, min(total, MOST_TRIED)).astype(np.int32))
+    with jax.ensure_compile_time_eval():
+        rates = np.asarray(jax.lax.map(made, jnp.asarray(steps)), np.float64)
+    rounding = 1e-6 * np.nanmax(np.abs(rates), initial=0)
+    wrong = np.flatnonzero(~(np.isfinite(rates) & (rates >= -rounding)))
+    if wrong.size:
+        raise InputError(
+            f"scheduler: the learning rate of update {steps[wrong[0]] + 1:,} of {total:,} is {rates[wrong[0]]:g}: "
+            "its function must give finite rates of at least 0"
+        )
 
 
 def start_afresh(opt_state: Any, step: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -47,8 +48,16 @@ def check_scheduler(value: Any) -> Any:
 
 
 def function_name(value: Any) -> str:
-    """Name a function as a file would, `module:function`; leave a name unchanged."""
-    return value if isinstance(value, str) else f"{value.__module__}:{value.__qualname__}"
+    """Name a function as a file would, `module:function`, a partial by its function, an object by its class.
+
+    A name is left unchanged.
+    """
+    while isinstance(value, partial):
+        value = value.func
+    if isinstance(value, str):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def filled(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rlhf_sft import SFTConfig
 
 from rlhf_core import hookimpl
 from rlhf_core.errors import InputError
@@ -221,6 +223,45 @@ def test_optax_s_schedules_are_schedules() -> None:
     assert config.to_dict()["scheduler"].endswith("<lambda>")
 
 
+def scaled(total: int, rate: float) -> Any:
+    return lambda step: jnp.float32(rate)
+
+
+class Falling:
+    """A schedule as an object that is called."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, total: int) -> Any:
+        return lambda step: self.rate * (1 - step / total)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda rate: partial(scaled, rate=rate), "scaled"), (Falling, "Falling")],
+    ids=["partial", "object"],
+)
+def test_a_partial_and_an_object_are_schedules(short: Any, make: Any, name: str) -> None:
+    assert SFTConfig(scheduler=make(1e-2)).to_dict()["scheduler"] == f"{__name__}:{name}"
+    interrupted(short, "again", scheduler=make(1e-2))
+    with pytest.raises(InputError, match="scheduler"):
+        short.train("sft", at="again", scheduler=make(2e-2))
+    _, watch = short.train("sft", at="again", scheduler=make(1e-2))
+    assert watch.steps() == [3, 4, 5, 6]
+
+
+def test_rates_are_finite_and_not_negative(short: Any) -> None:
+    for rate, said in (
+        (lambda step: 1.0 - step, "3 of 6 is -1"),
+        (lambda step: 0.1 / (2 - step), "3 of 6 is inf"),
+    ):
+        with pytest.raises(InputError, match=f"scheduler: the learning rate of update {said}: its function"):
+            short.train("sft", scheduler=lambda total, rate=rate: rate)
+    with pytest.raises(InputError, match="scheduler: the learning rate of update 1 of 6 is nan"):
+        short.train("sft", scheduler=partial(scaled, rate=float("nan")))
+
+
 @pytest.mark.parametrize("trainer", ["sft", "grpo"])
 def test_a_stage_may_only_evaluate(short: Any, tmp_path: Path, trainer: str) -> None:
     rows = short.rows[trainer]
@@ -242,7 +283,7 @@ def test_a_stage_may_only_evaluate(short: Any, tmp_path: Path, trainer: str) -> 
 
 
 def test_a_run_has_the_name_it_is_given(tiny: ModuleType, tmp_path: Path) -> None:
-    from rlhf_sft import SFTConfig, SFTTrainer
+    from rlhf_sft import SFTTrainer
 
     config = SFTConfig(do_train=False, save_directory=tmp_path, trainer_prefix="sft", model_name="of/us")
     result = SFTTrainer(config, model=tiny.make_model(), train_dataset=tiny.texts(4)).train()
