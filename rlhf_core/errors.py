@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
+import inspect
 import json
 import os
 import sysconfig
@@ -109,6 +111,17 @@ def error_line(error: BaseException, *callers: str) -> str:
     """Describe in one line what a component raised, with its `code_location`."""
     text = textwrap.shorten(scrub(said_by(error)), 300, placeholder=" …")
     return f"raised {type(error).__name__}{f': {text}' if text else ''}{code_location(error, *callers)}"
+
+
+def defined_at(function: Any) -> str:
+    """Return ` (FILE line N)`, where a function or an object's class is defined, or an empty string if not known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        code = inspect.unwrap(function if hasattr(function, "__qualname__") else type(function))
+        return f" ({inspect.getsourcefile(code)} line {inspect.getsourcelines(code)[1]})"
+    except (OSError, TypeError, ValueError):
+        return ""
 
 
 def code_location(error: BaseException, *callers: str) -> str:

@@ -92,10 +92,40 @@ def with_columns(source: Source, columns: Mapping[str, Any] | None) -> Source:
 
 
 def named_sets(data: Any) -> Mapping[str, Any]:
-    """Return {name: data} of a table that names several sets, { easy = "easy.jsonl", hard = … }; {} of other data."""
+    """Return {name: data} of a table that names several sets, { easy = "easy.jsonl", hard = … }; {} of other data.
+
+    A set may have any name, `path` too, where one of them is rows in memory.
+    """
+    if holds_rows(data):
+        return data if not wrong_set_names(data) else {}
     if not isinstance(data, Mapping) or {"name", "path"} & set(data) or _is_columns(data):
         return {}
     return data if all(isinstance(name, str) and name for name in data) else {}
+
+
+def holds_rows(data: Any) -> bool:
+    """Whether a table has rows in memory as one of its values: a list of rows, a data set, a function that yields."""
+    if not isinstance(data, Mapping):
+        return False
+
+    def is_rows(value: Any) -> bool:
+        if isinstance(value, str | bytes | Path | Mapping | bool | int | float | None):
+            return False
+        if isinstance(value, list | tuple):
+            messages = {"role", "content"}  # of one row
+            return bool(value) and all(isinstance(row, Mapping) and not messages <= set(row) for row in value)
+        return isinstance(value, Records) or hasattr(value, "column_names") or is_stream(value)
+
+    return any(map(is_rows, data.values()))
+
+
+def wrong_set_names(data: Any) -> list[Any]:
+    """List the names of sets of rows in memory that cannot begin the name of a metric."""
+
+    def is_right(name: Any) -> bool:
+        return isinstance(name, str) and bool(name) and name.isprintable() and name.strip() == name
+
+    return [name for name in data if not is_right(name)] if holds_rows(data) else []
 
 
 def _is_columns(data: Mapping[str, Any]) -> bool:

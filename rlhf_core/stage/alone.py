@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from rlhf_core import plugins, runtime
+from rlhf_core.config.options import format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Refused
 from rlhf_core.contracts import TRAINER, Artifact
+from rlhf_core.data.records import wrong_set_names
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
@@ -85,6 +87,14 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     pair = inputs.get("optimizers") or (None, None)
     if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[0] is None or hasattr(pair[0], "update")):
         raise InputError("optimizers: expected (an optax transformation or None, a schedule or None)")
+    compute = inputs.get("compute_metrics")
+    if compute is not None and not callable(compute):
+        raise InputError(f"compute_metrics: expected a function, got {format_value(compute)}")
+    if wrong := wrong_set_names(inputs.get("eval_dataset")):
+        raise InputError(
+            f"eval_dataset: {', '.join(map(repr, wrong))} cannot begin the name of a metric, eval_NAME_loss: "
+            "name sets by texts without spaces at the ends and line breaks"
+        )
     if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
         inputs["rewards"] = [inputs["rewards"]]
     if unknown := sorted(set(inputs) - set(INPUTS)):

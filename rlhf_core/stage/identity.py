@@ -81,7 +81,7 @@ def of_objects(
     sets = named_sets(given.get("eval_dataset"))
     given = {**given, **{f"eval_dataset.{name}": each for name, each in sets.items()}}
     for name, value in given.items():
-        field = name.replace("_dataset", "_data")
+        field = name.replace("_dataset", "_data", 1)
         if value is None or name == "compute_metrics" or (name == "eval_dataset" and sets):
             continue
         if name == "optimizers":

@@ -23,7 +23,7 @@ from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.texts import usable_texts
-from rlhf_core.errors import InputError, RunError, counted, error_line
+from rlhf_core.errors import InputError, RunError, Stopped, counted, defined_at, error_line
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Definition, Head, Model, check_model, load_model
@@ -261,24 +261,54 @@ class Context:
         dataset = self.stage.inputs.get(field.replace("_data", "_dataset"))
         return dataset if dataset is not None else getattr(self.config, field)
 
-    def own_metrics(self) -> Callable[[Any], dict[str, float]]:
+    def own_metrics(self) -> Callable[..., dict[str, float]]:
         """Return the function of `compute_metrics`, given from Python, on values [examples, 2] of pairs, chosen first.
 
-        Without one, it returns no metrics. Raises RunError where it raises, or returns anything but numbers.
+        It also takes the metrics of the evaluation, and warns once of those that the function's take the place of.
+        Names lose `eval_`, which is put before them later. Without `compute_metrics`, it returns no metrics. Raises
+        RunError where that raises, or returns anything but numbers by name.
         """
         compute = self.stage.inputs.get("compute_metrics")
         self.reads_metrics = True
+        warned: set[str] = set()
 
-        def metrics(values: Any) -> dict[str, float]:
+        def metrics(values: Any, others: Mapping[str, float] | None = None) -> dict[str, float]:
             if compute is None:
                 return {}
             try:
                 found = compute(EvalPrediction(np.asarray(values), np.zeros(len(values), np.int32)))
-                return {str(name): float(value) for name, value in dict(found).items()}
+            except (InputError, RunError, Stopped):
+                raise
             except Exception as error:
                 raise RunError(f"stage '{self.name}'.compute_metrics {error_line(error)}") from error
+            own = self._numbers(found, defined_at(compute))
+            if twice := sorted((own.keys() & (others or {}).keys()) - warned):
+                warned.update(twice)
+                names = ", ".join(twice)
+                self.warn(
+                    f"compute_metrics: the evaluation has {names} too; logged is what compute_metrics returned"
+                )
+            return own
 
         return metrics
+
+    def _numbers(self, found: Any, place: str) -> dict[str, float]:
+        """Check what `compute_metrics` returned. place: of the function, for messages."""
+        where = f"stage '{self.name}'.compute_metrics"
+        if not isinstance(found, Mapping):
+            raise RunError(
+                f"{where}{place} must return numbers by name, such as {{'gap': 0.5}}; it returned {found!r:.60}"
+            )
+        numbers: dict[str, float] = {}
+        for name, value in found.items():
+            try:
+                if isinstance(value, str | bytes):
+                    raise TypeError
+                number = float(value)
+            except (TypeError, ValueError):
+                raise RunError(f"{where}{place} must return numbers; its {name!r} is {value!r:.60}") from None
+            numbers[str(name).removeprefix("eval_")] = number
+        return numbers
 
     def _spec(self, field: str) -> Any:
         """Return what `train_data` or `eval_data` is; None for `eval_data` that are not given."""

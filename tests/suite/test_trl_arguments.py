@@ -58,7 +58,7 @@ def test_metrics_of_implicit_rewards(tiny: ModuleType) -> None:
     assert result.metrics["eval_gap"] == pytest.approx(result.metrics["eval_rewards/margins"], rel=1e-4)
 
 
-def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType) -> None:
+def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType, tmp_path: Path) -> None:
     given = {"model": tiny.make_model("lm"), "train_dataset": tiny.texts(8)}
     with pytest.raises(InputError, match=r"'sft'\.compute_metrics: nothing calls it"):
         SFTTrainer(SFTConfig(**SHORT), compute_metrics=compute_metrics, **given).train()
@@ -66,14 +66,31 @@ def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType) -> None:
     def wrong(prediction: Any) -> dict[str, float]:
         return {"x": "y"}  # type: ignore[dict-item]
 
-    with pytest.raises(RunError, match=r"'reward'\.compute_metrics raised ValueError: could not convert"):
-        RewardTrainer(
-            RewardConfig(eval_on_start=True, **SHORT),
+    def run(compute: Any, **fields: Any) -> Any:
+        return RewardTrainer(
+            RewardConfig(save_directory=tmp_path, **SHORT, **fields),
             model=tiny.make_model("score"),
             train_dataset=tiny.pairs(8),
             eval_dataset=tiny.pairs(6),
-            compute_metrics=wrong,
+            compute_metrics=compute,
         ).train()
+
+    here = rf" \({__file__} line \d+\) must return numbers"
+    with pytest.raises(RunError, match=rf"'reward'\.compute_metrics{here}; its 'x' is 'y'"):
+        run(wrong, eval_on_start=True)
+    with pytest.raises(RunError, match=rf"'reward'\.compute_metrics{here} by name, .*; it returned 0\.5"):
+        run(lambda prediction: 0.5)
+    with pytest.raises(RunError, match=rf"'reward'\.compute_metrics raised ZeroDivisionError: .*{__file__}"):
+        run(lambda prediction: 1 / 0)
+    with pytest.raises(InputError, match="compute_metrics: expected a function, got 5"):
+        run(5)
+    with pytest.warns(UserWarning, match=r"compute_metrics: the evaluation has accuracy too; logged is what"):
+        result = run(
+            lambda prediction: {"eval_gap": np.float32(2), "accuracy": 0.25}
+        )  # no update is made again
+    assert len(rows_of(tmp_path)) == 2
+    assert (result.metrics["eval_gap"], result.metrics["eval_accuracy"]) == (2, 0.25)
+    assert "eval_eval_gap" not in result.metrics
 
 
 def test_a_model_is_made_and_an_optimizer_is_given(tiny: ModuleType, tmp_path: Path) -> None:
@@ -126,6 +143,16 @@ def test_several_evaluation_sets(short: Any, tiny: ModuleType, tmp_path: Path, t
             found[f"eval_hard_{name.removeprefix('eval_')}"], value, rtol=1e-5, err_msg=name
         )
     assert {name.split("_")[1] for name in found} == {"easy", "hard"}
+
+
+def test_sets_of_rows_may_have_any_name(short: Any, tiny: ModuleType) -> None:
+    rows = tiny.texts(4, seed=5)
+    sets = {"name": rows, "path": rows, "text": rows, "my-set 2": rows}
+    _, found = short.train("sft", max_training_steps=1, inputs={"eval_dataset": sets})
+    assert {f"eval_{name}_loss" for name in sets} <= set(found.rows[-1])
+    for wrong in (1, "", "a\nb"):
+        with pytest.raises(InputError, match=r"^eval_dataset: .* cannot begin the name of a metric"):
+            SFTTrainer(eval_dataset={wrong: rows, "easy": rows})
 
 
 def test_several_sets_in_a_file(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:

@@ -91,11 +91,11 @@ class Evaluation:
         *,
         beta: float,
         stored: Callable[[Any], Any] = lambda params: params,
-        own_metrics: Callable[[Any], dict[str, float]] = lambda rewards: {},
+        own_metrics: Callable[..., dict[str, float]] = lambda rewards, others: {},
     ) -> None:
         """stored: converts parameters to those that are saved, such as `Model.as_stored`.
 
-        own_metrics: further metrics of the implicit rewards, float32 [pairs, 2].
+        own_metrics: further metrics of the implicit rewards, float32 [pairs, 2]; it is also given the other metrics.
         """
         self.beta, self.own_metrics = beta, own_metrics
         self.reader, self.reference, self.stored = reader, reference, stored
@@ -107,7 +107,8 @@ class Evaluation:
         logps = self.reader(self.stored(state.params))
         loss, metrics = self._measure(logps, pairs.reference[which], pairs.tokens[which])
         rewards = self.beta * (logps - pairs.reference[which])
-        return fetch_metrics({**metrics, "loss": loss}) | self.own_metrics(rewards)
+        found = fetch_metrics({**metrics, "loss": loss})
+        return found | self.own_metrics(rewards, found)
 
 
 def _measure_pairs(

@@ -41,11 +41,11 @@ class Evaluation:
         held_out: HeldOut,
         model: Model,
         measure: Measure,
-        own_metrics: Callable[[NDArray[np.float32]], dict[str, float]] = lambda scores: {},
+        own_metrics: Callable[..., dict[str, float]] = lambda scores, others: {},
     ) -> None:
         """held_out: the first of the pairs. Their column `subset` gives the metrics `accuracy/SUBSET`.
 
-        own_metrics: further metrics of the scores, float32 [pairs, 2].
+        own_metrics: further metrics of the scores, float32 [pairs, 2]; it is also given the other metrics.
         """
         self.own_metrics = own_metrics
         count = len(held_out.trees)
@@ -78,7 +78,8 @@ class Evaluation:
         pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
         loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
         found = fetch_metrics({**metrics, "loss": loss})
-        return found | measures(chosen, rejected, self.lengths, self.subsets) | self.own_metrics(scores)
+        found |= measures(chosen, rejected, self.lengths, self.subsets)
+        return found | self.own_metrics(scores, found)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
