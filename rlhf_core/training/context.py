@@ -261,12 +261,13 @@ class Context:
         dataset = self.stage.inputs.get(field.replace("_data", "_dataset"))
         return dataset if dataset is not None else getattr(self.config, field)
 
-    def own_metrics(self) -> Callable[..., dict[str, float]]:
+    def own_metrics(self, pairs: int = 0) -> Callable[..., dict[str, float]]:
         """Return the function of `compute_metrics`, given from Python, on values [examples, 2] of pairs, chosen first.
 
         It also takes the metrics of the evaluation, and warns once of those that the function's take the place of.
         Names lose `eval_`, which is put before them later. Without `compute_metrics`, it returns no metrics. Raises
-        RunError where that raises, or returns anything but numbers by name.
+        RunError where that raises, or returns anything but numbers by name. pairs: tries it on random scores of so
+        many before anything is trained; raises InputError for the same reasons.
         """
         compute = self.stage.inputs.get("compute_metrics")
         self.reads_metrics = True
@@ -290,6 +291,11 @@ class Context:
                 )
             return own
 
+        if pairs and not self.shapes:
+            try:
+                metrics(np.random.default_rng(0).normal(size=(pairs, 2)).astype(np.float32))
+            except RunError as error:
+                raise InputError(f"{error} (tried on random scores, before training)") from error
         return metrics
 
     def _numbers(self, found: Any, place: str) -> dict[str, float]:
@@ -320,6 +326,8 @@ class Context:
                 "eval_data"
             )  # nothing is trained: the rows that it is evaluated on stand in
             spec = next(iter(named_sets(held_out).values()), held_out)
+            if spec is None:
+                raise InputError(f"{where}: missing, and so is eval_data: without training, give one of them")
         if top == "eval_data" and config.max_evaluation_steps == 0:
             spec = None
         if name:

@@ -16,7 +16,7 @@ from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import load_model
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import InputError
 
 SHORT = {"total_batch_size": 4, "max_training_steps": 2, "log_steps": 1, "learning_rate": 1e-2}
 
@@ -76,21 +76,40 @@ def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType, tmp_path: Pat
         ).train()
 
     here = rf" \({__file__} line \d+\) must return numbers"
-    with pytest.raises(RunError, match=rf"'reward'\.compute_metrics{here}; its 'x' is 'y'"):
-        run(wrong, eval_on_start=True)
-    with pytest.raises(RunError, match=rf"'reward'\.compute_metrics{here} by name, .*; it returned 0\.5"):
+    with pytest.raises(InputError, match=rf"'reward'\.compute_metrics{here}; its 'x' is 'y'"):
+        run(wrong)
+    with pytest.raises(InputError, match=rf"'reward'\.compute_metrics{here} by name, .*; it returned 0\.5"):
         run(lambda prediction: 0.5)
-    with pytest.raises(RunError, match=rf"'reward'\.compute_metrics raised ZeroDivisionError: .*{__file__}"):
+    with pytest.raises(
+        InputError, match=rf"'reward'\.compute_metrics raised ZeroDivisionError: .*{__file__}"
+    ):
         run(lambda prediction: 1 / 0)
+    assert not (tmp_path / "metrics.jsonl").exists()
     with pytest.raises(InputError, match="compute_metrics: expected a function, got 5"):
         run(5)
     with pytest.warns(UserWarning, match=r"compute_metrics: the evaluation has accuracy too; logged is what"):
-        result = run(
-            lambda prediction: {"eval_gap": np.float32(2), "accuracy": 0.25}
-        )  # no update is made again
-    assert len(rows_of(tmp_path)) == 2
+        result = run(lambda prediction: {"eval_gap": np.float32(2), "accuracy": 0.25})
     assert (result.metrics["eval_gap"], result.metrics["eval_accuracy"]) == (2, 0.25)
     assert "eval_eval_gap" not in result.metrics
+
+
+@pytest.mark.parametrize("trainer", ["reward", "dpo"])
+def test_a_function_of_metrics_that_fails_later_does_not_lose_the_model(short: Any, trainer: str) -> None:
+    calls: list[int] = []
+
+    def fails(prediction: Any) -> dict[str, float]:
+        calls.append(len(prediction.label_ids))
+        if len(calls) > 1:
+            raise ValueError("too late")
+        return {}
+
+    given = {"eval_dataset": short.rows[trainer][:5], "compute_metrics": fails}
+    with pytest.warns(
+        UserWarning, match=r"evaluation after update 2 failed .*compute_metrics raised ValueError"
+    ):
+        found, _ = short.train(trainer, max_training_steps=2, inputs=given)
+    assert found
+    assert calls == [5, 5]
 
 
 def test_a_model_is_made_and_an_optimizer_is_given(tiny: ModuleType, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def build(config: DPOConfig, context: Context) -> Build:
         rows = context.held_out(model, given, pairs.trees, reads_tokens=True, group=2)
         every = np.arange(len(rows.trees))
         readers[field] = Reader(model.definition, context.mesh, pairs, rows.layout, every)
-        own_metrics = context.own_metrics()
+        own_metrics = context.own_metrics(len(rows.trees))
         return Evaluation(
             readers[field],
             reference,

@@ -57,8 +57,17 @@ class Evaluation:
         self._score = held_out.reader(partial(sequence_scores, model.definition))
         self._measure = jax.jit(measure)
         self._cached: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
+        self._whole = False
 
     def __call__(self, state: TrainState) -> dict[str, float]:
+        scores, found = self._measured(state)
+        if not self._whole:
+            found |= self.own_metrics(scores, found)
+            self._whole = True
+        return found
+
+    def known(self, state: TrainState) -> dict[str, float]:
+        """Return the metrics, with further ones only where an evaluation of this state had them."""
         return self._measured(state)[1]
 
     def scores(self, state: TrainState) -> NDArray[np.float32]:
@@ -67,7 +76,7 @@ class Evaluation:
 
     def _measured(self, state: TrainState) -> tuple[NDArray[np.float32], dict[str, float]]:
         if self._cached is None or self._cached[0] is not state.params:
-            self._cached = None  # frees the previous arrays first
+            self._cached, self._whole = None, False  # frees the previous arrays first
             scores = self._score(self.stored(state.params)).reshape(-1, 2)
             self._cached = state.params, scores, self._metrics(scores)
         return self._cached[1:]
@@ -78,8 +87,7 @@ class Evaluation:
         pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
         loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
         found = fetch_metrics({**metrics, "loss": loss})
-        found |= measures(chosen, rejected, self.lengths, self.subsets)
-        return found | self.own_metrics(scores, found)
+        return found | measures(chosen, rejected, self.lengths, self.subsets)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

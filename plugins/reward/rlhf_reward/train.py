@@ -41,7 +41,8 @@ def build(config: RewardConfig, context: Context) -> Build:
         if (pairs := context.pairs(field, read_at=config.read_at)) is None:
             return None
         rows = context.held_out(model, pairs, reads_tokens=False, group=2)
-        held_out.append(Evaluation(pairs, rows, model, measure, context.own_metrics()))
+        own_metrics = context.own_metrics(len(rows.trees))
+        held_out.append(Evaluation(pairs, rows, model, measure, own_metrics))
         if len(held_out) > 1:
             return held_out[-1]  # pairs of the first set are shown
         return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
@@ -56,7 +57,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             found = reader(model.as_stored(state.params), trees[:STATISTICS_PAIRS], group=2)
             metrics = None
         else:
-            found, metrics = held_out[0].scores(state), finite(held_out[0](state))
+            found, metrics = held_out[0].scores(state), finite(held_out[0].known(state))
         contract = context.scoring_contract(model, read_at=config.read_at, scores=found, evaluation=metrics)
         trained = model.with_params(state.params)
         save_model(context.stage, "model", "reward_model", trained, contract=contract)
