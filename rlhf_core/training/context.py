@@ -212,7 +212,7 @@ class Context:
         with error_context(self.stage, field):
             if not is_stream(spec):
                 records = data.load(spec, registry=self.registry, columns=config.columns)
-            elif field == "train_data" and first is None:
+            elif field == "train_data" and first is None and not self._only_evaluates:
                 raise InputError(
                     "a stream, and all rows are read before the first update here: write them to a file, or leave out "
                     "streaming"
@@ -250,6 +250,11 @@ class Context:
             return metrics
 
         return evaluate
+
+    @property
+    def _only_evaluates(self) -> bool:
+        """Whether nothing is trained and no `train_data` are given."""
+        return self.config.max_training_steps == 0 and self._given("train_data") is None
 
     @property
     def eval_fields(self) -> list[str]:
@@ -321,7 +326,7 @@ class Context:
         config, where = self.config, f"stage '{self.name}'.{field}"
         top, _, name = field.partition(".")
         spec = self._given(top)
-        if spec is None and top == "train_data" and config.max_training_steps == 0:
+        if top == "train_data" and self._only_evaluates:
             held_out = self._given(
                 "eval_data"
             )  # nothing is trained: the rows that it is evaluated on stand in

@@ -177,7 +177,13 @@ def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
     ]
     source = stage.inputs.get("model")
     source = config.model if source is None else source
-    if not left or config.lora or config.frozen_parameters or not _pretrained(source):
+    if (
+        not left
+        or config.max_training_steps == 0
+        or config.lora
+        or config.frozen_parameters
+        or not _pretrained(source)
+    ):
         return []
     defaults = " and ".join(f"{name} = {shared[name].default:g}" for name in left)
     lines = " and ".join(f"{name} = {FOR_PRETRAINED[name]}" for name in left)

@@ -274,6 +274,10 @@ def test_a_stage_may_only_evaluate(short: Any, tmp_path: Path, trainer: str) -> 
         **{**given, "inputs": {"train_dataset": None, "eval_dataset": rows[:4]}},
     )
     assert equal(found, again)
+    with pytest.raises(
+        InputError, match="train_data: missing, and so is eval_data: without training, give one"
+    ):
+        short.train(trainer, at="neither", **{**given, "inputs": {"train_dataset": None}})
     for path, leaf in short.tiny.leaves(short.models[trainer].params).items():
         np.testing.assert_array_equal(leaf, found[path], err_msg=path)
     (row,) = watch.rows
