@@ -134,7 +134,7 @@ def test_the_short_convolution_follows_each_sequence() -> None:
     _, positions, until, sequences = inputs()
     draw = np.random.default_rng(4)
     x, kernel = draw.normal(size=(*positions.shape, 6)), draw.normal(size=(4, 6))
-    found = short_convolution(
+    found = jax.jit(short_convolution)(
         jnp.asarray(x, jnp.float32), jnp.asarray(kernel, jnp.float32), previous_tokens(positions, until)
     )
     for batch, several in enumerate(sequences):

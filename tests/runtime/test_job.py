@@ -170,7 +170,7 @@ def test_the_first_one_is_killed(job: Job) -> None:
     job.processes[0].kill()
     _, (code, said) = job.ended(within=15)
     assert code == 1, said
-    assert said.endswith("resumes from the newest checkpoint\n")
+    assert "resumes from the newest checkpoint\n" in said  # jax may report its service after it
     assert said.count("process 1 of 2 ends: process 0 has disappeared") == 1
 
 
