@@ -74,8 +74,9 @@ def train(source: str, tokenizer: str, directory: str, options: str) -> None:
     from rlhf_reward import RewardConfig, RewardTrainer
 
     class Seen:
-        first = 0.0
-        memory: list[int] = []  # noqa: RUF012
+        def __init__(self) -> None:
+            self.first = 0.0
+            self.memory: list[int] = []
 
         def rlhf_step_end(self, step: int) -> None:
             self.first = self.first or time.time() - begun
