@@ -37,9 +37,10 @@ from rlhf_core.models.config import (
     repetition,
 )
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.layers import Attention, Embedding, Layer, Linear, RMSNorm
+from rlhf_core.models.experts import Experts
+from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, linear_modules, merge
-from rlhf_core.models.recurrence import Order, previous_tokens
+from rlhf_core.models.recurrence import MIXERS, Order, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import device_count, platform
@@ -65,6 +66,43 @@ class Cache(NamedTuple):
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
     positions: jax.Array
+
+
+class Layer(nnx.Module):
+    """Attention and gated MLP, normalised before, after, or both. Holds stacked parameters, runs on one layer's.
+
+    The norms have Hugging Face's names: where layers normalise before only, `post_attention_layernorm` is the MLP's.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        norm = functools.partial(RMSNorm, config, (config.num_layers,), config.hidden_size)
+        self.norms, self.residual_scale = config.norms, config.residual_scale
+        self.mixer = config.mixer
+        setattr(self, self.mixer, MIXERS.get(self.mixer, Attention)(config, rngs))
+        self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
+        self.post_attention_layernorm = norm()
+        if self.norms != "after":
+            self.input_layernorm = norm()
+        if self.norms == "both":
+            self.pre_feedforward_layernorm = norm()
+        if self.norms != "before":
+            self.post_feedforward_layernorm = norm()
+
+    def __call__(self, x: jax.Array, mix: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        """[B, T, D] → the same. mix: (attention or another mixer, its input [B, T, D]) → its output [B, T, D]."""
+        mixed = mix(getattr(self, self.mixer), self.normed(x))
+        if self.norms == "before":
+            x = x + self.scaled(mixed)
+            return x + self.scaled(self.mlp(self.post_attention_layernorm(x)))
+        x = x + self.post_attention_layernorm(mixed)
+        inner = x if self.norms == "after" else self.pre_feedforward_layernorm(x)
+        return x + self.post_feedforward_layernorm(self.mlp(inner))
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        return x if self.norms == "after" else self.input_layernorm(x)
+
+    def scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)
 
 
 class Stacks(nnx.Module):

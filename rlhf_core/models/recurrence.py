@@ -1,4 +1,4 @@
-"""Layers with a state, over rows of packed trees: the gated delta rule in chunks, and a short causal convolution.
+"""Layers with a state, over rows of packed trees: the gated delta rule in chunks, and short causal convolutions.
 
 A state is empty at the start of a tree, and every branch continues from the state at the end of its tree's prefix.
 Positions of a tree count from 0.
@@ -6,11 +6,18 @@ Positions of a tree count from 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
+
+from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.layers import Linear, RMSNorm
 
 CHUNK = 64
 """Tokens whose products are computed together. Work per token grows with it, the number of steps in a row shrinks."""
@@ -206,3 +213,112 @@ def next_state(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     delta = (v - jnp.einsum("bkgde,bkd->bkge", state, k)) * inputs.beta[..., None]
     state = state + k[:, :, None, :, None] * delta[:, :, :, None]
     return jnp.einsum("bkgde,bkd->bkge", state, q), state
+
+
+class Convolution(nnx.Module):
+    """A short convolution between two gates (LFM2). Its state: the last inputs of the convolution, [B, taps - 1, D]."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        c = config
+        linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
+        self.in_proj = linear((c.hidden_size, 3 * c.hidden_size), axes=("layers", "embed", None))
+        self.conv = Taps(c, c.hidden_size, rngs)
+        self.out_proj = linear((c.hidden_size, c.hidden_size), axes=("layers", None, "embed"))
+
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the state after each row's last token."""
+        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        mixed, kept = self.conv.over_rows(before * x, order)
+        return self.out_proj(after * mixed), (kept, None)
+
+    def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """[B, D] → the same, and the next state."""
+        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        mixed, kept = self.conv.next(before * x, state[0])
+        return self.out_proj(after * mixed), (kept, None)
+
+
+class Taps(nnx.Module):
+    """A convolution of every channel with the tokens before it; parameters as in Hugging Face's files."""
+
+    def __init__(self, config: DecoderConfig, channels: int, rngs: Any) -> None:
+        shape, bound = (config.num_layers, channels, 1, config.taps), config.taps**-0.5
+        start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+        self.weight = nnx.Param(start, axes=("layers", None, None, None))
+
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array]:
+        """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]."""
+        kernel = self.weight[...][:, 0].T.astype(x.dtype)
+        at, kept = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32), []
+        for _ in range(len(kernel) - 1):
+            read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
+            kept.append(jnp.where(at[..., None] < 0, 0, read))
+            at = jnp.where(at < 0, -1, jnp.take_along_axis(order.previous, jnp.maximum(at, 0), 1))
+        return short_convolution(x, kernel, order.previous), jnp.concatenate(kept[::-1], 1)
+
+    def next(self, x: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, channels] → the same, and the next last inputs."""
+        window = jnp.concatenate([kept, x[:, None]], 1)
+        return jnp.einsum("btc,ct->bc", window, self.weight[...][:, 0].astype(x.dtype)), window[:, 1:]
+
+
+class DeltaNet(nnx.Module):
+    """The gated delta rule (Yang et al. 2024) as in Qwen3.5.
+
+    Its state: the last inputs of the convolution, [B, taps - 1, channels], and float32 [B, K, G, d, e].
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        c, lead = config, (config.num_layers,)
+        key_heads, value_heads, size, width = c.linear_heads
+        linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
+        inside, values = ("layers", "embed", None), value_heads * width
+        self.in_proj_qkv = linear((c.hidden_size, 2 * key_heads * size + values), axes=inside)
+        self.in_proj_z = linear((c.hidden_size, values), axes=inside)
+        self.in_proj_b = linear((c.hidden_size, value_heads), axes=inside)
+        self.in_proj_a = linear((c.hidden_size, value_heads), axes=inside)
+        self.conv1d = Taps(c, 2 * key_heads * size + values, rngs)
+        self.dt_bias = nnx.Param(jnp.ones((*lead, value_heads), jnp.float32), axes=("layers", None))
+        decay = jax.random.uniform(rngs.params(), (*lead, value_heads), jnp.float32, 0.01, 16)
+        self.A_log = nnx.Param(jnp.log(decay), axes=("layers", None))
+        self.norm = RMSNorm(replace(c, norm_offset=0.0), lead, width)
+        self.out_proj = linear((values, c.hidden_size), axes=("layers", None, "embed"))
+        self.heads = c.linear_heads
+
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the state after each row's last token."""
+        mixed, kept = self.conv1d.over_rows(self.in_proj_qkv(x), order)
+        out, state = gated_delta_rule(self._inputs(mixed, x), order.positions, order.visible_until)
+        return self._output(out, x), (kept, state)
+
+    def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """[B, D] → the same, and the next state."""
+        mixed, kept = self.conv1d.next(self.in_proj_qkv(x), state[0])
+        out, after = next_state(state[1], self._inputs(mixed, x))
+        return self._output(out, x), (kept, after)
+
+    def _inputs(self, mixed: jax.Array, x: jax.Array) -> Inputs:
+        """[…, channels] after the convolution, [..., D] → queries, keys, values, logarithm of the decay, beta."""
+        key_heads, value_heads, size, width = self.heads
+        q, k, v = jnp.split(jax.nn.silu(mixed), (key_heads * size, 2 * key_heads * size), axis=-1)
+        lead, groups = x.shape[:-1], value_heads // key_heads
+        q, k = (_unit(y.reshape(*lead, key_heads, size).astype(jnp.float32)) for y in (q, k))
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        decay = -jnp.exp(self.A_log[...]) * jax.nn.softplus(
+            self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...]
+        )
+        decay, beta = (y.reshape(*lead, key_heads, groups) for y in (decay, beta))
+        return Inputs(q * size**-0.5, k, v.reshape(*lead, key_heads, groups, width), decay, beta)
+
+    def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32)).reshape(out.shape)
+        gated = self.norm(out) * gate
+        return self.out_proj(gated.reshape(*x.shape[:-1], -1).astype(x.dtype))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+
+MIXERS: Mapping[str, Any] = {"conv": Convolution, "linear_attn": DeltaNet}
+"""The layers with a state, by the name of their parameters."""

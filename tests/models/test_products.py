@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models.layers import expert_product, product
+from rlhf_core.models.experts import expert_product
+from rlhf_core.models.layers import product
 
 DRAW = np.random.default_rng(2)
 COUNTS = np.array([30, 0, 90], np.int32)
