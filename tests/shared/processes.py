@@ -65,6 +65,11 @@ class Process:
         self.returncode, out, errors = json.loads(self._ended.read_text())
         return out, errors
 
+    @property
+    def ended_at(self) -> float:
+        """The time at which it ended, in seconds since the epoch, once it has."""
+        return self._ended.stat().st_mtime
+
     def kill(self) -> None:
         if not self._ended.exists():
             os.kill(self.pid, signal.SIGKILL)
