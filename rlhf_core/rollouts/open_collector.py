@@ -24,9 +24,10 @@ from rlhf_core.rollouts.environment import forecast_episodes, open_environment
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.tokenizer import special_ids
-from rlhf_core.training.context import Context, Expected, require_stop_token
+from rlhf_core.training.context import Context
+from rlhf_core.training.expected import Expected
 from rlhf_core.training.memory import sampling_memory, scoring_bytes
-from rlhf_core.training.starting_model import error_context
+from rlhf_core.training.starting_model import error_context, require_stop_token
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig

@@ -15,9 +15,8 @@ from rlhf_core.rollouts.fixed_prompts import FixedPrompts
 from rlhf_core.rollouts.open_collector import open_sampler
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.sampling.placement import cache_bytes
-from rlhf_core.training.context import require_stop_token
 from rlhf_core.training.memory import device_bytes, sampling_memory
-from rlhf_core.training.starting_model import error_context
+from rlhf_core.training.starting_model import error_context, require_stop_token
 
 if TYPE_CHECKING:
     from rlhf_core.config.trainer import Previews as PreviewOptions

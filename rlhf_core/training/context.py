@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -23,16 +23,17 @@ from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.texts import usable_texts
-from rlhf_core.errors import InputError, RunError, Stopped, counted, defined_at, error_line
+from rlhf_core.errors import InputError, counted
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
-from rlhf_core.models import Definition, Head, Model, check_model, load_model
+from rlhf_core.models import Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.scoring import ScoringContract, base_identity
 from rlhf_core.stage.text_settings import read_at_of, text_options
-from rlhf_core.tokenizer import special_ids
 from rlhf_core.training.choose_attention import choose_attention
+from rlhf_core.training.compute_metrics import OwnMetrics
+from rlhf_core.training.expected import Expected, ModelNotHereError, count_training
 from rlhf_core.training.held_out import HeldOut
 from rlhf_core.training.starting_model import (
     default_warnings,
@@ -40,6 +41,7 @@ from rlhf_core.training.starting_model import (
     model_of_shapes,
     model_source,
     open_model,
+    stop_warnings,
 )
 
 if TYPE_CHECKING:
@@ -48,55 +50,12 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data.report import Report
     from rlhf_core.packing.trees import Trees
-    from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.tokenizer.options import ReadAt, TextOptions
 
-NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
-UNHEARD_OF = "\U0010fffd"
-"""A text that no vocabulary has as a token."""
-
-
-class ModelNotHereError(Exception):
-    """Raised during a check where a build cannot continue, since this machine has no model or tokenizer yet.
-
-    Everything that the data and the config alone show has been counted by then.
-    """
-
-
-@dataclass
-class Expected:
-    """What a source of updates will do, as far as its data and the config show.
-
-    lines: of a forecast: what there is to train on, updates, tokens. later: lines that follow the memory.
-    updates: of the whole run. tokens: of an update. longest: tokens of the longest row.
-    examples: of an update.
-    held: {part: bytes per device} of what is in memory besides the state, from the model and the bytes of its
-        parameters. source: what a compiler needs to know of a source that samples.
-    """
-
-    lines: list[str]
-    updates: int
-    tokens: int
-    longest: int
-    later: Sequence[str] = ()
-    held: Callable[[Definition, int], Mapping[str, int]] = lambda *_: {}
-    source: Any = None
-    examples: int = 0
-
-
 Evaluate: TypeAlias = Callable[["TrainState"], dict[str, float]]
 """From a state to the metrics of an evaluation."""
-
-
-class EvalPrediction(NamedTuple):
-    """What `compute_metrics` is called with, by the names of transformers."""
-
-    predictions: NDArray[Any]
-    """float32 [pairs, 2]: scores, or implicit rewards, of the chosen and the rejected reply."""
-    label_ids: NDArray[np.int32]
-    """int32 [pairs]: which of the two is the better one, always 0."""
 
 
 class Context:
@@ -266,60 +225,14 @@ class Context:
         dataset = self.stage.inputs.get(field.replace("_data", "_dataset"))
         return dataset if dataset is not None else getattr(self.config, field)
 
-    def own_metrics(self, pairs: int = 0) -> Callable[..., dict[str, float]]:
-        """Return the function of `compute_metrics`, given from Python, on values [examples, 2] of pairs, chosen first.
-
-        It also takes the metrics of the evaluation, and warns once of those that the function's take the place of.
-        Names lose `eval_`, which is put before them later. Without `compute_metrics`, it returns no metrics. Raises
-        RunError where that raises, or returns anything but numbers by name. pairs: tries it on random scores of so
-        many before anything is trained; raises InputError for the same reasons.
-        """
-        compute = self.stage.inputs.get("compute_metrics")
+    def own_metrics(self, pairs: int = 0) -> OwnMetrics:
+        """Open the function of `compute_metrics`. pairs: try it on random scores of so many before training."""
         self.reads_metrics = True
-        warned: set[str] = set()
-
-        def metrics(values: Any, others: Mapping[str, float] | None = None) -> dict[str, float]:
-            if compute is None:
-                return {}
-            try:
-                found = compute(EvalPrediction(np.asarray(values), np.zeros(len(values), np.int32)))
-            except (InputError, RunError, Stopped):
-                raise
-            except Exception as error:
-                raise RunError(f"stage '{self.name}'.compute_metrics {error_line(error)}") from error
-            own = self._numbers(found, defined_at(compute))
-            if twice := sorted((own.keys() & (others or {}).keys()) - warned):
-                warned.update(twice)
-                names = ", ".join(twice)
-                self.warn(
-                    f"compute_metrics: the evaluation has {names} too; logged is what compute_metrics returned"
-                )
-            return own
-
+        compute = self.stage.inputs.get("compute_metrics")
+        metrics = OwnMetrics(compute, f"stage '{self.name}'.compute_metrics", self.warn)
         if pairs and not self.shapes:
-            try:
-                metrics(np.random.default_rng(0).normal(size=(pairs, 2)).astype(np.float32))
-            except RunError as error:
-                raise InputError(f"{error} (tried on random scores, before training)") from error
+            metrics.try_on(pairs)
         return metrics
-
-    def _numbers(self, found: Any, place: str) -> dict[str, float]:
-        """Check what `compute_metrics` returned. place: of the function, for messages."""
-        where = f"stage '{self.name}'.compute_metrics"
-        if not isinstance(found, Mapping):
-            raise RunError(
-                f"{where}{place} must return numbers by name, such as {{'gap': 0.5}}; it returned {found!r:.60}"
-            )
-        numbers: dict[str, float] = {}
-        for name, value in found.items():
-            try:
-                if isinstance(value, str | bytes):
-                    raise TypeError
-                number = float(value)
-            except (TypeError, ValueError):
-                raise RunError(f"{where}{place} must return numbers; its {name!r} is {value!r:.60}") from None
-            numbers[str(name).removeprefix("eval_")] = number
-        return numbers
 
     def _spec(self, field: str) -> Any:
         """Return what `train_data` or `eval_data` is; None for `eval_data` that are not given."""
@@ -519,26 +432,7 @@ class Context:
         ).to_dict()
 
     def _expect(self, unit: str, count: int, report: str, sizes: NDArray[np.int64] | None = None) -> None:
-        """Count the examples, updates and tokens of training rows; end the build where the model is not here.
-
-        count: 0 for a stream, whose length is not known. sizes: int64 [rows], tokens, of all or of the first rows;
-        None: not known.
-        """
-        config, longest = self.config, self.config.max_sequence_length
-        limits = (config.total_batch_size, config.num_train_epochs, config.max_training_steps)
-        total, drawn = data.count_updates(count, *limits), data.count_examples(count, *limits)
-        each = min(config.total_batch_size, drawn)  # an update holds no more than the data of all epochs
-        per_update, tokens = config.total_batch_size * (longest or 0), "tokens unknown: there is no limit"
-        if longest is not None:
-            tokens = f"at most {drawn * longest:,} tokens"
-        if sizes is not None:
-            longest, mean = int(sizes.max()), int(sizes.sum()) / len(sizes)
-            per_update = round(mean * config.total_batch_size)
-            tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
-        epochs = f", {drawn / count:.2f} epochs" if count else ""
-        updates = f"{total:,} update{'s'[: total > 1]} of {each} {unit}{epochs}"
-        lines = [report, updates, tokens]
-        self.expect(Expected(lines, total, per_update, longest or 0, examples=each))
+        self.expect(count_training(self.config, unit, count, report, sizes))
 
     def expect(self, expected: Expected) -> None:
         """Add what a source of updates will do. Raises ModelNotHereError where the build cannot continue."""
@@ -608,30 +502,3 @@ class Context:
     ) -> HeldOut:
         """Hold the rows of `eval_data` for evaluations, packed once. options: of `HeldOut`."""
         return HeldOut(self, model, rows, rows.trees() if trees is None else trees, **options)
-
-
-def stop_warnings(config: TrainerConfig, tokenizer: Any) -> list[str]:
-    """Describe why a model trained on given texts would not learn where they end, one line per reason."""
-    ends = special_ids(tokenizer, config.chat_template).eos
-    if not ends:
-        return [
-            f"{NO_STOP_TOKEN}: texts are trained on without an end, so a policy never learns to stop, and a "
-            "reward model scores at a text's last token; set eos_token in tokenizer_config.json"
-        ]
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    written = tokenizer(UNHEARD_OF, add_special_tokens=False, verbose=False)["input_ids"]
-    if unknown in ends and unknown in written:
-        return [
-            f"the token '{tokenizer.unk_token}' both ends sequences and stands for unknown text, so unknown "
-            "text ends a reply; set another unk_token or eos_token in tokenizer_config.json"
-        ]
-    return []
-
-
-def require_stop_token(stop_ids: Sequence[int], options: SamplingOptions, stage: str) -> None:
-    """Raise InputError where no token could end a completion."""
-    if not stop_ids and not options.stop_token_ids:
-        raise InputError(
-            f"stage '{stage}'.model: {NO_STOP_TOKEN}, so no completion could ever stop; set eos_token in "
-            "tokenizer_config.json"
-        )

@@ -20,7 +20,8 @@ from rlhf_core.models import Model
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.stage import Stage
 from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
-from rlhf_core.training.context import Context, Expected, ModelNotHereError
+from rlhf_core.training.context import Context
+from rlhf_core.training.expected import Expected, ModelNotHereError
 from rlhf_core.training.memory import device_bytes, memory_forecast, saved_bytes
 
 BuildFunction: TypeAlias = Callable[[Any, Context], Build]

@@ -33,14 +33,18 @@ from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.models.model import with_padding_apart
 from rlhf_core.runtime.devices import planned
 from rlhf_core.runtime.signals import stop_if_asked
-from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
+from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_stop_ids
 
 if TYPE_CHECKING:
     from rlhf_core.config.trainer import LoraOptions
     from rlhf_core.models.config import Remat
     from rlhf_core.plugins.registry import Registry
+    from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
 
+NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
+UNHEARD_OF = "\U0010fffd"
+"""A text that no vocabulary has as a token."""
 COMPUTE = "float32"
 """The dtype in which activations and caches are counted; an accelerator's bfloat16 takes half."""
 FOR_PRETRAINED = {"learning_rate": "1e-5", "num_train_epochs": "2"}
@@ -264,3 +268,30 @@ def _config_directory(directory: Path) -> Path | None:
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         directory = Path(peft.base_of(directory).named)
     return directory if (directory / "config.json").is_file() else None
+
+
+def stop_warnings(config: TrainerConfig, tokenizer: Any) -> list[str]:
+    """Describe why a model trained on given texts would not learn where they end, one line per reason."""
+    ends = special_ids(tokenizer, config.chat_template).eos
+    if not ends:
+        return [
+            f"{NO_STOP_TOKEN}: texts are trained on without an end, so a policy never learns to stop, and a "
+            "reward model scores at a text's last token; set eos_token in tokenizer_config.json"
+        ]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    written = tokenizer(UNHEARD_OF, add_special_tokens=False, verbose=False)["input_ids"]
+    if unknown in ends and unknown in written:
+        return [
+            f"the token '{tokenizer.unk_token}' both ends sequences and stands for unknown text, so unknown "
+            "text ends a reply; set another unk_token or eos_token in tokenizer_config.json"
+        ]
+    return []
+
+
+def require_stop_token(stop_ids: Sequence[int], options: SamplingOptions, stage: str) -> None:
+    """Raise InputError where no token could end a completion."""
+    if not stop_ids and not options.stop_token_ids:
+        raise InputError(
+            f"stage '{stage}'.model: {NO_STOP_TOKEN}, so no completion could ever stop; set eos_token in "
+            "tokenizer_config.json"
+        )

@@ -19,8 +19,9 @@ from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
 from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import memory
-from rlhf_core.training.context import Context, ModelNotHereError
+from rlhf_core.training.context import Context
 from rlhf_core.training.define import held_bytes
+from rlhf_core.training.expected import ModelNotHereError
 from rlhf_core.training.memory import memory_line, saved_bytes, scoring_bytes, state_bytes
 from rlhf_core.training.starting_model import definition_of
 

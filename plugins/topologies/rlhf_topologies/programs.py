@@ -22,7 +22,8 @@ from rlhf_core.rollouts import RolloutUpdates
 from rlhf_core.rollouts.rollout_rows import full_groups
 from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
-from rlhf_core.training.context import Context, ModelNotHereError
+from rlhf_core.training.context import Context
+from rlhf_core.training.expected import ModelNotHereError
 from rlhf_core.training.starting_model import definition_of
 from rlhf_topologies.description import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_topologies.roofline import token_weights
