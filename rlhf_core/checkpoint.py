@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
 from rlhf_core.artifacts import describe_files, find_damage
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import InputError, RunError, warn
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import (
     INTACT,
@@ -265,7 +264,7 @@ class Checkpoints:
         """Wait until the running save is on disk. Raises what made the save fail."""
         pending, self._pending = self._pending, None
         for line in () if pending is None else pending.result():
-            warnings.warn(line, stacklevel=3)
+            warn(line)
 
     def close(self) -> None:
         """Wait for the running save and release the thread. Safe to call twice."""
@@ -319,7 +318,7 @@ class Checkpoints:
                 "Delete that directory to start this stage from its beginning."
             )
         for problem in damaged if jax.process_index() == 0 else ():
-            warnings.warn(f"damaged checkpoint: {problem}; resuming from step {step}", stacklevel=3)
+            warn(f"damaged checkpoint: {problem}; resuming from step {step}")
         return step
 
     def _retire(self, newest: int, protect: int | None) -> list[str]:

@@ -8,9 +8,11 @@ import functools
 import inspect
 import json
 import os
+import sys
 import sysconfig
 import textwrap
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,20 @@ SHOWN = 5
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a damaged JSON file raises where its fields are used unchecked: for files that can be done without."""
+
+
+_INSIDE = (*BETWEEN, "concurrent", "contextlib", "functools", "threading")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of something, with the line outside the suite that led here as its place; without one, the caller's."""
+    level, frame = 1, sys._getframe()
+    while frame is not None:
+        top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if not top.startswith("rlhf_") and top not in _INSIDE:
+            break
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 
 class InputError(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +19,7 @@ from rlhf_core.data.columns import kwargs_of, tools_of
 from rlhf_core.data.report import Report
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
-from rlhf_core.errors import InputError, NonFiniteError, RunError
+from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.mesh import make_mesh, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.models.finite import nonfinite_output_error
@@ -191,7 +190,7 @@ class ScoredPart(NamedTuple):
 def warn_unread(places: Sequence[str]) -> None:
     """Warn about rows that have no score."""
     if places:
-        warnings.warn(f"no score for rows without a completion: {', '.join(places[:5])}", stacklevel=3)
+        warn(f"no score for rows without a completion: {', '.join(places[:5])}")
 
 
 class Scorer:
@@ -215,10 +214,9 @@ class Scorer:
         self.model, self.contract, self.normalize = model, contract, normalize
         self._require(model.tokenizer)
         if contract.compute_dtype not in (None, model.computes_in):
-            warnings.warn(
+            warn(
                 f"{model.source or 'the reward model'}: trained in {contract.compute_dtype} and scored in "
-                f"{model.computes_in}: scores differ slightly from its evaluation",
-                stacklevel=2,
+                f"{model.computes_in}: scores differ slightly from its evaluation"
             )
         self.encoder = Encoder(model.tokenizer, contract.text_options)
         self.layout: Layout | None = None
@@ -373,7 +371,7 @@ class Scorer:
             ]
             yield ScoredPart(_by_side(scores, whole.sides, whole.chosen), unread)
         if not report.all_as_given:
-            warnings.warn(f"{records.name}: {'; '.join(report.lines()[1:])}", stacklevel=2)
+            warn(f"{records.name}: {'; '.join(report.lines()[1:])}")
 
     def score_completions(
         self,
@@ -436,10 +434,9 @@ class Scorer:
             )
         if limit is None or not (long := sum(len(ids) > limit for ids in fitted)):
             return fitted
-        warnings.warn(
+        warn(
             f"{long:,} of {len(fitted):,} sequences are longer than the {limit} tokens the reward model was "
-            f"trained on; they are truncated as in its training ({self.contract.truncation_mode})",
-            stacklevel=3,
+            f"trained on; they are truncated as in its training ({self.contract.truncation_mode})"
         )
         keep = slice(-limit, None) if self.contract.truncation_mode == "keep_end" else slice(limit)
         return [ids[keep] for ids in fitted]

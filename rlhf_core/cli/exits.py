@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_core.cli import extensions
-from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error
+from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error, warn
 from rlhf_core.hidden import hide_in_output
 from rlhf_core.runtime import job, signals
 from rlhf_core.runtime.files import DISK, disk_message
@@ -88,7 +88,7 @@ class Commands(TyperGroup):
             try:
                 self._load(name)
             except InputError as error:
-                warnings.warn(str(error), stacklevel=2)
+                warn(str(error))
         return list(self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_core.cli.options import Base, Plugins, takes
-from rlhf_core.errors import InputError, NonFiniteError, RunError, counted
+from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts, Records
@@ -141,14 +140,13 @@ def generate(given: Generation) -> None:
     texts = continuations(model.tokenizer, prefixes, completions, given.stop_token_ids or ())
     whole = [len(ids[i // group]) + len(tokens) for i, tokens in enumerate(completions)]
     if positions and max(whole) > positions:
-        warnings.warn(
+        warn(
             f"{given.model}: {sum(n > positions for n in whole):,} of {len(whole):,} completions, with their prompts "
             f"up to {max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
-            "--max_completion_length",
-            stacklevel=2,
+            "--max_completion_length"
         )
     if warning := empty_warning(texts):
-        warnings.warn(f"{given.model}: {warning}", stacklevel=2)
+        warn(f"{given.model}: {warning}")
     rows = [
         {
             **records[int(encoded.rows[i // group])],
@@ -215,7 +213,7 @@ def _encode(given: Generation, records: Records, model: Model) -> Prompts:
         report.untemplated.clear()
     if not report.all_as_given:
         hint = "; give --raw if this is intended" if report.untemplated else ""
-        warnings.warn(f"{given.model}: {report}{hint}", stacklevel=3)
+        warn(f"{given.model}: {report}{hint}")
     return encoded
 
 
@@ -272,5 +270,5 @@ def _fit(
             f"--max_completion_length {longest}: shorten the prompt, allow shorter completions, or give "
             "--max_prompt_length, which cuts off a prompt's beginning"
         )
-    warnings.warn(f"{tokens}, cut to the last {limit:,}, as --max_prompt_length says", stacklevel=3)
+    warn(f"{tokens}, cut to the last {limit:,}, as --max_prompt_length says")
     return [prompt[-limit:] for prompt in ids], [max(len(prompt) - limit, 0) for prompt in ids]

@@ -6,9 +6,9 @@ import copy
 import dataclasses
 import json
 import re
-import warnings
 from typing import Any
 
+from rlhf_core.errors import warn
 from rlhf_core.models import Model
 from rlhf_core.models.model import with_padding_apart
 from rlhf_core.scoring import ScoringContract
@@ -39,10 +39,9 @@ def for_other_libraries(model: Model, contract: ScoringContract) -> Model:
         trained = encoder.whole([PROBE[:1]], [PROBE[1:]])[0].tolist()
         theirs = tokenizer.apply_chat_template(PROBE, return_dict=False)
         if trained != theirs:
-            warnings.warn(
+            warn(
                 "apply_chat_template of the exported tokenizer tokenizes conversations differently from the "
-                "reward model's training, so its scores differ there; use the artifact for scoring",
-                stacklevel=3,
+                "reward model's training, so its scores differ there; use the artifact for scoring"
             )
     return with_padding_apart(dataclasses.replace(model, tokenizer=tokenizer))
 

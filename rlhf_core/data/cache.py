@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import date
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
 from rlhf_core.data.source import Source, digest
-from rlhf_core.errors import UNREADABLE
+from rlhf_core.errors import UNREADABLE, warn
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
 from rlhf_core.tokenizer.encoding import Encoder
@@ -122,10 +121,9 @@ def load_or_build(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
     try:
         return _store(directory, build)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"tokens are not cached in {directory.parent}: {error.strerror or error}; set RLHF_CACHE to another "
-            "directory",
-            stacklevel=2,
+            "directory"
         )
     return join_parts(build())
 

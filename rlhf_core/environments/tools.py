@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import typing
-import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.contracts import Turn
-from rlhf_core.errors import InputError, Stopped, code_location, said_by, suggest
+from rlhf_core.errors import InputError, Stopped, code_location, said_by, suggest, warn
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins.component import load_function
 from rlhf_core.runtime.caches import cached
@@ -136,10 +135,9 @@ class ToolEnvironment:
         except Stopped:
             raise
         except (Exception, SystemExit) as error:
-            warnings.warn(
+            warn(
                 f"tool '{name}' raised {type(error).__name__}{code_location(error, __file__)}; the policy is "
-                "shown this error, and episodes/call_errors counts it",
-                stacklevel=2,
+                "shown this error, and episodes/call_errors counts it"
             )
             return _Answer.failed(
                 name, f"{name} raised {type(error).__name__}: {said_by(error)}".rstrip(": ")

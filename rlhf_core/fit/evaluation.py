@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rlhf_core.errors import InputError, RunError, Stopped, error_line
+from rlhf_core.errors import InputError, RunError, Stopped, error_line, warn
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
@@ -83,9 +82,8 @@ def evaluate_or_warn(
     reason = reason or (
         error_line(failure, HERE) if failure else "it failed in another process; see that process's output"
     )
-    warnings.warn(
-        f"stage '{stage}': the evaluation after update {count} failed and is skipped; training continues: {reason}",
-        stacklevel=2,
+    warn(
+        f"stage '{stage}': the evaluation after update {count} failed and is skipped; training continues: {reason}"
     )
     return None
 
@@ -102,6 +100,4 @@ def _require_finite_loss(metrics: Mapping[str, float], state: TrainState, count:
     )
     if count == 0:
         raise InputError(line) if problem else RunError(line)
-    warnings.warn(
-        f"{line}; it is null in metrics.jsonl and not compared with other evaluations", stacklevel=3
-    )
+    warn(f"{line}; it is null in metrics.jsonl and not compared with other evaluations")

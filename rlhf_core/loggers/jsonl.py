@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from rlhf_core.errors import UNREADABLE
+from rlhf_core.errors import UNREADABLE, warn
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import append_line, write_atomic
 
@@ -57,7 +56,7 @@ class JsonLines:
         for number, line in enumerate(lines, 1):
             row = _row(line)
             if row is None and number < len(lines):
-                warnings.warn(f"{path} line {number} is not a JSON object with a step; dropped", stacklevel=2)
+                warn(f"{path} line {number} is not a JSON object with a step; dropped")
             elif row is not None and row <= step:
                 kept.append(line)
         after = b"".join(kept)

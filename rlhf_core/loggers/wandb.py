@@ -7,7 +7,6 @@ import netrc
 import os
 import secrets
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from rlhf_core.config.secrets import public_table
+from rlhf_core.errors import warn
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import write_atomic
 
@@ -63,14 +63,12 @@ class Wandb:
                 mode, reason = "offline", f"wandb could not go online ({' '.join(str(error).split())})"
                 self._run = self._begin(wandb, stage, config, mode)
         except Exception as error:
-            warnings.warn(f"wandb did not start, continuing without it: {error}", stacklevel=2)
+            warn(f"wandb did not start, continuing without it: {error}")
             return
         if mode == "offline":
             files = shlex.quote(str(Path(self._run.dir).parent))
             if reason:
-                warnings.warn(
-                    f"{reason}: logging offline. To upload the run: wandb sync {files}", stacklevel=2
-                )
+                warn(f"{reason}: logging offline. To upload the run: wandb sync {files}")
             else:
                 stage.say(f"wandb is offline, as asked. To upload the run: wandb sync {files}")
 
@@ -123,7 +121,7 @@ class Wandb:
         try:
             call()
         except Exception as error:
-            warnings.warn(f"wandb failed, continuing without it: {error}", stacklevel=3)
+            warn(f"wandb failed, continuing without it: {error}")
             self._run = None
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import jax
 from rlhf_core import artifacts
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.contracts.models import Head
-from rlhf_core.errors import InputError, read_json_object, reading, suggest
+from rlhf_core.errors import InputError, read_json_object, reading, suggest, warn
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.config import Remat
@@ -86,9 +85,7 @@ def load_model(
         if adapters is None or adapters.score is None:
             if not fresh_head:
                 raise InputError(f"{path} {NO_REWARD_HEAD}")
-            warnings.warn(
-                f"{path}: a language model: its reward head is new, drawn from seed {seed}", stacklevel=2
-            )
+            warn(f"{path}: a language model: its reward head is new, drawn from seed {seed}")
         params = complete(definition, params, mesh, seed)
     model = Model(
         definition=definition,
@@ -214,9 +211,7 @@ def _define(
     definition = describe(family, hf_config, head, file, dtype=dtype)
     definition, made_of = untied(definition, hf_config, directory)
     if "quantization_config" in made_of:  # of a format that the family's code reads
-        warnings.warn(
-            f"{directory}: quantized weights are converted; the model is saved in bfloat16", stacklevel=3
-        )
+        warn(f"{directory}: quantized weights are converted; the model is saved in bfloat16")
         made_of = {name: value for name, value in made_of.items() if name != "quantization_config"}
     return definition, made_of
 
@@ -228,10 +223,9 @@ def untied(
     if not isinstance(definition, Decoder) or not weights.has_other_head(definition, directory):
         return definition, hf_config
     if definition.head == "lm":
-        warnings.warn(
+        warn(
             f"{directory}: {weights.HEAD} differs from the embeddings, although config.json has tie_word_embeddings "
-            "true: the model is loaded untied, as transformers 5 does, and saved with tie_word_embeddings false",
-            stacklevel=2,
+            "true: the model is loaded untied, as transformers 5 does, and saved with tie_word_embeddings false"
         )
     config = dataclasses.replace(definition.config, tied=False)
     return dataclasses.replace(definition, config=config), {**hf_config, "tie_word_embeddings": False}

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.contracts.models import Head
-from rlhf_core.errors import InputError, read_json_object
+from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding, with_shardings
 from rlhf_core.models import peft
 from rlhf_core.models.definition import Definition, complete
@@ -78,11 +77,10 @@ def padding_apart(
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.pad_token = special[pad]
     if pad is None and own is not None:
-        warnings.warn(
+        warn(
             f"the tokenizer's pad token ({own}) also ends sequences, and it has no other that could pad. config.json "
             "names none, so transformers scores one sequence at a time: add a pad_token to tokenizer_config.json "
-            "before training, if you need batches there",
-            stacklevel=3,
+            "before training, if you need batches there"
         )
     return {**hf_config, "pad_token_id": pad}, tokenizer
 
@@ -376,7 +374,7 @@ def require_own_parameters(definition: Definition, params: Any) -> None:
         )
     if extra := sorted(present - expected):
         listed = ", ".join(".".join(path) for path in extra[:5])
-        warnings.warn(f"save: the model's files have no place for {listed}", stacklevel=4)
+        warn(f"save: the model's files have no place for {listed}")
 
 
 _logits = functools.partial(jax.jit, static_argnums=0)(Definition.padded_logits)

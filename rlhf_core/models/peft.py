@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -17,7 +16,7 @@ from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 from safetensors.numpy import save_file
 
 from rlhf_core.artifacts import ADAPTER_CONFIG, MANIFEST
-from rlhf_core.errors import InputError, read_json_object
+from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.models.hf_config import shown
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.params import join, paths, split
@@ -281,7 +280,7 @@ class Adapter:
 
     def _merge_dora(self, adapted: Model, names: Mapping[str, Sequence[str]]) -> Model:
         """Merge the adapter of DoRA (Liu et al. 2024), and scale every output's weights to the adapter's magnitude."""
-        warnings.warn(f"{self.directory}: merging the DoRA adapter into the model's weights", stacklevel=4)
+        warn(f"{self.directory}: merging the DoRA adapter into the model's weights")
         lora = adapted.definition.lora
         assert lora is not None
         model = adapted.merged()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import chain, islice
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest
+from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest, warn
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import gpt_oss
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
@@ -188,7 +187,7 @@ def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_L
     if problems:
         raise InputError(*problems)
     if {HEAD, "score.weight"} <= set(readers):
-        warnings.warn(f"{directory}: '{HEAD}' is not used: this is a reward model", stacklevel=2)
+        warn(f"{directory}: '{HEAD}' is not used: this is a reward model")
     return readers, leaves
 
 
@@ -268,10 +267,9 @@ def save(decoder: Decoder, params: dict[str, Any], directory: Path, dtype: str =
     if lost:
         more = f" and {len(lost) - 3} other tensors" if len(lost) > 3 else ""
         holds = "hold" if len(lost) > 1 else "holds"
-        warnings.warn(
+        warn(
             f"the model that is saved: {', '.join(map(repr, lost[:3]))}{more} {holds} values that are NaN, infinite or "
-            f"too large for {dtype}, in which they are written: its outputs will not be finite",
-            stacklevel=4,
+            f"too large for {dtype}, in which they are written: its outputs will not be finite"
         )
 
 

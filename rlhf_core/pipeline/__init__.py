@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rlhf_core import runtime
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.toml import to_toml
 from rlhf_core.contracts import Forecast
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import PipelineFile, Plan, StagePlan, plan, read
@@ -167,10 +166,9 @@ def warn_of_readers(plan: Plan, stages: Mapping[str, Asked]) -> None:
     new = {name for name, each in stages.items() if not each.record.then}
     for stage in plan.stages:
         for source in sorted(_reads(stage) & new) if stage.name not in new else ():
-            warnings.warn(
+            warn(
                 f"stage '{source}' runs again, and stage '{stage.name}' used its previous output: if the "
-                f"output changes, '{stage.name}' will be refused; delete {stage.dir} to rerun it too",
-                stacklevel=2,
+                f"output changes, '{stage.name}' will be refused; delete {stage.dir} to rerun it too"
             )
 
 

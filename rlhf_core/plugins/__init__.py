@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import types
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -17,7 +16,7 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlhf_core.errors import InputError, error_line, suggest
+from rlhf_core.errors import InputError, error_line, suggest, warn
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins import hooks
 from rlhf_core.plugins.component import HERE, load_file
@@ -69,13 +68,11 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
     known = {name for point in points for name in _names_of(point)}
     for name in sorted(disabled - known):
-        warnings.warn(
-            f"{DISABLE}: no plugin is called '{name}'.{suggest(name, known)}", PluginWarning, stacklevel=2
-        )
+        warn(f"{DISABLE}: no plugin is called '{name}'.{suggest(name, known)}", PluginWarning)
     for point in points:
         info = _info(point, "disabled") if _names_of(point) & disabled else _load_point(host, point, points)
         if info.state == "failed":
-            warnings.warn(str(info.error), PluginWarning, stacklevel=2)
+            warn(str(info.error), PluginWarning)
         if info.state == "disabled":
             host.registry.disabled.append(info.name)
         host.plugins.append(info)

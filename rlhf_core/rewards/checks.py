@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import sys
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.columns import is_chat
 from rlhf_core.data.source import cells
-from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest
+from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest, warn
 from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.reward import OWN, Reward, call_together, failure
 from rlhf_core.rewards.values import LOG
@@ -67,7 +66,7 @@ def set_up(
     """
     lines = _check_prompts(rewards, prompts, stage, field)  # on every process
     for line in lines if stage.is_main else ():
-        warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
+        warn(f"stage '{stage.name}': {line}")
     for reward in rewards:
         if reward.collective and not reward.ready:
             reward.function.setup(stage)

@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pydantic import Field
 
 from rlhf_core.config import Component
 from rlhf_core.contracts import REWARD, RewardInputs
-from rlhf_core.errors import InputError, NonFiniteError, RunError
+from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.hidden import remember_attributes, scrub
 from rlhf_core.rewards.values import LOG, Call, Scored
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
@@ -320,7 +319,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             reward.logged = {}
             skipped.append(failure(reward, outcome))
             if not reward.failures:
-                warnings.warn(f"{skipped[-1]}; such calls are left out and counted", stacklevel=2)
+                warn(f"{skipped[-1]}; such calls are left out and counted")
             reward.failures += 1
         elif isinstance(outcome, np.ndarray):
             table[:, f] = outcome
@@ -425,10 +424,9 @@ def _outcome(
     undefined = sum(value is not None and math.isnan(value) for value in values)
     if undefined and "NaN" not in reward.told:
         reward.told.add("NaN")
-        warnings.warn(
+        warn(
             f"reward '{reward.label}' returned NaN for {undefined} of {len(values)} completions: treated as None, "
-            "'does not apply'",
-            stacklevel=2,
+            "'does not apply'"
         )
     table = np.full(count, np.nan)
     table[rows] = np.array(values, np.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.environments import Episode
-from rlhf_core.errors import NonFiniteError, RunError
+from rlhf_core.errors import NonFiniteError, RunError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, logged_metrics, score
 from rlhf_core.rollouts.environment import run_episodes
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS, Conversations, Rollout, Timing
@@ -121,12 +120,11 @@ class RolloutCollector:
                 "dynamic_sampling/filled_up": float(filled_up),
             }
             if filled_up:
-                warnings.warn(
+                warn(
                     f"{self.options.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards "
                     "differ; groups without a learning signal fill the rollout. The prompts are too easy "
                     "or too hard for "
-                    "the policy, or the reward is too coarse",
-                    stacklevel=2,
+                    "the policy, or the reward is too coarse"
                 )
             order = np.argsort(equal, kind="stable")[:wanted]
             whole = whole.take(np.sort(order))
@@ -184,10 +182,7 @@ class RolloutCollector:
         self._require_tokens(samples)
         failures = [episode.failure for episode in run.episodes if episode.failure is not None]
         if failures and self.stage.is_main:
-            warnings.warn(
-                f"{len(failures)} of {len(ids)} episodes failed and are dropped; the first: {failures[0]}",
-                stacklevel=2,
-            )
+            warn(f"{len(failures)} of {len(ids)} episodes failed and are dropped; the first: {failures[0]}")
         inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
         rewards, total = measure(self.rewards, inputs, needed=required)
         failed = [episode.failure is not None for episode in run.episodes]
@@ -355,9 +350,8 @@ def warn_of_unscored(stage: Stage, rewards: Sequence[Reward], rollout: Rollout) 
             continue
         reward.told.add("unscored")
         if stage.is_main:
-            warnings.warn(
+            warn(
                 f"stage '{stage.name}': reward '{reward.label}' left {count} of {len(held)} completions unscored "
                 "(None): they are left out of its mean and, if no other reward scored them, of their groups. "
-                f"They are null in samples/*.jsonl; the metric is rewards/{reward.label}/unscored",
-                stacklevel=2,
+                f"They are null in samples/*.jsonl; the metric is rewards/{reward.label}/unscored"
             )

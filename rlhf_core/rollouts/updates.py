@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,7 +13,7 @@ from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.contracts import all_equal
 from rlhf_core.data import batch_rows, count_updates
 from rlhf_core.data.columns import is_blank
-from rlhf_core.errors import counted
+from rlhf_core.errors import counted, warn
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Layout, Packed, empty_batches
@@ -233,10 +232,9 @@ class RolloutUpdates:
         """Warn that episodes begin again, where the environment may answer them in another way."""
         source = self.collector.episodes
         if step and source is not None and not source.calls.deterministic and self.stage.is_main:
-            warnings.warn(
+            warn(
                 f"stage '{self.stage.name}'.environment: '{source.calls.name}' is not deterministic: episodes "
-                "that ran after the checkpoint restart and may differ",
-                stacklevel=2,
+                "that ran after the checkpoint restart and may differ"
             )
 
     def epochs(self, step: int) -> float:
@@ -337,7 +335,7 @@ class RolloutWarnings:
 
     def _warn(self, kind: str, line: str) -> None:
         if self.stage.is_main and kind not in self.given:
-            warnings.warn(f"stage '{self.stage.name}': {line}", stacklevel=4)
+            warn(f"stage '{self.stage.name}': {line}")
         self.given.add(kind)
 
 

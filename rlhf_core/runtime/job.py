@@ -15,13 +15,12 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.errors import InputError, RunError, Stopped, warn
 from rlhf_core.runtime import signals
 
 JOIN_SECONDS = "RLHF_JOIN_SECONDS"
@@ -173,7 +172,7 @@ def _initialize(arguments: dict[str, Any]) -> None:
             )
         if waited > WARN_AFTER_SECONDS and not warned:
             warned = True
-            warnings.warn(f"{who} waits for the others, at most {seconds:g} s ({JOIN_SECONDS})", stacklevel=3)
+            warn(f"{who} waits for the others, at most {seconds:g} s ({JOIN_SECONDS})")
     _joining = False
     if raised:
         raise InputError(

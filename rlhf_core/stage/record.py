@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
-from rlhf_core.errors import UNREADABLE, InputError
+from rlhf_core.errors import UNREADABLE, InputError, warn
 from rlhf_core.runtime.agreement import broadcast_text, raise_together
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
 from rlhf_core.stage.decide import Begun, Decision, Difference, Record, Request, compare, decide_all
@@ -168,7 +167,7 @@ def read_records(requests: Sequence[Request]) -> dict[str, Asked]:
     decisions = decide_all(requests, {record.name: record.begun for record in records})
     accept = frozenset[str]().union(*(each.accept for each in requests))
     for name in sorted(accept.difference(*(decision.used for decision in decisions.values()))):
-        warnings.warn(f"accept '{name}': no refused change has this name", stacklevel=2)
+        warn(f"accept '{name}': no refused change has this name")
     return {
         request.name: Asked(request, record, decisions[request.name])
         for request, record in zip(requests, records, strict=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.trainer import SCHEDULES
-from rlhf_core.errors import InputError, read_json_object
+from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.mesh import AnyMesh, with_shardings
 from rlhf_core.models import (
     Definition,
@@ -124,10 +124,9 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     present, asked, where = model.definition.lora, config.lora, f"stage '{stage.name}'.lora"
     if asked is None:
         if present is not None and stage.is_main:
-            warnings.warn(
+            warn(
                 f"stage '{stage.name}'.model: merging its adapter and training all parameters; lora = {{…}} "
-                "trains adapters",
-                stacklevel=4,
+                "trains adapters"
             )
         return model.merged()
     if model.source is None:
