@@ -189,22 +189,25 @@ def _custom_schedule(named: str | Callable[..., Any], total: int) -> Schedule:
         function = load_function(named) if isinstance(named, str) else named
     except InputError as error:
         raise InputError(*(f"scheduler: {problem}" for problem in error.problems)) from error
+    return _tried(lambda: function(total), total, "scheduler: its function", "return a schedule, a function")
+
+
+def _tried(make: Callable[[], Schedule], total: int, what: str, must: str) -> Schedule:
+    """Make a schedule and try it. Raises InputError where it fails, or returns no rates. what, must: for messages."""
     try:
-        made: Schedule = function(total)
+        made = make()
         rate = jax.eval_shape(made, jax.ShapeDtypeStruct((), jnp.int32))
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:
-        raise InputError(f"scheduler: its function {error_line(error)}") from error
+        raise InputError(f"{what} {error_line(error)}") from error
     if getattr(rate, "shape", None) != ():
-        raise InputError(
-            "scheduler: its function must return a schedule, a function from the update's number to one number"
-        )
-    _require_rates(made, total)
+        raise InputError(f"{what} must {must} from the update's number to one number")
+    _require_rates(made, total, what)
     return made
 
 
-def _require_rates(made: Schedule, total: int) -> None:
+def _require_rates(made: Schedule, total: int, what: str) -> None:
     """Raise InputError for a rate that is not finite or negative, of all updates, or of many evenly spaced ones."""
     if not total:
         return
@@ -215,8 +218,8 @@ def _require_rates(made: Schedule, total: int) -> None:
     wrong = np.flatnonzero(~(np.isfinite(rates) & (rates >= -rounding)))
     if wrong.size:
         raise InputError(
-            f"scheduler: the learning rate of update {steps[wrong[0]] + 1:,} of {total:,} is {rates[wrong[0]]:g}: "
-            "its function must give finite rates of at least 0"
+            f"{what.partition(':')[0]}: the learning rate of update {steps[wrong[0]] + 1:,} of {total:,} is "
+            f"{rates[wrong[0]]:g}: its function must give finite rates of at least 0"
         )
 
 
@@ -243,7 +246,7 @@ def make_optimizer(
     named, peak, end = config.scheduler, config.learning_rate, config.learning_rate_end
     tx, own_rate = given
     if own_rate is not None:
-        rate = own_rate
+        rate = _tried(lambda: own_rate, total, "optimizers: its schedule", "be a function")
     elif tx is not None:
         rate = optax.constant_schedule(float("nan"))
     elif isinstance(named, str) and named in SCHEDULES:

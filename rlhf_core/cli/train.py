@@ -12,6 +12,7 @@ from rich.table import Table
 from rlhf_core import plugins, runtime
 from rlhf_core.config import TrainerConfig, fields, parse_value
 from rlhf_core.config.toml import to_value
+from rlhf_core.config.trainer import directory_name
 from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run
@@ -53,11 +54,15 @@ def pipeline_from_flags(
     """Build a pipeline from (field, value) pairs; a bare flag has the value None.
 
     The stage is named after the trainer, and paths are relative to the current directory. `dir` defaults to
-    `save_directory`, else to runs/TRAINER. A field given several times is a list.
+    `save_directory`, else to runs/TRAINER, and the run's name below it, if it has one. A field that holds a list may
+    be given several times.
     """
-    kinds = {field.name: field.type for field in fields(config)} | {"use_wandb": FLAG}
-    directory = dict(flags).get("save_directory") or f"runs/{trainer}"
-    table: dict[str, Any] = {"dir": directory, "mesh": {}}
+    kinds = {field.name: field.type for field in fields(config)} | {"use_wandb": FLAG, "dir": "text"}
+    aliases = config.aliases()
+    named = dict(flags)
+    name = directory_name(named.get("trainer_prefix"), named.get("run_name") or named.get("model_name"))
+    directory = Path(named.get("save_directory") or f"runs/{trainer}", name)
+    table: dict[str, Any] = {"dir": str(directory), "mesh": {}}
     stage: dict[str, Any] = {"name": trainer, "trainer": trainer}
     seen: set[str] = set()
     problems = []
@@ -66,7 +71,9 @@ def pipeline_from_flags(
             problems.append(f"--{key}: needs a value")
             continue
         value = True if text is None else parse_value(text)
-        if key == "dir":
+        if key in seen and "list" not in kinds.get(aliases.get(key, key), "list"):
+            problems.append(f"--{key}: given twice; remove one")
+        elif key == "dir":
             table["dir"] = text
         elif key.startswith("mesh."):
             table["mesh"][key.removeprefix("mesh.")] = value

@@ -12,7 +12,16 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhf_core.config.options import Component, Options, Problem, bound_text, explain, join, raise_or_warn
+from rlhf_core.config.options import (
+    Component,
+    Options,
+    Problem,
+    as_typed,
+    bound_text,
+    explain,
+    join,
+    raise_or_warn,
+)
 from rlhf_core.config.other_names import TRAINER_NAMES
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
@@ -52,7 +61,7 @@ def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: N
             options = {key: value for key, value in component.items() if key not in owner.model_fields}
             wrong = registry.check(kind, component["name"], options, also=list(owner.model_fields))
             problems += [Problem(join(path, below), message) for below, message in wrong]
-    raise_or_warn(problems, where)
+    raise_or_warn(as_typed(problems, cls, data), where)
     assert config is not None
     return config
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic_core import CoreSchema
 
 from rlhf_core.config.other_names import Ignored, Meaning, Refused, Taken
 from rlhf_core.config.paths import table_in
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.hidden import hide_named
 
 
@@ -77,7 +76,7 @@ class Options(BaseModel):
         except ValidationError as error:
             problems += explain(type(self), error, fields)
         problems += _not_finite(fields)
-        raise_or_warn(problems, type(self).__name__)
+        raise_or_warn(as_typed(problems, type(self), data), type(self).__name__)
 
     # pydantic then builds nested tables without this method, so that their problems are collected with the others.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -310,6 +309,26 @@ class Problem(NamedTuple):
     fatal: bool = True
 
 
+def as_typed(problems: Iterable[Problem], cls: type[Options], data: Mapping[str, Any]) -> list[Problem]:
+    """Put the name that was typed before the field that it stands for: `clip_grad (here max_grad_norm)`.
+
+    data: as it was given.
+    """
+    typed = {path: name for name, path in cls.aliases().items() if data.get(name) is not None}
+
+    def named(problem: Problem) -> Problem:
+        for path, name in typed.items():
+            below = problem.path.removeprefix(path)
+            top, _, key = path.partition(".")
+            table = data.get(top) if key else None
+            written = key in table if isinstance(table, Mapping) else top in data
+            if below != problem.path and below[:1] in ("", ".", "[") and not written:
+                return problem._replace(path=f"{name}{below} (here {problem.path})")
+        return problem
+
+    return [named(problem) for problem in problems]
+
+
 def problem_lines(problems: Iterable[Problem], where: str) -> list[str]:
     """Write one line per problem, `where.path: message`, dropping duplicates."""
     return list(dict.fromkeys(f"{join(where, path)}: {message}" for path, message, _ in problems))
@@ -321,7 +340,7 @@ def raise_or_warn(problems: Sequence[Problem], where: str) -> None:
     if fatal:
         raise InputError(*problem_lines(fatal, where))
     for line in problem_lines(problems, where):
-        warnings.warn(line, stacklevel=3)
+        warn(line)
 
 
 def join(path: str, key: str | int) -> str:

@@ -71,6 +71,33 @@ def _sampling(value: Any) -> Any:
     } or None
 
 
+def _attention(value: Any) -> Any:
+    """Return the attention function here that EasyDeL's mechanism corresponds to; other names are left unchanged."""
+    name = str(getattr(value, "value", value)).lower()
+    return next((ours for ours, theirs in _MECHANISMS.items() if name in theirs), value)
+
+
+_MECHANISMS = {
+    "auto": ("auto",),
+    "xla": ("vanilla", "sdpa"),
+    "blocks": ("blockwise",),
+    "pallas": ("flash_attn2", "splash", "blocksparse"),
+    "cudnn": ("cudnn", "cuda_flash_attn2"),
+}
+"""{attention function here: EasyDeL's names}."""
+
+
+def _platform(value: Any) -> Any:
+    """Name a platform as jax does: `cuda` and `rocm` are its `gpu`."""
+    name = value.lower() if isinstance(value, str) else value
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def _true_if_false(value: Any) -> bool | None:
+    """Negate false; true and none ask for nothing. Raises ValueError for anything else."""
+    return None if _zero_if_false(value) is None else True
+
+
 def _zero_if_false(value: Any) -> int | None:
     """Make 0 of false; true and none ask for nothing. Raises ValueError for anything else."""
     if not isinstance(value, bool | None):
@@ -108,9 +135,8 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "dataset_split": "train_data.split",
     "auto_shard_states": Ignored("states are always sharded over `mesh`", (True,), done=True),
     "aux_loss_enabled": Ignored("no auxiliary loss of experts is added", (False,)),
-    "backend": Ignored(
-        "JAX chooses the device; the environment variable JAX_PLATFORMS overrides it", (None,)
-    ),
+    "attn_mechanism": Taken("attention", _attention, same=(None,)),
+    "backend": Taken("platform", _platform, same=(None,)),
     "custom_scheduler": Taken("scheduler", same=(None,), wins=True),
     "dataloader_pin_memory": Ignored(_PINNED, (False, None)),
     "do_eval": Taken("max_evaluation_steps", _zero_if_false, wins=True),
@@ -156,19 +182,17 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
         "weights are read shard by shard, and the state is donated to every update", (True,), done=True
     ),
     "model_name": Taken("run_name", same=(None, "")),
-    "model_parameters": Ignored(
-        "a fresh model's sizes are a table: `model = { model_type = …, … }`", (None, {})
-    ),
-    "offload_dataset": Ignored(_HOST, (False,), done=True),
+    "model_parameters": Taken("model", lambda value: value or None, same=(None, {})),
+    "offload_dataset": Ignored(_HOST, (True, False), done=True),
     "offload_device_index": Ignored(_HOST, (0,), done=True),
     "offload_device_type": Ignored(_HOST, ("cpu",), done=True),
     "per_epoch_evaluation_steps": Taken("max_evaluation_steps", _steps, smaller=True),
-    "process_zero_is_admin": Ignored("the first process writes files and prints", (True,), done=True),
+    "process_zero_is_admin": Taken("log_all_workers", _true_if_false, wins=True),
     "pruning_module": Ignored(_SPARSE, (None,)),
     "remove_ckpt_after_load": Taken("checkpoints.remove_loaded"),
     "remove_unused_columns": Ignored(
         "columns that a trainer does not use are not read; GRPO's rewards are given all of them",
-        (False,),
+        (True, False),
         done=True,
     ),
     "resume_if_possible": Taken("checkpoints.resume"),
@@ -176,7 +200,7 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "sparse_module_type": Ignored(_SPARSE, ("bcoo",)),
     "sparsify_module": Ignored(_SPARSE, (False,)),
     "state_apply_fn_kwarguments_to_model": Ignored("models take no further arguments", (None, {})),
-    "step_partition_spec": Ignored("a batch's rows are split over the mesh's axes data and fsdp"),
+    "step_partition_spec": Ignored("a batch's rows are split over the mesh's axes data and fsdp", (None,)),
     "step_start_point": Taken("checkpoints.start"),
     "train_on_inputs": Ignored(
         "reward models train on whole completions, SFT on completions and whole `text` rows"

@@ -60,6 +60,11 @@ def function_name(value: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
+def directory_name(*names: str | None) -> str:
+    """Join the names of a run, without those that are none, into the name of a directory; empty without any."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, names))).strip(".-")
+
+
 def filled(value: Any) -> Any:
     """Read an empty text as none."""
     return None if value == "" else value
@@ -201,7 +206,6 @@ class TrainerConfig(Options):
 
     OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {
         **TRAINER_NAMES,
-        "dataset_num_proc": Ignored("one process tokenises, with one thread per core"),
         "disable_dropout": Ignored("models are trained without dropout, adapters with lora.dropout"),
     }
 
@@ -374,7 +378,10 @@ class TrainerConfig(Options):
         description="models are trained without dropout, adapters with lora.dropout; false is a warning",
     )
     dataset_num_proc: int | None = Field(
-        None, ge=1, description="one process tokenises, with one thread per core; another number is a warning"
+        None,
+        ge=1,
+        description="processes that tokenise, as dataloader_num_workers, the larger number of which holds; 1 or none: "
+        "a thread does",
     )
     dataloader_num_workers: int | None = Field(
         0, ge=0, description="processes that tokenise large files and streams; 0 or none: a thread does"
@@ -443,6 +450,10 @@ class TrainerConfig(Options):
     trainer_prefix: Annotated[str | None, BeforeValidator(filled)] = Field(
         None, description="put before run_name, with a hyphen between"
     )
+    platform: Literal["cpu", "gpu", "tpu"] | None = Field(
+        None,
+        description="the devices that the stage needs; a run on others is an error. none: those that jax finds",
+    )
 
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:
@@ -473,6 +484,12 @@ class TrainerConfig(Options):
     def full_name(self) -> str | None:
         """`trainer_prefix` and `run_name`, `sft-first`; None if neither is given."""
         return "-".join(filter(None, (self.trainer_prefix, self.run_name))) or None
+
+    @property
+    def workers(self) -> int:
+        """The processes that tokenise large files and streams; 0: a thread of this one does."""
+        processes = self.dataset_num_proc or 0
+        return max(self.dataloader_num_workers or 0, processes if processes > 1 else 0)
 
     @property
     def use_wandb(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import counted
@@ -13,8 +13,25 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
 
 
-def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
-    """Yield one line per setting, beginning with its name. updates: of the whole run."""
+OF_A_RATE = ("learning_rate", "learning_rate_end", "scheduler", "warmup_steps")
+"""Fields that a schedule takes the place of."""
+
+
+def config_warnings(
+    config: TrainerConfig, updates: int, optimizers: tuple[Any, Any] = (None, None)
+) -> Iterator[str]:
+    """Yield one line per setting, beginning with its name.
+
+    updates: of the whole run. optimizers: the transformation and the schedule that a trainer was given from Python.
+    """
+    transformation, schedule = optimizers
+    if transformation is not None or schedule is not None:
+        fields = OF_A_RATE if transformation is None else ("optimizer", "weight_decay", *OF_A_RATE)
+        what = "the schedule" if transformation is None else "the transformation"
+        for name in fields:
+            if getattr(config, name) != type(config).model_fields[name].default:
+                yield f"{name}: has no effect: {what} of optimizers takes its place"
+        return
     if config.scheduler not in SCHEDULES:
         for name in ("learning_rate_end", "warmup_steps"):
             if getattr(config, name):

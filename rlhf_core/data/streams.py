@@ -51,6 +51,11 @@ class Stream:
     drop: tuple[str, ...] = ()
     """Columns to leave out."""
 
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The columns of its first rows, as they are named here, with those to leave out."""
+        return with_columns(self.head, self.columns).columns
+
     def finished(self, part: Source) -> Source:
         """Rename, convert and drop the columns of some rows, in memory, so that another process can have them."""
         (source,) = drop_columns(Records([with_columns(part, self.columns)]), self.drop).sources

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +15,7 @@ import numpy as np
 
 from rlhf_core.artifacts import save_model, write_atomic
 from rlhf_core.config.warnings import config_warnings
-from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.errors import InputError, RunError, Stopped, warn
 from rlhf_core.fit.batches import (
     KNOWN_UPDATES,
     DatasetUpdates,
@@ -142,16 +141,16 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
     Raises RunError, with the last good state saved, where a loss or gradient is not finite, naming the examples, and
     where `stop_when` returns a reason. Raises Stopped, with the state saved, after SIGTERM, SIGINT or SIGHUP.
     """
-    for line in config_warnings(config, build.updates.total) if stage.is_main else ():
-        warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
+    given = stage.inputs.get("optimizers") or (None, None)
+    for line in config_warnings(config, build.updates.total, given) if stage.is_main else ():
+        warn(f"stage '{stage.name}'.{line}")
     held_out = config.max_evaluation_steps != 0 and (config.eval_data or stage.inputs.get("eval_dataset"))
     if build.evaluate is None and stage.is_main and held_out:
-        warnings.warn(
-            f"stage '{stage.name}'.eval_data: given, but the trainer does not evaluate: its build has no `evaluate`",
-            stacklevel=2,
+        warn(
+            f"stage '{stage.name}'.eval_data: given, but the trainer does not evaluate: its build has no `evaluate`"
         )
     if build.previews is None and config.previews is not None and stage.is_main:
-        warnings.warn(f"stage '{stage.name}'.previews: has no effect: {NO_PREVIEWS}", stacklevel=2)
+        warn(f"stage '{stage.name}'.previews: has no effect: {NO_PREVIEWS}")
     state, schedule = build.state(config, stage)
     run = _Run(stage, config, build, schedule)
     try:
@@ -163,9 +162,7 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
         try:
             build.preview(int(state.step), state)
         except (InputError, RunError) as error:  # a reward that fails now must not cost the trained model
-            warnings.warn(
-                f"stage '{stage.name}': completions after training were not saved: {error}", stacklevel=2
-            )
+            warn(f"stage '{stage.name}': completions after training were not saved: {error}")
     if build.save is not None:
         build.save(state)
     else:
@@ -223,10 +220,9 @@ class _Run:
                 break
         progress.checkpoints.wait()
         if self.out_of_time and count < updates.total:
-            warnings.warn(
+            warn(
                 f"stage '{self.stage.name}': training_time_limit reached after update {count} of "
-                f"{updates.total}; ending the stage",
-                stacklevel=2,
+                f"{updates.total}; ending the stage"
             )
         return self.best.final(state, count, progress.checkpoints)
 
@@ -326,10 +322,7 @@ class _Run:
         except RunError as error:
             if count == 0:
                 raise
-            warnings.warn(
-                f"stage '{self.stage.name}': the previews after update {count} are skipped: {error}",
-                stacklevel=2,
-            )
+            warn(f"stage '{self.stage.name}': the previews after update {count} are skipped: {error}")
         self.progress.window.started += time.perf_counter() - began
 
     def stopped(self, count: int) -> Stopped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.data import batch_rows, count_examples, count_updates, require_vocabulary, visited_rows
 from rlhf_core.data.lazy import Encoding, LazyRecords, LazyRows, Reading, State
+from rlhf_core.errors import warn
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -244,10 +244,9 @@ class DatasetUpdates:
         """Warn where an extended run differs from one that had this length from the start; restore nothing."""
         missing = self._examples(step) - host["examples"]
         if missing > 0:
-            warnings.warn(
+            warn(
                 f"update {step} was the last and took what was left of the epoch; a run of this length from "
-                f"the start would have given it {missing} more examples, which are skipped now",
-                stacklevel=2,
+                f"the start would have given it {missing} more examples, which are skipped now"
             )
 
 
@@ -321,7 +320,7 @@ class LazyUpdates:
     def _encoding(self) -> Encoding:
         if isinstance(self.data, LazyRecords) and self._examples >= len(self.data):
             self.data.cache()
-        return Encoding(self.data.encoder, self.config.dataloader_num_workers or 0)
+        return Encoding(self.data.encoder, self.config.workers)
 
     def _end(self) -> None:
         if isinstance(self.data, LazyRecords):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import jax
 from rlhf_core import plugins, runtime
 from rlhf_core.config.options import format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Refused
+from rlhf_core.config.trainer import directory_name
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.data.records import wrong_set_names
 from rlhf_core.errors import InputError, suggest
@@ -150,8 +150,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     if (model_init := inputs.pop("model_init", None)) is not None:
         inputs["model"] = model_init()
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
-    below = re.sub(r"[^\w.-]+", "-", config.full_name or "").strip(".-")
-    directory = Path(broadcast_text(str(config.save_directory or made)), below)
+    directory = Path(broadcast_text(str(config.save_directory or made)), directory_name(config.full_name))
     stage = Stage(
         name=trainer,
         dir=directory,

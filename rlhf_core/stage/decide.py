@@ -43,6 +43,7 @@ UNCOMPARED = frozenset(
         "log_all_workers",
         "dataset_num_proc",
         "dataloader_num_workers",
+        "platform",
     }
 )
 """Fields of logging and saving, which may also differ between processes."""

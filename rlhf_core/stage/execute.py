@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import pluggy
 
 from rlhf_core import artifacts, workers
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
-from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, warn
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.loggers.every import every
 from rlhf_core.loggers.jsonl import FILE as METRICS
@@ -80,7 +80,7 @@ def run_stage(
     stage = replace(stage, experiment=now)
     if decision.action == "skip":
         for line in lines:
-            warnings.warn(line, stacklevel=3)
+            warn(line)
         try:
             outputs = read_outputs(trainer, stage)
         except RunError as error:
@@ -110,7 +110,7 @@ def run_stage(
     try:
         with event_log, hook_errors_named(host.pm):
             for line in lines:
-                warnings.warn(line, stacklevel=3)
+                warn(line)
             outputs = execute(
                 trainer,
                 config,
@@ -145,6 +145,11 @@ def execute(
     is called last even after an exception, which is then raised again. finished: called with the outputs before it, if
     all of them exist. Raises RunError if the trainer returned without an output that it declares.
     """
+    if config.platform not in (None, jax.default_backend()):
+        raise InputError(
+            f"stage '{stage.name}'.platform: the stage needs {config.platform}, and jax runs on "
+            f"{jax.default_backend()} here: install jax for it, set JAX_PLATFORMS, or leave out platform"
+        )
     stage = replace(stage, template_date=broadcast_text(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
@@ -173,7 +178,7 @@ def execute(
         except RunError as failed:
             if error is None:
                 raise
-            warnings.warn(str(failed), stacklevel=2)
+            warn(str(failed))
         finally:
             for listener in listeners.values():
                 host.pm.unregister(listener)

@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import artifacts, runtime
@@ -85,9 +86,11 @@ def of_objects(
         if value is None or name == "compute_metrics" or (name == "eval_dataset" and sets):
             continue
         if name == "optimizers":
-            for part, each in zip(("optimizer", "scheduler"), value, strict=True):
-                if each is not None:
-                    functions[part] = _code(part, "", of_callable(getattr(each, "update", each)))
+            transformation, schedule = value
+            if transformation is not None:
+                functions["optimizer"] = _code("optimizer", "", of_optimizer(transformation))
+            if schedule is not None:
+                functions["scheduler"] = _code("scheduler", "", of_computation(schedule, jnp.int32(0)))
         elif name == "rewards":
             first = len(table.get("rewards") or ())
             for index, reward in enumerate(value, first):
@@ -372,6 +375,30 @@ def of_callable(thing: Any) -> str:
         values = {name: vars(thing)[name] for name in made_with if name in getattr(thing, "__dict__", {})}
     plain = {name: value for name, value in values.items() if isinstance(value, PLAIN)}
     return digest(source, json.dumps(plain, default=repr, sort_keys=True))
+
+
+def of_optimizer(transformation: Any) -> str:
+    """Hash what an optax transformation computes, its rates and decays included, by an update of a few parameters."""
+    layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    params = {"embed": layer, "layers": {"mlp": layer, "norm": {"scale": jnp.ones(2)}}}
+
+    def update(gradients: Any) -> Any:
+        return transformation.update(gradients, transformation.init(params), params)
+
+    return of_computation(update, params, otherwise=transformation.update)
+
+
+def of_computation(function: Callable[..., Any], *args: Any, otherwise: Any = None) -> str:
+    """Hash what a function computes of arrays, by jax's trace of it: numbers that it closes over count.
+
+    otherwise: what is hashed by its source where the function takes no such arrays; None: the function.
+    """
+    try:
+        traced = jax.make_jaxpr(function)(*args)
+        constants = [np.asarray(each).tobytes().hex() for each in traced.consts]
+    except Exception:  # it is the author's; where it is used, the error is reported
+        return of_callable(otherwise or function)
+    return digest(re.sub(r" at 0x[0-9a-f]+", "", str(traced)), *constants)
 
 
 def _code_of(thing: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.texts import usable_texts
-from rlhf_core.errors import InputError, counted
+from rlhf_core.errors import InputError, counted, suggest, warn
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Head, Model, check_model, load_model
@@ -105,7 +104,7 @@ class Context:
             self.warnings += lines
             return
         for line in lines if self.stage.is_main else ():
-            warnings.warn(f"stage '{self.name}'.{line}", stacklevel=3)
+            warn(f"stage '{self.name}'.{line}")
 
     def say(self, line: str) -> None:
         """Print a line on stderr, unless the stage is only checked."""
@@ -186,10 +185,17 @@ class Context:
                 streams = open_streams(spec, registry=self.registry, columns=config.columns)
                 records = first_rows(streams, count)
             if config.drop_columns:
+                self._note_absent(field, records.columns)
                 records = data.drop_columns(records, config.drop_columns)
             if config.system_prompt is not None and not episodes:
                 require_conversations(records.sources)
         return records
+
+    def _note_absent(self, field: str, columns: Sequence[str]) -> None:
+        """Warn of columns to drop that the training data do not have."""
+        for name in self.config.drop_columns if field == "train_data" else ():
+            if name not in columns:
+                self.warn(f"drop_columns: {field} has no column '{name}'.{suggest(name, columns)}")
 
     def evaluations(self, make: Callable[[str], Evaluate | None]) -> Evaluate | None:
         """Make the evaluation on `eval_data`, or on each of its sets, whose metrics begin with the set's name.
@@ -368,6 +374,7 @@ class Context:
                 columns=config.columns,
                 drop=config.drop_columns,
             )
+            self._note_absent("train_data", [name for stream in streams for name in stream.columns_read])
             window = config.shuffle_buffer if config.shuffle_train_dataset else 1
             rows = LazyStreams(streams, encode, self.tokenizer, seed=self._order_seed, window=window)
             if config.system_prompt is not None:

@@ -312,6 +312,25 @@ def stage(fake: ModuleType, *arguments: str) -> dict[str, Any]:
     return dict(file.stages[0].options)
 
 
+def test_a_run_s_directory_has_its_name_and_a_flag_is_given_once(
+    fake: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def file(*arguments: str) -> Any:
+        return train.pipeline_from_flags("fake", fake.FakeConfig, list(train._flags(arguments)))
+
+    named = ("--trainer_prefix", "a", "--model_name", "b c/d")
+    for given, found in (
+        ((), "runs/fake/a-b-c-d"),
+        (("--save_directory", "x"), "x/a-b-c-d"),
+        (("--dir", "y"), "y"),
+    ):
+        assert file(*named, *given).dir == tmp_path / found
+    with pytest.raises(InputError, match=r"^--clip_grad: given twice; remove one$"):
+        file("--clip_grad", "1", "--clip_grad", "2", "--drop_columns", "a", "--drop_columns", "b")
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -85,7 +85,7 @@ def test_other_spellings() -> None:
     )
     assert (config.num_generations, config.group_size) == (4, 4)
     assert PolicyConfig(peft_config={"rank": 4}).lora == LoraOptions(rank=4)
-    assert problems(peft_config={"r": 4}) == ["lora.r: unknown field. Here it is rank"]
+    assert problems(peft_config={"r": 4}) == ["peft_config.r (here lora.r): unknown field. Here it is rank"]
     split = PolicyConfig(dataset_name="pairs", dataset_split="train[:1%]")
     assert split.train_data == {"name": "pairs", "split": "train[:1%]"}
     assert problems(dataset_split="train") == [

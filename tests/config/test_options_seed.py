@@ -121,15 +121,18 @@ EASYDEL: dict[str, Any] = {
 }
 """EasyDeL's training arguments, each with a value that asks for the behaviour we have anyway."""
 ASKS_FOR_MORE: dict[str, Any] = {
-    "backend": "gpu",
     "esurge_hbm_utilization": 0.9,
     "loss_config": {"label_smoothing": 0.1},
-    "offload_dataset": True,
+    "offload_device_type": "gpu",
     "step_partition_spec": [["dp", "fsdp"], "sp"],
     "train_on_inputs": True,
 }
 """Values that ask for another behaviour."""
 TAKES_EFFECT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "attn_mechanism": ("flash_attn2", {"attention.name": "pallas"}),
+    "backend": ("cuda", {"platform": "gpu"}),
+    "model_parameters": ({"model_type": "llama"}, {"model.model_type": "llama"}),
+    "process_zero_is_admin": (False, {"log_all_workers": True}),
     "custom_scheduler": ("schedules.py:warm", {"scheduler": "schedules.py:warm"}),
     "do_eval": (False, {"max_evaluation_steps": 0}),
     "do_train": (False, {"max_training_steps": 0}),
@@ -224,10 +227,29 @@ def test_every_field_of_the_table_can_be_given(name: str) -> None:
     assert name not in TrainerConfig.names()
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"clip_grad": "x"}, "clip_grad (here max_grad_norm): expected a number, got 'x'"),
+        (
+            {"generation_top_p": 2.0, "generation_interval": 5},
+            "generation_top_p (here previews.top_p): expected a number of at most 1, got 2.0",
+        ),
+        ({"backend": "xpu"}, "backend (here platform): expected 'cpu', 'gpu' or 'tpu', got 'xpu'"),
+        ({"previews": {"top_p": 2.0}}, "previews.top_p: expected a number of at most 1, got 2.0"),
+    ],
+)
+def test_an_error_names_what_was_typed(given: dict[str, Any], problem: str) -> None:
+    for make in (lambda: TrainerConfig(**given), lambda: build(TrainerConfig, given, where="TrainerConfig")):
+        with pytest.raises(InputError) as caught:
+            make()
+        assert caught.value.problems[0].startswith(f"TrainerConfig.{problem}")
+
+
 def test_what_is_wrong_is_reported_and_what_has_no_effect_waits() -> None:
     warnings.simplefilter("error")  # until the test is over
     with pytest.raises(InputError) as caught:
-        TrainerConfig(backend="gpu", learning_rate="x")
+        TrainerConfig(pruning_module="x", learning_rate="x")
     assert caught.value.problems == ("TrainerConfig.learning_rate: expected a number, got 'x'",)
 
 
@@ -240,13 +262,17 @@ def test_a_trainer_s_own_field_is_not_taken_from_it() -> None:
 
 
 def test_in_a_file_the_stage_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"^stage 'rm'\.backend: has no effect here: JAX chooses the device"):
-        build(TrainerConfig, {"backend": "gpu"}, where="stage 'rm'")
+    with pytest.warns(
+        UserWarning, match=r"^stage 'rm'\.pruning_module: has no effect here: parameters are dense"
+    ):
+        build(TrainerConfig, {"pruning_module": "x"}, where="stage 'rm'")
 
 
 def test_replace_says_it_too() -> None:
-    with pytest.warns(UserWarning, match=r"^TrainerConfig\.backend: has no effect here"):
-        TrainerConfig().replace(backend="gpu")
+    for make in (TrainerConfig().replace, lambda **given: TrainerConfig.from_dict(given)):
+        with pytest.warns(UserWarning, match=r"^TrainerConfig\.pruning_module: has no effect here") as caught:
+            make(pruning_module="x")
+        assert caught[0].filename == __file__  # the line that gave it
 
 
 class EveryTarget(TrainerConfig):

@@ -64,7 +64,11 @@ def streams(spec: Any, tokenizer: Any, window: int = 12, **options: Any) -> Lazy
 def updates(
     rows: LazyRows, tiny: ModuleType, workers: int = 0, names: Any = ("margin",), **options: Any
 ) -> LazyUpdates:
-    config = TrainerConfig(total_batch_size=5, dataloader_num_workers=workers, **options)
+    config = TrainerConfig(
+        total_batch_size=5, dataloader_num_workers=1, dataset_num_proc=workers or None, **options
+    )
+    assert config.workers == max(workers, 1)
+    config = config.replace(dataloader_num_workers=0)
     layout = choose_row_layout(rows.trees(), config, tiny.one_device(), 16, reads_tokens=False)
     return LazyUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=names, group=2)
 

@@ -70,7 +70,9 @@ def grouped(table: list[tuple[str, ...]]) -> dict[str, str]:
     return {field: row[1] for row in table for field in re.findall(r"`(\w+)`", row[0])}
 
 
-EASYDEL_WORKS, EASYDEL_DONE, EASYDEL_NOT_DONE = tables("EasyDeL's RewardConfig")
+(EASYDEL,) = tables("EasyDeL's RewardConfig")
+DONE, NOT_DONE = "done anyway", "not done"
+EASYDEL_WORKS = [row for row in EASYDEL if row[1] not in (DONE, NOT_DONE)]
 TRL_SHARED, TRL_GRPO, TRL_REFUSED = tables("TRL's RewardConfig")
 
 
@@ -82,14 +84,13 @@ def registry() -> Registry:
 def test_every_field_of_easydel_is_there_once() -> None:
     seed = load_file(REPOSITORY / "tests/config/test_options_seed.py")
     theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, *seed.TAKES_EFFECT, "center_rewards_coefficient"}
-    works, done, not_done = rows(EASYDEL_WORKS), grouped(EASYDEL_DONE), grouped(EASYDEL_NOT_DONE)
-    assert len({*works, *done, *not_done}) == len(works) + len(done) + len(not_done)
-    assert {*works, *done, *not_done} == theirs
-    ignored = {name: each for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
-    assert done == {name: each.instead for name, each in ignored.items() if each.done}
-    assert not_done == {name: each.instead for name, each in ignored.items() if not each.done}
+    names = [name(row[0]) for row in EASYDEL]
+    assert names == sorted(theirs)
     assert len(theirs) >= 109
-    assert len(not_done) <= 25
+    found = {name(row[0]): (row[1], row[2]) for row in EASYDEL if row[1] in (DONE, NOT_DONE)}
+    ignored = {name: each for name, each in TrainerConfig.other_names().items() if isinstance(each, Ignored)}
+    assert found == {name: (DONE if each.done else NOT_DONE, each.instead) for name, each in ignored.items()}
+    assert sum(here == NOT_DONE for here, _ in found.values()) <= 20
 
 
 SHOWN_BY = {
@@ -103,16 +104,16 @@ SHOWN_BY = {
         report_steps resume_if_possible save_optimizer_state step_start_point trainer_prefix tx_mu_dtype""",
     "tests/data/test_data_pairs.py": "max_sequence_length",
     "tests/fit/test_weights.py": "weight_distribution_log_steps weight_distribution_pattern",
-    "tests/fit/test_lazy_updates.py": "dataloader_num_workers",
-    "tests/config/test_options_seed.py": "per_epoch_evaluation_steps per_epoch_training_steps performance_mode "
-    "report_metrics verbose",
+    "tests/fit/test_lazy_updates.py": "dataloader_num_workers dataset_num_proc",
+    "tests/config/test_options_seed.py": """attn_mechanism model_parameters per_epoch_evaluation_steps
+        per_epoch_training_steps performance_mode process_zero_is_admin report_metrics verbose""",
     "tests/config/test_options.py": "extra_optimizer_kwargs use_wandb wandb_entity wandb_name",
     "tests/loggers/test_loggers.py": "log_all_workers",
     "tests/core/test_optimizers.py": "clip_grad optimizer weight_decay",
     "tests/suite/test_loop.py": """eval_batch_size frozen_parameters gradient_accumulation_steps learning_rate
         max_evaluation_steps num_train_epochs save_total_limit scheduler total_batch_size training_time_limit
         warmup_steps""",
-    "tests/suite/test_trainer_fields.py": """dataset_num_proc disable_dropout evaluation_steps
+    "tests/suite/test_trainer_fields.py": """backend evaluation_steps
         max_training_steps metrics_to_show_in_rich_pbar progress_bar_type save_interval_minutes save_steps
         track_memory""",
     "tests/suite/test_advice.py": "learning_rate_end",

@@ -185,13 +185,16 @@ def test_columns_that_are_dropped_are_not_seen(short: Any) -> None:
         assert "bad" not in columns
         return [float(len(text)) for text in completions]
 
-    short.train(
-        "grpo",
-        max_training_steps=1,
-        num_iterations=1,
-        ids_to_pop_from_dataset=["bad", "absent"],
-        inputs={"train_dataset": rows, "rewards": [seen]},
-    )
+    with pytest.warns(
+        UserWarning, match=r"drop_columns: train_data has no column 'bed'\. Did you mean 'bad'\?"
+    ):
+        short.train(
+            "grpo",
+            max_training_steps=1,
+            num_iterations=1,
+            ids_to_pop_from_dataset=["bad", "bed"],
+            inputs={"train_dataset": rows, "rewards": [seen]},
+        )
 
 
 def test_no_evaluation_and_no_limit_where_asked(short: Any) -> None:

@@ -170,11 +170,16 @@ def test_what_is_compared_needs_held_out_data(short: Any) -> None:
 # Values that are taken and said to do nothing
 
 
+def test_a_stage_that_needs_other_devices_is_refused(short: Any) -> None:
+    with pytest.raises(InputError, match=r"'sft'\.platform: the stage needs tpu, and jax runs on cpu here"):
+        short.train("sft", max_training_steps=1, backend="tpu")
+    assert short.train("sft", max_training_steps=1, backend="cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"evaluation_steps": 2}, r"'sft'\.evaluation_steps: nothing is evaluated without eval_data"),
-        ({"dataset_num_proc": 4}, r"dataset_num_proc: has no effect here: one process tokenises"),
         (
             {"disable_dropout": False},
             r"disable_dropout: has no effect here: models are trained without dropout",

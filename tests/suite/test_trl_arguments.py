@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -133,6 +134,20 @@ def test_a_model_is_made_and_an_optimizer_is_given(tiny: ModuleType, tmp_path: P
     rates = trained("rates", (None, lambda step: 1e-2 / (step + 1)), optimizer="sgd")
     assert [row["learning_rate"] for row in rows_of(tmp_path / "rates")] == pytest.approx([1e-2, 5e-3])
     assert not equal(rates, plain)
+    for other in (optax.sgd(1e-2, momentum=0.4), optax.sgd(2e-2, momentum=0.5)):
+        with pytest.raises(InputError, match=r"optimizer"):
+            trained("given", (other, None), max_training_steps=3)
+    assert trained("given", (optax.sgd(1e-2, momentum=0.5), None), max_training_steps=3)
+    with pytest.warns(
+        UserWarning, match=r"'sft'\.weight_decay: has no effect: the transformation of optimizers"
+    ):
+        trained("told", (optax.sgd(1e-2), None), weight_decay=0.5, max_training_steps=0)
+    with pytest.raises(InputError, match=r"optimizers: the learning rate of update 2 of 2 is -0\.01"):
+        trained("below", (None, lambda step: 0.01 - 0.02 * step))
+    with pytest.raises(
+        InputError, match=r"optimizers: its schedule must be a function from the update's number"
+    ):
+        trained("two", (None, lambda step: jnp.zeros(2)))
     with pytest.raises(InputError, match=r"^optimizers: expected \(an optax transformation or None"):
         trained("wrong", "adamw")
     with pytest.raises(InputError, match="model_init: model is given, too"):
