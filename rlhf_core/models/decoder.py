@@ -418,11 +418,6 @@ class Decoder(Definition):
         """Tell whether a layer keeps a state in place of keys and values."""
         return self.config.stacks[self.config.at(layer)[0]].config.mixer != "self_attn"
 
-    def has(self, method: str) -> bool:
-        # A state comes after all of its tokens: siblings cannot share it, and it cannot skip padding behind them.
-        states = any(map(self._has_state, range(self.config.num_layers)))
-        return super().has(method) and not (states and method in ("decode_groups", "extend"))
-
     def prepare(self, params: Params) -> Params:
         """Lay the parameters out as `decode` reads them fastest: a dict per layer, in the compute dtype, adapters
         merged, projections of the same input joined.
@@ -489,9 +484,15 @@ class Decoder(Definition):
         return states[:, 0], cache
 
     def extend(
-        self, params: Params, cache: Cache, tokens: jax.Array, start: jax.Array
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         self._check_length(cache.positions.shape[1])
+        count = jnp.full_like(start, tokens.shape[1]) if count is None else count
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         age = positions[:, :, None] - jnp.arange(cache.positions.shape[1])  # [B, T, S]
 
@@ -500,7 +501,7 @@ class Decoder(Definition):
             cap = self.config.attention_softcap
             return attend_cached(q, cache.keys[i], cache.values[i], seen, cap, **more)
 
-        return self._extend(params, cache, tokens, positions, start, over)
+        return self._extend(params, cache, tokens, positions, start, over, count)
 
     def _extend(
         self,
@@ -510,11 +511,13 @@ class Decoder(Definition):
         positions: jax.Array,
         slot: jax.Array | int,
         over: Callable[..., jax.Array],
+        count: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Compute tokens, int32 [B, T], that follow those of a cache: (hidden states [B, T, D], cache with them).
 
         slot: the entry of the first of them. over: (scaled queries [B, K, G, T, h], number of a layer, the cache with
         the tokens of that layer, its window or None; sinks, if it has any) → attention's output [B, T, K·G·h].
+        count: int32 [B], the tokens of a row before its padding; None: T is 1.
         """
         weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
         keys, values = list(cache.keys), list(cache.values)
@@ -522,8 +525,14 @@ class Decoder(Definition):
 
         def mix(i: int, rope: Any, window: int | None, mixer: Any, x: jax.Array) -> jax.Array:
             if not isinstance(mixer, Attention):
-                out, (keys[i], values[i]) = mixer.next(x[:, 0], (keys[i], values[i]))
-                return out[:, None]
+                state = jax.tree.map(
+                    functools.partial(_zero_where, positions[:, 0] == 0), (keys[i], values[i])
+                )
+                if count is None:
+                    out, (keys[i], values[i]) = mixer.next(x[:, 0], state)
+                    return out[:, None]
+                out, (keys[i], values[i]) = mixer.extend(x, state, count)
+                return out
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
@@ -654,6 +663,11 @@ def _joined(layer: Params) -> Params:
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
             layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
     return layer
+
+
+def _zero_where(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """Set the rows of `x`, [B, …], to 0 where `rows`, bool [B]."""
+    return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), 0, x)
 
 
 def _placed(x: jax.Array, new: jax.Array, slot: jax.Array | int, axis: int) -> jax.Array:

@@ -36,7 +36,8 @@ class Definition:
     `dtype`, `remat` and `attention`, callers choose how it computes. `rlhf_core.models.Decoder` has all of it.
 
     Tokens, positions and visible_until are int32 [rows, time], as in `rlhf_core.packing.Rows`; a cache is any tree of
-    arrays, rows first.
+    arrays, rows first. An array of a cache has an entry for each token, or is a state: what all tokens so far have
+    become, of a size that does not depend on their number, so that `ring` leaves it alone.
     """
 
     head: Head = "lm"
@@ -137,12 +138,15 @@ class Definition:
         b // G. Without it, every completion has a copy of its prompt's cache.
 
         prompts: the cache that `prefill` made of P rows of `time` tokens; used: bool [P, time], those that are not
-        padding. cache: of the rows' own tokens, with the shapes of `ring`. The token is written to its entry `step`,
-        and sees its prompt's used tokens and the entries up to `step`.
+        padding. cache: of the rows' own tokens, with the shapes of `ring`; its states are at first those of the
+        prompts. The token is written to its entry `step`, and sees its prompt's used tokens and the entries up to
+        `step`.
         """
         raise NotImplementedError
 
-    def extend(self, params: Any, cache: Any, tokens: Any, start: Any) -> tuple[jax.Array, Any]:
+    def extend(
+        self, params: Any, cache: Any, tokens: Any, start: Any, count: Any = None
+    ) -> tuple[jax.Array, Any]:
         """Continue each row's cached tokens by `time` more: (hidden states [B, time, hidden], cache with them). Without
         it, every turn of a conversation is prefilled again, from its first token on.
 
@@ -150,6 +154,8 @@ class Definition:
         start … start + time - 1, which are entries of the cache; start: int32 [B]. A token sees the entries up to its
         own. What lies behind a row's last token is overwritten before it is seen, so that the last of `tokens` may be
         padding. params: plain or from `prepare`, as for `unembedding`.
+        count: int32 [B], the tokens of a row before its padding, given where the cache has states (a model without them
+        needs no such parameter); None: all. A row that starts at 0 starts from no tokens, whatever state it has.
         """
         raise NotImplementedError
 

@@ -108,11 +108,17 @@ class Inputs(NamedTuple):
 
 
 def gated_delta_rule(
-    inputs: Inputs, positions: jax.Array, visible_until: jax.Array, *, chunk: int = CHUNK
+    inputs: Inputs,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    *,
+    state: jax.Array | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute o_t = S_t q_t with S_t = e^{g_t} S (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, where S is the state before t.
 
-    positions, visible_until: int32 [B, T].
+    positions, visible_until: int32 [B, T]. state: float32 [B, K, G, d, e], from which rows of one sequence each
+    continue; None: every tree starts from zero.
     Returns (float32 [B, T, K, G, e], the state after the last token, float32 [B, K, G, d, e]). Yang et al. 2024, "Gated
     Delta Networks", in chunks: within a chunk, the corrections δ_t = β_t (v_t − S k_t) solve one triangular system; a
     loop over chunks carries two states, after the last token and at the end of the last prefix. Memory grows with
@@ -120,12 +126,15 @@ def gated_delta_rule(
     """
     q, k, v, log_decay, beta = inputs
     time = q.shape[1]
+    chunk = min(chunk, 1 << (time - 1).bit_length())
     if padding := -time % chunk:
         q, k, v, log_decay, beta, positions, visible_until = (
             jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
             for x in (q, k, v, log_decay, beta, positions, visible_until)
         )
     paths = _paths(positions, visible_until, chunk)
+    if state is not None:
+        paths = paths._replace(carried=jnp.ones_like(paths.carried))
     split = (q.shape[0], -1, chunk)
     q, k, v = (x.astype(jnp.float32).reshape(*split, *x.shape[2:]) for x in (q, k, v))
     g, beta = (x.astype(jnp.float32).reshape(*split, *x.shape[2:]) for x in (log_decay, beta))
@@ -174,8 +183,10 @@ def gated_delta_rule(
     ends = tuple(jnp.stack(each, -2) for each in zip(ends_at(last), ends_at(paths.fork), strict=True))
     xs = (own, read, queries, attention, keys, ends, kept)
     xs = jax.tree.map(lambda x: x.swapaxes(0, 1), xs)
-    empty = jnp.zeros((*values.shape[:1], *values.shape[2:4], 2, k.shape[-1], v.shape[-1]), jnp.float32)
-    states, out = lax.scan(step, empty, xs)  # out: [n, B, K, G, C, e]
+    first = jnp.zeros((*values.shape[:1], *values.shape[2:4], 2, k.shape[-1], v.shape[-1]), jnp.float32)
+    if state is not None:
+        first = first.at[:, :, :, 0].set(state)
+    states, out = lax.scan(step, first, xs)  # out: [n, B, K, G, C, e]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(q.shape[0], -1, *v.shape[3:])
     return out[:, :time], states[:, :, :, 0]
 
@@ -231,6 +242,12 @@ class Convolution(nnx.Module):
         mixed, kept = self.conv.over_rows(before * x, order)
         return self.out_proj(after * mixed), (kept, None)
 
+    def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the state after the first `count` tokens, int32 [B]."""
+        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        mixed, kept = self.conv.extend(before * x, state[0], count)
+        return self.out_proj(after * mixed), (kept, None)
+
     def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """[B, D] → the same, and the next state."""
         before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
@@ -255,6 +272,13 @@ class Taps(nnx.Module):
             kept.append(jnp.where(at[..., None] < 0, 0, read))
             at = jnp.where(at < 0, -1, jnp.take_along_axis(order.previous, jnp.maximum(at, 0), 1))
         return short_convolution(x, kernel, order.previous), jnp.concatenate(kept[::-1], 1)
+
+    def extend(self, x: jax.Array, kept: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, T, channels] → the same, and the last inputs after the first `count` tokens, int32 [B]."""
+        window, kernel = jnp.concatenate([kept, x], 1), self.weight[...][:, 0].T.astype(x.dtype)
+        y = sum(window[:, i : i + x.shape[1]] * tap for i, tap in enumerate(kernel))
+        at = count[:, None] + jnp.arange(kept.shape[1])
+        return y, jnp.take_along_axis(window, at[..., None], 1)
 
     def next(self, x: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, channels] → the same, and the next last inputs."""
@@ -290,6 +314,19 @@ class DeltaNet(nnx.Module):
         mixed, kept = self.conv1d.over_rows(self.in_proj_qkv(x), order)
         out, state = gated_delta_rule(self._inputs(mixed, x), order.positions, order.visible_until)
         return self._output(out, x), (kept, state)
+
+    def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the state after the first `count` tokens, int32 [B]."""
+        mixed, kept = self.conv1d.extend(self.in_proj_qkv(x), state[0], count)
+        inputs, place = self._inputs(mixed, x), jnp.arange(x.shape[1])
+        used = (place < count[:, None])[..., None, None]
+        # A token without decay and correction leaves the state as it was.
+        inputs = inputs._replace(
+            log_decay=jnp.where(used, inputs.log_decay, 0), beta=jnp.where(used, inputs.beta, 0)
+        )
+        positions = jnp.broadcast_to(place.astype(jnp.int32), x.shape[:2])
+        out, after = gated_delta_rule(inputs, positions, jnp.full_like(positions, x.shape[1]), state=state[1])
+        return self._output(out, x), (kept, after)
 
     def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """[B, D] → the same, and the next state."""

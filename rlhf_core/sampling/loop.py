@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
 from rlhf_core.models import Definition
+from rlhf_core.runtime.caches import cached
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
 
@@ -344,8 +345,13 @@ def _sample(
     written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
     slots = begin(queue, first)
     if program.shares_prompts:
-        axes = time_axes(model, read, cache_length)
-        cache = empty_cache(read, axes, rows, longest)
+        axes = time_axes(model)
+        cache = jax.tree.map(
+            lambda x, axis, empty: take(x, first // groups) if axis == STATE else empty,
+            read,
+            axes,
+            empty_cache(read, axes, rows, longest),
+        )
     else:
         cache = rings(first, 0)
     if not program.shared_layers:
@@ -393,18 +399,32 @@ def _prefill(model: Definition, params: Any, prompts: tuple[jax.Array, ...], tok
     return lax.fori_loop(0, parts, part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
-def time_axes(model: Definition, read: Any, length: int) -> Any:
-    """Find the axis of time of each array of a cache: the one that a ring of `length` slots has more of."""
-    rings = jax.eval_shape(lambda cache: model.ring(cache, length, 0), read)
-    return jax.tree.map(
-        lambda x, ring: [n == m for n, m in zip(x.shape, ring.shape, strict=True)].index(False), read, rings
-    )
+STATE = -1
+"""In place of the axis of time: the array is a state, see `Definition`."""
+
+
+@cached
+def time_axes(model: Definition) -> Any:
+    """Find the axis of time of each array of a model's caches: the one that longer rings have more of, or STATE."""
+
+    def rings(params: Any, tokens: Any) -> Any:
+        read = model.prefill(params, tokens, tokens, tokens)[1]
+        return model.ring(read, 1, 0), model.ring(read, 2, 0)
+
+    def one(short: Any, long: Any) -> int:
+        sizes = zip(short.shape, long.shape, strict=True)
+        return next((i for i, (n, m) in enumerate(sizes) if n != m), STATE)
+
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.tree.map(one, *jax.eval_shape(rings, model.abstract_params(), tokens))
 
 
 def empty_cache(read: Any, axes: Any, rows: int, length: int) -> Any:
     """Make the cache of `rows` rows with `length` entries. read: the cache of prompts; axes: from `time_axes`."""
 
     def one(x: jax.Array, axis: int) -> jax.Array:
+        if axis == STATE:
+            return jnp.zeros((rows, *x.shape[1:]), x.dtype)
         return jnp.zeros((rows, *x.shape[1:axis], length, *x.shape[axis + 1 :]), x.dtype)
 
     return jax.tree.map(one, read, axes)
@@ -418,6 +438,8 @@ def _rings(cache: Any, read: Any, axes: Any, index: jax.Array, groups: int) -> A
 
     def one(own: jax.Array, prompts: jax.Array, axis: int) -> jax.Array:
         nonlocal index
+        if axis == STATE:
+            return take(own, index)  # it has the prompt's tokens, too
         ring = jnp.concatenate([take(own, index), take(prompts, index // groups)], axis)
         # One array after the other, so that each can have the memory of one that is not needed any more.
         index, ring = lax.optimization_barrier((index, ring))

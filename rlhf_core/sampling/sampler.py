@@ -410,7 +410,7 @@ class ConversationSampler(_PlacedModel):
             return turns.copy.lower(cache, rows(turns.padded_copies(program)), program=program)
         if name == "note":
             fed = rows(turns.padded_fed(program, program.copies, program.length))
-            return turns.note.lower(seen, fed, fed.start, program=program)
+            return turns.note.lower(seen, fed, program=program)
         if name == "decode":
             slots = rows(turns.empty_slots(program.slots * program.shards))
             key = np.asarray(jax.random.key_data(jax.random.key(0, impl=program.key_type)))

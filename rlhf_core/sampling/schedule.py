@@ -191,6 +191,10 @@ class Schedule:
         self.devices.note([(conversation.slot, conversation.context) for conversation in begun])
         for conversation in begun:
             self._set_up(conversation)
+        if (
+            self.devices.program.has_states
+        ):  # decoding changes them, and no slot begins with its prompt's any more
+            self.groups = [None] * len(self.groups)
 
     def _shard(self, slot: int) -> int:
         return slot // self.devices.program.slots

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rlhf_core.mesh import AXES, ROW_AXES, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.loop import empty_cache, put, take, time_axes
+from rlhf_core.sampling.loop import STATE, empty_cache, put, take, time_axes
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
 
@@ -78,6 +78,11 @@ class TurnsProgram:
         return self.options.repetition_penalty != 1
 
     @property
+    def has_states(self) -> bool:
+        """Return whether caches hold states, see `Definition`."""
+        return STATE in jax.tree.leaves(time_axes(self.definition))
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """List the lengths that `extend` is compiled for, ascending."""
         return tuple(chunk for chunk in CHUNKS if chunk <= self.length)
@@ -130,12 +135,14 @@ class Fed(NamedTuple):
     """int32 [shards · rows, chunk], of which the last may be padding."""
     start: Any
     """int32, the position of the first of them."""
+    count: Any
+    """int32, how many of them are no padding."""
 
 
 def padded_fed(program: TurnsProgram, rows: int, chunk: int) -> Fed:
     """Make what feeds nothing to `rows` slots of each shard."""
     count = rows * program.shards
-    types = (((), np.int32), ((), np.bool_), ((chunk,), np.int32), ((), np.int32))
+    types = (((), np.int32), ((), np.bool_), ((chunk,), np.int32), ((), np.int32), ((), np.int32))
     return Fed(*(np.zeros((count, *shape), dtype) for shape, dtype in types))
 
 
@@ -192,7 +199,7 @@ def begin(weights: Any, *, program: TurnsProgram) -> tuple[Any, jax.Array | None
     def shard(weights: Any) -> Any:
         one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         read = jax.eval_shape(model.prefill, weights, one, one, one)[1]
-        cache = empty_cache(read, time_axes(model, read, program.length), program.slots, program.length)
+        cache = empty_cache(read, time_axes(model), program.slots, program.length)
         seen = jnp.zeros((program.slots, model.vocab_size), jnp.bool_) if program.penalised else None
         return cache, seen
 
@@ -208,7 +215,8 @@ def extend(weights: Any, cache: Any, fed: Fed, *, program: TurnsProgram) -> Any:
 
     def shard(weights: Any, cache: Any, fed: Fed) -> Any:
         rows = take(cache, fed.slot[None])
-        rows = program.definition.extend(weights, rows, fed.tokens, fed.start)[1]
+        count = (fed.count,) if program.has_states else ()
+        rows = program.definition.extend(weights, rows, fed.tokens, fed.start, *count)[1]
 
         def one(i: jax.Array, cache: Any) -> Any:
             row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), (fed.slot, rows, fed.used))
@@ -234,12 +242,12 @@ def copy(cache: Any, copies: Copies, *, program: TurnsProgram) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="seen")
-def note(seen: jax.Array, fed: Fed, lengths: jax.Array, *, program: TurnsProgram) -> jax.Array:
-    """Set the tokens that slots have seen, bool [B, V], to the first `lengths` of their rows of `fed.tokens`."""
+def note(seen: jax.Array, fed: Fed, *, program: TurnsProgram) -> jax.Array:
+    """Set the tokens that slots have seen, bool [B, V], to those that they are fed."""
 
-    def shard(seen: jax.Array, fed: Fed, lengths: jax.Array) -> jax.Array:
+    def shard(seen: jax.Array, fed: Fed) -> jax.Array:
         none = jnp.zeros((len(fed.slot), seen.shape[1]), jnp.bool_)
-        rows = mark(none, fed.tokens, jnp.arange(fed.tokens.shape[1]) < lengths[:, None])
+        rows = mark(none, fed.tokens, jnp.arange(fed.tokens.shape[1]) < fed.count[:, None])
 
         def one(i: jax.Array, seen: jax.Array) -> Any:
             slot, row, used = (lax.dynamic_slice_in_dim(x, i, 1) for x in (fed.slot, rows, fed.used))
@@ -247,7 +255,7 @@ def note(seen: jax.Array, fed: Fed, lengths: jax.Array, *, program: TurnsProgram
 
         return lax.fori_loop(0, len(rows), one, seen)
 
-    noted: jax.Array = _on_shards(program, shard, (ROWS, ROWS, ROWS), ROWS)(seen, fed, lengths)
+    noted: jax.Array = _on_shards(program, shard, (ROWS, ROWS), ROWS)(seen, fed)
     return noted
 
 
@@ -311,10 +319,16 @@ def _decode(
 
     def step(carry: _Carry) -> _Carry:
         slots: Any = carry.slots
-        # Slots that pause write their last token to its own entry, again and again.
+        # Slots that pause write their last token to its own entry, again and again, and keep their states.
         visible = place <= slots.position[:, None]
         hidden, cache = model.decode(
             weights, carry.cache, slots.last, slots.position, visible, slots.position
+        )
+        cache = jax.tree.map(
+            lambda axis, new, old: over_rows(slots.active, new, old) if axis == STATE else new,
+            time_axes(model),
+            cache,
+            carry.cache,
         )
         seen = None if carry.seen is None else mark(carry.seen, slots.last[:, None], True)
         token, logp = sampler.sample(hidden, keys, slots.drawn, seen)
@@ -343,6 +357,11 @@ def _decode(
     # One array is one exchange, which cannot begin before the loop ends: devices wait for each other in one place.
     words = jnp.concatenate([end.tokens, logps, jnp.stack([end.slots.drawn, end.slots.matched, end.ends])])
     return end.cache, end.seen, words
+
+
+def over_rows(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Take rows of `new`, [B, …], where `rows`, bool [B], and of `old` elsewhere."""
+    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def _turn_keys(key_data: jax.Array, slots: Slots, key_type: str) -> jax.Array:
@@ -411,11 +430,8 @@ class Devices:
         self._compiling.wait("note")
         size = self.program.copies
         for batch in self._batches([(slot, 0, context) for slot, context in contexts], size):
-            lengths = np.zeros(size * self.program.shards, np.int32)
-            for row, (_, _, context) in batch:
-                lengths[row] = len(context)
-            rows = put_rows(self.program.mesh, (self._fed(batch, size, self.program.length), lengths))
-            self._seen = note(self._seen, *rows, program=self.program)
+            fed = put_rows(self.program.mesh, self._fed(batch, size, self.program.length))
+            self._seen = note(self._seen, fed, program=self.program)
 
     def decode(self, slots: Slots, steps: int) -> Decoded:
         """Decode the active slots by at most so many tokens."""
@@ -449,5 +465,5 @@ class Devices:
         fed = padded_fed(self.program, rows, chunk)
         for row, (slot, start, tokens) in batch:
             fed.slot[row], fed.used[row], fed.start[row] = slot % self.program.slots, True, start
-            fed.tokens[row, : len(tokens)] = tokens
+            fed.tokens[row, : len(tokens)], fed.count[row] = tokens, len(tokens)
         return fed

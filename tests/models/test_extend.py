@@ -31,17 +31,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 8, "rope_local_base_freq": 100.0},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
 }
 
 
-KEPT = ("gemma3",)
-"""Windows and several rotary embeddings: what `extend` passes on by itself."""
+KEPT = ("gemma3", "qwen3_5")
+"""Windows and several rotary embeddings, states: what `extend` passes on by itself."""
 
 
-def empty(definition: Definition, params: Any, rows: int) -> Any:
+def used(definition: Definition, params: Any, rows: int) -> Any:
+    """Make a cache that other tokens have used before."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     read = jax.eval_shape(definition.prefill, params, one, one, one)[1]
-    return empty_cache(read, time_axes(definition, read, LENGTH), rows, LENGTH)
+    return jax.tree.map(jnp.ones_like, empty_cache(read, time_axes(definition), rows, LENGTH))
 
 
 @pytest.mark.parametrize(
@@ -52,26 +68,28 @@ def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str)
     definition = DECODER.define({**SIZES, **FAMILIES[name]}, "lm")
     params = jax.jit(definition.init)(jax.random.key(0))
     extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
+    # Short outputs of the delta rule are normalised, which magnifies what parameters are rounded by as much.
+    bound = 2e-4 if name == "qwen3_5" else 2e-5
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
     expected = np.asarray(jax.jit(definition.hidden)(params, tokens, positions, np.full_like(tokens, LENGTH)))
     for weights in (params, definition.prepare(params)):
-        cache, start = empty(definition, params, 3), np.zeros(3, np.int32)
+        cache, start = used(definition, params, 3), np.zeros(3, np.int32)
         for lengths in ((7, 16, 1), (16, 3, 9), (2, 11, 16)):
             chunk = rng.integers(0, VOCAB, (3, 16)).astype(np.int32)
             for row, n in enumerate(lengths):
                 chunk[row, :n] = tokens[row, start[row] : start[row] + n]
-            hidden, cache = extend(weights, cache, chunk, start)
+            hidden, cache = extend(weights, cache, chunk, start, np.array(lengths, np.int32))
             for row, n in enumerate(lengths):
                 states = expected[row, start[row] : start[row] + n]
-                np.testing.assert_allclose(hidden[row, :n], states, atol=2e-5)
+                np.testing.assert_allclose(hidden[row, :n], states, atol=bound)
             start = start + np.array(lengths, np.int32)
         for _ in range(3):
             visible = np.arange(LENGTH) <= start[:, None]
             step = tokens[np.arange(3), start]
             hidden, cache = decode(weights, cache, step, start, visible, start)
-            np.testing.assert_allclose(hidden, expected[np.arange(3), start], atol=2e-5)
+            np.testing.assert_allclose(hidden, expected[np.arange(3), start], atol=bound)
             start = start + 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import DECODER, Decoder, decoder
+from rlhf_core.sampling.loop import STATE, empty_cache, time_axes
 
 SIZES = {
     "hidden_size": 16,
@@ -56,9 +58,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
 }
-KEPT = ("gemma2", "phi3, partial")
-"""Windows and soft caps; fused projections. Several rotary embeddings are decoded in test_extend.py."""
+KEPT = ("gemma2", "phi3, partial", "qwen3_5")
+"""Windows and soft caps; fused projections; states. Several rotary embeddings are decoded in test_extend.py."""
 hidden = jax.jit(Decoder.hidden, static_argnums=0)
 prepare = jax.jit(Decoder.prepare, static_argnums=0)
 prefill = jax.jit(Decoder.prefill, static_argnums=0)
@@ -84,18 +100,19 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
     until = np.where(mask, time, 0).astype(np.int32)
 
     states, read = prefill(model, params, prompts, positions, until)
-    assert [x.shape for x in read.keys] == [(2, 2, model.config.head_dim, time)] * 3
-    assert [x.shape for x in read.values] == [(2, 2, time, model.config.head_dim)] * 3
+    size, attention = model.config.head_dim, [not model._has_state(i) for i in range(3)]
+    assert {x.shape for x in itertools.compress(read.keys, attention)} == {(2, 2, size, time)}
+    assert {x.shape for x in itertools.compress(read.values, attention)} == {(2, 2, time, size)}
     np.testing.assert_allclose(states, hidden(model, params, prompts, positions, until), rtol=1e-5, atol=1e-6)
-    cache = ring(model, jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read), length, np.int32(first))
-
-    heads = (2 * copies, model.config.num_kv_heads)
-    own = decoder.Cache(
-        (np.zeros((*heads, model.config.head_dim, steps), np.float32),) * 3,
-        (np.zeros((*heads, steps, model.config.head_dim), np.float32),) * 3,
-        np.zeros((2 * copies, steps), np.int32),
+    copied = jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read)
+    own = jax.tree.map(
+        lambda x, axis, empty: x if axis == STATE else empty,
+        copied,
+        time_axes(model),
+        empty_cache(read, time_axes(model), 2 * copies, steps),
     )
 
+    cache = ring(model, copied, length, np.int32(first))
     found, of_groups, used, prepared = [], [], params, prepare(model, params)
     for i in range(steps):
         slot = (first + i) % length

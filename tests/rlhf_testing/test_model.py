@@ -20,6 +20,15 @@ cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 FAMILIES = ("llama", "gemma2", "mixtral")
 ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
 """One layer suffices for the kit to find a defect, and compiles in half the time of two."""
+STATES = ONE_LAYER | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 
 
 def changed(**methods: Any) -> ModelFamily:
@@ -147,6 +156,7 @@ def test_the_defect_is_found(case: str, failures: Any) -> None:
     [
         pytest.param(ONE_LAYER, id="one layer"),
         *(pytest.param(cases.FAMILIES[name], id=name, marks=pytest.mark.long) for name in FAMILIES),
+        pytest.param(STATES, id="states", marks=pytest.mark.long),
     ],
 )
 def test_the_built_in_decoder_passes(config: Any) -> None:

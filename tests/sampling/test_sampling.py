@@ -258,7 +258,8 @@ class Watched:
         return getattr(self.definition, name)
 
     def prefill(self, params: Any, tokens: Any, *rest: Any) -> Any:
-        self.log.prefilled.append(tokens.shape)
+        if tokens.size > 1:  # else for the shapes of its cache
+            self.log.prefilled.append(tokens.shape)
         return self.definition.prefill(params, tokens, *rest)
 
     def decode(self, *arguments: Any) -> Any:

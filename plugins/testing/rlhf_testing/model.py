@@ -168,7 +168,9 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), read)
     cache = jax.jit(definition.ring, static_argnums=1)(twice, length, np.int32(first))
     prepared, decode = definition.prepare(params), jax.jit(definition.decode)
-    own = jax.tree.map(jnp.zeros_like, definition.ring(twice, FIRST - prompt, 0))
+    own, longer = (definition.ring(twice, size, 0) for size in (FIRST - prompt, FIRST))
+    alike = jax.tree.map(lambda x, y: x.shape == y.shape, own, longer)  # states, which begin as the prompt's
+    own = jax.tree.map(lambda state, x: x if state else jnp.zeros_like(x), alike, own)
     shared = jax.jit(definition.decode_groups)
     for i in range(prompt, FIRST):
         slot = (first + i - prompt) % length
@@ -189,7 +191,7 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
         for row in state:
             require_close(row, whole[i], f"decode_groups of token {i}", rtol=1e-4)
     if definition.has("extend"):
-        _extended(definition, prepared, jax.tree.map(jnp.zeros_like, cache), tokens, whole)
+        _extended(definition, prepared, cache, tokens, whole, any(jax.tree.leaves(alike)))
     kernel, softcap = definition.unembedding(params)
     logits = unembed(state, kernel, softcap)
     if logits.shape != (2, definition.vocab_size):
@@ -198,20 +200,25 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
         )
 
 
-def _extended(definition: Definition, prepared: Any, cache: Any, tokens: Any, whole: Any) -> None:
-    """Feed two rows of different lengths to a cache of FIRST entries, with padding behind one; then decode a token."""
+def _extended(
+    definition: Definition, prepared: Any, cache: Any, tokens: Any, whole: Any, has_states: bool
+) -> None:
+    """Feed two rows of different lengths to a used cache of FIRST entries, with padding behind one; then decode a
+    token.
+    """
     ends = np.array([2, 4], np.int32)
     chunks = np.stack([np.where(np.arange(4) < end, tokens[:4], 0) for end in ends]).astype(np.int32)
-    states, cache = jax.jit(definition.extend)(prepared, cache, chunks, np.zeros(2, np.int32))
+    count = (ends,) if has_states else ()
+    states, cache = jax.jit(definition.extend)(prepared, cache, chunks, np.zeros(2, np.int32), *count)
     for row, end in zip(states, ends, strict=True):
         require_close(row[:end], whole[:end], f"extend by {end} tokens", rtol=1e-4)
-    more = np.stack([tokens[end - 1 : end + 1] for end in ends]).astype(np.int32)
-    states, cache = jax.jit(definition.extend)(prepared, cache, more, ends - 1)
+    more = np.stack([tokens[end : end + 2] for end in ends]).astype(np.int32)
+    states, cache = jax.jit(definition.extend)(prepared, cache, more, ends)
     for row, end in zip(states, ends, strict=True):
         require_close(
-            row, whole[end - 1 : end + 1], f"extend of a cache by tokens {end - 1} and {end}", rtol=1e-4
+            row, whole[end : end + 2], f"extend of a cache by tokens {end} and {end + 1}", rtol=1e-4
         )
-    at = ends + 1
+    at = ends + 2
     visible = np.arange(FIRST) <= at[:, None]
     state, _ = jax.jit(definition.decode)(prepared, cache, tokens[at].astype(np.int32), at, visible, at)
     for row, i in zip(state, at, strict=True):
