@@ -13,7 +13,7 @@ import jax.numpy as jnp
 Remat = Literal["auto", "none", "dots", "full"]
 Norms = Literal["before", "after", "both"]
 QKNorm = Literal["head", "projection"]
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "none"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "none"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Rope:
     kind: "default"; "linear": positions divided by `factor`; "llama3": low frequencies divided by `factor`, high ones
         kept, blended in between (Llama 3.1); "yarn": the same with bounds in turns, `beta_slow` to `beta_fast` (Peng
         et al. 2023); "longrope": each frequency divided by its `divisors`, for rows of at most `original_length`
-        (Ding et al. 2024); "none": no rotation.
+        (Ding et al. 2024); "proportional": the first and the middle `share` / 2 of a head's dimensions, with the
+        wavelengths that they have where all are rotated, divided by `factor` (Gemma 4); "none": no rotation.
     theta: base of the wavelengths. magnitude: factor of the rotated queries and keys. share: fraction of a head's
         dimensions, the first ones, that are rotated.
     truncate: round yarn's bounds to whole dimensions.
@@ -43,6 +44,19 @@ class Rope:
     divisors: tuple[float, ...] = ()
     share: float = 1.0
     growth: float = 0.0
+
+
+class Gemma4(NamedTuple):
+    """What a layer of Gemma 4 has in addition to other layers; see `gemma4`.
+
+    per_layer: (words, size) of the table of the inputs that each layer has of its own; (0, 0): there are none.
+    keys_as_values: the values are the projected keys. source: the number of the layer whose keys and values this one
+        attends to; None: it has its own.
+    """
+
+    per_layer: tuple[int, int] = (0, 0)
+    keys_as_values: bool = False
+    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,7 @@ class DecoderConfig:
         and up are one projection, in turn (gpt-oss). None: activation(gate) · up.
     shared_size: intermediate size of an MLP that computes every token beside its experts; 0: there is none.
         shared_gate: whether its output is multiplied by a sigmoid of its own.
+    gemma4: of a layer of Gemma 4; None: of every other.
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
     kinds: the name of each layer's kind, where layers have different parameters; empty: they are all alike.
     variants: (kind, its fields and their values) of the kinds whose fields differ from these.
@@ -117,6 +132,7 @@ class DecoderConfig:
     swiglu: tuple[float, float] | None = None
     shared_size: int = 0
     shared_gate: bool = False
+    gemma4: Gemma4 | None = None
     weight_names: tuple[tuple[str, str], ...] = ()
     initializer_range: float = 0.02
     kinds: tuple[str, ...] = ()
@@ -145,6 +161,12 @@ class DecoderConfig:
             )
             stacks[kind] = Stack(config, layers)
         return stacks
+
+    @functools.cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The number of the layer whose keys and values each layer attends to: mostly its own."""
+        own = [self.stacks[kind].config.gemma4 for kind in self.kinds or ("",) * self.num_layers]
+        return tuple(i if of is None or of.source is None else of.source for i, of in enumerate(own))
 
     def at(self, layer: int) -> tuple[str, int]:
         """Return the kind of a layer, and its index among the layers of its kind."""
@@ -186,6 +208,8 @@ class LayerKinds(NamedTuple):
     """int32 [layers]; the largest integer for a layer that sees everything."""
     rope: jax.Array | None
     """int32 [layers], indices of the config's ropes."""
+    given: jax.Array | None = None
+    """[layers, B, T, size], each layer's own input."""
 
 
 def layer_kinds(config: DecoderConfig) -> LayerKinds:

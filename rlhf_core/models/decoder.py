@@ -24,7 +24,7 @@ from rlhf_core.contracts import AttentionOver, TensorParallel
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_parts
-from rlhf_core.models import weights
+from rlhf_core.models import gemma4, weights
 from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_groups
 from rlhf_core.models.config import (
     DecoderConfig,
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
 
     One array per layer, so that writing a token touches nothing else: keys [B, kv heads, head_dim, S] and values
     [B, kv heads, S, head_dim], both in the compute dtype; positions int32 [B, S]. A layer with a state has the two
-    parts of its state in their place.
+    parts of its state in their place; one that attends to another layer's keys and values has None.
     """
 
     keys: tuple[Any, ...]
@@ -105,12 +105,17 @@ class Layer(nnx.Module):
         return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)
 
 
+def make_layers(config: DecoderConfig, rngs: Any) -> Any:
+    """Make the layers of one kind."""
+    return gemma4.Layer(config, rngs) if config.gemma4 else Layer(config, rngs)
+
+
 class Stacks(nnx.Module):
     """The layers of a model with several kinds of them, an attribute per kind."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         for kind, stack in config.stacks.items():
-            setattr(self, kind, Layer(stack.config, rngs))
+            setattr(self, kind, make_layers(stack.config, rngs))
 
 
 class Trunk(nnx.Module):
@@ -119,7 +124,9 @@ class Trunk(nnx.Module):
     def __init__(self, config: DecoderConfig, head: Head, lora: Lora | None, rngs: Any) -> None:
         linear = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
         self.embed_tokens = Embedding(config, rngs)
-        self.layers = Stacks(config, rngs) if config.kinds else Layer(config, rngs)
+        if config.gemma4 and config.gemma4.per_layer[1]:
+            self.per_layer_inputs = gemma4.PerLayerInputs(config, rngs)
+        self.layers = Stacks(config, rngs) if config.kinds else make_layers(config, rngs)
         self.norm = RMSNorm(config, (), config.hidden_size)
         if head == "score":
             self.score = linear((config.hidden_size, 1), axes=("embed", None))
@@ -141,14 +148,15 @@ def _tree(config: DecoderConfig, head: Head, lora: Lora | None) -> tuple[Any, Pa
 
 
 @cached
-def _parts(config: DecoderConfig, fused: bool) -> tuple[Any, Mapping[str, Any], Any]:
-    """Return embedding, one layer of each kind and last norm without their arrays. fused: whether projections are
-    joined.
+def _parts(config: DecoderConfig, fused: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the parts around the layers, by name, and one layer of each kind, without their arrays. fused: whether
+    projections are joined.
     """
     prepared = replace(config, fused=fused)
     whole = nnx.eval_shape(lambda: Trunk(prepared, "lm", None, nnx.Rngs(0)))
     layers = {kind: nnx.split(_stack(whole.layers, kind))[0] for kind in config.stacks}
-    return nnx.split(whole.embed_tokens)[0], layers, nnx.split(whole.norm)[0]
+    around = [name for name in ("embed_tokens", "per_layer_inputs", "norm") if hasattr(whole, name)]
+    return {name: nnx.split(getattr(whole, name))[0] for name in around}, layers
 
 
 def _stack(layers: Any, kind: str) -> Any:
@@ -246,6 +254,12 @@ class Decoder(Definition):
         rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
         mix = self._over_rows(positions, visible_until)
+        x = trunk.embed_tokens(tokens, dtype)
+        given = trunk.per_layer_inputs(tokens, x) if hasattr(trunk, "per_layer_inputs") else None
+        own = next((i for i, source in enumerate(c.sources) if source != i), c.num_layers)
+        shared: list[
+            Any
+        ] = []  # what the layers keep that have keys and values, `own` of them, for those that have none
 
         def rope_of(stack: Stack) -> Callable[[LayerKinds], tuple[jax.Array, ...]]:
             ropes = [rotations[rope, stack.config.head_dim] for rope in stack.config.ropes]
@@ -259,21 +273,27 @@ class Decoder(Definition):
             rope = rope_of(stack)
 
             def one(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
-                layer, own = nnx.merge(graph, slice_[0]), slice_[1]
-                kept: list[Any] = []
-                x = layer(x, functools.partial(mix, kept, rope(own), own.window))
-                return x, kept[0] if keep else None
+                layer, it = nnx.merge(graph, slice_[0]), slice_[1]
+                kept = [*shared]
+                more = () if it.given is None else (it.given,)
+                x = layer(x, functools.partial(mix, kept, rope(it), it.window), *more)
+                return x, kept[-1] if keep or own < c.num_layers else None
 
             if policy is not None:
                 # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
                 one = jax.checkpoint(one, policy=policy, prevent_cse=False)
-            return one, (nnx.to_pure_dict(state), layer_kinds(stack.config))
+            inputs = None if given is None else given[jnp.asarray(stack.layers)]
+            return one, (nnx.to_pure_dict(state), layer_kinds(stack.config)._replace(given=inputs))
 
         stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
-        x = trunk.embed_tokens(tokens, dtype)
         unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
         if at is None or not unroll or c.kinds:
-            x, kept = run_layers(c.kinds or ("",) * c.num_layers, stacks, x, unroll=unroll)
+            kinds = c.kinds or ("",) * c.num_layers
+            x, kept = run_layers(kinds[:own], stacks, x, unroll=unroll)
+            if own < len(kinds):
+                shared += kept
+                x, more = run_layers(kinds[own:], stacks, x, unroll=unroll)
+                kept += more
             return trunk.norm(x if at is None else _read(x, at)), kept
         # The last layer computes keys and values of all tokens, and everything else only for `at`.
         body, layers = stacks[""]
@@ -305,8 +325,13 @@ class Decoder(Definition):
                 kept.append(state)
                 return out
 
-            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                kept.append((k.swapaxes(2, 3), v))
+            def attention(q: jax.Array, k: Any, v: Any) -> jax.Array:
+                if k is None:
+                    keys, v = kept[mixer.source or 0]
+                    k = keys.swapaxes(2, 3)
+                    kept.append((None, None))
+                else:
+                    kept.append((k.swapaxes(2, 3), v))
                 more = mixer.options
                 return over(q, k, v, positions, visible_until, window=window, softcap=cap, **more)
 
@@ -389,16 +414,18 @@ class Decoder(Definition):
         weights: from `prepare`. rotations: from `_rotations`.
         """
         fused = any("qkv_proj" in layer.get("self_attn", {}) for layer in weights["layers"])
-        embed, blocks, norm = _parts(self.config, fused)
-        outputs = [nnx.merge(embed, weights["embed_tokens"])(tokens, self.compute_dtype)]
+        around, blocks = _parts(self.config, fused)
+        parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
+        outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
+        given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
         for i, parameters in enumerate(weights["layers"]):
             kind, n = self.config.at(i)
             c = self.config.stacks[kind].config
             rope = c.ropes[c.layer_ropes[n] if c.layer_ropes else 0]
             layer = nnx.merge(blocks[kind], parameters)
             own = functools.partial(mix, i, rotations[rope, c.head_dim], c.windows[n])
-            outputs.append(layer(outputs[-1], own))
-        return [*outputs, nnx.merge(norm, weights["norm"])(outputs[-1])]
+            outputs.append(layer(outputs[-1], own, *(() if given is None else (given[i],))))
+        return [*outputs, parts["norm"](outputs[-1])]
 
     def ring(self, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
         self._check_length(length)
@@ -410,7 +437,7 @@ class Decoder(Definition):
 
         keys, values = list(cache.keys), list(cache.values)
         for i in range(self.config.num_layers):
-            if not self._has_state(i):
+            if not self._has_state(i) and self.config.sources[i] == i:
                 keys[i], values[i] = rolled(keys[i], 3), rolled(values[i], 2)
         return Cache(tuple(keys), tuple(values), rolled(cache.positions, 1))
 
@@ -534,10 +561,12 @@ class Decoder(Definition):
                 out, (keys[i], values[i]) = mixer.extend(x, state, count)
                 return out
 
-            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
-                values[i] = _placed(values[i], v, slot, 2)
-                return over(q, i, Cache(tuple(keys), tuple(values), placed), window, **mixer.options)
+            def attention(q: jax.Array, k: Any, v: Any) -> jax.Array:
+                if k is not None:
+                    keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
+                    values[i] = _placed(values[i], v, slot, 2)
+                source, whole = self.config.sources[i], Cache(tuple(keys), tuple(values), placed)
+                return over(q, source, whole, window, **mixer.options)
 
             return mixer(x, rope, attention)
 
@@ -549,7 +578,9 @@ class Decoder(Definition):
         # A norm over all heads would need the sum of squares of every device.
         c = self.config
         whole = c.qk_norm == "projection" or c.sinks or any(map(self._has_state, range(c.num_layers)))
-        divides = 1 if whole else math.gcd(c.num_kv_heads, c.intermediate_size)
+        each = [stack.config for stack in c.stacks.values()]
+        sizes = [n for of in each for n in (of.num_kv_heads, of.intermediate_size, of.shared_size)]
+        divides = 1 if whole else math.gcd(*sizes)
         return TensorParallel(divides, self._prepare_shards, self._shard_axes())
 
     def _prepare_shards(self, params: Params) -> Params:
@@ -585,7 +616,11 @@ class Decoder(Definition):
         names = replace(self, lora=None, config=replace(self.config, fused=False)).logical_axes()
         layers = jax.tree.map(lambda x: x[1:], names["layers"], is_leaf=lambda x: isinstance(x, tuple))
         each = (_stack(layers, self.config.at(i)[0]) for i in range(self.config.num_layers))
-        return {**names, "embed_tokens": {"embedding": (None, None)}, "layers": tuple(each)}
+        axes, whole = {**names, "layers": tuple(each)}, {"embedding": (None, None)}
+        axes["embed_tokens"] = whole
+        if inputs := names.get("per_layer_inputs"):
+            axes["per_layer_inputs"] = {**inputs, "embed_tokens_per_layer": whole}
+        return axes
 
 
 def run_layers(
@@ -658,8 +693,8 @@ def _joined(layer: Params) -> Params:
     layer = {**layer}
     for module, together, parts in JOINED:
         inside = layer.get(module, {})
-        if parts[0] in inside:  # absent in experts
-            each = [inside[part] for part in parts]
+        each = [inside[part] for part in parts if part in inside]
+        if len(each) > 1:  # absent in experts
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
             layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
     return layer

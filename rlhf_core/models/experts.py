@@ -129,11 +129,11 @@ class Experts(nnx.Module):
             weight = weight / weight.sum(-1, keepdims=True)
         return weight if c.expert_scale == 1 else weight * c.expert_scale, chosen
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] → the same."""
+    def __call__(self, x: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] → the same. seen: what the router reads, [B, T, D]; None: the same."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         per_token = c.experts_per_token
-        weight, chosen = self.route(tokens)
+        weight, chosen = self.route(tokens if seen is None else seen.reshape(tokens.shape))
         order = jnp.argsort(
             chosen.reshape(-1), stable=True
         )  # by expert; pair n belongs to token n // per_token

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlhf_core.models import glm4_moe, gpt_oss, lfm2, qwen3_5
+from rlhf_core.models import gemma4, glm4_moe, gpt_oss, lfm2, qwen3_5
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:
@@ -204,6 +204,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         activation="hidden_activation",
         layer_types=every_nth_full,
         layer_types_decide=True,
+    ),
+    "gemma4_text": Architecture(
+        "Gemma4ForCausalLM",
+        gemma4.DEFAULTS,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        norms="both",
+        scaled_embedding=True,
+        activation="hidden_activation",
+        layer_types=gemma4.layer_types,
+        layer_types_decide=True,
+        details=gemma4.details,
+        weight_names=gemma4.WEIGHT_NAMES,
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",

@@ -171,6 +171,10 @@ class Fields:
             return [True] * length
         return [bool(x) for x in value[:length]]
 
+    def of(self, table: Mapping[str, Any]) -> Fields:
+        """Return the fields of a table within the file, to read them likewise."""
+        return Fields(table, dict.fromkeys(table))
+
     def check_unknown(self, model_type: str) -> None:
         """Note a problem for every field that the decoder does not read, unless it is empty or has no effect."""
         for name, value in self.data.items():
@@ -208,10 +212,12 @@ NEEDED: Mapping[RopeKind, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 OPTIONAL: Mapping[RopeKind, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor", "factor"),
+    "proportional": ("factor",),
 }
 
 
@@ -274,12 +280,13 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         read.problem(f"{where}.{name} is missing")
     share = table.get("partial_rotary_factor", read.get("partial_rotary_factor"))
     share = 1.0 if share is None else share
-    if share != 1 and not (rules.partial_rotary and isinstance(share, float) and 0 < share < 1):
+    partial = rules.partial_rotary or kind == "proportional"
+    if share != 1 and not (partial and isinstance(share, float) and 0 < share < 1):
         read.problem(
             f"{where}.partial_rotary_factor other than 1 is not supported here; it is {shown(share)}"
         )
         share = 1.0
-    if share != 1 and int(head_dim * share) % 2:
+    if share != 1 and kind != "proportional" and int(head_dim * share) % 2:
         read.problem(
             f"{where}.partial_rotary_factor {shown(share)} of head_dim {head_dim} is not an even number"
         )
@@ -476,7 +483,9 @@ def _windows(
 
 
 def _experts(read: Fields) -> int:
-    """Read the number of experts; 0 for a family without."""
+    """Read the number of experts; 0 for a family that has none in every model."""
+    if not any(read.defaults.get(name) for name in EXPERT_COUNTS):
+        return 0
     names = [name for name in EXPERT_COUNTS if read.has(name)]
     counts = {name: read.data[name] for name in names if read.data.get(name) is not None}
     if len(set(map(str, counts.values()))) > 1:

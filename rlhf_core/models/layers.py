@@ -171,6 +171,9 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(jnp.zeros((*lead, c.num_heads), jnp.float32), axes=("layers", "heads"))
         self.config = c
 
+    source: int | None = None
+    """The number of the layer whose keys and values this one attends to; None: its own."""
+
     @property
     def options(self) -> dict[str, jax.Array]:
         """Return the further arguments of attention: of a layer with sinks, {"sinks": float32 [K, G]}."""

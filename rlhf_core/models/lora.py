@@ -16,6 +16,8 @@ from rlhf_core.models.params import Path, paths
 
 GROUP = "adapter"
 """The key of a module's adapter: {"lora_a", "lora_b"} and, with dropout, "lora_key"."""
+BUFFERS = ("layer_scalar",)
+"""The names of parameters that no update changes."""
 ROUTER = "gate"
 """The name of experts' routers, which are never adapted."""
 
@@ -109,15 +111,17 @@ def has_adapters(params: Mapping[str, Any]) -> bool:
 
 
 def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -> frozenset[Path]:
-    """Find the parameters that adapters keep fixed: the rest of their model, except its reward head.
+    """Find the parameters that are never trained: buffers, and with adapters the rest of their model, except its reward
+    head.
 
     params: of one model, or of several at any depth; a model without adapters is trained as a whole. model: the paths
     of the model with the adapters; other parameters, such as an additional head, are trained. Raises InputError for
     a nested model with adapters that has other paths: they could belong to it or not.
     """
     every = [path for path, _ in paths(params)]
+    buffers = {path for path in every if path[-1] in BUFFERS}
     roots = {path[: _layers_at(path)] for path in every if GROUP in path}
-    fixed: set[Path] = set()
+    fixed: set[Path] = set(buffers)
     for path in every:
         above = [root for root in roots if path[: len(root)] == root]
         if not above:

@@ -15,8 +15,10 @@ from rlhf_core.runtime.devices import device_count
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Compute radians per position of each pair of rotated dimensions, float32 [int(share · head_dim) / 2]."""
-    size = int(head_dim * rope.share)
+    """Compute radians per position of each pair of rotated dimensions, float32 [int(share · head_dim) / 2]; where the
+    others lie between them, of every pair, [head_dim / 2].
+    """
+    size = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
     frequency = rope.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     if rope.kind == "linear":
         frequency = frequency / rope.factor
@@ -30,6 +32,9 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
     elif rope.kind == "longrope":
         frequency = frequency / np.asarray(rope.divisors)
+    elif rope.kind == "proportional":
+        frequency = frequency / rope.factor
+        frequency[int(rope.share * head_dim // 2) :] = 0
     elif rope.kind == "none":
         frequency = np.zeros_like(frequency)
     return frequency.astype(np.float32)

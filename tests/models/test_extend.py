@@ -30,6 +30,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3"},
     "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 8, "rope_local_base_freq": 100.0},
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCAB,
+        "rms_norm_eps": 0.01,  # without it, norms of short vectors enlarge rounding
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5": {
         "model_type": "qwen3_5_text",
@@ -49,8 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-KEPT = ("gemma3", "qwen3_5")
-"""Windows and several rotary embeddings, states: what `extend` passes on by itself."""
+KEPT = ("gemma3", "gemma4", "qwen3_5")
+"""Windows and several rotary embeddings, keys and values of other layers, states: what `extend` passes on by itself."""
 
 
 def used(definition: Definition, params: Any, rows: int) -> Any:

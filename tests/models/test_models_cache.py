@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -20,6 +19,19 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 31,
     "initializer_range": 0.5,
+}
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 5,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", *["full_attention"] * 2],
+    "num_kv_shared_layers": 3,
+    "sliding_window": 3,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 31,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -45,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 50.0,
         "rope_local_base_freq": 10.0,
     },
+    "gemma4": GEMMA4,
     "phi3, partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
     "ministral3": {
         "model_type": "ministral3",
@@ -73,8 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
     },
 }
-KEPT = ("gemma2", "phi3, partial", "qwen3_5")
-"""Windows and soft caps; fused projections; states. Several rotary embeddings are decoded in test_extend.py."""
+KEPT = ("gemma2", "gemma4", "phi3, partial", "qwen3_5")
+"""Windows and soft caps; heads of two sizes, keys and values of other layers; fused projections; states. Several rotary
+embeddings are decoded in test_extend.py."""
 hidden = jax.jit(Decoder.hidden, static_argnums=0)
 prepare = jax.jit(Decoder.prepare, static_argnums=0)
 prefill = jax.jit(Decoder.prefill, static_argnums=0)
@@ -100,9 +114,12 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
     until = np.where(mask, time, 0).astype(np.int32)
 
     states, read = prefill(model, params, prompts, positions, until)
-    size, attention = model.config.head_dim, [not model._has_state(i) for i in range(3)]
-    assert {x.shape for x in itertools.compress(read.keys, attention)} == {(2, 2, size, time)}
-    assert {x.shape for x in itertools.compress(read.values, attention)} == {(2, 2, time, size)}
+    for i, source in enumerate(model.config.sources):
+        c = model.config.stacks[model.config.at(i)[0]].config
+        if source == i and c.mixer == "self_attn":
+            assert read.keys[i].shape == (2, c.num_kv_heads, c.head_dim, time)
+            assert read.values[i].shape == (2, c.num_kv_heads, time, c.head_dim)
+        assert (read.keys[i] is None) == (source != i)
     np.testing.assert_allclose(states, hidden(model, params, prompts, positions, until), rtol=1e-5, atol=1e-6)
     copied = jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read)
     own = jax.tree.map(

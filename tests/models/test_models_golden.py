@@ -35,7 +35,17 @@ FAMILIES = [
     "mixtral",
     "qwen3_moe",
 ]
-NEWER = ["olmo3", "granite", "ministral3", "glm4_moe", "gpt_oss", "lfm2", "qwen3_5_text", "qwen3_5_moe_text"]
+NEWER = [
+    "olmo3",
+    "granite",
+    "ministral3",
+    "glm4_moe",
+    "gpt_oss",
+    "lfm2",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gemma4_text",
+]
 """With gradients, and without the keys of transformers 4, which never read them."""
 pytestmark = pytest.mark.data
 
@@ -87,11 +97,11 @@ def test_what_is_loaded_is_saved(shared: Path, tmp_path: Path, family: str, keys
 
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join the tensors of a layer's experts as torch's modules hold them: gate and up [experts, 2 · size, hidden], down
-    [experts, hidden, size]. A correction of the router is a buffer, without a gradient.
+    [experts, hidden, size]. A correction of the router and a layer's scalar are buffers, without a gradient.
     """
-    out = {
-        name: x for name, x in tensors.items() if ".experts." not in name and "correction_bias" not in name
-    }
+    buffers = ("correction_bias", "layer_scalar")
+    tensors = {name: x for name, x in tensors.items() if not name.endswith(buffers)}
+    out = {name: x for name, x in tensors.items() if ".experts." not in name}
     layers = {name.split(".experts.")[0] for name in tensors if ".experts.0." in name}
     if not layers:  # gpt-oss, whose files hold them so
         return tensors
@@ -146,7 +156,7 @@ def test_scores(shared: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [*only("gemma2", "mixtral"), "glm4_moe", "gpt_oss", "lfm2", "qwen3_5_text"]
+    "family", [*only("gemma2", "mixtral"), "glm4_moe", "gpt_oss", "lfm2", "qwen3_5_text", "gemma4_text"]
 )
 def test_greedy_tokens(shared: Path, family: str) -> None:
     model = load_model(shared / "golden" / family)

@@ -47,6 +47,21 @@ GEMMA = BASE | {
     "query_pre_attn_scalar": 10,
     "sliding_window": 3,
 }
+GEMMA4 = BASE | {
+    "model_type": "gemma4_text",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 3,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    },
+    "vocab_size_per_layer_input": 40,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+}
 QWEN3_5 = BASE | {
     "model_type": "qwen3_5_text",
     "head_dim": 8,
@@ -80,6 +95,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 20.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma4, shared keys": GEMMA4
+    | {
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "hidden_size_per_layer_input": 6,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True,
+        "num_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma4, keys as values": GEMMA4
+    | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "attention_bias": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4, experts": GEMMA4
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 12,
     },
     "phi3": BASE
     | {

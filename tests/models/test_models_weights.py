@@ -39,6 +39,13 @@ SMALL = {
     "mixtral": {"num_local_experts": 3},
     "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     "glm4_moe": {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 30,
+    },
     "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "qwen3_5_text": {"head_dim": 8},
     "qwen3_5_moe_text": {

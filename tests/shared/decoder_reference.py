@@ -118,6 +118,8 @@ def hidden(
     hf: dict[str, Any], params: Any, tokens: np.ndarray, positions: np.ndarray, seen: np.ndarray
 ) -> np.ndarray:
     """Hidden states float64 [T, D] of one row; seen bool [T, T]: query, key."""
+    if hf["model_type"] == "gemma4_text":
+        return hidden_of_gemma4(hf, params, tokens, positions, seen)
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     gemma, heads, kv_heads = (
         hf["model_type"].startswith("gemma"),
@@ -290,3 +292,89 @@ def hidden(
             x = x + added * (mixer or attend)(norm(x, first, i), own, i)
             x = x + added * mlp(norm(x, second, i), stack["mlp"], i)
     return norm(x, p["norm"])
+
+
+def hidden_of_gemma4(
+    hf: dict[str, Any], params: Any, tokens: np.ndarray, positions: np.ndarray, seen: np.ndarray
+) -> np.ndarray:
+    """As `hidden`; a layer's keys and values are those that the last layer of its type with any has made."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    count, heads, time = hf["num_hidden_layers"], hf["num_attention_heads"], len(tokens)
+    own, size = count - hf["num_kv_shared_layers"], hf["hidden_size_per_layer_input"]
+    types, made = hf["layer_types"], {}
+
+    def norm(x: np.ndarray, weight: np.ndarray | float = 1.0) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + hf["rms_norm_eps"]) * weight
+
+    def turned(x: np.ndarray, kind: str) -> np.ndarray:
+        """[T, heads, size]: the first pairs of a head turn, with the wavelengths of a head that turns whole."""
+        table, half = hf["rope_parameters"][kind], x.shape[-1] // 2
+        angle = np.array([table["rope_theta"] ** (-i / half) for i in range(half)]) / table.get("factor", 1)
+        angle[int(table.get("partial_rotary_factor", 1) * half) :] = 0
+        pair = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * positions[:, None, None] * angle)
+        return np.concatenate([pair.real, pair.imag], -1)
+
+    def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+        return (activation(x @ gate, hf["hidden_activation"]) * (x @ up)) @ down
+
+    x = p["embed_tokens"]["embedding"][tokens] * math.sqrt(hf["hidden_size"])
+    if size:
+        group = p["per_layer_inputs"]
+        found = group["embed_tokens_per_layer"]["embedding"][tokens].reshape(time, count, size) * math.sqrt(
+            size
+        )
+        mixed = (x @ group["per_layer_model_projection"]["kernel"]).reshape(time, count, size)
+        mixed = norm(mixed / math.sqrt(hf["hidden_size"]), group["per_layer_projection_norm"]["weight"])
+        given = (mixed + found) / math.sqrt(2)
+    kinds = [kind if i < own else f"shared_{kind}" for i, kind in enumerate(types)]
+    for number, kind in enumerate(types):
+        i = kinds[:number].count(kinds[number])
+        layer = jax.tree.map(lambda y, i=i: y[i], p["layers"][kinds[number]])
+        attention, y = layer["self_attn"], norm(x, layer["input_layernorm"]["weight"])
+        width = hf["global_head_dim"] if kind == "full_attention" else hf["head_dim"]
+
+        def project(which: str, y: np.ndarray = y, group: Any = attention, width: int = width) -> np.ndarray:
+            made = y @ group[f"{which}_proj"]["kernel"] + group[f"{which}_proj"].get("bias", 0.0)
+            return made.reshape(time, -1, width)
+
+        q = turned(norm(project("q"), attention["q_norm"]["weight"]), kind)
+        if number < own:
+            k = project("k")
+            v = k if kind == "full_attention" and hf["attention_k_eq_v"] else project("v")
+            made[kind] = turned(norm(k, attention["k_norm"]["weight"]), kind), norm(v)
+        k, v = made[kind]
+        mixed = np.zeros((time, heads, width))
+        for t in range(time):
+            keys = np.flatnonzero(seen[t])
+            if kind == "sliding_attention":
+                keys = keys[positions[t] - positions[keys] < hf["sliding_window"]]
+            for head in range(heads if len(keys) else 0):
+                of = head // (heads // k.shape[1])
+                weight = np.exp(k[keys, of] @ q[t, head])
+                mixed[t, head] = weight @ v[keys, of] / weight.sum()
+        out = mixed.reshape(time, -1) @ attention["o_proj"]["kernel"] + attention["o_proj"].get("bias", 0.0)
+        x = x + norm(out, layer["post_attention_layernorm"]["weight"])
+        parts = [layer["mlp"][f"{part}_proj"]["kernel"] for part in ("gate", "up", "down")]
+        inner = gated(norm(x, layer["pre_feedforward_layernorm"]["weight"]), *parts)
+        if "moe" in layer:
+            router, out = layer["moe"]["gate"], np.zeros_like(x)
+            logit = (norm(x, router["scale"]) / math.sqrt(hf["hidden_size"])) @ router["kernel"]
+            share, y = np.exp(logit), norm(x, layer["pre_feedforward_layernorm_2"]["weight"])
+            for t in range(time):
+                taken = np.argsort(-share[t])[: hf["top_k_experts"]]
+                for e in taken:
+                    parts = [
+                        layer["moe"]["experts"][f"{part}_proj"]["kernel"][e]
+                        for part in ("gate", "up", "down")
+                    ]
+                    factor = share[t, e] / share[t, taken].sum() * router["per_expert_scale"][e]
+                    out[t] += factor * gated(y[t], *parts)
+            inner = norm(inner, layer["post_feedforward_layernorm_1"]["weight"])
+            inner = inner + norm(out, layer["post_feedforward_layernorm_2"]["weight"])
+        x = x + norm(inner, layer["post_feedforward_layernorm"]["weight"])
+        if size:
+            gate = activation(x @ layer["per_layer_input_gate"]["kernel"], hf["hidden_activation"])
+            out = (gate * given[:, number]) @ layer["per_layer_projection"]["kernel"]
+            x = x + norm(out, layer["post_per_layer_input_norm"]["weight"])
+        x = x * layer["layer_scalar"]
+    return norm(x, p["norm"]["weight"])

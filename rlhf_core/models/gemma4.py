@@ -1,0 +1,305 @@
+"""Gemma 4: two sizes of heads, keys and values that layers share, an input of their own for each layer, and experts
+next to the MLP.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from rlhf_core.models import experts, layers
+from rlhf_core.models.config import DecoderConfig, Gemma4
+from rlhf_core.models.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
+from rlhf_core.models.rope import rotate
+
+if TYPE_CHECKING:
+    from rlhf_core.models.hf_config import Fields
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "final_logit_softcapping": None,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "per_layer_config": None,
+    "use_bidirectional_attention": None,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+}
+_LAYER = "model.layers.{layer}"
+WEIGHT_NAMES = {
+    "layers.layer_scalar": f"{_LAYER}.layer_scalar",
+    "layers.moe.gate": f"{_LAYER}.router.proj",
+    "layers.moe.gate.scale": f"{_LAYER}.router.scale",
+    "layers.moe.gate.per_expert_scale": f"{_LAYER}.router.per_expert_scale",
+    **{
+        f"layers.moe.experts.{part}_proj": f"{_LAYER}.experts.{{expert}}.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+    **{
+        f"per_layer_inputs.{name}": f"model.{name}"
+        for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+    },
+}
+HEADS = ("head_dim", "num_key_value_heads")
+"""What `per_layer_config` may say of a layer."""
+
+
+def layer_types(read: Fields, layers: int) -> list[str]:
+    """Give all layers a sliding window except every sixth and the last."""
+    return [SLIDING if (i + 1) % 6 and i + 1 < layers else FULL for i in range(layers)]
+
+
+def details(read: Fields, layers: int) -> dict[str, Any]:
+    """Read what differs from a plain decoder."""
+    stored = read.get("layer_types")
+    types = stored if isinstance(stored, list) and len(stored) == layers else layer_types(read, layers)
+    if types[-1] != FULL:
+        read.problem(f"layer_types must end with {FULL}, as in transformers")
+    if read.get("use_bidirectional_attention") == "all":
+        read.problem("use_bidirectional_attention 'all' is not supported; the decoder is causal")
+    shared = read.whole("num_kv_shared_layers", 0, least=0)
+    own = max(layers - shared, 0)
+    if lost := set(types) - set(types[:own]):
+        read.problem(
+            f"num_kv_shared_layers {shared} leaves no layer of type {min(lost)} that has keys and values to share"
+        )
+        own = layers
+    table = _per_layer(read)
+    wide, size, mlp = read.switch("use_double_wide_mlp"), "intermediate_size", read.whole("intermediate_size")
+    found: dict[str, Any] = {"query_scale": 1.0}
+    if read.switch("enable_moe_block"):
+        found |= {
+            "experts": read.whole("num_experts"),
+            "experts_per_token": read.whole("top_k_experts"),
+            "intermediate_size": read.whole("moe_intermediate_size"),
+        }
+        size = "shared_size"
+    found[size] = mlp
+    kinds = [kind if i < own else f"shared_{kind}" for i, kind in enumerate(types)]
+    variants = {}
+    for kind in dict.fromkeys(kinds):
+        first, borrows = kinds.index(kind), kind.startswith("shared_")
+        heads = _heads_of(read, types, types[first])
+        differs = {
+            **heads,
+            size: mlp * (1 + (wide and borrows)),
+            "gemma4": Gemma4(
+                per_layer=table,
+                keys_as_values=read.switch("attention_k_eq_v") and types[first] == FULL,
+                source=own - 1 - types[:own][::-1].index(types[first]) if borrows else None,
+            ),
+        }
+        variants[kind] = tuple(differs.items())
+    return found | {
+        "gemma4": Gemma4(per_layer=table),
+        "kinds": tuple(kinds),
+        "variants": tuple(variants.items()),
+    }
+
+
+def _per_layer(read: Fields) -> tuple[int, int]:
+    """Read (words, size) of the table of the layers' own inputs; (0, 0): there is none."""
+    size = read.whole("hidden_size_per_layer_input", 0, least=0)
+    if not size:
+        return 0, 0
+    words = read.whole("vocab_size_per_layer_input")
+    if words < read.whole("vocab_size"):
+        read.problem(f"vocab_size_per_layer_input {words} is less than vocab_size: some words have no input")
+    return words, size
+
+
+def _heads_of(read: Fields, types: list[str], kind: str) -> dict[str, int]:
+    """Read the size of the heads, and the number of heads of keys, of all layers of a type."""
+    found = dict(zip(HEADS, (read.whole(name) for name in HEADS), strict=True))
+    each = read.get("per_layer_config")
+    if each is None:
+        if kind == FULL:
+            found["head_dim"] = read.whole("global_head_dim")
+            if read.switch("attention_k_eq_v"):
+                found["num_key_value_heads"] = read.whole("num_global_key_value_heads", found[HEADS[1]])
+    else:
+        own = [_override(read, each, i) for i, other in enumerate(types) if other == kind]
+        if any(one != own[0] for one in own):
+            read.problem(f"per_layer_config must say the same of all layers of type {kind}")
+        found |= own[0]
+    size, kv_heads, heads = *found.values(), read.whole("num_attention_heads")
+    if heads % kv_heads:
+        read.problem(
+            f"num_attention_heads {heads} is not a multiple of the {kv_heads} heads of keys in {kind}"
+        )
+    if size % 2:
+        read.problem(f"head_dim {size} of {kind} must be even for rotary embeddings")
+    return {"head_dim": size, "num_kv_heads": kv_heads}
+
+
+def _override(read: Fields, table: Any, layer: int) -> dict[str, int]:
+    one = table.get(str(layer), {}) if isinstance(table, Mapping) else None
+    if not isinstance(one, Mapping) or not set(one) <= set(HEADS):
+        read.problem(f"per_layer_config may have {' and '.join(HEADS)} of each layer; it is {table!r}")
+        return {}
+    numbers = read.of(one)
+    found = {name: numbers.whole(name) for name in one}
+    read.problems += [line.replace(": ", f": per_layer_config.{layer}.", 1) for line in numbers.problems]
+    return found
+
+
+def normed(x: jax.Array, eps: float) -> jax.Array:
+    """Compute x / sqrt(mean(x²) + eps), float32."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
+
+
+class Attention(layers.Attention):
+    """Attention with normalised values, over the keys and values of an earlier layer where `source` names one."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        assert config.gemma4 is not None
+        c, own = config, config.gemma4
+        make = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range)
+        inside = functools.partial(make, axes=("layers", "embed", "heads"), bias=c.qkv_bias)
+        heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        parts = {"q_proj": heads, "k_proj": keys, "v_proj": keys}
+        if own.source is not None:
+            parts = {"q_proj": heads}
+        elif own.keys_as_values:
+            del parts["v_proj"]
+        self.parts, self.sizes = tuple(parts), tuple(parts.values())
+        self.joined = c.fused and len(parts) > 1
+        if self.joined:
+            parts = {"qkv_proj": sum(self.sizes)}
+        for name, width in parts.items():
+            setattr(self, name, inside((c.hidden_size, width)))
+        self.o_proj = make(
+            (heads, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True
+        )
+        self.q_norm = RMSNorm(c, (c.num_layers,), c.head_dim)
+        if own.source is None:
+            self.k_norm = RMSNorm(c, (c.num_layers,), c.head_dim)
+        self.config, self.source = c, own.source
+
+    def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, Any, Any, None]:
+        """[B, T, D] → as `layers.Attention.project`, with None for keys and values of a layer that has a `source`."""
+        c, (cosine, sine) = self.config, (angle[:, None] for angle in rope)
+        if self.joined:
+            ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
+            made = jnp.split(self.qkv_proj(x), ends, axis=-1)
+        else:
+            made = [getattr(self, name)(x) for name in self.parts]
+        q, *kv = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in made)
+        q = self.q_norm(q).reshape(*x.shape[:2], -1, c.num_heads // c.num_kv_heads, c.head_dim)
+        q = rotate(q.transpose(0, 2, 3, 1, 4), cosine[:, None], sine[:, None])
+        if not kv:
+            return q, None, None, None
+        k = rotate(self.k_norm(kv[0]).transpose(0, 2, 1, 3), cosine, sine)
+        v = normed(kv[-1], c.norm_eps).astype(x.dtype).transpose(0, 2, 1, 3)
+        return q, k, v, None
+
+
+class Experts(experts.Experts):
+    """Experts whose router reads the layer's normalised input, and whose weights are scaled."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        super().__init__(replace(config, shared_size=0), rngs)
+        ones = functools.partial(jnp.ones, dtype=jnp.float32)
+        self.gate.scale = nnx.Param(ones((config.num_layers, config.hidden_size)), axes=("layers", None))
+        self.gate.per_expert_scale = nnx.Param(
+            ones((config.num_layers, config.experts)), axes=("layers", None)
+        )
+
+    def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        factor = self.gate.scale[...].astype(jnp.float32) * tokens.shape[-1] ** -0.5
+        weight, chosen = super().route(normed(tokens, self.config.norm_eps) * factor)
+        return weight * self.gate.per_expert_scale[...].astype(jnp.float32)[chosen], chosen
+
+
+class Layer(nnx.Module):
+    """Attention, MLP with or without experts next to it, and the layer's own input; each normalised before and after.
+
+    Holds stacked parameters, runs on one layer's. `layer_scalar` is not trained.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        assert config.gemma4 is not None
+        c, lead, size = config, (config.num_layers,), config.gemma4.per_layer[1]
+        norm = functools.partial(RMSNorm, c, lead, c.hidden_size)
+        linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
+        self.self_attn = Attention(c, rngs)
+        self.mlp = MLP(replace(c, intermediate_size=c.shared_size) if c.experts else c, rngs)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+        self.has_experts, self.activation = bool(c.experts), c.activation
+        if self.has_experts:
+            self.moe = Experts(c, rngs)
+            self.post_feedforward_layernorm_1 = norm()
+            self.pre_feedforward_layernorm_2, self.post_feedforward_layernorm_2 = norm(), norm()
+        if size:
+            self.per_layer_input_gate = linear((c.hidden_size, size), axes=("layers", "embed", None))
+            self.per_layer_projection = linear((size, c.hidden_size), axes=("layers", None, "embed"))
+            self.post_per_layer_input_norm = norm()
+        self.layer_scalar = nnx.Param(jnp.ones((*lead, 1), jnp.float32), axes=("layers", None))
+
+    def __call__(
+        self, x: jax.Array, mix: Callable[[Any, jax.Array], jax.Array], given: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, T, D] → the same. mix: as for `decoder.Layer`. given: the layer's own input [B, T, size], if any."""
+        x = x + self.post_attention_layernorm(mix(self.self_attn, self.input_layernorm(x)))
+        inner = self.mlp(self.pre_feedforward_layernorm(x))
+        if self.has_experts:
+            chosen = self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(x), x))
+            inner = self.post_feedforward_layernorm_1(inner) + chosen
+        x = x + self.post_feedforward_layernorm(inner)
+        if given is not None:
+            own = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * given
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(own))
+        return x * lax.stop_gradient(self.layer_scalar[...]).astype(x.dtype)
+
+
+class PerLayerInputs(nnx.Module):
+    """The layers' own inputs: of each token, a row of a table and a projection of its embedding."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        assert config.gemma4 is not None
+        words, size = config.gemma4.per_layer
+        width = config.num_layers * size
+        table = replace(config, vocab_size=words, hidden_size=width, embedding_scale=math.sqrt(size))
+        self.embed_tokens_per_layer = Embedding(table, rngs)
+        self.per_layer_model_projection = Linear(
+            rngs, (), (config.hidden_size, width), ("embed", None), config.initializer_range, bias=False
+        )
+        self.per_layer_projection_norm = RMSNorm(config, (), size)
+        self.size = size
+
+    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+        """Tokens, int32 [B, T], and their embeddings [B, T, D] → [layers, B, T, size]."""
+        made = (
+            self.per_layer_model_projection(x) * x.shape[-1] ** -0.5,
+            self.embed_tokens_per_layer(tokens, x.dtype),
+        )
+        projected, found = (y.reshape(*tokens.shape, -1, self.size) for y in made)
+        return jnp.moveaxis((self.per_layer_projection_norm(projected) + found) * 2**-0.5, 2, 0)
