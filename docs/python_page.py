@@ -61,7 +61,7 @@ TASKS = (
     Task(
         "Score completions without a model",
         "[Rewards](rewards.md#built-in) describes them.",
-        "exact_match numeric_answer MathVerify Regex length SoftOverlong repetition",
+        "exact_match numeric_answer MathVerify Regex length SoftOverlong repetition Http Judge",
     ),
     Task(
         "Compute log-probabilities and scores",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -20,6 +21,11 @@ def is_input_field(field: str) -> bool:
 def is_model_field(field: str) -> bool:
     """Check whether strings in this field name models, as in `model` itself or a plugin's `teacher_model`."""
     return field == "model" or field.endswith("_model")
+
+
+def names_remote_model(field: str, table: Mapping[str, Any]) -> bool:
+    """Check whether a field of a table names a model at the table's `url`: neither a path nor an artifact."""
+    return field == "model" and "url" in table
 
 
 def split_file_name(name: str) -> tuple[str, str] | None:

@@ -17,6 +17,7 @@ from rlhf_core.config.paths import (
     artifact_kinds,
     is_input_field,
     is_model_field,
+    names_remote_model,
     noted_kinds,
     split_file_name,
 )
@@ -129,7 +130,9 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     if isinstance(value, Mapping):
         sets = field == "eval_data" and named_sets(value)  # each is a file, or a table, as eval_data itself
         return {
-            k: resolve_paths(field if sets else k, v, base, f"{where}.{k}", problems)
+            k: v
+            if names_remote_model(k, value)
+            else resolve_paths(field if sets else k, v, base, f"{where}.{k}", problems)
             for k, v in value.items()
         }
     if isinstance(value, list | tuple):
@@ -488,7 +491,12 @@ class _Fields:
     def resolve(self, key: str, value: Any, dotted: str, *, inside: bool = False) -> Any:
         """Replace STAGE.OUTPUT in model fields by paths, and add every input to `inputs`."""
         if isinstance(value, Mapping):
-            return {k: self.resolve(k, v, f"{dotted}.{k}", inside=key != "model") for k, v in value.items()}
+            return {
+                k: v
+                if names_remote_model(k, value)
+                else self.resolve(k, v, f"{dotted}.{k}", inside=key != "model")
+                for k, v in value.items()
+            }
         if isinstance(value, list):
             return [self.resolve(key, v, f"{dotted}[{i}]", inside=True) for i, v in enumerate(value)]
         if not isinstance(value, str):

@@ -19,6 +19,7 @@ REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "r
 DISTRIBUTED = {(TRAINER, name): f"rlhf-{name}" for name in ("sft", "reward", "grpo", "dpo", "distill")} | {
     (REWARD, name): "rlhf-rewards" for name in REWARDS
 }
+DISTRIBUTED |= {(REWARD, name): "rlhf-remote" for name in ("http", "judge")}
 """{(kind, name): the distribution that has it}, of those that are released together with this one."""
 
 

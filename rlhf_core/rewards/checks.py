@@ -68,7 +68,8 @@ def set_up(
     for line in lines if stage.is_main else ():
         warn(f"stage '{stage.name}': {line}")
     for reward in rewards:
-        if reward.collective and not reward.ready:
+        called_here = reward.collective or stage.is_main
+        if called_here and not reward.ready and hasattr(reward.function, "setup"):
             reward.function.setup(stage)
         reward.ready = True
 
@@ -79,9 +80,9 @@ def _check_prompts(rewards: Sequence[Reward], prompts: Any, stage: Stage, field:
     if problems := [f"{where}: {p}" for r in rewards for p in missing_columns(r, prompts.columns, field)]:
         raise InputError(*problems)
     if stage.mesh is None:
-        problems, skipped, unreadable = check_rows(rewards, prompts)
+        problems, skipped, unreadable = check_rows(rewards, prompts, stage)
     else:
-        results = json.dumps(check_rows(rewards, prompts) if stage.is_main else ([], [], {}))
+        results = json.dumps(check_rows(rewards, prompts, stage) if stage.is_main else ([], [], {}))
         problems, skipped, unreadable = json.loads(broadcast_text(results))
     if problems:
         raise InputError(*problems)
@@ -107,8 +108,10 @@ def missing_columns(reward: Reward, columns: Collection[str], field: str) -> lis
     return problems
 
 
-def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """Run the rewards' `check` on the prompts' columns.
+def check_rows(
+    rewards: Sequence[Reward], prompts: Any, stage: Stage
+) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Run the rewards' `check` on the prompts' columns; one that has a parameter `stage` gets the stage, too.
 
     Returns problems, warnings about rows left out, and {label: places of these rows}.
     """
@@ -120,7 +123,8 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
         if check is None:
             continue
         try:
-            unreadable = check(prompts.columns)
+            named = {"stage": stage} if "stage" in inspect.signature(check).parameters else {}
+            unreadable = check(prompts.columns, **named)
             if not isinstance(unreadable, Mapping):
                 raise TypeError(f"it returned {type(unreadable).__name__}, not {{row: what is wrong}}")
         except InputError as error:

@@ -38,6 +38,7 @@ from rlhf_core.workers import (
 
 if TYPE_CHECKING:
     from rlhf_core.environments import EnvironmentOptions
+    from rlhf_core.plugins.registry import Registry
     from rlhf_core.stage import Stage
 
 OF_EPISODES = "environment"
@@ -107,8 +108,11 @@ class Reward:
 
     @property
     def collective(self) -> bool:
-        """Return whether it is an object with `setup`, whose weights are on the mesh of all processes."""
-        return hasattr(self.function, "setup")
+        """Return whether it is an object with `setup`, whose weights are on the mesh of all processes.
+
+        Not an asynchronous one: what that waits for is elsewhere.
+        """
+        return hasattr(self.function, "setup") and not self.asynchronous
 
     @property
     def in_workers(self) -> bool:
@@ -193,7 +197,7 @@ def open_rewards(
         Reward(
             component.label or _label(component.name),
             component.weight,
-            registry.get(REWARD, component.name, **component.options),
+            registry.get(REWARD, component.name, **component.options, **_told(component, registry)),
             component.timeout,
             component.on_error,
             processes=component.processes,
@@ -231,6 +235,12 @@ def open_rewards(
     if problems:
         raise InputError(*problems)
     return rewards
+
+
+def _told(component: WeightedReward, registry: Registry) -> dict[str, Any]:
+    """Return `on_error` for a component that declares an option of this name, to leave out part of a call itself."""
+    declared = registry.options(REWARD, component.name)
+    return {"on_error": component.on_error} if "on_error" in declared else {}
 
 
 def episode_rewards(environment_rewards: Sequence[float | None]) -> Sequence[float | None]:

@@ -239,7 +239,7 @@ def _expect(
 def _reward_models(context: Context, policy: int) -> int:
     """Sum the bytes of the models that rewards read; one that does not exist yet counts as the policy."""
     rewards: Any = getattr(context.config, "rewards", ())
-    models = [reward.options.get("model") for reward in rewards]
+    models = [reward.options.get("model") for reward in rewards if "url" not in reward.options]
     sizes = [
         scoring_bytes(model, context.tokenizer, context.registry)
         for model in models

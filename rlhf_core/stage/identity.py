@@ -187,6 +187,8 @@ def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
         parts = split_file_name(value)
         last = re.sub(r"\[\d+\]", "", field.rpartition(".")[2])
         path = Path(parts[0] if parts else value).expanduser()
+        if last == "save_directory":  # is written, not read
+            continue
         if (parts or path.is_absolute() or is_input_field(last)) and exists(path):
             yield field, path
 

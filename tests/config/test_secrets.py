@@ -45,13 +45,13 @@ class Judge:
 
 class Config(TrainerConfig):
     rewards: list[Annotated[Component, REWARD]] = []  # noqa: RUF012
-    judge: Annotated[Component, REWARD] = Component(name="judge")
+    judge: Annotated[Component, REWARD] = Component(name="grader")
 
 
 @pytest.fixture
 def registry() -> Registry:
     registry = plugins.load().registry
-    registry.add(REWARD, "judge", Judge)
+    registry.add(REWARD, "grader", Judge)
     return registry
 
 
@@ -60,18 +60,18 @@ def test_an_option_is_read_from_the_environment_when_the_component_is_made(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     env = {"env": "JUDGE_KEY"}
-    judge = registry.get(REWARD, "judge", api_key=env, pin=env, headers={"Authorization": env}, anything=env)
+    judge = registry.get(REWARD, "grader", api_key=env, pin=env, headers={"Authorization": env}, anything=env)
     assert judge.api_key == judge.anything == judge.headers["Authorization"] == CANARY
     assert judge.pin.get_secret_value() == CANARY
     # An option that takes such a table keeps it.
-    assert registry.get(REWARD, "judge", table=env).table == env
+    assert registry.get(REWARD, "grader", table=env).table == env
 
 
 def test_a_variable_that_is_not_set_is_named_with_its_place(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOT_SET_HERE", raising=False)
-    table = {"rewards": [{"name": "judge", "api_key": {"env": "NOT_SET_HERE"}}]}
+    table = {"rewards": [{"name": "grader", "api_key": {"env": "NOT_SET_HERE"}}]}
     with pytest.raises(InputError, match=r"policy\.rewards\[0\]\.api_key: .*NOT_SET_HERE is not set"):
         build(Config, table, where="policy", registry=registry)
 
@@ -82,10 +82,10 @@ def test_written_configurations_hide_secrets_by_type_and_by_name(
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     table = {
         "rewards": [
-            {"name": "judge", "pin": CANARY, "headers": {"authorization": CANARY, "user": "me"}},
-            {"name": "judge", "api_key": {"env": "JUDGE_KEY"}},
+            {"name": "grader", "pin": CANARY, "headers": {"authorization": CANARY, "user": "me"}},
+            {"name": "grader", "api_key": {"env": "JUDGE_KEY"}},
         ],
-        "judge": {"name": "judge", "api_key": CANARY},
+        "judge": {"name": "grader", "api_key": CANARY},
         "train_data": {"name": "sql", "hf_token": CANARY, "eos_token": "</s>"},
     }
     config = build(Config, table, registry=registry)
@@ -104,7 +104,7 @@ def test_messages_are_scrubbed_of_secrets_that_were_used(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "canary-scrub-51c2")
-    registry.get(REWARD, "judge", api_key={"env": "JUDGE_KEY"})
+    registry.get(REWARD, "grader", api_key={"env": "JUDGE_KEY"})
     assert scrub("401 for key canary-scrub-51c2.") == f"401 for key {HIDDEN}."
 
 
@@ -126,7 +126,7 @@ def test_a_secret_with_a_quotation_mark_is_hidden_in_events(tmp_path: Path) -> N
 def test_what_was_hidden_is_not_taken_for_the_secret(registry: Registry) -> None:
     """A pipeline.resolved.toml that is run again holds asterisks where the secret was."""
     for options in ({"pin": HIDDEN}, {"api_key": HIDDEN}, {"headers": {"authorization": HIDDEN}}):
-        table = {"rewards": [{"name": "judge", **options}]}
+        table = {"rewards": [{"name": "grader", **options}]}
         with pytest.raises(InputError, match=r"policy\.rewards\[0\]\.\w+: was hidden when this was written"):
             build(Config, table, where="policy", registry=registry)
 
@@ -153,10 +153,10 @@ def test_messages_hide_secrets_of_the_environment_however_they_quote_them(
 
 def test_a_secret_that_does_not_fit_its_option_is_not_quoted() -> None:
     registry = Registry()
-    registry.add(REWARD, "judge", Judge)
+    registry.add(REWARD, "grader", Judge)
     for option, value in (("pin", [CANARY]), ("api_key", {"value": CANARY})):
         with pytest.raises(InputError, match=f"{option}: expected text") as raised:
-            registry.get(REWARD, "judge", **{option: value})
+            registry.get(REWARD, "grader", **{option: value})
         assert CANARY not in str(raised.value)
     assert scrub(f"refused {CANARY}") == f"refused {HIDDEN}"
 
@@ -187,8 +187,8 @@ def test_what_a_component_raises_is_hidden_before_it_is_cut() -> None:
 
 
 def test_configurations_and_components_show_no_secret_in_python() -> None:
-    assert CANARY not in repr(Component(name="judge", api_key=CANARY, headers={"authorization": CANARY}))
-    assert CANARY not in str(Config(judge={"name": "judge", "api_key": CANARY}))
+    assert CANARY not in repr(Component(name="grader", api_key=CANARY, headers={"authorization": CANARY}))
+    assert CANARY not in str(Config(judge={"name": "grader", "api_key": CANARY}))
 
     @dataclasses.dataclass
     class Fails(Judge):

@@ -33,7 +33,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 def named(text: str) -> str | None:
     """The file that a block is: its first line is `# NAME.py`, `# NAME.toml`, …"""
-    match = re.match(r"# ([\w.-]+\.(?:py|toml|sh|sbatch|yaml))\n", text.removeprefix("#!/bin/bash\n"))
+    match = re.match(r"# ([\w.-]+\.(?:py|toml|txt|sh|sbatch|yaml))\n", text.removeprefix("#!/bin/bash\n"))
     return match[1] if match else None
 
 

@@ -21,6 +21,7 @@ DISTRIBUTIONS = (
     "plugins/dpo",
     "plugins/distill",
     "plugins/rewards",
+    "plugins/remote",
     "plugins/topologies",
     "plugins/report",
     "plugins/testing",

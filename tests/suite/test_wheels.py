@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "rlhf_dpo": "plugins/dpo",
     "rlhf_distill": "plugins/distill",
     "rlhf_rewards": "plugins/rewards",
+    "rlhf_remote": "plugins/remote",
     "rlhf_topologies": "plugins/topologies",
     "rlhf_report": "plugins/report",
     "rlhf_testing": "plugins/testing",

@@ -69,7 +69,7 @@ def lies(completions, api_key="", **_):
 @hookimpl
 def rlhf_register(registry):
     registry.add(LOGGER, "sink", Sink)
-    registry.add(REWARD, "judge", judge)
+    registry.add(REWARD, "grader", judge)
 """
 SECRET_DOORS = (
     "quiet",
@@ -94,7 +94,7 @@ def judge_secret(case: Case, work: Path, door: str) -> None:
     (work / "plugin.py").write_text(SECRET_PLUGIN.format(how=how, names=list(CANARIES)))
     sink = f'{{ name = "sink", pin = "{TYPED}", api_key = "{TYPED}2", url = {{ env = "SINK_KEY" }} }}'
     limit = "" if door.endswith("here") else ", timeout = 20"
-    reward = f'{{ name = "judge", api_key = {{ env = "SINK_KEY" }}, check = false{limit} }}'
+    reward = f'{{ name = "grader", api_key = {{ env = "SINK_KEY" }}, check = false{limit} }}'
     if door == "lies":
         reward = '{ name = "plugin.py:lies", check = false, timeout = 20 }'
     sft = STEPS.sub("max_training_steps = 1", runs.SFT).replace("save_steps = 2", "save_steps = 1")

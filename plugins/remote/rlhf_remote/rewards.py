@@ -1,0 +1,388 @@
+"""The rewards `http`, a service that scores completions, and `judge`, a language model that is asked about each."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import httpx
+from pydantic import Field
+
+from rlhf_core import REWARD, InputError, Registry, RunError, hookimpl
+from rlhf_core.errors import suggest
+from rlhf_remote.answers import Answers, has_answers, question_key
+from rlhf_remote.rubric import Rubric, Scale, read_schema
+from rlhf_remote.service import (
+    RequestError,
+    Service,
+    address_problem,
+    all_of,
+    api_root,
+    reach,
+    shorten,
+    what_it_said,
+)
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage
+
+PATTERN = r"(?i)score\W{0,5}([-+]?\d+(?:\.\d+)?)"
+"""The number after the last "score" of an answer, as in "Score: 7" or "**Score:** 7"."""
+STOPS = (
+    'rerun the same command to resume once it answers, or set the reward\'s on_error = "skip" to leave such '
+    "completions unscored"
+)
+Log = Callable[[str, float], None]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass
+class Http:
+    """Ask a service for the scores of completions: POST {prompts, completions, columns} → {scores}.
+
+    url: the service's address. columns: those sent along, {name: [values]}. batch_size: completions of a request.
+    concurrency: requests at a time. request_timeout: seconds that one may take. retries: of a failed request, with
+    growing pauses. api_key: sent as `Authorization: Bearer …`. on_error: the reward's, see the trainer.
+
+    With `on_error = "skip"`, completions of a request that fails are not scored, and those of others are.
+    """
+
+    url: str
+    columns: tuple[str, ...] = ()
+    batch_size: Positive = 32
+    concurrency: Positive = 8
+    request_timeout: Seconds = 60.0
+    retries: Count = 4
+    api_key: str | None = None
+    on_error: Literal["stop", "skip"] = "stop"
+    _service: Service = field(init=False, repr=False)
+    _reached: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if problem := address_problem(self.url):
+            raise ValueError(problem)
+        self._service = Service(self.api_key, self.concurrency, self.request_timeout, self.retries)
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
+        """Raise InputError for columns that there are not, and where the service cannot be reached; it gets no data."""
+        problems = [
+            f"columns: there is no column '{name}'.{suggest(name, columns)} There are {', '.join(columns) or 'none'}"
+            for name in self.columns
+            if name not in columns
+        ]
+        if not self._reached:
+            answer = reach(self.url, self.api_key)
+            if isinstance(answer, str):
+                problems.append(f"url: {answer}; start the service, or correct the address")
+            elif answer.status_code in (401, 403):
+                problems.append(f"url: {self.url}: {what_it_said(answer)}; {_key_hint(self.api_key)}")
+            else:  # it need not answer a GET
+                self._reached = True
+        if problems:
+            raise InputError(*problems)
+        return {}
+
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log, **columns: Any
+    ) -> list[Any]:
+        """Return the service's scores, None for completions that it does not score."""
+        count, size = len(completions), self.batch_size
+        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+        async def ask(rows: range) -> tuple[list[Any] | None, int]:
+            body = {
+                "prompts": [prompts[i] for i in rows],
+                "completions": [completions[i] for i in rows],
+                "columns": {name: [columns[name][i] for i in rows] for name in self.columns},
+            }
+            try:
+                return await self._service.post(self.url, body, lambda answer: _scores(answer, len(rows)))
+            except RequestError as error:
+                if self.on_error == "stop":
+                    raise RunError(f"{error}; {STOPS}") from error
+                return None, error.failures
+
+        answers = await all_of(map(ask, batches))
+        log_metric("failed_requests", sum(failures for _, failures in answers))
+        unanswered = sum(
+            len(rows) for rows, (scores, _) in zip(batches, answers, strict=True) if scores is None
+        )
+        log_metric("unanswered", unanswered)
+        return [
+            score
+            for rows, (scores, _) in zip(batches, answers, strict=True)
+            for score in (scores if scores is not None else [None] * len(rows))
+        ]
+
+
+class Vote(NamedTuple):
+    """One answer: its number, None where it has none. unreadable: answers without one, this one included."""
+
+    number: float | None
+    failures: int
+    unreadable: int
+    answered: bool = True
+
+
+@dataclass
+class Judge:
+    """Ask a language model behind an OpenAI-compatible API about every completion, and read a number in its answer.
+
+    url: the API's address, such as https://api.openai.com/v1. model: its name there.
+    rubric_file: the question, with {prompt}, {completion} and {COLUMN}.
+    pattern: regular expression whose last match is the number, or whose first group is; default: after "score".
+    schema_file: JSON schema of the answer, asked for as `response_format`; the number is its property `score_field`.
+    scale: the smallest and the largest number; others count as unreadable. words: {what the match may be: its number}.
+    votes: questions about one completion, whose numbers are averaged. temperature: "none": the server's.
+    max_tokens: of an answer; "none": the server's. request: more fields of the request, such as {"top_p": 0.9}.
+    save_directory: where answers are kept; none: in the stage's directory.
+    concurrency, request_timeout, retries, api_key, on_error: as for `http`.
+
+    A completion is not scored if no answer has a number, or if a column of the rubric is null; with
+    `on_error = "skip"`, also if there is no answer.
+    """
+
+    url: str
+    model: str
+    rubric_file: str
+    pattern: str | None = None
+    schema_file: str | None = None
+    score_field: str = "score"
+    scale: tuple[float, float] | None = None
+    words: dict[str, float] | None = None
+    votes: Positive = 1
+    temperature: Annotated[float, Field(ge=0)] | Literal["none"] = 0.0
+    max_tokens: Positive | Literal["none"] = 512
+    request: dict[str, Any] | None = None
+    save_directory: str | None = None
+    concurrency: Positive = 8
+    request_timeout: Seconds = 120.0
+    retries: Count = 4
+    api_key: str | None = None
+    on_error: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        if problem := address_problem(self.url):
+            raise ValueError(problem)
+        if self.pattern is not None and self.schema_file is not None:
+            raise ValueError("pattern and schema_file both say how to read an answer; leave one out")
+        low, high = self.scale or (-math.inf, math.inf)
+        if not low < high:
+            raise ValueError(f"scale: the first number must be below the second; got {low:g} and {high:g}")
+        try:
+            pattern = re.compile(PATTERN if self.pattern is None else self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
+        schema = None if self.schema_file is None else read_schema(self.schema_file, self.score_field)
+        self._scale = Scale(low, high, self.words, pattern, schema, self.score_field)
+        self._rubric = Rubric.read(self.rubric_file)
+        self._service = Service(self.api_key, self.concurrency, self.request_timeout, self.retries)
+        self._url = f"{api_root(self.url)}/chat/completions"
+        self._answers: Answers | None = None
+        self._call = 0
+        self._checked = self._told = False
+
+    @property
+    def _repeatable(self) -> bool:
+        return self.temperature == 0 and not (self.request or {}).get("temperature")
+
+    def _directory(self, stage: Stage) -> Path:
+        return Path(self.save_directory).expanduser() if self.save_directory else stage.dir / "answers"
+
+    def check(self, columns: Mapping[str, Sequence[Any]], stage: Stage) -> Mapping[int, str]:
+        """Raise InputError for a rubric with other names than columns, and where the API lacks the model.
+
+        An API that cannot be reached is a warning where answers are kept already: a resumed run may need no others.
+        """
+        self._rubric.check(columns)
+        if not self._checked:
+            problem, reached = self._problem_of_api()
+            if problem and (reached or not has_answers(self._directory(stage))):
+                raise InputError(problem)
+            if problem:
+                warnings.warn(f"{problem}; answers are kept in {self._directory(stage)}", stacklevel=2)
+            self._checked = True
+            if not self._repeatable:
+                warnings.warn(
+                    f"judge {self.model}: temperature = {self.temperature}"
+                    " it may answer the same question in two ways. Its answers are kept in "
+                    f"{self._directory(stage)}, so a resumed run has the same rewards, and a new run others",
+                    stacklevel=2,
+                )
+            elif self.votes > 1:
+                warnings.warn(
+                    f"judge {self.model}: votes = {self.votes} at temperature 0 asks the same question "
+                    f"{self.votes} times; set a temperature",
+                    stacklevel=2,
+                )
+        return {}
+
+    def _problem_of_api(self) -> tuple[str | None, bool]:
+        """Return (what is wrong with the address, the key or the model, whether the API answered)."""
+        root = api_root(self.url)
+        answer = reach(f"{root}/models", self.api_key)
+        if isinstance(answer, str):
+            return f"url: {answer}; start the server, or correct the address", False
+        if answer.status_code in (401, 403):
+            return f"url: {root}: {what_it_said(answer)}; {_key_hint(self.api_key)}", True
+        known = model_names(answer)
+        if not known or self.model in known or any(name.endswith(f"/{self.model}") for name in known):
+            return None, True  # some APIs list no models
+        return (
+            f"model: {root} has no model '{self.model}'.{suggest(self.model, known)} It has {_listed(known)}",
+            True,
+        )
+
+    def setup(self, stage: Stage) -> None:
+        """Open the directory of kept answers."""
+        self._answers = Answers(self._directory(stage), stage.dir)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the number of calls so far, by which a resumed run knows what went unanswered."""
+        return {"calls": self._call}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Restore a `snapshot`."""
+        self._call = int(kept["calls"])
+
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log, **columns: Any
+    ) -> list[float | None]:
+        """Return the mean of the numbers in each completion's answers."""
+        bodies = [
+            self._body(prompt, completion, {name: columns[name][i] for name in self._rubric.columns()})
+            for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        ]
+        keys = [
+            [] if body is None else [question_key(body, vote) for vote in range(self.votes)]
+            for body in bodies
+        ]
+        questions = {
+            key: (body, vote)
+            for body, each in zip(bodies, keys, strict=True)
+            if body is not None
+            for vote, key in enumerate(each)
+        }
+        self._call += 1
+        asked = [self._vote(key, body, vote) for key, (body, vote) in questions.items()]
+        by_key = dict(zip(questions, await all_of(asked), strict=True))
+        log_metric("failed_requests", sum(vote.failures for vote in by_key.values()))
+        log_metric("unreadable", sum(vote.unreadable for vote in by_key.values()))
+        log_metric("unanswered", sum(not vote.answered for vote in by_key.values()))
+        values: list[float | None] = []
+        for each in keys:
+            numbers = [number for key in each if (number := by_key[key].number) is not None]
+            values.append(sum(numbers) / len(numbers) if numbers else None)
+        return values
+
+    def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Make a request; None where a column is null."""
+        if any(value is None or value != value for value in columns.values()):
+            return None
+        text = self._rubric.fill({"prompt": prompt, "completion": completion, **columns})
+        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": text}]}
+        if self.temperature != "none":
+            body["temperature"] = self.temperature
+        if self.max_tokens != "none":
+            body["max_tokens"] = self.max_tokens
+        if self._scale.schema is not None:
+            schema = {"name": "answer", "schema": self._scale.schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return {**body, **(self.request or {})}
+
+    async def _vote(self, key: str, body: Mapping[str, Any], vote: int) -> Vote:
+        """Return the kept answer to a question, or ask it; an unreadable answer is asked for again if that can help."""
+        answers, call = self._answers, self._call
+        if answers is None:
+            raise RuntimeError("call setup(stage) before the first call")
+        record = answers.get(key)
+        noted = answers.failures(call, key)
+        if noted is not None:
+            return Vote(None, noted, 0, answered=False)
+        if record is None:
+            try:
+                record = await self._ask(body)
+            except RequestError as error:
+                if self.on_error == "stop":
+                    raise RunError(f"{error}; {STOPS}") from error
+                answers.note_unanswered(call, key, error.failures)
+                return Vote(None, error.failures, 0, answered=False)
+            record = {"request": body, "vote": vote, **record}
+            await answers.keep(key, record)
+        number = self._scale.read(record["answer"])
+        if number is None:
+            self._warn_of_unreadable(record["answer"])
+        return Vote(number, record["failures"], int(record.get("unreadable", 0)) + (number is None))
+
+    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask until an answer has a number: {answer, failures, unreadable}, the last two before this answer."""
+        failures, unreadable, tries = 0, 0, 1 if self._repeatable else 1 + self.retries
+        while True:
+            try:
+                text, failed = await self._service.post(self._url, body, _message)
+            except RequestError as error:
+                raise RequestError(str(error), failures + error.failures) from None
+            failures += failed
+            if self._scale.read(text) is not None or unreadable + 1 == tries:
+                return {"answer": text, "failures": failures, "unreadable": unreadable}
+            unreadable += 1
+
+    def _warn_of_unreadable(self, answer: str) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"judge {self.model}: no number on the scale in the answer {shorten(answer)!r}; such completions are "
+                "not scored. The metric rewards/NAME/unreadable counts these answers",
+                stacklevel=2,
+            )
+
+
+def model_names(answer: httpx.Response) -> list[str]:
+    """Return the names in an answer of `/v1/models`; none if it is another answer."""
+    try:
+        return [str(model["id"]) for model in answer.json()["data"]] if answer.status_code == 200 else []
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def _scores(answer: Any, count: int) -> list[float | None]:
+    scores = answer.get("scores") if isinstance(answer, Mapping) else None
+    if not isinstance(scores, list) or len(scores) != count or not all(map(_is_score, scores)):
+        raise ValueError(f'{{"scores": [{count} numbers or nulls]}}')
+    return scores
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
+def _message(answer: Any) -> str:
+    """Return the text of a chat completion, empty where the model said nothing."""
+    try:
+        content = answer["choices"][0]["message"].get("content")
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError("a chat completion") from None
+    return content if isinstance(content, str) else ""
+
+
+def _key_hint(api_key: str | None) -> str:
+    wrong = "the key is not accepted" if api_key else "it needs a key"
+    return f'{wrong}: give api_key = {{ env = "NAME" }}, and export NAME=…'
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
+
+
+@hookimpl
+def rlhf_register(registry: Registry) -> None:
+    registry.add(REWARD, "http", Http)
+    registry.add(REWARD, "judge", Judge)

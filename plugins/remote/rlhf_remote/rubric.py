@@ -1,0 +1,161 @@
+"""What a judge is asked, and how its answer is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from rlhf_core import InputError
+from rlhf_core.errors import reading, suggest
+
+PLACE = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
+"""`{name}`, which is replaced, or `{{name}}`, which stands for `{name}` itself."""
+OWN = ("prompt", "completion")
+FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """The text of a rubric file; `{prompt}`, `{completion}` and `{COLUMN}` stand for a row's."""
+
+    path: str
+    text: str
+
+    @classmethod
+    def read(cls, path: str) -> Rubric:
+        """Read a file. Raises InputError if it cannot be read, or says nothing about the completion."""
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise InputError(f"rubric_file: no such file: {path}")
+        with reading(file):
+            rubric = cls(path, file.read_text(encoding="utf-8-sig"))
+        if "completion" not in rubric.names():
+            raise InputError(
+                f"{path}: {{completion}} is nowhere in it, so every completion would get the same answer"
+            )
+        return rubric
+
+    def names(self) -> dict[str, int]:
+        """Return {name: the line where it is first used}."""
+        found: dict[str, int] = {}
+        for match in PLACE.finditer(self.text):
+            if match[2]:
+                found.setdefault(match[2], self.text.count("\n", 0, match.start()) + 1)
+        return found
+
+    def columns(self) -> list[str]:
+        """List the columns that it uses."""
+        return [name for name in self.names() if name not in OWN]
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise InputError, with the line of each, for names that are no columns."""
+        known = [*OWN, *columns]
+        problems = [
+            f"{self.path} line {line}: {{{name}}}: there is no such column.{suggest(name, known)} There are "
+            f"{', '.join(known)}; write {{{{{name}}}}} for the text itself"
+            for name, line in self.names().items()
+            if name not in known
+        ]
+        if problems:
+            raise InputError(*problems)
+
+    def fill(self, values: Mapping[str, Any]) -> str:
+        """Put values in their places, all in one pass: what a value contains is never replaced in its turn."""
+        return PLACE.sub(
+            lambda match: as_text(values[match[2]]) if match[2] else f"{{{match[1]}}}", self.text
+        )
+
+
+def as_text(value: Any) -> str:
+    """Write a prompt, a completion or a column's value; of several messages, each under its role."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
+        if len(value) == 1:
+            return _content(value[0])
+        return "\n\n".join(f"{str(message['role']).capitalize()}:\n{_content(message)}" for message in value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    said = "" if content is None else as_text(content)
+    return f"{said}\n{json.dumps(calls, ensure_ascii=False, default=str)}".strip() if calls else said
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Reads the number in an answer: the last match of a pattern, or a field of JSON that fits a schema.
+
+    low, high: the smallest and the largest number allowed. words: {what a match may be: its number}, without regard to
+    case; empty: matches are numbers themselves.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    words: Mapping[str, float] | None = None
+    pattern: re.Pattern[str] | None = None
+    schema: Mapping[str, Any] | None = None
+    field: str = "score"
+
+    def read(self, answer: str) -> float | None:
+        """Return the number in an answer; None if there is none, or one outside the scale."""
+        found = self._from_json(answer) if self.schema is not None else self._from_text(answer)
+        if isinstance(found, bool) or found is None:
+            return None
+        if self.words is not None:
+            by_word = {word.casefold(): number for word, number in self.words.items()}
+            found = by_word.get(str(found).strip().casefold())
+        try:
+            number = math.nan if found is None else float(found)
+        except (ValueError, OverflowError):
+            return None
+        return number if math.isfinite(number) and self.low <= number <= self.high else None
+
+    def _from_text(self, answer: str) -> Any:
+        assert self.pattern is not None
+        found = None
+        for match in self.pattern.finditer(answer):
+            found = match[1] if self.pattern.groups else match[0]
+        return found
+
+    def _from_json(self, answer: str) -> Any:
+        fenced = FENCE.findall(answer)
+        try:
+            value = json.loads(fenced[-1] if fenced else answer)
+            jsonschema.validate(value, self.schema)
+        except (ValueError, RecursionError, jsonschema.ValidationError):
+            return None
+        found = value.get(self.field) if isinstance(value, Mapping) else None
+        return found if isinstance(found, int | float | str) else None
+
+
+def read_schema(path: str, field: str) -> dict[str, Any]:
+    """Read a JSON schema. Raises InputError unless it is one of an object with the property `field`."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"schema_file: no such file: {path}")
+    with reading(file):
+        try:
+            schema = json.loads(file.read_text(encoding="utf-8-sig"))
+            jsonschema.validators.validator_for(schema).check_schema(schema)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: is not JSON: {error}") from None
+        except jsonschema.SchemaError as error:
+            raise InputError(f"{path}: is not a JSON schema: {error.message}") from None
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping) or field not in properties:
+        raise InputError(
+            f"{path}: has no property '{field}' to read a number from.{suggest(field, list(properties or ()))} "
+            f'Write {{"type": "object", "properties": {{"{field}": {{"type": "number"}}}}, "required": ["{field}"]}}, '
+            "or name the property with `score_field`"
+        )
+    return dict(schema)

@@ -1,0 +1,194 @@
+"""Send JSON to a service and read its answer: addresses, retries with backoff, and what failures are called."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from rlhf_core import RunError
+from rlhf_core.hidden import scrub
+
+T = TypeVar("T")
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds before the first retry, doubled before each further one up to the second number."""
+LONGEST_RETRY_AFTER = 300.0
+"""Seconds of a Retry-After header that are waited at most."""
+WRONG_SETUP = {401, 403, 404, 405}
+"""Statuses that no other text would change: a wrong key or a wrong address."""
+LONGEST_SHOWN = 200
+"""Characters of an answer that a message shows."""
+REACH_SECONDS = 10.0
+
+
+class RequestError(Exception):
+    """A request failed after all its retries. failures: requests that failed."""
+
+    def __init__(self, message: str, failures: int) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+def address_problem(url: str) -> str | None:
+    """Return what is wrong with the address of a service, if anything."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        return f"url: {url!r} is not an address: {error}"
+    if parts.scheme not in ("http", "https") or not parts.host:
+        return f"url: {url!r} is not an address such as http://127.0.0.1:8000/v1"
+    if parts.userinfo:
+        return 'url: has a password in it, which would be written to files; give api_key = { env = "NAME" }'
+    return None
+
+
+def api_root(url: str) -> str:
+    """Return the address below which an OpenAI-compatible API has its routes; /v1 where only a host is given."""
+    parts = httpx.URL(url).copy_with(fragment=None)
+    return str(parts.copy_with(path="/v1") if parts.path in ("", "/") else parts).rstrip("/")
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """Return the headers of a request."""
+    return {
+        "content-type": "application/json",
+        **({"authorization": f"Bearer {api_key}"} if api_key else {}),
+    }
+
+
+def json_bytes(value: Any) -> bytes:
+    """Write a value as JSON; values of tables that JSON lacks, such as dates, become text."""
+    return json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
+
+
+def what_it_said(response: httpx.Response) -> str:
+    """Describe an answer that is an error: its status, and the message in it."""
+    try:
+        said: Any = response.json()
+        for key in ("error", "message", "detail"):
+            said = said.get(key, said) if isinstance(said, Mapping) else said
+    except ValueError:
+        said = response.text
+    return scrub(
+        f"HTTP {response.status_code}: {shorten(said if isinstance(said, str) else json.dumps(said))}"
+    )
+
+
+def shorten(text: str) -> str:
+    """Return a text on one line, as messages show it."""
+    line = " ".join(text.split()) or "nothing"
+    return line if len(line) <= LONGEST_SHOWN else f"{line[:LONGEST_SHOWN]}…"
+
+
+def reach(url: str, api_key: str | None) -> httpx.Response | str:
+    """Send a GET request, which has no data; return the answer, or why there was none."""
+    try:
+        return httpx.get(url, headers=headers(api_key), timeout=REACH_SECONDS)
+    except httpx.HTTPError as error:
+        return scrub(f"cannot reach {url}: {words(error)}")
+
+
+def words(error: Exception) -> str:
+    """Describe what the transport raised."""
+    if isinstance(error, httpx.TimeoutException):
+        return "no answer in time"
+    return str(error) or type(error).__name__
+
+
+@dataclass
+class Service:
+    """Sends requests to one service, on the event loop that calls it.
+
+    concurrency: requests in flight. request_timeout: seconds that one may take. retries: of a request that failed
+    for a reason that may pass: no connection, no answer in time, status 408, 425, 429 or above 499, and an answer that
+    cannot be read.
+    """
+
+    api_key: str | None = None
+    concurrency: int = 8
+    request_timeout: float = 60.0
+    retries: int = 4
+    _loop: Any = field(default=None, init=False, repr=False)
+    _client: Any = field(default=None, init=False, repr=False)
+    _slots: Any = field(default=None, init=False, repr=False)
+
+    def client(self) -> httpx.AsyncClient:
+        """Return the client of the running loop; each stage has a loop of its own."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._slots = asyncio.Semaphore(self.concurrency)
+            limits = httpx.Limits(max_connections=self.concurrency)
+            self._client = httpx.AsyncClient(
+                headers=headers(self.api_key), timeout=self.request_timeout, limits=limits
+            )
+        client: httpx.AsyncClient = self._client
+        return client
+
+    async def post(self, url: str, body: Any, read: Callable[[Any], T]) -> tuple[T, int]:
+        """Return (what `read` makes of the JSON of an answer, how many requests failed before it).
+
+        read: raises ValueError, with what it expects, for JSON of another form. Raises RequestError if no request
+        succeeds, and RunError for a wrong key or a wrong address.
+        """
+        client, content = self.client(), json_bytes(body)
+        async with self._slots:
+            for failures in range(1, self.retries + 2):
+                wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT) * _jitter.uniform(0.5, 1.0)
+                try:
+                    response = await client.post(url, content=content)
+                    if response.status_code == 200:
+                        return read(response.json()), failures - 1
+                    problem = f"{url}: {what_it_said(response)}"
+                    if response.status_code in WRONG_SETUP:
+                        raise RunError(problem)
+                    if response.status_code < 500 and response.status_code not in (408, 425, 429):
+                        raise RequestError(problem, failures)
+                    wait = max(wait, retry_after(response.headers.get("retry-after")))
+                except httpx.HTTPError as error:
+                    late = isinstance(error, httpx.ReadTimeout)
+                    problem = (
+                        f"{url}: {f'no answer within {self.request_timeout:g} s' if late else words(error)}"
+                    )
+                except json.JSONDecodeError:
+                    problem = f"{url}: the answer is not JSON: {shorten(response.text)}"
+                except ValueError as error:
+                    problem = f"{url}: expected {error}, got {shorten(response.text)}"
+                if failures <= self.retries:
+                    await asyncio.sleep(wait)
+        raise RequestError(f"{scrub(problem)} ({failures} requests)", failures)
+
+
+_jitter = random.Random()
+"""Of its own: a run's random numbers do not depend on its requests."""
+
+
+def retry_after(value: str | None) -> float:
+    """Return the seconds that a Retry-After header asks for, a number or a date; 0 without one."""
+    if value is None:
+        return 0.0
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", value):
+        seconds = float(value)
+    else:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
+
+
+async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for all; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
