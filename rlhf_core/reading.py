@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding
-from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack
+from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack, with_room
 from rlhf_core.runtime.background import BackgroundCompiler
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def pack_numbered(
     chunk = chunk or CHUNK
     for start in range(0, len(trees), chunk):
         numbered = [_with_branch_numbers(tree) for tree in trees[start : start + chunk]]
-        for batch in pack(numbered, layout, sequence_names=(*sequence_names, BRANCH), **options):
+        room = with_room(layout, numbered, options.get("group", 1))
+        for batch in pack(numbered, room, sequence_names=(*sequence_names, BRANCH), **options):
             yield batch._replace(example=np.where(batch.example < 0, -1, batch.example + start))
 
 

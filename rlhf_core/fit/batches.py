@@ -287,15 +287,18 @@ class LazyUpdates:
         return False
 
     def update(self, step: int, state: TrainState | None = None) -> Update:
-        trees, places = self._read(step)
+        return self.pack(*self.examples(step))
+
+    def pack(self, trees: Sequence[Tree], places: Sequence[str]) -> Update:
+        """Make an update of `examples`, whose trees may have got further values."""
         layout = with_room(self.layout, trees, self._group)
         batches = pack(trees, layout, sequence_names=self._names, group=self._group)
         if any(int(batch.rows.tokens.max()) >= self._vocabulary for batch in batches):
             require_vocabulary(trees, places.__getitem__, self._vocabulary)
         return Update(batches, sum(tree.size for tree in trees), places.__getitem__)
 
-    def _read(self, step: int) -> tuple[list[Tree], list[str]]:
-        """Read the examples of an update, from the nearest position before it that is known."""
+    def examples(self, step: int) -> tuple[list[Tree], list[str]]:
+        """Read the examples of an update, with their names, from the nearest position before it that is known."""
         if step in self._made:
             return self._made[step]
         if self._reading is None or self._next != step:

@@ -271,6 +271,10 @@ class Context:
         stop_if_asked(f"before the data of stage '{self.name}' were read")
         return spec
 
+    def is_stream(self, field: str) -> bool:
+        """Whether `train_data` or `eval_data` are read in order, and their length is not known."""
+        return is_stream(self._spec(field))
+
     def texts(self, field: str, *, whole: bool = False, values: Sequence[str] = ()) -> Any:
         """Tokenise the demonstrations of `train_data`, `Texts`, or of `eval_data`, which may not be given: None.
 

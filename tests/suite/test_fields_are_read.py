@@ -90,8 +90,8 @@ def test_every_field_is_read(
         warnings.simplefilter("ignore")
         run_alone(trainer, config)
     unread = set(cls.model_fields) - read
-    if trainer in ("sft", "reward"):
-        unread -= {"dataloader_num_workers", "shuffle_buffer"}  # read for large data and streams
+    of_streams = {"dataloader_num_workers", "dataset_num_proc", "shuffle_buffer"}  # and of large data
+    unread -= of_streams if trainer != "grpo" else {"dataset_num_proc"}
     ignored = {name for name, each in cls.other_names().items() if isinstance(each, Ignored)} & set(
         cls.model_fields
     )
@@ -103,7 +103,7 @@ def test_what_a_trainer_does_not_use_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="no effect") as said:
         config = GRPOConfig(max_length=64)
     assert [str(each.message) for each in said] == [
-        "GRPOConfig.max_sequence_length: has no effect here: max_prompt_length limits prompts, "
+        "GRPOConfig.max_length (here max_sequence_length): has no effect here: max_prompt_length limits prompts, "
         "max_completion_length completions"
     ]
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from rlhf_core import Component, Ignored, TrainerConfig
+from rlhf_core import Component, TrainerConfig
 from rlhf_dpo.losses import DPO_LOSS
 
 
@@ -16,8 +16,6 @@ class DPOConfig(TrainerConfig):
     OTHER_NAMES: ClassVar = {
         "loss_type": "loss.name",
         "label_smoothing": ("loss.label_smoothing", 0.0),
-        "dataloader_num_workers": Ignored("the reference reads all pairs before the first update"),
-        "shuffle_buffer": Ignored("pairs cannot be streamed: each epoch is shuffled as a whole"),
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")

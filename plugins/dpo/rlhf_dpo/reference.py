@@ -1,6 +1,8 @@
-"""Log-probabilities of completions under the starting model: computed once, two numbers per pair.
+"""Log-probabilities of completions under the starting model, two numbers per pair.
 
-There is no second model in memory, with adapters or without, and updates take no forward pass for it.
+Of data that are read whole they are computed once, before the first update: there is no second model in memory, and
+updates take no forward pass for it. Of a stream each update computes those of its pairs, from a copy of the parameters
+that are trained.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.fit import TreeReader
+from rlhf_core.training import Reference
 from rlhf_dpo.objective import sequence_logps
 
 if TYPE_CHECKING:
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 
     from rlhf_core import TrainState
     from rlhf_core.data import Pairs
-    from rlhf_core.fit import DatasetUpdates, Update
-    from rlhf_core.models import Definition
+    from rlhf_core.fit import Update
+    from rlhf_core.models import Definition, Model
     from rlhf_core.packing import Layout, Packed, Tree, Trees
     from rlhf_core.training import Context
 
@@ -92,8 +95,10 @@ class ReferenceLogps:
         """Compute the references on the first call, from the state that training starts from."""
         if self.known:
             return
-        count = sum(len(reader.which) for reader in self.readers.values())
-        self.context.say(f"reading the log-probabilities of {count:,} pairs under the starting model (once)")
+        if count := sum(len(reader.which) for reader in self.readers.values()):
+            self.context.say(
+                f"reading the log-probabilities of {count:,} pairs under the starting model (once)"
+            )
         for reader in self.readers.values():
             reader.pairs.reference[reader.which] = reader(state.params)
         self.known = True
@@ -123,11 +128,43 @@ class ReferenceLogps:
         self.known = True
 
 
-class PairUpdates:
-    """An `UpdateSource` of pairs: `DatasetUpdates`, and the references that its trees carry."""
+class StartingModel:
+    """Compute the references of an update's pairs from the parameters that training starts from."""
 
-    def __init__(self, trees: DatasetUpdates, reference: ReferenceLogps) -> None:
-        self._trees, self._reference = trees, reference
+    def __init__(self, context: Context, model: Model, layout: Layout) -> None:
+        """Copy the parameters that are trained."""
+        self._shapes, mesh = context.shapes, context.mesh
+        self._start = Reference(model.params, context.config.frozen_parameters, mesh)
+        self._read = TreeReader(partial(sequence_logps, model.definition), layout, mesh, per="sequence")
+
+    @property
+    def copied(self) -> Any:
+        """The parameters that are in memory besides the policy's."""
+        return self._start.copied
+
+    def __call__(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Return the trees with the values `reference` and `tokens` per sequence, as those of `PairSet`."""
+        nothing = np.full(2 * len(trees), np.nan, np.float32)
+        logps = nothing if self._shapes else self._read(self._start.params, trees, group=2)
+
+        def with_values(tree: Tree, reference: NDArray[np.float32]) -> Tree:
+            tokens = np.array([np.count_nonzero(weight) for weight in tree.weights or ()], np.float32)
+            return tree._replace(sequence_values={"reference": reference, "tokens": tokens})
+
+        return list(map(with_values, trees, logps.reshape(-1, 2)))
+
+
+class PairUpdates:
+    """An `UpdateSource` of pairs: those of another, and the references that its trees carry."""
+
+    def __init__(
+        self,
+        trees: Any,
+        reference: ReferenceLogps,
+        start: StartingModel | None = None,
+    ) -> None:
+        """trees: the other source. reference: of pairs that are read whole. start: computes those of the others."""
+        self._trees, self._reference, self._start = trees, reference, start
         self.total = trees.total
         self.data = trees.data
 
@@ -135,11 +172,14 @@ class PairUpdates:
         return self._trees.shapes()
 
     def needs_state(self, step: int) -> bool:
-        return not self._reference.known
+        return self._start is not None or not self._reference.known
 
     def update(self, step: int, state: TrainState) -> Update:
         self._reference.ensure(state)
-        return self._trees.update(step)
+        if self._start is None:
+            return self._trees.update(step)
+        trees, names = self._trees.examples(step)
+        return self._trees.pack(self._start(trees), names)
 
     def epochs(self, step: int) -> float:
         return self._trees.epochs(step)

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.data import Pairs
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import inputs_of, objective, pair_loss
-from rlhf_dpo.reference import PairSet, PairUpdates, Reader, ReferenceLogps
+from rlhf_dpo.reference import PairSet, PairUpdates, Reader, ReferenceLogps, StartingModel
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
@@ -45,12 +46,19 @@ def build(config: DPOConfig, context: Context) -> Build:
         )
 
     model = context.model("lm")
-    train = context.pairs("train_data", whole=True, **PAIRS)
-    pairs = PairSet.of(train)
-    model, updates = context.updates(model, train, pairs.trees, **ROWS)
-    readers = {
-        "train_data": Reader(model.definition, context.mesh, pairs, updates.layout, updates.rows_reached())
-    }
+    # With adapters the starting model is in memory anyway.
+    whole = config.lora is None and not context.is_stream("train_data")
+    train = context.pairs("train_data", whole=whole, **PAIRS)
+    readers: dict[str, Reader] = {}
+    start = None
+    if isinstance(train, Pairs):
+        pairs = PairSet.of(train)
+        model, updates = context.updates(model, train, pairs.trees, **ROWS)
+        reached = updates.rows_reached()
+        readers["train_data"] = Reader(model.definition, context.mesh, pairs, updates.layout, reached)
+    else:
+        model, updates = context.updates(model, train, **ROWS)
+        start = StartingModel(context, model, updates.layout)
     reference = ReferenceLogps(context, readers, model.params)
 
     def evaluation(field: str) -> Evaluate | None:
@@ -73,7 +81,9 @@ def build(config: DPOConfig, context: Context) -> Build:
     evaluate = context.evaluations(evaluation)
     loss = partial(objective, model.definition, measure, beta=config.beta)
     previews = open_previews(context, model)
-    return Build(model, PairUpdates(updates, reference), loss, evaluate=evaluate, previews=previews)
+    held = {} if start is None else {"starting model": start.copied}
+    source = PairUpdates(updates, reference, start)
+    return Build(model, source, loss, evaluate=evaluate, previews=previews, held=held)
 
 
 class Evaluation:
