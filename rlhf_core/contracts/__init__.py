@@ -14,10 +14,13 @@ from rlhf_core.contracts.kind import Kind as Kind
 from rlhf_core.contracts.models import ModelFamily as ModelFamily
 from rlhf_core.contracts.models import TensorParallel as TensorParallel
 from rlhf_core.contracts.sampling import Continuation as Continuation
+from rlhf_core.contracts.sampling import OpenWorld as OpenWorld
 from rlhf_core.contracts.sampling import Rollouts as Rollouts
 from rlhf_core.contracts.sampling import SamplerFunction as SamplerFunction
 from rlhf_core.contracts.sampling import SamplerInputs as SamplerInputs
 from rlhf_core.contracts.sampling import SamplerMaker as SamplerMaker
+from rlhf_core.contracts.sampling import TurnSettings as TurnSettings
+from rlhf_core.contracts.sampling import Weights as Weights
 from rlhf_core.contracts.sampling import World as World
 from rlhf_core.contracts.trainers import Forecast as Forecast
 from rlhf_core.contracts.trainers import Trainer as Trainer

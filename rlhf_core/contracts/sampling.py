@@ -91,18 +91,47 @@ class Rollouts(_Rollouts):
         return super().__new__(cls, tokens, lengths, logps, finished, mask, version)
 
 
+class Weights:
+    """The weights that some turns are sampled with, in the sampler's layout; `value` may be replaced between steps."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class TurnSettings(NamedTuple):
+    """How one turn is sampled, where turns that are sampled together differ.
+
+    key: uint32 [words], the turn's own key; its t-th token is sampled with fold_in(key, t). temperature, top_p, top_k,
+        min_p: as in `SamplingOptions`. stop_ids: the tokens that end the turn, at most `turns.STOP_IDS`; nothing else
+        but its limit does. alternatives: whether the likeliest tokens are reported with every token.
+    """
+
+    weights: Weights
+    key: np.ndarray
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    alternatives: bool = False
+
+
 class Continuation(NamedTuple):
     """What follows a turn of the policy in a conversation.
 
     conversation: its number in the call. tokens: int32 [n], what the world adds, which ends with the header of the
         policy's next turn; None: the conversation is over. limit: the most tokens that the next turn may have.
     replaces: whether `tokens` are the whole context of the next turn, instead of what is added to it.
+    settings: of a sampler that takes them: a new conversation begins, with a number of its own, and has one turn.
+    group: hashable; conversations of a group have equal first contexts and weights, computed once.
     """
 
     conversation: int
     tokens: np.ndarray | None
     limit: int = 0
     replaces: bool = False
+    settings: TurnSettings | None = None
+    group: Any = None
 
 
 class World(Protocol):
@@ -110,6 +139,8 @@ class World(Protocol):
 
     An attribute `quick` says whether it answers immediately, so that a conversation need not make room for
     others while it waits; default: False.
+
+    A world whose conversations have settings is an `OpenWorld`.
     """
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
@@ -118,6 +149,27 @@ class World(Protocol):
 
     def replies(self, *, wait: bool) -> Sequence[Continuation]:
         """Return what has arrived since the last call, each once. wait: for at least one, if any is outstanding."""
+        ...
+
+
+class OpenWorld(World, Protocol):
+    """A world that begins conversations at any time, and ends them at any time with a `Continuation` without tokens.
+
+    steps: the most tokens of each turn that are sampled before it is asked again.
+    """
+
+    steps: int
+
+    def sampled(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, likeliest: Any) -> None:
+        """Take the next tokens of a turn, as they are sampled: int32 and float32 [n].
+
+        likeliest: ids int32 and log-probabilities float32 [n, alternatives] of the likeliest tokens, best first; only
+        meaningful where the turn's settings ask for them.
+        """
+        ...
+
+    def failed(self, conversation: int) -> None:
+        """Take note that a conversation is over, because a distribution of a next token was not finite."""
         ...
 
 

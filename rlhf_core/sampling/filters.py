@@ -27,19 +27,31 @@ def top_k_filter(mass: jax.Array, k: int) -> jax.Array:
     return jnp.where(mass >= largest.min(-1, keepdims=True), mass, 0.0)
 
 
-def top_p_filter(mass: jax.Array, p: float) -> jax.Array:
-    """Keep the likeliest tokens until their share of the mass reaches `p` in (0, 1) (Holtzman et al. 2020).
+def top_p_filter(mass: jax.Array, p: float | jax.Array) -> jax.Array:
+    """Keep the likeliest tokens until their share of the mass reaches `p` in (0, 1), a number or float32 [B, 1]
+    (Holtzman et al. 2020).
 
-    A token stays if the tokens strictly likelier than it hold less than `p`. Nothing is sorted: non-negative floats
-    have the order of their bits, so 31 halvings find the exact threshold.
+    A token stays if the tokens strictly likelier than it hold less than `p`.
+    """
+    return _keep_likeliest(mass, mass, p * mass.sum(-1, keepdims=True))
+
+
+def top_k_rows_filter(mass: jax.Array, k: jax.Array) -> jax.Array:
+    """Do what `top_k_filter` does with a `k` for each row, int32 [B, 1]."""
+    return _keep_likeliest(mass, jnp.ones_like(mass), k.astype(mass.dtype))
+
+
+def _keep_likeliest(mass: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
+    """Keep the tokens of which the strictly likelier ones have together less than `limit`, [B, 1], of `weight`, [B, V].
+
+    Nothing is sorted: non-negative floats have the order of their bits, so 31 halvings find the exact threshold.
     """
     bits = lax.bitcast_convert_type(mass, jnp.int32)
-    limit = p * mass.sum(-1, keepdims=True)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         cut, stays = bounds
         middle = cut + (stays - cut) // 2
-        likelier = jnp.where(bits > middle, mass, 0.0).sum(-1, keepdims=True)
+        likelier = jnp.where(bits > middle, weight, 0.0).sum(-1, keepdims=True)
         return jnp.where(likelier < limit, cut, middle), jnp.where(likelier < limit, middle, stays)
 
     none = jnp.full(limit.shape, -1, jnp.int32)
@@ -47,7 +59,7 @@ def top_p_filter(mass: jax.Array, p: float) -> jax.Array:
     return jnp.where(bits > cut, mass, 0.0)
 
 
-def min_p_filter(mass: jax.Array, p: float) -> jax.Array:
+def min_p_filter(mass: jax.Array, p: float | jax.Array) -> jax.Array:
     """Keep the tokens at least `p` times as likely as the likeliest (Nguyen et al. 2024)."""
     return jnp.where(mass >= p * mass.max(-1, keepdims=True), mass, 0.0)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rlhf_core.logprobs import unembed, without
 from rlhf_core.models import Definition
@@ -15,6 +16,7 @@ from rlhf_core.sampling.filters import (
     repetition_penalty,
     sample_token,
     top_k_filter,
+    top_k_rows_filter,
     top_p_filter,
 )
 from rlhf_core.sampling.placement import Peers
@@ -28,11 +30,30 @@ CUT = 2
 """A token that ends its completion because no more are allowed."""
 
 
+class Settings(NamedTuple):
+    """How each row is sampled, [B], where rows differ; see `rlhf_core.contracts.TurnSettings`."""
+
+    keys: Any
+    """uint32 [B, words]."""
+    temperature: Any
+    """float32; 0: the most likely token."""
+    top_p: Any
+    """float32; 1: all."""
+    top_k: Any
+    """int32; the size of the vocabulary: all."""
+    min_p: Any
+    """float32; 0: all."""
+    stop_ids: Any
+    """int32 [B, n]; -1: none."""
+    alternatives: Any
+    """bool."""
+
+
 class Stops(NamedTuple):
     """What ends a completion by itself."""
 
     ids: jax.Array
-    """int32 [n], stop tokens."""
+    """int32 [n], stop tokens; or [B, n], each row's."""
     table: jax.Array | None
     """Unsigned [states, V], from `rlhf_core.sampling.stop_strings`; None: no stop strings."""
 
@@ -81,14 +102,39 @@ class TokenSampler:
         keys: uint32 [B, words], each row's key; drawn: int32 [B], the number of the token in its completion. seen: bool
         [B, V], the tokens that the repetition penalty applies to; None without one.
         """
+        logits = self._logits(hidden)
+        own_keys, own_drawn, seen = self.peers.own_rows((keys, drawn, seen))
+        sampled = _choose(logits, _uniforms(own_keys, own_drawn, self.key_type), self.options, seen)
+        return self.peers.join(*sampled, len(drawn))
+
+    def _logits(self, hidden: jax.Array) -> jax.Array:
+        """Compute the logits of this device's rows, float32 [B, V]."""
         if self.kernel is not None and self.kernel.shape[1] < self.vocab_size:
             logits = self.peers.exchange(unembed(hidden, self.kernel, self.softcap))
         else:
             logits = unembed(self.peers.own_rows(hidden), self.kernel, self.softcap)
-        logits = without(logits, self.absent, self.vocab_size)
-        own_keys, own_drawn, seen = self.peers.own_rows((keys, drawn, seen))
-        sampled = _choose(logits, _uniforms(own_keys, own_drawn, self.key_type), self.options, seen)
-        return self.peers.join(*sampled, len(drawn))
+        return without(logits, self.absent, self.vocab_size)
+
+    def sample_own(
+        self, hidden: jax.Array, own: Settings, drawn: jax.Array, active: jax.Array, count: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Sample as `sample` does, each row by its own settings; and return the `count` likeliest tokens, int32 [B, n],
+        with their log-probabilities, float32 [B, n], where an active row, bool [B], asks for them; else zeros.
+        """
+        logits = self._logits(hidden)
+        own, drawn, active, rows = *self.peers.own_rows((own, drawn, active)), len(drawn)
+        uniforms = _uniforms(own.keys, drawn, self.key_type)
+        token, logp, logps = _choose_own(logits, uniforms, own)
+
+        def likeliest(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
+            best, ids = lax.top_k(logps, count)
+            return ids, best
+
+        def none(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros((len(logps), count), jnp.int32), jnp.zeros((len(logps), count), logps.dtype)
+
+        more = lax.cond((own.alternatives & active).any(), likeliest, none, logps)
+        return *self.peers.join(token, logp, rows), *self.peers.join(*more, rows)
 
 
 def mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:
@@ -138,3 +184,28 @@ def _choose(
             mass = min_p_filter(mass, options.min_p)
         token = sample_token(mass, uniforms)
     return token, jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0] - normalizer
+
+
+def _choose_own(
+    logits: jax.Array, uniforms: jax.Array, own: Settings
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose as `_choose` does, each row by its settings: also all log-probabilities, float32 [B, V].
+
+    What a row gets depends on no other row: a filter that is off for it changes nothing.
+    """
+    greedy = own.temperature == 0
+    policy = logits / jnp.where(greedy, 1.0, own.temperature)[:, None]
+    policy = policy - policy.max(-1, keepdims=True)
+    mass = jnp.exp(policy)
+    logps = policy - jnp.log(mass.sum(-1))[:, None]
+
+    def filtered(mass: jax.Array) -> jax.Array:
+        mass = top_k_rows_filter(mass, own.top_k[:, None])
+        p = own.top_p[:, None]
+        mass = jnp.where(p < 1, top_p_filter(mass, p), mass)
+        return min_p_filter(mass, own.min_p[:, None])
+
+    filters = (own.top_k < logits.shape[-1]) | (own.top_p < 1) | (own.min_p > 0)
+    mass = lax.cond(filters.any(), filtered, lambda mass: mass, mass)
+    token = jnp.where(greedy, jnp.argmax(policy, axis=-1).astype(jnp.int32), sample_token(mass, uniforms))
+    return token, jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0], logps

@@ -330,7 +330,7 @@ class Peers(NamedTuple):
         return lax.all_to_all(self._padded(logits), "tensor", split_axis=0, concat_axis=1, tiled=True)
 
     def join(self, tokens: jax.Array, logps: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-        """Collect int32 and float32 [B / size] of every device: [B], of which the first `rows` are rows."""
+        """Collect int32 and float32 [B / size, …] of every device: [B, …], of which the first `rows` are rows."""
         if self.size == 1:
             return tokens, logps
         words = jnp.stack([tokens, lax.bitcast_convert_type(logps, jnp.int32)])

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from pydantic import Field
 
 from rlhf_core.config import Options
-from rlhf_core.contracts import Rollouts, SamplerInputs, World
+from rlhf_core.contracts import OpenWorld, Rollouts, SamplerInputs, Weights, World
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
@@ -311,8 +311,8 @@ class ConversationSampler(_PlacedModel):
     at a time.
     """
 
-    def __init__(self, inputs: SamplerInputs) -> None:
-        """Raise InputError as `Sampler` does."""
+    def __init__(self, inputs: SamplerInputs, alternatives: int | None = None) -> None:
+        """Raise InputError as `Sampler` does. alternatives: how many likeliest tokens `open` reports; None: no `open`."""
         assert inputs.conversation_length is not None
         definition, options = inputs.policy, inputs.options
         length = cache_length(inputs.max_prompt_length + inputs.conversation_length)
@@ -335,8 +335,21 @@ class ConversationSampler(_PlacedModel):
             length,
             str(jax.random.key_impl(jax.random.key(0))),
             self.shares_layers,
+            alternatives,
         )
         self._prepare = move_weights(definition, self.mesh, self.shares_layers)
+
+    def open(self, weights: Weights, world: OpenWorld) -> Schedule:
+        """Begin what never ends by itself: `Schedule.step` samples a little of the conversations of `world`, which have
+        settings. weights: any that fit.
+        """
+        devices = Devices(self.program, weights, jax.random.key(0), None, self._ahead)
+        return Schedule(devices, [], np.zeros(0, np.uint32), world)
+
+    def place(self, params: Any) -> Weights:
+        """Lay parameters out for `TurnSettings`."""
+        self._ahead.wait("weights")
+        return Weights(self._prepare(params))
 
     def converse(
         self,
@@ -367,7 +380,8 @@ class ConversationSampler(_PlacedModel):
             )
         program = dataclasses.replace(self.program, key_type=str(jax.random.key_impl(key)))
         self._ahead.wait("weights")
-        devices = Devices(program, self._prepare(params), key, self._stop_table_on_devices, self._ahead)
+        weights = Weights(self._prepare(params))
+        devices = Devices(program, weights, key, self._stop_table_on_devices, self._ahead)
         longest = program.options.max_completion_length
         conversations = begin_conversations(prompts, self.conversation_length, longest)
         try:
@@ -412,7 +426,7 @@ class ConversationSampler(_PlacedModel):
             fed = rows(turns.padded_fed(program, program.copies, program.length))
             return turns.note.lower(seen, fed, program=program)
         if name == "decode":
-            slots = rows(turns.empty_slots(program.slots * program.shards))
+            slots = rows(turns.empty_slots(program))
             key = np.asarray(jax.random.key_data(jax.random.key(0, impl=program.key_type)))
             arguments = (weights, cache, seen, slots, key, self._abstract_stop_table, np.int32(0))
             return turns.decode.lower(*arguments, program=program)

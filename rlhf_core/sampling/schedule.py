@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_core.contracts import Continuation, SamplerFunction, World
+from rlhf_core.contracts import Continuation, SamplerFunction, TurnSettings, Weights, World
 from rlhf_core.sampling.next_token import ENDED
-from rlhf_core.sampling.turns import STEPS, Devices, empty_slots, turn_number
+from rlhf_core.sampling.turns import STEPS, STOP_IDS, Devices, empty_slots, turn_number
 
 STEPS_WAITING = 16
 """The most tokens per turn that are decoded before the world is asked for replies that are outstanding."""
@@ -42,10 +42,12 @@ class Conversation:
     """int32, everything said so far."""
     longest: int
     """Tokens that the context may have."""
-    group: int | None
+    group: Any
     """The number of its prompt; None once another context has replaced it."""
     limit: int
     """The most tokens of the turn."""
+    settings: TurnSettings | None = None
+    """How its turn is sampled; None: as all are."""
     turn: int = 0
     base: int = 0
     """Tokens of the prompt, or of the context that replaced it, but its last: they are fed by themselves, because the
@@ -58,6 +60,11 @@ class Conversation:
 
     def __post_init__(self) -> None:
         self.base = len(self.context) - 1
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights that it is sampled with; None: the usual ones."""
+        return None if self.settings is None else self.settings.weights
 
     def finish_turn(self) -> tuple[np.ndarray, np.ndarray]:
         """Add the turn to the context, and return it: int32 and float32 [n]."""
@@ -106,7 +113,8 @@ class Schedule:
     def __init__(
         self, devices: Devices, conversations: Sequence[Conversation], ids: np.ndarray, world: World
     ):
-        self.devices, self.world = devices, world
+        self.devices = devices
+        self.world: Any = world
         program = devices.program
         self.longest_turn = program.options.max_completion_length
         self.chunks, self.length = program.chunks, program.length
@@ -115,9 +123,9 @@ class Schedule:
         self.waiting, self.resumed = deque(conversations), list[Conversation]()
         self.answering: dict[int, Conversation] = {}
         self.holders: list[Conversation | None] = [None] * count
-        self.groups: list[int | None] = [None] * count
+        self.groups: list[Any] = [None] * count
         """The prompt that the cache of each slot begins with."""
-        self.slots: Any = empty_slots(count)
+        self.slots: Any = empty_slots(program)
         self.ids = ids
 
     def run(self) -> None:
@@ -128,12 +136,52 @@ class Schedule:
                 busy = self.slots.active.any() or self.resumed or starts
                 for reply in self.world.replies(wait=not busy):
                     self._take(reply)
-            self._begin_turns()
-            if self.slots.active.any():
-                self._decode()
+            self._step()
+
+    def step(self) -> bool:
+        """Ask an `OpenWorld` what there is to do, and do a little of it; return whether there was anything."""
+        for reply in self.world.replies(wait=False):
+            self._take(reply)
+        return self._step()
+
+    def _step(self) -> bool:
+        self._begin_turns()
+        if busy := bool(self.slots.active.any()):
+            self._decode()
+        return busy
+
+    def forget_prompts(self) -> None:
+        """Let no later conversation begin with a cache that there is now, as when the weights have changed."""
+        self.groups = [None] * len(self.groups)
+
+    def _open(self, reply: Continuation) -> None:
+        """Take a conversation that the world begins."""
+        context = np.asarray(reply.tokens, np.int32)
+        limit = min(reply.limit, self.longest_turn)
+        self.waiting.append(
+            Conversation(
+                reply.conversation, context, len(context) + limit, reply.group, limit, settings=reply.settings
+            )
+        )
+
+    def _close(self, number: int) -> None:
+        """End a conversation with settings, if it is not over yet."""
+        for conversation in [*self.waiting, *filter(None, self.holders)]:
+            if conversation.number == number:
+                if conversation.slot == NO_SLOT:
+                    self.waiting.remove(conversation)
+                else:
+                    self.slots.active[conversation.slot] = False
+                    self._release(conversation)
 
     def _take(self, reply: Continuation) -> None:
+        if reply.settings is not None:
+            self._open(reply)
+            return
         conversation = self.answering.pop(reply.conversation, None)
+        if conversation is None and reply.tokens is None and self.slots.settings is not None:
+            self._close(reply.conversation)
+            return
         if conversation is None:
             raise ValueError(
                 f"conversation {reply.conversation}: a continuation must follow a turn of the policy"
@@ -215,6 +263,10 @@ class Schedule:
 
     def _feed(self, ends: Sequence[tuple[Conversation, int]]) -> None:
         """Feed conversations' contexts up to an end each, a chunk of every conversation at a time."""
+        for weights in dict.fromkeys(conversation.weights for conversation, _ in ends):
+            self._feed_with(weights, [each for each in ends if each[0].weights is weights])
+
+    def _feed_with(self, weights: Weights | None, ends: Sequence[tuple[Conversation, int]]) -> None:
         pending = [(c, end, c.pieces(end, self.chunks, self.length)) for c, end in ends]
         while pending:
             pieces, left = [], []
@@ -226,7 +278,7 @@ class Schedule:
                     pieces.append((conversation.slot, chunk, start, tokens))
                     left.append((conversation, end, rest))
             pending = left
-            self.devices.feed(pieces)
+            self.devices.feed(pieces, weights)
 
     def _set_up(self, conversation: Conversation) -> None:
         slot, slots = conversation.slot, self.slots
@@ -235,23 +287,50 @@ class Schedule:
         slots.position[slot] = len(conversation.context) - 1
         slots.drawn[slot] = slots.matched[slot] = 0
         slots.limit[slot] = conversation.limit
+        if conversation.settings is not None:
+            self._set_up_own(slot, conversation.settings)
+            return
         slots.ids[slot] = self.ids[conversation.number]
         slots.turn[slot] = conversation.turn
 
+    def _set_up_own(self, slot: int, given: TurnSettings) -> None:
+        own, everything = self.slots.settings, self.devices.program.definition.vocab_size
+        own.keys[slot] = given.key
+        own.temperature[slot], own.top_p[slot], own.min_p[slot] = given.temperature, given.top_p, given.min_p
+        own.top_k[slot] = min(given.top_k or everything, everything)
+        own.stop_ids[slot] = [*given.stop_ids, *[-1] * (STOP_IDS - len(given.stop_ids))]
+        own.alternatives[slot] = given.alternatives
+
     def _decode(self) -> None:
+        """Decode for a while with the weights of each conversation."""
+        holders = [self.holders[slot] for slot in np.flatnonzero(self.slots.active)]
+        for weights in dict.fromkeys(holder.weights for holder in holders if holder is not None):
+            self._decode_with(weights)
+
+    def _decode_with(self, weights: Weights | None) -> None:
         """Decode for a while, and submit the turns that have ended, by the number of their conversations."""
         slots = self.slots
-        decoded = self.devices.decode(slots, STEPS_WAITING if self.answering else STEPS)
+        mine = [holder is not None and holder.weights is weights for holder in self.holders]
+        active = slots.active & np.array(mine)
+        steps = getattr(self.world, "steps", STEPS_WAITING if self.answering else STEPS)
+        decoded = self.devices.decode(slots._replace(active=active), steps, weights)
         ended = []
-        for slot in np.flatnonzero(slots.active):
+        for slot in np.flatnonzero(active):
             conversation = self.holders[slot]
             assert conversation is not None
             count = int(decoded.drawn[slot] - slots.drawn[slot])
             if count:
                 tokens, logps = decoded.tokens[:count, slot], decoded.logps[:count, slot]
                 if not np.isfinite(logps).all():
-                    raise NonFiniteTurnError(conversation.number, conversation.context)
+                    if conversation.settings is None:
+                        raise NonFiniteTurnError(conversation.number, conversation.context)
+                    self._close(conversation.number)
+                    self.world.failed(conversation.number)
+                    continue
                 conversation.written.append((tokens, logps))
+                if conversation.settings is not None:
+                    likeliest = tuple(each[:count, :, slot] for each in decoded.likeliest)
+                    self.world.sampled(conversation.number, tokens, logps, likeliest)
                 slots.last[slot] = tokens[-1]
             slots.position[slot] += count
             if decoded.ends[slot]:

@@ -19,11 +19,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from rlhf_core.contracts import Weights
 from rlhf_core.mesh import AXES, ROW_AXES, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.loop import STATE, empty_cache, put, take, time_axes
-from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
+from rlhf_core.sampling.next_token import CUT, ENDED, Settings, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ SHARE = 8
 """Decoding stops for the host once one in so many of the turns that ran has ended; as large a share is fed together."""
 STEPS = 64
 """The most tokens per turn that are decoded before the host sees them."""
+
+STOP_IDS = 16
+"""Stop tokens that a turn with its own settings may have."""
 
 ALIGNED = 8
 """Caches and padded prompts have a multiple of this; products over other numbers of keys make XLA copy them on GPUs."""
@@ -67,6 +71,8 @@ class TurnsProgram:
     key_type: str
     shared_layers: bool
     """Whether devices share layers, see `sampling.placement`; otherwise `Definition.prepare` made the weights."""
+    alternatives: int | None = None
+    """Likeliest tokens that are reported, of turns that each have settings; None: `options` are the settings of all."""
 
     @property
     def shards(self) -> int:
@@ -116,12 +122,29 @@ class Slots(NamedTuple):
     """uint32, the conversation's id."""
     turn: Any
     """uint32, the number of the turn."""
+    settings: Settings | None = None
+    """How turns are sampled, of a program whose turns have settings."""
 
 
-def empty_slots(count: int) -> Slots:
+def empty_slots(program: TurnsProgram) -> Slots:
     """Make the slots, NumPy arrays, in which nothing runs."""
+    count = program.slots * program.shards
     types = (np.bool_, *[np.int32] * 5, *[np.uint32] * 2)
-    return Slots(*(np.zeros(count, dtype) for dtype in types))
+    slots = Slots(*(np.zeros(count, dtype) for dtype in types))
+    if program.alternatives is None:
+        return slots
+    words = jax.random.key_data(jax.random.key(0, impl=program.key_type)).shape[-1]
+    whole = np.full(count, program.definition.vocab_size, np.int32)
+    settings = Settings(
+        keys=np.zeros((count, words), np.uint32),
+        temperature=np.zeros(count, np.float32),
+        top_p=np.ones(count, np.float32),
+        top_k=whole,
+        min_p=np.zeros(count, np.float32),
+        stop_ids=np.full((count, STOP_IDS), -1, np.int32),
+        alternatives=np.zeros(count, np.bool_),
+    )
+    return slots._replace(settings=settings)
 
 
 class Fed(NamedTuple):
@@ -176,11 +199,16 @@ class Decoded(NamedTuple):
     """int32, the state in the table of stop strings."""
     ends: np.ndarray
     """int32: 0, `next_token.ENDED` or `CUT`."""
+    likeliest: tuple[np.ndarray, np.ndarray]
+    """int32 and float32 [STEPS, alternatives, B]: the likeliest tokens, where turns ask for them, and their
+    log-probabilities."""
 
     @classmethod
     def of(cls, words: np.ndarray) -> Self:
         """Read the result of `decode`."""
-        return cls(words[:STEPS], words[STEPS : 2 * STEPS].view(np.float32), *words[2 * STEPS :])
+        first, ends = words[: 2 * STEPS], words[2 * STEPS : 2 * STEPS + 3]
+        ids, logps = words[2 * STEPS + 3 :].reshape(2, STEPS, -1, words.shape[1])
+        return cls(first[:STEPS], first[STEPS:].view(np.float32), *ends, (ids, logps.view(np.float32)))
 
 
 def _on_shards(program: TurnsProgram, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:
@@ -267,6 +295,7 @@ class _Carry(NamedTuple):
     seen: jax.Array | None
     tokens: jax.Array
     logps: jax.Array
+    likeliest: tuple[jax.Array, jax.Array] | None
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames=("cache", "seen"))
@@ -282,7 +311,8 @@ def decode(
     program: TurnsProgram,
 ) -> tuple[Any, jax.Array | None, jax.Array]:
     """Decode the turns of active slots until one in SHARE of a shard's has ended, or `steps`, int32, tokens of each are
-    sampled, at most STEPS: (cache, seen, words, int32 [2 · STEPS + 3, B], replicated, for `Decoded.of`).
+    sampled, at most STEPS: (cache, seen, words, int32 [2 · STEPS · (1 + alternatives) + 3, B], replicated, for
+    `Decoded.of`).
     """
     function = functools.partial(_decode, program=program)
     inputs = (_weights(program), CACHE, ROWS, ROWS, WHOLE, WHOLE, WHOLE)
@@ -308,8 +338,9 @@ def _decode(
     model, rows = program.definition, program.slots
     peers = Peers(program.mesh.shape["tensor"])
     sampler = TokenSampler.of(model, weights, peers, program.options, program.key_type)
-    stops = Stops.of(program.stop_ids, stop_table)
-    keys = _turn_keys(key_data, slots, program.key_type)
+    own, slots = slots.settings, slots._replace(settings=None)
+    stops = Stops.of(program.stop_ids, stop_table) if own is None else Stops(own.stop_ids, None)
+    keys = _turn_keys(key_data, slots, program.key_type) if own is None else own.keys
     place = jnp.arange(program.length)
     running = slots.active.sum()
     enough = jnp.clip(running // SHARE, 1, running)
@@ -331,7 +362,18 @@ def _decode(
             carry.cache,
         )
         seen = None if carry.seen is None else mark(carry.seen, slots.last[:, None], True)
-        token, logp = sampler.sample(hidden, keys, slots.drawn, seen)
+        if own is None:
+            token, logp = sampler.sample(hidden, keys, slots.drawn, seen)
+            likeliest = None
+        else:
+            token, logp, *more = sampler.sample_own(
+                hidden, own, slots.drawn, slots.active, program.alternatives or 0
+            )
+            likeliest = jax.tree.map(
+                lambda all_, new: lax.dynamic_update_slice(all_, new.T[None], (carry.step, 0, 0)),
+                carry.likeliest,
+                tuple(more),
+            )
         stopped, matched = stops.after(token, slots.matched)
         cut = slots.drawn == slots.limit - 1
         goes, active = ~(stopped | cut), slots.active
@@ -346,16 +388,29 @@ def _decode(
             seen,
             lax.dynamic_update_slice(carry.tokens, token[None], (carry.step, 0)),
             lax.dynamic_update_slice(carry.logps, logp[None], (carry.step, 0)),
+            likeliest,
         )
 
     none = jnp.zeros((STEPS, rows), jnp.int32)
+    ids = jnp.zeros((STEPS, program.alternatives or 0, rows), jnp.int32)
+    likeliest = None if own is None else (ids, ids.astype(jnp.float32))
     start = _Carry(
-        jnp.int32(0), slots, jnp.zeros(rows, jnp.int32), cache, seen, none, none.astype(jnp.float32)
+        jnp.int32(0),
+        slots,
+        jnp.zeros(rows, jnp.int32),
+        cache,
+        seen,
+        none,
+        none.astype(jnp.float32),
+        likeliest,
     )
     end: Any = lax.while_loop(continues, step, start)
     logps = lax.bitcast_convert_type(end.logps, jnp.int32)
     # One array is one exchange, which cannot begin before the loop ends: devices wait for each other in one place.
     words = jnp.concatenate([end.tokens, logps, jnp.stack([end.slots.drawn, end.slots.matched, end.ends])])
+    if end.likeliest is not None:
+        likeliest = (end.likeliest[0], lax.bitcast_convert_type(end.likeliest[1], jnp.int32))
+        words = jnp.concatenate([words, *(each.reshape(-1, rows) for each in likeliest)])
     return end.cache, end.seen, words
 
 
@@ -390,7 +445,7 @@ class Devices:
     def __init__(
         self,
         program: TurnsProgram,
-        weights: Any,
+        weights: Weights,
         key: jax.Array,
         stop_table: jax.Array | None,
         compiling: BackgroundCompiler,
@@ -401,16 +456,20 @@ class Devices:
         self._stop_table = stop_table
         self._compiling = compiling
         compiling.wait("begin")
-        self._cache, self._seen = begin(weights, program=program)
+        self._cache, self._seen = begin(weights.value, program=program)
 
-    def feed(self, pieces: Sequence[tuple[int, int, int, np.ndarray]]) -> None:
-        """Feed slots: (slot, chunk, start, tokens int32 [n ≤ chunk]) each, different slots."""
+    def feed(self, pieces: Sequence[tuple[int, int, int, np.ndarray]], own: Weights | None = None) -> None:
+        """Feed slots: (slot, chunk, start, tokens int32 [n ≤ chunk]) each, different slots.
+
+        own: weights to use in place of the usual ones.
+        """
+        weights = (own or self._weights).value
         for chunk in sorted({piece[1] for piece in pieces}):
             self._compiling.wait(("extend", chunk))
             same = [(slot, start, tokens) for slot, size, start, tokens in pieces if size == chunk]
             for batch in self._batches(same, self.program.rows(chunk)):
                 fed = put_rows(self.program.mesh, self._fed(batch, self.program.rows(chunk), chunk))
-                self._cache = extend(self._weights, self._cache, fed, program=self.program)
+                self._cache = extend(weights, self._cache, fed, program=self.program)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy caches: (slot, slot that it is copied from) each, of the same shard."""
@@ -433,12 +492,12 @@ class Devices:
             fed = put_rows(self.program.mesh, self._fed(batch, size, self.program.length))
             self._seen = note(self._seen, fed, program=self.program)
 
-    def decode(self, slots: Slots, steps: int) -> Decoded:
-        """Decode the active slots by at most so many tokens."""
+    def decode(self, slots: Slots, steps: int, own: Weights | None = None) -> Decoded:
+        """Decode the active slots by at most so many tokens. own: as for `feed`."""
         self._compiling.wait("decode")
         rows = put_rows(self.program.mesh, slots)
         self._cache, self._seen, words = decode(
-            self._weights,
+            (own or self._weights).value,
             self._cache,
             self._seen,
             rows,

@@ -229,7 +229,7 @@ def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str) -> None:
     program = TurnsProgram(definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False)
     weights = placement.abstract_weights(definition, mesh, shared=False)
     cache, seen = turns.begin.eval_shape(weights, program=program)
-    slots, key = turns.empty_slots(16), np.zeros(2, np.uint32)
+    slots, key = turns.empty_slots(program), np.zeros(2, np.uint32)
     traced = [
         turns.decode.trace(weights, cache, seen, slots, key, None, np.int32(9), program=program),
         turns.extend.trace(weights, cache, turns.padded_fed(program, 2, 64), program=program),
@@ -298,15 +298,15 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
         def __init__(self, *_: Any) -> None:
             self.program = sampler.program
 
-        def feed(self, pieces: Any) -> None: ...
+        def feed(self, pieces: Any, own: Any = None) -> None: ...
 
         def copy(self, pairs: Any) -> None: ...
 
         def note(self, contexts: Any) -> None: ...
 
-        def decode(self, slots: Any, steps: int) -> turns.Decoded:
+        def decode(self, slots: Any, steps: int, own: Any = None) -> turns.Decoded:
             tokens, each = np.zeros((turns.STEPS, 2), np.int32), np.ones(2, np.int32)
-            return turns.Decoded(tokens, np.full(tokens.shape, np.nan, np.float32), each, each, each)
+            return turns.Decoded(tokens, np.full(tokens.shape, np.nan, np.float32), each, each, each, ())
 
     monkeypatch.setattr("rlhf_core.sampling.sampler.Devices", Overflows)
     bad = {**params, "norm": {"weight": params["norm"]["weight"] * np.nan}}

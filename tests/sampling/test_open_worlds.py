@@ -1,0 +1,209 @@
+"""Conversations that begin and end at any time, each with its own settings and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import SamplerInputs
+from rlhf_core.contracts import Continuation, TurnSettings, Weights
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER
+from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions
+from rlhf_core.sampling.filters import top_k_filter, top_k_rows_filter
+
+VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.5,
+}
+DEFINITION = DECODER.define(CONFIG, "lm")
+
+
+class Wish(NamedTuple):
+    prompt: list[int]
+    limit: int = 12
+    seed: int = 0
+    settings: Mapping[str, Any] = MappingProxyType({})
+    own: int = 0
+    """Which weights."""
+
+
+WISHES = [
+    Wish([5, 6, 7, 8], seed=1),
+    Wish([5, 6, 7, 8], seed=2, settings={"temperature": 0.6, "top_k": 5}),
+    Wish([9] * 25, seed=1, settings={"temperature": 1.4, "top_p": 0.7}, own=1),
+    Wish([4], limit=30, settings={"temperature": 0.0, "alternatives": True}),
+    Wish([4, 11], limit=3, seed=7, settings={"min_p": 0.3, "alternatives": True}),
+    Wish([30, 31, 32], seed=8, settings={"stop_ids": (3, 20, 21, 22, 23, 24)}, own=1),
+    Wish([12, 13], limit=20, seed=9, settings={"temperature": 0.3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}),
+    Wish([5, 6, 7, 8], seed=1, own=1),
+]
+
+
+class Asking:
+    """A world that begins `wishes`, some of them late."""
+
+    steps = 4
+
+    def __init__(self, wishes: dict[int, Wish], weights: list[Weights]) -> None:
+        self.left, self.weights, self.ended = dict(wishes), weights, list[int]()
+        self.parts: dict[int, list[Any]] = {number: [] for number in wishes}
+        self.finished: dict[int, bool] = {}
+
+    def replies(self, *, wait: bool) -> list[Continuation]:
+        out = [Continuation(number, None) for number in self.ended]
+        self.ended = []
+        for number in list(self.left)[:3]:
+            wish = self.left.pop(number)
+            weights = self.weights[wish.own]
+            key = np.asarray(jax.random.key_data(jax.random.fold_in(KEY, wish.seed)))
+            settings = TurnSettings(weights, key, **{"stop_ids": (3,), **wish.settings})
+            prompt = np.array(wish.prompt, np.int32)
+            group = (wish.own, *wish.prompt)
+            out.append(Continuation(number, prompt, wish.limit, settings=settings, group=group))
+        return out
+
+    def sampled(self, conversation: int, *what: Any) -> None:
+        self.parts[conversation].append(what)
+
+    def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
+        self.finished[conversation] = finished
+        self.ended.append(conversation)
+
+    def failed(self, conversation: int) -> None:
+        raise AssertionError(conversation)
+
+    def result(self, number: int) -> tuple[Any, ...]:
+        tokens, logps, likeliest = zip(*self.parts[number], strict=True)
+        return (
+            np.concatenate(tokens),
+            np.concatenate(logps),
+            *(np.concatenate(each) for each in zip(*likeliest, strict=True)),
+        )
+
+
+@pytest.fixture(scope="module")
+def sampler() -> ConversationSampler:
+    inputs = SamplerInputs(
+        definition=DEFINITION,
+        options=SamplingOptions(max_completion_length=64),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        stop_ids=(3,),
+        prompts_per_call=SLOTS,
+        max_prompt_length=30,
+        conversation_length=40,
+    )
+    return ConversationSampler(inputs, alternatives=4)
+
+
+@pytest.fixture(scope="module")
+def params() -> list[Any]:
+    return [jax.jit(DEFINITION.init)(jax.random.key(seed)) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def weights(sampler: ConversationSampler, params: list[Any]) -> list[Weights]:
+    return [sampler.place(each) for each in params]
+
+
+def run(sampler: ConversationSampler, weights: list[Weights], wishes: dict[int, Wish]) -> Asking:
+    world = Asking(wishes, weights)
+    schedule = sampler.open(weights[0], world)
+    while schedule.step() or world.left:
+        pass
+    return world
+
+
+def test_settings_per_turn(sampler: ConversationSampler, weights: list[Weights], params: list[Any]) -> None:
+    together = run(sampler, weights, dict(enumerate(WISHES)))
+    for number, wish in enumerate(WISHES):
+        tokens, logps, ids, best = together.result(number)
+        # To the bit what it is alone, in another slot.
+        alone = run(sampler, weights, {77: wish._replace(settings={**wish.settings, "alternatives": True})})
+        assert tokens.tolist() == alone.result(77)[0].tolist()
+        assert logps.tobytes() == alone.result(77)[1].tobytes()
+        # The log-probabilities of softmax(logits / temperature), in float64.
+        context = np.array([[*wish.prompt, *tokens]], np.int32)
+        logits = DEFINITION.padded_logits(params[wish.own], context, np.ones_like(context))
+        at = np.asarray(logits, np.float64)[0, len(wish.prompt) - 1 : -1] / (
+            wish.settings.get("temperature", 1.0) or 1.0
+        )
+        everything = (
+            at
+            - np.log(np.exp(at - at.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            - at.max(-1, keepdims=True)
+        )
+        np.testing.assert_allclose(logps, everything[np.arange(len(tokens)), tokens], atol=2e-5)
+        if wish.settings.get("alternatives"):
+            np.testing.assert_allclose(best, -np.sort(-everything)[:, :4], atol=2e-5)
+            np.testing.assert_allclose(np.take_along_axis(everything, ids, -1), best, atol=2e-5)
+        if wish.settings.get("temperature") == 0:
+            assert tokens.tolist() == everything.argmax(-1).tolist()
+        stops = wish.settings.get("stop_ids", (3,))
+        assert together.finished[number] == (tokens[-1] in stops)
+        assert len(tokens) == wish.limit or tokens[-1] in stops
+        assert not set(tokens[:-1]) & set(stops)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "temperature": 1.4}, {"top_k": 3, "min_p": 0.05}])
+def test_what_the_sampler_of_completions_samples(
+    options: dict[str, Any], sampler: ConversationSampler, weights: list[Weights], params: list[Any]
+) -> None:
+    inputs = SamplerInputs(
+        definition=DEFINITION,
+        options=SamplingOptions(max_completion_length=12, **options),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        stop_ids=(3,),
+        prompts_per_call=3,
+        max_prompt_length=8,
+    )
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    rollouts = Sampler(inputs)(params[0], [np.array(each) for each in prompts], KEY)
+    world = run(
+        sampler,
+        weights,
+        {i: Wish(prompt, seed=i, settings=options) for i, prompt in enumerate(prompts)},
+    )
+    for i in range(3):
+        assert world.result(i)[0].tolist() == rollouts.tokens[i, : rollouts.lengths[i]].tolist()
+
+
+def test_ends_new_weights_and_forgotten_prompts(
+    sampler: ConversationSampler, weights: list[Weights], params: list[Any]
+) -> None:
+    changing = Weights(weights[0].value)
+    world = Asking({0: Wish([5, 6, 7], limit=30, settings={"stop_ids": ()})}, [changing])
+    schedule = sampler.open(changing, world)
+    schedule.step()
+    assert len(world.parts[0]) == 1
+    world.ended.append(0)
+    schedule.step()
+    assert len(world.parts[0]) == 1
+    assert not schedule.slots.active.any()
+    changing.value = weights[1].value
+    schedule.forget_prompts()
+    world.left[1] = Wish([5, 6, 7], settings={"temperature": 0.0})
+    world.parts[1] = []
+    while schedule.step() or world.left:
+        pass
+    fresh = run(sampler, [weights[1]], {1: Wish([5, 6, 7], settings={"temperature": 0.0})})
+    assert world.result(1)[1].tobytes() == fresh.result(1)[1].tobytes()
+
+
+def test_top_k_of_each_row() -> None:
+    mass = np.random.default_rng(0).random((5, 50)).astype(np.float32)
+    mass[1, :9] = mass[1, 10]  # equally likely ones stay together
+    for i, k in enumerate((1, 3, 17, 49, 50)):
+        rows = np.asarray(top_k_rows_filter(jax.numpy.asarray(mass), np.full((5, 1), k, np.int32)))
+        np.testing.assert_array_equal(rows, top_k_filter(jax.numpy.asarray(mass), k), err_msg=str(i))
