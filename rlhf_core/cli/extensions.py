@@ -27,6 +27,7 @@ DISTRIBUTIONS = {
     "new": "rlhf-testing",
     "report": "rlhf-report",
     "score": "rlhf-rewards",
+    "serve": "rlhf-serve",
 }
 """{command: the distribution of this suite that has it}, for the message where it is missing."""
 

@@ -135,13 +135,13 @@ class Schedule:
                 starts = self.waiting and None in self.holders
                 busy = self.slots.active.any() or self.resumed or starts
                 for reply in self.world.replies(wait=not busy):
-                    self._take(reply)
+                    self.take(reply)
             self._step()
 
     def step(self) -> bool:
         """Ask an `OpenWorld` what there is to do, and do a little of it; return whether there was anything."""
         for reply in self.world.replies(wait=False):
-            self._take(reply)
+            self.take(reply)
         return self._step()
 
     def _step(self) -> bool:
@@ -174,7 +174,8 @@ class Schedule:
                     self.slots.active[conversation.slot] = False
                     self._release(conversation)
 
-    def _take(self, reply: Continuation) -> None:
+    def take(self, reply: Continuation) -> None:
+        """Continue, begin or end a conversation."""
         if reply.settings is not None:
             self._open(reply)
             return

@@ -24,6 +24,7 @@ DISTRIBUTIONS = (
     "plugins/remote",
     "plugins/topologies",
     "plugins/report",
+    "plugins/serve",
     "plugins/testing",
 )
 SKIPPED = {".git", ".venv", ".cache", "runs", "wandb", "dist", "build", "__pycache__", "data"}

@@ -28,6 +28,7 @@ DISTRIBUTIONS = {
     "rlhf_remote": "plugins/remote",
     "rlhf_topologies": "plugins/topologies",
     "rlhf_report": "plugins/report",
+    "rlhf_serve": "plugins/serve",
     "rlhf_testing": "plugins/testing",
 }
 """{package: directory}; a distribution is called as its package, with "-"."""
@@ -123,8 +124,11 @@ def test_its_metadata(package: str, wheels: dict[str, zipfile.ZipFile], reposito
         assert "[console_scripts]\nrlhf = rlhf_core.cli:main\n" in points
     else:  # a plugin needs core, of versions that it knows, and no other plugin
         required = [each for each in said.get_all("Requires-Dist", ()) if "extra ==" not in each]
-        bokeh = ["bokeh>=3.9"] if package == "rlhf_report" else []
-        assert sorted(required) == [*bokeh, "rlhf-core<0.2,>=0.1"]
+        libraries = {
+            "rlhf_report": ["bokeh>=3.9"],
+            "rlhf_serve": ["prometheus_client>=0.22", "starlette>=1.0", "uvicorn>=0.40"],
+        }
+        assert sorted(required) == sorted([*libraries.get(package, ()), "rlhf-core<0.2,>=0.1"])
 
 
 DEMONSTRATIONS = """

@@ -1,0 +1,415 @@
+"""From a request to its flights, and from flights to the JSON that OpenAI's and vLLM's clients expect."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_core.sampling.turns import STOP_IDS
+from rlhf_serve.fields import BadRequest, Completion, Sampling, refuse_ignored
+from rlhf_serve.flight import CONTEXT, Flight, TextReader, Wish
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import Weights
+    from rlhf_serve.engine import Engine
+    from rlhf_serve.opening import ServedPolicy
+
+SHORTEST_TEMPERATURE = 1e-4
+"""Temperatures between 0 and this one are this one: beyond it logits overflow, and the likeliest token is sampled."""
+DEFAULT_TOKENS = 16
+"""The most tokens of a completion that does not say, as in OpenAI's."""
+_numbers = count()
+
+
+@dataclass
+class Target:
+    """What a request's model name means: a policy, and the weights of the policy or of one of its adapters."""
+
+    name: str
+    served: ServedPolicy
+    weights: Weights
+
+
+@dataclass(eq=False)
+class Call:
+    """A request whose completions are sampled. prompts: ids of each. n: completions of each."""
+
+    id: str
+    target: Target
+    prompts: list[np.ndarray]
+    n: int
+    flights: list[Flight] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def prompt_of(self, flight: Flight) -> int:
+        return flight.index // self.n
+
+    def usage(self) -> dict[str, int]:
+        """Count the tokens so far."""
+        read = sum(map(len, self.prompts))
+        written = sum(len(flight.tokens) for flight in self.flights)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def make_wish(body: Sampling, target: Target, limit: int, likeliest: int | None) -> Wish:
+    """Complete what a request asks of its completions. Raises BadRequest for what cannot be done."""
+    own = () if body.ignore_eos else target.served.end_ids
+    given = tuple(body.stop_token_ids or ())
+    size = target.served.vocab_size
+    if unknown := [i for i in given if i >= size]:
+        raise BadRequest(
+            f"stop_token_ids: {unknown[0]} is out of range (vocab_size {size})", param="stop_token_ids"
+        )
+    stop_ids = tuple(dict.fromkeys((*own, *given)))
+    if len(stop_ids) > STOP_IDS:
+        raise BadRequest(
+            f"stop_token_ids: with the model's own {len(own)} they are {len(stop_ids)}; {STOP_IDS} are possible",
+            param="stop_token_ids",
+        )
+    temperature = 1.0 if body.temperature is None else body.temperature
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return Wish(
+        limit=limit,
+        temperature=max(temperature, SHORTEST_TEMPERATURE) if temperature else 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k if body.top_k and body.top_k > 0 else None,
+        min_p=body.min_p or 0.0,
+        seed=int.from_bytes(os.urandom(8), "little") if body.seed is None else body.seed,
+        stop=stop,
+        stop_ids=stop_ids,
+        end_ids=tuple(own),
+        likeliest=likeliest,
+        keeps_stop=body.include_stop_str_in_output,
+        skips_special=body.skip_special_tokens,
+    )
+
+
+def room(target: Target, prompts: Sequence[np.ndarray], wanted: int | None, name: str) -> int:
+    """Return the most tokens of a completion. Raises BadRequest where a prompt, or a completion after it, does not fit.
+
+    wanted: what the request asks for in its field `name`; None: all that fits.
+    """
+    length = target.served.length
+    for number, prompt in enumerate(prompts):
+        where = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if len(prompt) == 0:
+            raise BadRequest(f"{where} has no tokens", param="prompt")
+        if len(prompt) >= length:
+            raise BadRequest(
+                f"{where} has {len(prompt):,} tokens; with at least one of the completion it must fit the model's "
+                f"context of {length:,}",
+                param="prompt",
+            )
+    longest = max(map(len, prompts))
+    if wanted is not None and longest + wanted > length:
+        raise BadRequest(
+            f"{name}: {wanted:,} tokens after a prompt of {longest:,} do not fit the model's context of {length:,}; "
+            f"ask for at most {length - longest:,}",
+            param=name,
+        )
+    return wanted if wanted is not None else length - longest
+
+
+def check_ids(ids: Sequence[int], target: Target, name: str = "prompt") -> np.ndarray:
+    """Make an array of token ids. Raises BadRequest for one that the model does not have."""
+    size = target.served.vocab_size
+    array = np.asarray(ids, np.int64)
+    if array.size and array.max() >= size:
+        raise BadRequest(f"{name}: token id {array.max()} is out of range (vocab_size {size})", param=name)
+    return array.astype(np.int32)
+
+
+def encode_prompts(body: Completion, target: Target) -> tuple[list[np.ndarray], list[bool]]:
+    """Encode the prompts of a request for completions; also, which of them were texts."""
+    given = body.prompt
+    texts = isinstance(given, str) or (bool(given) and isinstance(given[0], str))
+    rows: list[Any] = (
+        [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    )
+    if not rows:
+        raise BadRequest("prompt: is empty", param="prompt")
+    encoder = target.served.encoder
+    if not texts:
+        prompts = [check_ids(row, target) for row in rows]
+    elif body.add_special_tokens is False:
+        prompts = encoder.tokenize_open([(row, False) for row in rows])
+    else:
+        prompts = encoder.prompts(rows)
+    if body.truncate_prompt_tokens:
+        prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
+    return prompts, [texts] * len(prompts)
+
+
+@dataclass
+class Prepared:
+    """A request whose completions can begin. texts: of which prompts the completions continue a text."""
+
+    id: str
+    target: Target
+    prompts: list[np.ndarray]
+    n: int
+    wish: Wish
+    texts: Sequence[bool]
+    reads_prompt: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of its completions."""
+        return len(self.prompts) * self.n
+
+    def take_off(self, engine: Engine) -> Call:
+        """Begin its completions."""
+        policy = self.target.served.policy
+        call = Call(self.id, self.target, self.prompts, self.n)
+        for number, prompt in enumerate(self.prompts):
+            context = prompt[-CONTEXT:].tolist() if self.texts[number] else []
+            call.flights += [
+                Flight(
+                    number=next(_numbers),
+                    prompt=prompt,
+                    wish=self.wish,
+                    index=number * self.n + k,
+                    weights=self.target.weights,
+                    reader=TextReader(self.target.served.tokenizer, context, self.wish.skips_special),
+                    end=lambda flight: engine.end(policy, flight),
+                    group=None if self.reads_prompt else (id(self.target.weights), prompt.tobytes()),
+                    reads_prompt=self.reads_prompt,
+                    per_token=self.wish.likeliest is not None,
+                )
+                for k in range(self.n)
+            ]
+        engine.begin(policy, call.flights)
+        return call
+
+
+def prepare_completions(body: Completion, target: Target) -> Prepared:
+    """Encode and check a request for completions. Raises BadRequest."""
+    refuse_ignored(body)
+    n = body.n or 1
+    if body.best_of not in (None, n):
+        raise BadRequest("best_of: is not supported, except as large as n", param="best_of")
+    prompts, texts = encode_prompts(body, target)
+    wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if wanted == 0 and not body.echo:
+        raise BadRequest("max_tokens: must be at least 1, except with echo", param="max_tokens")
+    limit = room(target, prompts, wanted, "max_tokens")
+    wish = make_wish(body, target, max(limit, 1), body.logprobs)
+    reads = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
+    name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
+    return Prepared(name, target, prompts, n, wish, texts, reads)
+
+
+def token_text(call: Call, token: int, as_id: bool) -> str:
+    """Return how a token is written in log-probabilities."""
+    if as_id:
+        return f"token_id:{token}"
+    text: str = call.target.served.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    return text
+
+
+def completion_logprobs(body: Completion, call: Call, flight: Flight, start: int, end: int) -> dict[str, Any]:
+    """Write the log-probabilities of tokens `start` to `end`, as OpenAI's completions have them."""
+    as_id = bool(body.return_tokens_as_token_ids)
+    most = body.logprobs or 0
+    top: list[dict[str, float] | None] = []
+    for i in range(start, end):
+        ids, logps = flight.likeliest[i] if most else ([], [])
+        row = {token_text(call, token, as_id): finite(logp) for token, logp in zip(ids, logps, strict=True)}
+        top.append({token_text(call, flight.tokens[i], as_id): finite(flight.logps[i]), **row})
+    offsets = [0, *flight.text_ends]
+    return {
+        "text_offset": offsets[start:end],
+        "token_logprobs": [finite(logp) for logp in flight.logps[start:end]],
+        "tokens": [token_text(call, token, as_id) for token in flight.tokens[start:end]],
+        "top_logprobs": top,
+    }
+
+
+def finite(logp: float) -> float:
+    """Write a log-probability as JSON can: -inf is a very small number, as vLLM's."""
+    return max(float(logp), -9999.0)
+
+
+def versions(flight: Flight) -> list[dict[str, Any]]:
+    """Write which weights sampled which tokens."""
+    return [{"version": version, "start": start, "end": end} for version, start, end in flight.versions]
+
+
+def completion_choice(body: Completion, call: Call, flight: Flight) -> dict[str, Any]:
+    """Write a finished completion."""
+    only_prompt = body.max_tokens == 0
+    tokens = [] if only_prompt else flight.tokens
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = completion_logprobs(body, call, flight, 0, len(tokens))
+    text = "" if only_prompt else flight.text
+    if body.echo:
+        before = echoed(body, call, flight)
+        text = before + text
+        if logprobs is not None:
+            logprobs = with_prompt(body, call, flight, logprobs, len(before))
+    ids = {"token_ids": tokens, "prompt_token_ids": flight.prompt.tolist()}
+    return {
+        "index": flight.index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": "length" if only_prompt else flight.finish_reason,
+        "stop_reason": None if only_prompt else flight.stop_reason,
+        **(ids if body.return_token_ids else dict.fromkeys(ids)),
+        "prompt_logprobs": None if body.prompt_logprobs is None else prompt_logprobs(call, flight),
+        "weight_versions": [] if only_prompt else versions(flight),
+    }
+
+
+def echoed(body: Completion, call: Call, flight: Flight) -> str:
+    """Return the text of the prompt, as it was given, or else decoded."""
+    if isinstance(body.prompt, str):
+        return body.prompt
+    given: Any = body.prompt[call.prompt_of(flight)]
+    if isinstance(given, str):
+        return given
+    text: str = call.target.served.tokenizer.decode(
+        flight.prompt.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def with_prompt(
+    body: Completion, call: Call, flight: Flight, logprobs: dict[str, Any], length: int
+) -> dict[str, Any]:
+    """Put the prompt's tokens in front of a completion's log-probabilities. length: characters of the prompt."""
+    as_id = bool(body.return_tokens_as_token_ids)
+    names = [token_text(call, token, as_id) for token in flight.prompt.tolist()]
+    top: list[Any] = [None]
+    for name, (logp, _, ids, logps) in zip(names[1:], flight.prompt_logps, strict=True):
+        most = body.logprobs or 0
+        row = {token_text(call, i, as_id): finite(p) for i, p in zip(ids[:most], logps[:most], strict=True)}
+        top.append({name: finite(logp), **row})
+    ends = np.minimum(np.cumsum([0, *map(len, names[:-1])]), length).tolist()
+    return {
+        "text_offset": [*ends, *(length + at for at in logprobs["text_offset"])],
+        "token_logprobs": [
+            None,
+            *(finite(each[0]) for each in flight.prompt_logps),
+            *logprobs["token_logprobs"],
+        ],
+        "tokens": [*names, *logprobs["tokens"]],
+        "top_logprobs": [*top, *logprobs["top_logprobs"]],
+    }
+
+
+def prompt_logprobs(call: Call, flight: Flight) -> list[Any]:
+    """Write the log-probabilities of a prompt's tokens, as vLLM has them: at temperature 1, None for the first."""
+    out: list[Any] = [None]
+    for token, (logp, rank, ids, logps) in zip(flight.prompt[1:].tolist(), flight.prompt_logps, strict=True):
+        rows = {int(token): (logp, rank)}
+        for place, (i, p) in enumerate(zip(ids, logps, strict=True), 1):
+            rows.setdefault(int(i), (p, place))
+        out.append(
+            {
+                str(i): {"logprob": finite(p), "rank": int(r), "decoded_token": token_text(call, i, False)}
+                for i, (p, r) in rows.items()
+            }
+        )
+    return out
+
+
+async def finished(call: Call) -> None:
+    """Wait for all completions. Raises what ended one."""
+    for flight in call.flights:
+        while not flight.over:
+            flight.changed.clear()
+            await flight.changed.wait()
+    for flight in call.flights:
+        if flight.error is not None:
+            raise flight.error
+
+
+async def changes(call: Call) -> AsyncIterator[tuple[Flight, int, int]]:
+    """Yield (flight, tokens yielded before, characters yielded before) each time that one has more, until all are over.
+
+    A flight's last time is when it is over, even if nothing was added.
+    """
+    import asyncio
+
+    seen = {flight.number: (0, 0) for flight in call.flights}
+    left = list(call.flights)
+    while left:
+        for flight in list(left):
+            tokens, characters = seen[flight.number]
+            if flight.error is not None:
+                raise flight.error
+            over = flight.over
+            if over or len(flight.tokens) > tokens or flight.settled > characters:
+                seen[flight.number] = (len(flight.tokens), flight.settled)
+                yield flight, tokens, characters
+            if over:
+                left.remove(flight)
+        waits = [flight for flight in left if not flight.changed.is_set()]
+        if left and len(waits) == len(left):
+            tasks = [asyncio.ensure_future(flight.changed.wait()) for flight in left]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        for flight in left:
+            flight.changed.clear()
+
+
+def completion_answer(body: Completion, call: Call) -> dict[str, Any]:
+    """Write the answer to a request for completions."""
+    return {
+        "id": call.id,
+        "object": "text_completion",
+        "created": call.created,
+        "model": call.target.name,
+        "choices": [completion_choice(body, call, flight) for flight in call.flights],
+        "usage": call.usage(),
+    }
+
+
+async def completion_stream(body: Completion, call: Call) -> AsyncIterator[dict[str, Any]]:
+    """Yield the parts of the answer to a request for completions."""
+    head = {"id": call.id, "object": "text_completion", "created": call.created, "model": call.target.name}
+    options = body.stream_options
+    begun: set[int] = set()
+    async for flight, start, characters in changes(call):
+        first = flight.number not in begun
+        begun.add(flight.number)
+        text = flight.text[characters : flight.settled]
+        tokens: list[int] = flight.tokens[start:]
+        if body.max_tokens == 0:
+            text, tokens = "", []
+        choice: dict[str, Any] = {
+            "index": flight.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": flight.finish_reason,
+            "stop_reason": flight.stop_reason,
+        }
+        if body.logprobs is not None:
+            choice["logprobs"] = completion_logprobs(body, call, flight, start, start + len(tokens))
+        if first and body.echo:
+            before = echoed(body, call, flight)
+            choice["text"] = before + choice["text"]
+            if choice["logprobs"] is not None:
+                choice["logprobs"] = with_prompt(body, call, flight, choice["logprobs"], len(before))
+        if body.return_token_ids:
+            choice["token_ids"] = tokens
+            choice["prompt_token_ids"] = flight.prompt.tolist() if first else None
+        if flight.over:
+            choice["weight_versions"] = versions(flight)
+        part = {**head, "choices": [choice]}
+        if options and options.continuous_usage_stats:
+            part["usage"] = call.usage()
+        yield part
+    if options and options.include_usage:
+        yield {**head, "choices": [], "usage": call.usage()}

@@ -1,0 +1,363 @@
+"""The routes of a server: who may ask, what is answered, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlhf_core.errors import InputError, RunError, error_line, suggest
+from rlhf_serve import answers
+from rlhf_serve.answers import Call, Target
+from rlhf_serve.engine import Engine
+from rlhf_serve.fields import BadRequest, Body, Completion, read
+from rlhf_serve.opening import ServedPolicy, ServedScorer
+
+MOST_BYTES = 32 * 2**20
+"""The largest body."""
+BODY_SECONDS = 60.0
+"""How long a client may take to send a body."""
+LARGE = 2**16
+"""Bytes of a body that is read in another thread."""
+RETRY_SECONDS = 1
+
+
+@dataclass(eq=False)
+class Server:
+    """What the routes of one server share."""
+
+    models: Mapping[str, ServedPolicy | ServedScorer]
+    engine: Engine
+    key: str | None = None
+    """What clients have to send as a bearer token; None: nothing."""
+    most_waiting: int = 1024
+    """Completions of a policy that run or wait; requests for more are refused."""
+    draining: bool = False
+    calls: set[Call] = field(default_factory=set)
+    requests: int = 0
+    """Requests that are being answered."""
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "large bodies"))
+
+    def policies(self) -> list[ServedPolicy]:
+        return [each for each in self.models.values() if isinstance(each, ServedPolicy)]
+
+    def names(self) -> list[str]:
+        """List the names that requests may use."""
+        adapters = [name for policy in self.policies() for name in policy.adapters]
+        return [*self.models, *adapters]
+
+    def find(self, name: str | None) -> ServedPolicy | ServedScorer | Target:
+        """Find what a request's model name means. Raises BadRequest with status 404 where there is no such model."""
+        if not name:
+            if len(self.models) == 1:
+                return next(iter(self.models.values()))
+            raise BadRequest(f"model: name one of {', '.join(self.names())}", param="model")
+        if name in self.models:
+            return self.models[name]
+        for policy in self.policies():
+            if adapter := policy.adapters.get(name):
+                return Target(name, policy, adapter.weights)
+        raise BadRequest(
+            f"model: there is no '{name}'.{suggest(name, self.names())} There are {', '.join(self.names())}",
+            param="model",
+            status=404,
+            kind="NotFoundError",
+        )
+
+    def policy(self, name: str | None) -> Target:
+        """Find the policy, or the adapter of one, that a request names. Raises BadRequest."""
+        found = self.find(name)
+        if isinstance(found, ServedScorer):
+            raise BadRequest(
+                f"model: {found.name} is a reward model, which does not write; it answers /score and /classify",
+                param="model",
+            )
+        if isinstance(found, Target):
+            return found
+        return Target(found.name, found, found.policy.weights)
+
+    def require_room(self, target: Target, count: int) -> None:
+        """Raise BadRequest with status 429 where `count` more completions would be too many, and 503 while draining."""
+        if self.draining:
+            raise Busy("the server is stopping", 503)
+        waiting = sum(
+            not flight.over
+            for call in self.calls
+            for flight in call.flights
+            if call.target.served is target.served
+        )
+        if waiting and waiting + count > self.most_waiting:
+            raise Busy(
+                f"{waiting:,} completions run or wait, and {count:,} more would be more than {self.most_waiting:,}; "
+                "try again later",
+                429,
+            )
+        if count > self.most_waiting:
+            raise BadRequest(
+                f"n: {count:,} completions of one request are more than {self.most_waiting:,}", param="n"
+            )
+
+
+class Busy(BadRequest):
+    """A request that may be answered later."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status=status, kind="overloaded_error")
+
+
+def error_answer(
+    message: str, status: int, kind: str = "invalid_request_error", param: str | None = None
+) -> JSONResponse:
+    """Write an error as OpenAI and vLLM do."""
+    headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
+
+
+def failure(error: Exception) -> JSONResponse:
+    """Write what a request raised."""
+    if isinstance(error, BadRequest):
+        return error_answer(str(error), error.status, error.kind, error.param)
+    if isinstance(error, InputError):
+        return error_answer(str(error), 400)
+    if isinstance(error, RunError):
+        return error_answer(str(error), 500, "server_error")
+    warnings.warn(f"a request failed: {error_line(error)}", stacklevel=1)
+    return error_answer(f"the server failed: {type(error).__name__}", 500, "server_error")
+
+
+async def body_of(request: Request) -> bytes:
+    """Read a body. Raises BadRequest for one that is too large or comes too slowly."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MOST_BYTES:
+                    raise BadRequest(f"the body has more than {MOST_BYTES:,} bytes", status=413)
+                parts.append(part)
+    except TimeoutError:
+        raise BadRequest(f"the body did not arrive within {BODY_SECONDS:.0f} s", status=408) from None
+    return b"".join(parts)
+
+
+async def read_body(server: Server, request: Request, kind: type[Body]) -> Body:
+    """Read a body's fields, a large one in another thread."""
+    content = await body_of(request)
+    return await off_loop(server, content, partial(read, kind, content))
+
+
+async def off_loop(server: Server, content: bytes, function: Callable[[], Any]) -> Any:
+    """Call a function whose time grows with a body's: in another thread, if the body is large."""
+    if len(content) < LARGE:
+        return function()
+    return await asyncio.get_running_loop().run_in_executor(server.threads, function)
+
+
+def json_bytes(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+class Flow(Response):
+    """An answer that comes while it is made: a stream of events, or one JSON object; a client that goes ends it."""
+
+    def __init__(
+        self, server: Server, call: Call, parts: AsyncIterator[Any] | None, whole: Any = None
+    ) -> None:
+        """parts: of a stream; None: `whole` is called for the answer once all completions are over."""
+        self.server, self.call, self.parts, self.whole = server, call, parts, whole
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.server.calls.add(self.call)
+        answer = asyncio.ensure_future(self._answer(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            for flight in self.call.flights:
+                if not flight.over:
+                    flight.finish("abort")
+                    flight.end(flight)
+            self.server.calls.discard(self.call)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.parts is None:
+            try:
+                await answers.finished(self.call)
+                response: Response = Response(json_bytes(self.whole()), media_type="application/json")
+            except Exception as error:
+                response = failure(error)
+            await response(scope, receive, send)
+            return
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def event(content: bytes, more: bool = True) -> None:
+            await send(
+                {"type": "http.response.body", "body": b"data: " + content + b"\n\n", "more_body": more}
+            )
+
+        try:
+            async for part in self.parts:
+                await event(json_bytes(part))
+        except OSError:
+            raise
+        except Exception as error:
+            await event(bytes(failure(error).body))
+        await event(b"[DONE]", more=False)
+
+
+async def _disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def health(request: Request) -> Response:
+    """Say whether requests are answered."""
+    server: Server = request.app.state.server
+    if server.draining or not server.engine.alive:
+        return error_answer("the server is stopping", 503, "server_error")
+    return JSONResponse({})
+
+
+async def models(request: Request) -> Response:
+    """List the models, and the adapters under the policies that they belong to."""
+    server: Server = request.app.state.server
+    cards = []
+    for served in server.models.values():
+        card = {
+            "id": served.name,
+            "object": "model",
+            "created": request.app.state.created,
+            "owned_by": "rlhf",
+            "root": served.path,
+            "parent": None,
+            "max_model_len": served.length if isinstance(served, ServedPolicy) else None,
+            "kind": "language_model" if isinstance(served, ServedPolicy) else "reward_model",
+        }
+        adapters = served.adapters.values() if isinstance(served, ServedPolicy) else ()
+        cards += [card, *({**card, "id": a.name, "root": a.path, "parent": served.name} for a in adapters)]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+async def completions(request: Request) -> Response:
+    """Complete prompts."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+
+    def begin() -> tuple[Completion, Target, Any]:
+        body = read(Completion, content)
+        target = server.policy(body.model)
+        return body, target, answers.prepare_completions(body, target)
+
+    body, target, prepared = await off_loop(server, content, begin)
+    server.require_room(target, prepared.count)
+    call = prepared.take_off(server.engine)
+    if body.stream:
+        return Flow(server, call, answers.completion_stream(body, call))
+    return Flow(server, call, None, partial(answers.completion_answer, body, call))
+
+
+class Gate:
+    """Middleware: lets in who has the key, counts requests, and answers what is raised. Plain ASGI, for streams."""
+
+    OPEN = ("/health",)
+
+    def __init__(self, app: Any, server: Server) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["path"] not in self.OPEN and not self._has_key(scope):
+            answer = error_answer(
+                "no valid key: send the header Authorization: Bearer KEY", 401, "authentication_error"
+            )
+            await answer(scope, receive, send)
+            return
+        self.server.requests += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.server.requests -= 1
+
+    def _has_key(self, scope: Any) -> bool:
+        if self.server.key is None:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        wanted = b"Bearer " + self.server.key.encode()
+        return len(given) == 1 and hmac.compare_digest(given[0], wanted)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def answered(handler: Handler) -> Handler:
+    """Turn what a handler raises into an answer."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            return failure(error)
+
+    return endpoint
+
+
+def routes() -> list[Route]:
+    """List what is always answered."""
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/v1/models", answered(models), methods=["GET"]),
+        Route("/v1/completions", answered(completions), methods=["POST"]),
+    ]
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = sorted({getattr(route, "path", "") for route in request.app.routes})
+    if error.status_code == 404:
+        path = request.url.path
+        message = f"there is no {path}.{suggest(path, known)} There are {', '.join(known)}"
+        return error_answer(message, 404, "NotFoundError")
+    answer = error_answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
+    """Make the ASGI application of a server. more: routes besides those that are always there."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        server.engine.start(asyncio.get_running_loop())
+        yield
+        server.engine.close()
+
+    app = Starlette(
+        routes=[*routes(), *more], lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+    )
+    app.state.server, app.state.created = server, int(time.time())
+    return Gate(app, server)

@@ -1,0 +1,75 @@
+"""`rlhf serve`. What it needs is imported when it runs: `rlhf --help` imports this module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Policies and reward models: artifacts, directories or hub names; NAME=MODEL names one.",
+        ),
+    ],
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Completions that are sampled together.")] = 32,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            min=8,
+            help="Tokens of a prompt and its completion; default: what the model takes, at most 2,048.",
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            "--max-waiting", min=1, help="Completions that run or wait; requests for more get status 429."
+        ),
+    ] = 1024,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-env", metavar="NAME", help="Environment variable with the key that clients send."
+        ),
+    ] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Answer the routes that pause, and change weights.")
+    ] = False,
+    adapters: Annotated[
+        Path | None,
+        typer.Option("--adapters", metavar="DIR", help="Where adapters may be loaded from, with --control."),
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        typer.Option("--drain-seconds", min=0, help="How long requests may take to end after SIGTERM."),
+    ] = 30.0,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
+    ] = None,
+) -> None:
+    """Serve models over HTTP. Policies complete prompts and chats, reward models score, as OpenAI's and vLLM's do."""
+    from rlhf_serve.running import Settings, run
+
+    run(
+        Settings(
+            models=models,
+            host=host,
+            port=port,
+            slots=slots,
+            length=max_model_len,
+            most_waiting=max_waiting,
+            key_name=api_key_env,
+            control=control,
+            adapters=adapters,
+            drain_seconds=drain_seconds,
+            plugins=tuple(plugin or ()),
+        )
+    )

@@ -1,0 +1,271 @@
+"""The thread in which everything is computed: it samples for all requests together, and scores, and changes weights.
+
+The event loop hands it flights and calls, and gets tokens back, all that arrived in a step together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from rlhf_core.contracts import Continuation, TurnSettings
+from rlhf_core.errors import RunError
+from rlhf_serve.flight import Flight
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Model
+    from rlhf_core.sampling import ConversationSampler
+
+STEPS = 8
+"""Tokens of each completion that are sampled before the event loop sees them, and new requests begin."""
+IDLE_SECONDS = 60.0
+FIRST_VERSION = "default"
+"""What the weights are called until somebody names them, as in vLLM."""
+
+
+class Policy:
+    """A language model that completes: the `OpenWorld` of its sampler. Belongs to the engine's thread."""
+
+    steps = STEPS
+
+    def __init__(self, model: Model, sampler: ConversationSampler) -> None:
+        """model: with its parameters, which are laid out for the sampler here."""
+        self.model, self.sampler = model, sampler
+        self.weights = sampler.place(model.params)
+        self.version = FIRST_VERSION
+        self.schedule = sampler.open(self.weights, self)
+        self.running: dict[int, Flight] = {}
+        self.incoming: deque[Flight] = deque()
+        self.admitted: deque[Flight] = deque()
+        self.ending: deque[int] = deque()
+        self.holds = False
+        """Whether flights that arrive have to wait."""
+        self.events: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """What the event loop has to be told."""
+
+    def warm_up(self) -> None:
+        """Sample one token, for which every program is compiled."""
+        settings = TurnSettings(self.weights, turn_key(0, 0))
+        self.schedule.take(Continuation(-1, np.zeros(2, np.int32), 1, settings=settings))
+        while self.schedule.step() or self.ending:
+            pass
+
+    def admit(self) -> None:
+        """Let everything begin that has arrived."""
+        while self.incoming:
+            flight = self.incoming.popleft()
+            if not flight.over:
+                self.running[flight.number] = flight
+                self.admitted.append(flight)
+
+    def replies(self, *, wait: bool) -> Sequence[Continuation]:
+        """Begin the flights that were admitted, and end those that are over."""
+        if not self.holds:
+            self.admit()
+        begun = [self._beginning(flight) for flight in self.admitted if flight.number in self.running]
+        self.admitted.clear()
+        ends = []
+        while self.ending:
+            number = self.ending.popleft()
+            self.running.pop(number, None)
+            ends.append(Continuation(number, None))
+        return [*begun, *ends]
+
+    def _beginning(self, flight: Flight) -> Continuation:
+        wish = flight.wish
+        settings = TurnSettings(
+            weights=flight.weights,
+            key=turn_key(wish.seed, flight.index),
+            temperature=wish.temperature,
+            top_p=wish.top_p,
+            top_k=wish.top_k,
+            min_p=wish.min_p,
+            stop_ids=wish.stop_ids,
+            alternatives=bool(wish.likeliest),
+        )
+        return Continuation(flight.number, flight.prompt, wish.limit, settings=settings, group=flight.group)
+
+    def sampled(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, likeliest: Any) -> None:
+        """Pass tokens on."""
+        if flight := self.running.get(conversation):
+            self.events.append((flight.receive, (tokens, logps, likeliest, self.version)))
+
+    def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
+        """Note that a completion has ended by itself."""
+        self.ending.append(conversation)
+        if flight := self.running.get(conversation):
+            self.events.append((flight.finish, ("stop" if finished else "length",)))
+
+    def failed(self, conversation: int) -> None:
+        """Note that a completion cannot go on."""
+        if flight := self.running.pop(conversation, None):
+            error = RunError(
+                "the distribution of a next token is not finite: the weights hold NaN or infinity, or overflow"
+            )
+            self.events.append((flight.fail, (error,)))
+
+    def abort(self) -> None:
+        """End everything that was admitted or has arrived, with what it has."""
+        self.admit()
+        for number, flight in self.running.items():
+            self.ending.append(number)
+            self.events.append((flight.finish, ("abort",)))
+
+    def fail(self, error: Exception) -> None:
+        """End everything that was admitted or has arrived by an error."""
+        self.admit()
+        for flight in self.running.values():
+            self.events.append((flight.fail, (error,)))
+        self.running.clear()
+        self.schedule = self.sampler.open(self.weights, self)
+
+
+@functools.cache
+def _fold(implementation: str) -> Any:
+    """Return the compiled function that makes a turn's key of both halves of a seed and an index."""
+
+    def fold(high: jax.Array, low: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.key(low, impl=implementation)
+        longer = jax.random.key_data(jax.random.fold_in(key, high))
+        data = jax.numpy.where(high > 0, longer, jax.random.key_data(key))
+        own = jax.random.wrap_key_data(data, impl=implementation)
+        return jax.random.key_data(jax.random.fold_in(own, index))
+
+    return jax.jit(fold)
+
+
+def turn_key(seed: int, index: int) -> np.ndarray:
+    """Make the key of completion `index` of a request: for seeds below 2**32, the one that `rlhf generate` has."""
+    seed %= 2**64
+    halves = (np.uint32(seed >> 32), np.uint32(seed % 2**32), np.uint32(index))
+    return np.asarray(_fold(str(jax.random.key_impl(jax.random.key(0))))(*halves))
+
+
+class Engine:
+    """Runs policies, and calls that are handed to it, in one thread."""
+
+    def __init__(self, policies: Sequence[Policy] = ()) -> None:
+        self.policies = list(policies)
+        self.frozen = False
+        """Whether nothing is sampled at all."""
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._idle: list[Future[None]] = []
+        self._wake = threading.Event()
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin. loop: gets what is sampled."""
+        self._loop = loop
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its current step."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def begin(self, policy: Policy, flights: Sequence[Flight]) -> None:
+        """Hand over flights of one request."""
+        policy.incoming.extend(flights)
+        self._wake.set()
+
+    def end(self, policy: Policy, flight: Flight) -> None:
+        """Free what a flight holds."""
+        policy.ending.append(flight.number)
+        self._wake.set()
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Compute something in the engine's thread, between two steps."""
+        future: Future[Any] = Future()
+        self._calls.append((future, function))
+        self._wake.set()
+        return await asyncio.wrap_future(future)
+
+    def pause(self, mode: str) -> Future[None]:
+        """Stop sampling; called in the engine's thread. mode: "abort", "wait" or "keep", as vLLM has them.
+
+        The future is done once nothing is sampled.
+        """
+        paused: Future[None] = Future()
+        for policy in self.policies:
+            if mode == "abort":
+                policy.abort()
+            elif mode == "wait":
+                policy.admit()
+            policy.holds = True
+        if mode == "wait":
+            self._idle.append(paused)
+        else:
+            self.frozen = mode == "keep"
+            paused.set_result(None)
+        return paused
+
+    def resume(self) -> None:
+        """Sample again."""
+        self.frozen = False
+        for policy in self.policies:
+            policy.holds = False
+        self._wake.set()
+
+    @property
+    def paused(self) -> bool:
+        return any(policy.holds for policy in self.policies)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            busy = bool(self._calls)
+            while self._calls:
+                self._answer(*self._calls.popleft())
+            if not self.frozen:
+                for policy in self.policies:
+                    busy |= self._step(policy)
+            if self._idle and not any(policy.running for policy in self.policies):
+                while self._idle:
+                    self._idle.pop().set_result(None)
+            self._tell()
+            if not busy:
+                self._wake.wait(IDLE_SECONDS)
+
+    def _step(self, policy: Policy) -> bool:
+        try:
+            return policy.schedule.step() or bool(policy.ending)
+        except (
+            Exception
+        ) as error:  # of the device, such as too little memory: what ran is lost, the rest is not
+            policy.fail(error)
+            return True
+
+    def _answer(self, future: Future[Any], function: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _tell(self) -> None:
+        events = [event for policy in self.policies for event in policy.events]
+        for policy in self.policies:
+            policy.events.clear()
+        if events and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, events)
+
+
+def _deliver(events: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    for function, arguments in events:
+        function(*arguments)

@@ -1,0 +1,269 @@
+"""The fields of requests. Every field that vLLM or OpenAI has is here, unless a client would be misled by its absence:
+what cannot be honoured is refused, by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.options import text_problem
+from rlhf_serve.opening import ALTERNATIVES
+
+MOST_COMPLETIONS = 1024
+"""Completions of one request."""
+LARGEST_ID = 2**31 - 1
+
+Id = Annotated[int, Field(ge=0, le=LARGEST_ID)]
+Texts = str | list[str]
+Stop = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+
+class BadRequest(InputError):
+    """A request that cannot be answered. param: the field at fault. status: of the answer."""
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, kind: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.kind = param, status, kind
+
+
+class Fields(BaseModel):
+    """The fields of a body; an unknown one is refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+Body = TypeVar("Body", bound=Fields)
+
+
+class StreamOptions(Fields):
+    """What a stream says besides its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Sampling(Fields):
+    """How tokens are sampled, and what ends a completion."""
+
+    n: int | None = Field(default=1, ge=1, le=MOST_COMPLETIONS)
+    max_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=1e4)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=ALTERNATIVES)
+    # Refused unless they say what is done anyway:
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    spaces_between_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    logprob_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class Request(Sampling):
+    """What requests for completions and for chats have in common."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    response_format: dict[str, Any] | None = None
+    # These change nothing here:
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Completion(Request):
+    """The body of `/v1/completions`."""
+
+    prompt: Texts | list[Id] | list[list[Id]]
+    echo: bool | None = False
+    logprobs: int | None = Field(default=None, ge=0, le=ALTERNATIVES)
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class Chat(Request):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=ALTERNATIVES)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+
+
+class GenerateSampling(Sampling):
+    """`sampling_params` of `/inference/v1/generate`."""
+
+    logprobs: int | None = Field(default=None, ge=0, le=ALTERNATIVES)
+    detokenize: bool = True
+    output_kind: Any = None
+
+
+class Generate(Fields):
+    """The body of `/inference/v1/generate`, ids in and ids out."""
+
+    token_ids: list[Id] = Field(min_length=1)
+    sampling_params: GenerateSampling = GenerateSampling()
+    model: str | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+class Tokenize(Fields):
+    """The body of `/tokenize`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+
+
+class Detokenize(Fields):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Id]
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "min_tokens": (None, 0),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (None, 1),
+    "logprob_token_ids": (None, []),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "structured_outputs": (None, {}),
+    "suffix": (None, ""),
+    "parallel_tool_calls": (True, None),
+    "reasoning_effort": (None,),
+    "modalities": (None, ["text"]),
+    "response_format": (None, {"type": "text"}),
+}
+"""{field that has no effect here: the values that ask for none}."""
+
+
+def read(kind: type[Body], content: bytes) -> Body:
+    """Read a body. Raises BadRequest that names every field at fault."""
+    try:
+        data = json.loads(content, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BadRequest(f"the body is {type(data).__name__}, not a JSON object")
+    if problem := next((found for text in _texts(data) if (found := text_problem(text))), None):
+        raise BadRequest(f"a text of the body {problem}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+
+
+def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
+    lines: dict[str, str] = {}
+    for each in error.errors(include_url=False, include_context=False):
+        path = [str(part) for part in each["loc"] if not (isinstance(part, str) and _is_branch(part))]
+        name = ".".join(path) or "the body"
+        if each["type"] == "extra_forbidden":
+            line = f"there is no such field.{suggest(path[-1], kind.model_fields)}"
+        else:
+            line = str(each["msg"])
+            given = each["input"]
+            if isinstance(given, str | int | float | bool | None) and each["type"] != "missing":
+                line += f"; it is {json.dumps(given)[:80]}"
+        lines.setdefault(name, line)
+    first = next(iter(lines))
+    shown = [f"{name}: {line}" for name, line in list(lines.items())[:5]]
+    return BadRequest("; ".join(shown), param=first.split(".")[0])
+
+
+def _is_branch(part: str) -> bool:
+    """Tell the name of a type in a union from the name of a field."""
+    return "[" in part or part in ("str", "int", "float", "constrained-str", "constrained-int")
+
+
+def refuse_ignored(body: BaseModel, *, but: Callable[[str], bool] = lambda name: False) -> None:
+    """Raise BadRequest for a field that would have no effect, and asks for one."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name, neutral[0])
+        if value not in neutral and not but(name):
+            raise BadRequest(
+                f"{name}: {json.dumps(value)[:80]} is not supported; leave the field out", param=name
+            )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _texts(value: Any) -> Any:
+    """Yield every text in a JSON value, however deep it is nested."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            pending += each.keys()
+            pending += each.values()
+        elif isinstance(each, list) and not (each and isinstance(each[0], int)):
+            pending += each

@@ -1,0 +1,173 @@
+"""Run a server in this process until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from rlhf_core import plugins, runtime
+from rlhf_core.errors import InputError, RunError, counted
+from rlhf_core.hidden import remember
+from rlhf_core.runtime.terminal import echo
+from rlhf_serve.app import Server, make_app
+from rlhf_serve.engine import Engine
+from rlhf_serve.opening import Opening, ServedPolicy, ServedScorer, open_model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments and flags of `rlhf serve`."""
+
+    models: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    slots: int = 32
+    length: int | None = None
+    most_waiting: int = 1024
+    key_name: str | None = None
+    control: bool = False
+    adapters: Path | None = None
+    drain_seconds: float = 30.0
+    plugins: Sequence[Path] = ()
+
+
+def run(settings: Settings) -> None:
+    """Open the models, and answer until SIGTERM or Ctrl-C; then drain. Raises InputError before anything is served."""
+    key = read_key(settings.key_name)
+    names = dict(map(named, settings.models))
+    if len(names) < len(settings.models):
+        raise InputError("two models have the same name; name them NAME=MODEL")
+    if settings.adapters is not None and not settings.control:
+        raise InputError("--adapters has no effect without --control, whose routes load them")
+    if settings.adapters is not None and not settings.adapters.is_dir():
+        raise InputError(f"--adapters {settings.adapters}: no such directory")
+    listener = listen(settings.host, settings.port)
+    runtime.prepare()
+    registry = plugins.load(files=settings.plugins).registry
+    opening = Opening(settings.slots, settings.length, registry)
+    models = {name: open_model(name, path, opening) for name, path in names.items()}
+    server = make_server(models, settings, key)
+    asyncio.run(_serve(server, listener, settings))
+
+
+def make_server(
+    models: dict[str, ServedPolicy | ServedScorer], settings: Settings, key: str | None = None
+) -> Server:
+    """Make the server of opened models; its engine starts with the application."""
+    engine = Engine([each.policy for each in models.values() if isinstance(each, ServedPolicy)])
+    return Server(models, engine, key=key, most_waiting=settings.most_waiting)
+
+
+def application(server: Server, settings: Settings) -> Any:
+    """Make the ASGI application with the routes that the settings ask for."""
+    return make_app(server)
+
+
+def named(model: str) -> tuple[str, str]:
+    """Split NAME=MODEL; a model without a name has its path as one."""
+    name, equals, path = model.partition("=")
+    if not equals or Path(model).exists():
+        return model, model
+    if not name or not path:
+        raise InputError(f"{model}: write NAME=MODEL, or the model alone")
+    return name, path
+
+
+def read_key(name: str | None) -> str | None:
+    """Read the key that clients send. Raises InputError where the variable has none."""
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise InputError(f"--api-key-env {name}: the environment has no {name}, or it is empty")
+    if not key.isascii() or any(c.isspace() for c in key):
+        raise InputError(f"--api-key-env {name}: the key must be ASCII without white space")
+    return remember(key)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the address before models are loaded. Raises InputError where it is taken."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; give another") from None
+    return listener
+
+
+class _Quiet(uvicorn.Server):
+    """uvicorn's server, without its handlers of signals, which would end the process by the signal again."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(server: Server, listener: socket.socket, settings: Settings) -> None:
+    config = uvicorn.Config(
+        application(server, settings),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=75,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    web = _Quiet(config)
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 1:
+            web.force_exit = True
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    serving = asyncio.ensure_future(web.serve(sockets=[listener]))
+    waiting = asyncio.ensure_future(stopping.wait())
+    host, port = listener.getsockname()[:2]
+    while not web.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if not serving.done():
+        where = f"[{host}]" if ":" in host else host
+        echo(f"serving {', '.join(server.names())} on http://{where}:{port}", err=True)
+    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+    if received:
+        await _drain(server, received, settings.drain_seconds)
+    web.should_exit = True
+    await serving
+    if not received:
+        raise RunError("the server ended by itself")
+
+
+async def _drain(server: Server, received: list[signal.Signals], seconds: float) -> None:
+    """Let requests end that have begun, at most so long; refuse others."""
+    server.draining = True
+    count = server.requests
+    echo(
+        f"stopping ({received[0].name}): {counted(count, 'requests')} in flight have {seconds:g} s to end",
+        err=True,
+    )
+    deadline = asyncio.get_running_loop().time() + seconds
+    while server.requests and len(received) < 2 and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.02)
+    left = server.requests
+    for call in list(server.calls):
+        for flight in call.flights:
+            flight.finish("abort")
+    ended = counted(count - left, "requests")
+    echo(f"stopped: {ended} ended" + (f", {left:,} were cut off" if left else ""), err=True)

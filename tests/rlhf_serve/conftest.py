@@ -1,0 +1,73 @@
+"""One server for all tests of a module, in a thread of this process, with a tiny policy and a tiny reward model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from rlhf_serve.opening import Opening, open_model
+from rlhf_serve.running import Settings, application, make_server
+
+SLOTS, LENGTH = 32, 96
+
+
+class Running:
+    """A server in a thread, and a client of it."""
+
+    def __init__(self, models: dict[str, Any], settings: Settings, key: str | None = None) -> None:
+        self.server = make_server(models, settings, key)
+        config = uvicorn.Config(application(self.server, settings), port=0, log_config=None, lifespan="on")
+        self.web = uvicorn.Server(config)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.web.serve()), daemon=True)
+        self.thread.start()
+        while not self.web.started:
+            assert self.thread.is_alive()
+        port = self.web.servers[0].sockets[0].getsockname()[1]
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers)
+
+    def post(self, path: str, body: Any) -> Any:
+        """Post a body, which must be answered."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refused(self, path: str, body: Any, status: int = 400) -> str:
+        """Post a body, which must be refused; return why."""
+        answer = self.client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        message: str = error["message"]
+        return message
+
+    def close(self) -> None:
+        self.client.close()
+        self.web.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def directory(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    tiny.make_model(scale=20).save(path / "policy")
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(tiny: Any, directory: Path) -> dict[str, Any]:
+    opening = Opening(slots=SLOTS, length=LENGTH, mesh=tiny.one_device())
+    return {"policy": open_model("policy", str(directory / "policy"), opening)}
+
+
+@pytest.fixture(scope="module")
+def running(opened: dict[str, Any]) -> Iterator[Running]:
+    running = Running(opened, Settings(models=()))
+    yield running
+    running.close()

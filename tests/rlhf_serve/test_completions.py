@@ -1,0 +1,149 @@
+"""Completions: what is sampled, what is said about it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import load_model
+
+PROMPT = [5, 6, 7, 8]
+
+
+def test_log_probabilities_are_those_of_the_model(running: Any, directory: Path, tiny: Any) -> None:
+    model = load_model(directory / "policy", mesh=tiny.one_device())
+    body = {"prompt": [PROMPT, [9]], "n": 2, "max_tokens": 12, "temperature": 0.7, "seed": 3, "logprobs": 3}
+    answer = running.post("/v1/completions", {**body, "return_token_ids": True})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for choice in answer["choices"]:
+        prompt, tokens = choice["prompt_token_ids"], choice["token_ids"]
+        assert prompt == [PROMPT, [9]][choice["index"] // 2]
+        ids = np.array([[*prompt, *tokens]])
+        logits = np.asarray(model.logits(ids, np.ones_like(ids)), np.float64)[0, len(prompt) - 1 : -1] / 0.7
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        served = choice["logprobs"]
+        np.testing.assert_allclose(
+            served["token_logprobs"], logps[np.arange(len(tokens)), tokens], atol=1e-4
+        )
+        best = [sorted(row.values())[-3:] for row in served["top_logprobs"]]
+        np.testing.assert_allclose(best, np.sort(logps)[:, -3:], atol=1e-4)
+        spans = [{"version": "default", "start": 0, "end": len(tokens)}]
+        assert choice["weight_versions"] == spans
+        stopped = tokens[-1] in model.stop_ids
+        assert choice["finish_reason"] == ("stop" if stopped else "length")
+        assert stopped or len(tokens) == 12
+    written = sum(len(choice["token_ids"]) for choice in answer["choices"])
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": written,
+        "total_tokens": 5 + written,
+    }
+
+
+def test_a_seed_gives_the_same_alone_and_among_31_others(running: Any) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "seed": 11, "logprobs": 0, "return_token_ids": True}
+    alone = running.post("/v1/completions", body)["choices"][0]
+    others = [
+        {"prompt": [i + 3] * (i % 7 + 1), "max_tokens": 5 + i % 30, "temperature": 0.2 + i / 10, "top_k": i + 1}
+        for i in range(31)
+    ]
+    with ThreadPoolExecutor(32) as pool:
+        bodies = [*others[:15], body, *others[15:]]
+        together = list(pool.map(lambda each: running.post("/v1/completions", each), bodies))
+    choice = together[15]["choices"][0]
+    assert choice["token_ids"] == alone["token_ids"]
+    assert choice["logprobs"] == alone["logprobs"]
+
+
+def test_text_is_what_generate_writes(running: Any, directory: Path, cli: Any) -> None:
+    texts = ["a b c", "d e"]
+    flags = [word for text in texts for word in ("--prompt", text)]
+    sampled = ("--seed", "4", "--num_generations", "2", "--max_completion_length", "9", "--top_p", "0.9")
+    ran = cli("generate", str(directory / "policy"), *flags, *sampled)
+    assert ran.code == 0, ran.err
+    answer = running.post(
+        "/v1/completions", {"prompt": texts, "n": 2, "seed": 4, "max_tokens": 9, "top_p": 0.9}
+    )
+    assert [choice["text"] for choice in answer["choices"]] == ran.out.splitlines()
+
+
+def events(running: Any, path: str, body: dict[str, Any]) -> list[Any]:
+    with running.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": ["m", "zz"]}, {"logprobs": 1, "echo": False, "n": 3}])
+def test_a_stream_has_the_parts_of_the_answer(running: Any, more: dict[str, Any]) -> None:
+    body = {"prompt": "a b c", "max_tokens": 40, "seed": 5, "return_token_ids": True, **more}
+    whole = running.post("/v1/completions", body)
+    parts = events(running, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert parts[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [p["choices"][0] for p in parts[:-1] if p["choices"][0]["index"] == choice["index"]]
+        assert "".join(each["text"] for each in own) == choice["text"]
+        assert [token for each in own for token in each["token_ids"]] == choice["token_ids"]
+        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        assert len(own) > 1
+        if "logprobs" in more:
+            logps = [logp for each in own for logp in each["logprobs"]["token_logprobs"]]
+            assert logps == choice["logprobs"]["token_logprobs"]
+
+
+def test_what_ends_a_completion(running: Any) -> None:
+    greedy = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+    whole = running.post("/v1/completions", {**greedy, "ignore_eos": True})["choices"][0]
+    tokens, words = whole["token_ids"], whole["text"].split()
+    assert len(tokens) == 30
+    new = next(i for i in range(3, 30) if tokens[i] not in tokens[:i])
+    cut = running.post("/v1/completions", {**greedy, "ignore_eos": True, "stop_token_ids": [tokens[new]]})
+    choice = cut["choices"][0]
+    assert (choice["token_ids"], choice["stop_reason"]) == (tokens[: new + 1], tokens[new])
+    assert choice["text"].split() == words[:new]
+    for keeps in (False, True):
+        stop = {"stop": ["??", f" {words[new]}"], "include_stop_str_in_output": keeps, "ignore_eos": True}
+        choice = running.post("/v1/completions", {**greedy, **stop})["choices"][0]
+        assert (choice["token_ids"], choice["stop_reason"]) == (tokens[: new + 1], f" {words[new]}")
+        assert choice["text"].split() == words[: new + keeps]
+        assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt: Field required"),
+        ({"prompt": "a", "temprature": 1}, "temprature: there is no such field. Did you mean 'temperature'?"),
+        ({"prompt": "a", "n": 10**6}, "n: Input should be less than or equal to 1024; it is 1000000"),
+        (b'{"prompt": "a", "temperature": NaN}', "the body is not JSON: NaN is no JSON number"),
+        (b'{"prompt": "\\ud800"}', "unpaired surrogate"),
+        (b"[" * 100_000, "the body is nested too deeply"),
+        ({"prompt": [4, 45]}, r"prompt: token id 45 is out of range (vocab_size 45)"),
+        ({"prompt": [4] * 1_000_000}, "the prompt has 1,000,000 tokens"),
+        ({"prompt": [4] * 90, "max_tokens": 7}, "max_tokens: 7 tokens after a prompt of 90 do not fit"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        ({"prompt": []}, "prompt: is empty"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"prompt": "a", "stop_token_ids": [99]}, "stop_token_ids: 99 is out of range"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty: 0.5 is not supported"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ([1], "the body is list, not a JSON object"),
+    ],
+)
+def test_refusals(running: Any, body: Any, message: str) -> None:
+    assert message in running.refused("/v1/completions", body)
+
+
+def test_an_unknown_model_and_an_unknown_path(running: Any) -> None:
+    assert "Did you mean 'policy'?" in running.refused(
+        "/v1/completions", {"model": "polcy", "prompt": "a"}, 404
+    )
+    assert "Did you mean '/v1/completions'?" in running.refused("/v1/completion", {}, 404)
+    assert [each["id"] for each in running.client.get("/v1/models").json()["data"]] == ["policy"]
+    assert running.client.get("/health").status_code == 200
