@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from rlhf_core.contracts.kind import Kind as Kind
 from rlhf_core.contracts.models import ModelFamily as ModelFamily
 from rlhf_core.contracts.models import TensorParallel as TensorParallel
+from rlhf_core.contracts.sampling import Beginning as Beginning
 from rlhf_core.contracts.sampling import Continuation as Continuation
 from rlhf_core.contracts.sampling import OpenWorld as OpenWorld
 from rlhf_core.contracts.sampling import Rollouts as Rollouts

@@ -116,22 +116,32 @@ class TurnSettings(NamedTuple):
     alternatives: bool = False
 
 
+class Beginning(NamedTuple):
+    """A conversation of one turn that an `OpenWorld` begins.
+
+    conversation: a number that no other has that is not over. tokens: int32 [n], its context. limit: the most tokens of
+        the turn. group: hashable; conversations of a group have equal contexts and weights, and begin alike.
+    """
+
+    conversation: int
+    tokens: np.ndarray
+    limit: int
+    settings: TurnSettings
+    group: Any = None
+
+
 class Continuation(NamedTuple):
     """What follows a turn of the policy in a conversation.
 
     conversation: its number in the call. tokens: int32 [n], what the world adds, which ends with the header of the
         policy's next turn; None: the conversation is over. limit: the most tokens that the next turn may have.
     replaces: whether `tokens` are the whole context of the next turn, instead of what is added to it.
-    settings: of a sampler that takes them: a new conversation begins, with a number of its own, and has one turn.
-    group: hashable; conversations of a group have equal first contexts and weights, computed once.
     """
 
     conversation: int
     tokens: np.ndarray | None
     limit: int = 0
     replaces: bool = False
-    settings: TurnSettings | None = None
-    group: Any = None
 
 
 class World(Protocol):
@@ -140,7 +150,7 @@ class World(Protocol):
     An attribute `quick` says whether it answers immediately, so that a conversation need not make room for
     others while it waits; default: False.
 
-    A world whose conversations have settings is an `OpenWorld`.
+    A world whose conversations each have settings is an `OpenWorld`.
     """
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
@@ -153,7 +163,8 @@ class World(Protocol):
 
 
 class OpenWorld(World, Protocol):
-    """A world that begins conversations at any time, and ends them at any time with a `Continuation` without tokens.
+    """A world that begins conversations at any time, by `Beginning` among its replies, and ends them at any time, by a
+    `Continuation` without tokens.
 
     steps: the most tokens of each turn that are sampled before it is asked again.
     """

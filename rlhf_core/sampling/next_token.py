@@ -121,8 +121,8 @@ class TokenSampler:
         """Sample as `sample` does, each row by its own settings; and return the `count` likeliest tokens, int32 [B, n],
         with their log-probabilities, float32 [B, n], where an active row, bool [B], asks for them; else zeros.
         """
-        logits = self._logits(hidden)
-        own, drawn, active, rows = *self.peers.own_rows((own, drawn, active)), len(drawn)
+        logits, rows = self._logits(hidden), len(drawn)
+        own, drawn, active = self.peers.own_rows((own, drawn, active))
         uniforms = _uniforms(own.keys, drawn, self.key_type)
         token, logp, logps = _choose_own(logits, uniforms, own)
 
@@ -133,8 +133,8 @@ class TokenSampler:
         def none(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.zeros((len(logps), count), jnp.int32), jnp.zeros((len(logps), count), logps.dtype)
 
-        more = lax.cond((own.alternatives & active).any(), likeliest, none, logps)
-        return *self.peers.join(token, logp, rows), *self.peers.join(*more, rows)
+        ids, best = lax.cond((own.alternatives & active).any(), likeliest, none, logps)
+        return *self.peers.join(token, logp, rows), *self.peers.join(ids, best, rows)
 
 
 def mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:

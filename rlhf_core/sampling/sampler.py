@@ -312,7 +312,7 @@ class ConversationSampler(_PlacedModel):
     """
 
     def __init__(self, inputs: SamplerInputs, alternatives: int | None = None) -> None:
-        """Raise InputError as `Sampler` does. alternatives: how many likeliest tokens `open` reports; None: no `open`."""
+        """Raise InputError as `Sampler` does. alternatives: how many likeliest tokens `open` reports, if it is used."""
         assert inputs.conversation_length is not None
         definition, options = inputs.policy, inputs.options
         length = cache_length(inputs.max_prompt_length + inputs.conversation_length)

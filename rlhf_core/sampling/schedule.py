@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_core.contracts import Continuation, SamplerFunction, TurnSettings, Weights, World
+from rlhf_core.contracts import Beginning, Continuation, SamplerFunction, TurnSettings, Weights, World
 from rlhf_core.sampling.next_token import ENDED
 from rlhf_core.sampling.turns import STEPS, STOP_IDS, Devices, empty_slots, turn_number
 
@@ -154,14 +154,13 @@ class Schedule:
         """Let no later conversation begin with a cache that there is now, as when the weights have changed."""
         self.groups = [None] * len(self.groups)
 
-    def _open(self, reply: Continuation) -> None:
+    def _open(self, reply: Beginning) -> None:
         """Take a conversation that the world begins."""
         context = np.asarray(reply.tokens, np.int32)
         limit = min(reply.limit, self.longest_turn)
+        longest = len(context) + limit
         self.waiting.append(
-            Conversation(
-                reply.conversation, context, len(context) + limit, reply.group, limit, settings=reply.settings
-            )
+            Conversation(reply.conversation, context, longest, reply.group, limit, settings=reply.settings)
         )
 
     def _close(self, number: int) -> None:
@@ -174,9 +173,9 @@ class Schedule:
                     self.slots.active[conversation.slot] = False
                     self._release(conversation)
 
-    def take(self, reply: Continuation) -> None:
+    def take(self, reply: Beginning | Continuation) -> None:
         """Continue, begin or end a conversation."""
-        if reply.settings is not None:
+        if isinstance(reply, Beginning):
             self._open(reply)
             return
         conversation = self.answering.pop(reply.conversation, None)

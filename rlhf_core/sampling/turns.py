@@ -130,7 +130,8 @@ def empty_slots(program: TurnsProgram) -> Slots:
     """Make the slots, NumPy arrays, in which nothing runs."""
     count = program.slots * program.shards
     types = (np.bool_, *[np.int32] * 5, *[np.uint32] * 2)
-    slots = Slots(*(np.zeros(count, dtype) for dtype in types))
+    arrays: Any = [np.zeros(count, dtype) for dtype in types]
+    slots = Slots(*arrays)
     if program.alternatives is None:
         return slots
     words = jax.random.key_data(jax.random.key(0, impl=program.key_type)).shape[-1]
@@ -208,7 +209,8 @@ class Decoded(NamedTuple):
         """Read the result of `decode`."""
         first, ends = words[: 2 * STEPS], words[2 * STEPS : 2 * STEPS + 3]
         ids, logps = words[2 * STEPS + 3 :].reshape(2, STEPS, -1, words.shape[1])
-        return cls(first[:STEPS], first[STEPS:].view(np.float32), *ends, (ids, logps.view(np.float32)))
+        likeliest = (ids, logps.view(np.float32))
+        return cls(first[:STEPS], first[STEPS:].view(np.float32), ends[0], ends[1], ends[2], likeliest)
 
 
 def _on_shards(program: TurnsProgram, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:

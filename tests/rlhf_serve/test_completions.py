@@ -27,9 +27,7 @@ def test_log_probabilities_are_those_of_the_model(running: Any, directory: Path,
         logits = np.asarray(model.logits(ids, np.ones_like(ids)), np.float64)[0, len(prompt) - 1 : -1] / 0.7
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         served = choice["logprobs"]
-        np.testing.assert_allclose(
-            served["token_logprobs"], logps[np.arange(len(tokens)), tokens], atol=1e-4
-        )
+        np.testing.assert_allclose(served["token_logprobs"], logps[np.arange(len(tokens)), tokens], atol=1e-4)
         best = [sorted(row.values())[-3:] for row in served["top_logprobs"]]
         np.testing.assert_allclose(best, np.sort(logps)[:, -3:], atol=1e-4)
         spans = [{"version": "default", "start": 0, "end": len(tokens)}]
@@ -49,7 +47,12 @@ def test_a_seed_gives_the_same_alone_and_among_31_others(running: Any) -> None:
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 11, "logprobs": 0, "return_token_ids": True}
     alone = running.post("/v1/completions", body)["choices"][0]
     others = [
-        {"prompt": [i + 3] * (i % 7 + 1), "max_tokens": 5 + i % 30, "temperature": 0.2 + i / 10, "top_k": i + 1}
+        {
+            "prompt": [i + 3] * (i % 7 + 1),
+            "max_tokens": 5 + i % 30,
+            "temperature": 0.2 + i / 10,
+            "top_k": i + 1,
+        }
         for i in range(31)
     ]
     with ThreadPoolExecutor(32) as pool:
@@ -60,12 +63,12 @@ def test_a_seed_gives_the_same_alone_and_among_31_others(running: Any) -> None:
     assert choice["logprobs"] == alone["logprobs"]
 
 
-def test_text_is_what_generate_writes(running: Any, directory: Path, cli: Any) -> None:
+def test_text_is_what_generate_writes(running: Any, directory: Path, rlhf: Any) -> None:
     texts = ["a b c", "d e"]
     flags = [word for text in texts for word in ("--prompt", text)]
     sampled = ("--seed", "4", "--num_generations", "2", "--max_completion_length", "9", "--top_p", "0.9")
-    ran = cli("generate", str(directory / "policy"), *flags, *sampled)
-    assert ran.code == 0, ran.err
+    ran = rlhf("generate", str(directory / "policy"), *flags, *sampled)
+    assert ran.code == 0, ran.message
     answer = running.post(
         "/v1/completions", {"prompt": texts, "n": 2, "seed": 4, "max_tokens": 9, "top_p": 0.9}
     )
@@ -91,7 +94,6 @@ def test_a_stream_has_the_parts_of_the_answer(running: Any, more: dict[str, Any]
         assert "".join(each["text"] for each in own) == choice["text"]
         assert [token for each in own for token in each["token_ids"]] == choice["token_ids"]
         assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
-        assert len(own) > 1
         if "logprobs" in more:
             logps = [logp for each in own for logp in each["logprobs"]["token_logprobs"]]
             assert logps == choice["logprobs"]["token_logprobs"]
@@ -124,7 +126,7 @@ def test_what_ends_a_completion(running: Any) -> None:
         (b'{"prompt": "a", "temperature": NaN}', "the body is not JSON: NaN is no JSON number"),
         (b'{"prompt": "\\ud800"}', "unpaired surrogate"),
         (b"[" * 100_000, "the body is nested too deeply"),
-        ({"prompt": [4, 45]}, r"prompt: token id 45 is out of range (vocab_size 45)"),
+        ({"prompt": [4, 48]}, "prompt: token id 48 is out of range (vocab_size 48)"),
         ({"prompt": [4] * 1_000_000}, "the prompt has 1,000,000 tokens"),
         ({"prompt": [4] * 90, "max_tokens": 7}, "max_tokens: 7 tokens after a prompt of 90 do not fit"),
         ({"prompt": ""}, "the prompt has no tokens"),

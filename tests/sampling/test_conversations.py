@@ -331,9 +331,9 @@ def test_a_prompt_is_fed_once_and_a_turn_feeds_what_is_new(
     fed: list[int] = []
     feed = Devices.feed
 
-    def spy(self: Devices, pieces: Any) -> None:
+    def spy(self: Devices, pieces: Any, own: Any = None) -> None:
         fed.extend(len(tokens) for *_, tokens in pieces)
-        feed(self, pieces)
+        feed(self, pieces, own)
 
     monkeypatch.setattr(Devices, "feed", spy)
     world = worlds.MadeUp(VOCAB)

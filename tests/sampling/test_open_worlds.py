@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import SamplerInputs
-from rlhf_core.contracts import Continuation, TurnSettings, Weights
+from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions
@@ -61,8 +61,8 @@ class Asking:
         self.parts: dict[int, list[Any]] = {number: [] for number in wishes}
         self.finished: dict[int, bool] = {}
 
-    def replies(self, *, wait: bool) -> list[Continuation]:
-        out = [Continuation(number, None) for number in self.ended]
+    def replies(self, *, wait: bool) -> list[Any]:
+        out: list[Any] = [Continuation(number, None) for number in self.ended]
         self.ended = []
         for number in list(self.left)[:3]:
             wish = self.left.pop(number)
@@ -71,7 +71,7 @@ class Asking:
             settings = TurnSettings(weights, key, **{"stop_ids": (3,), **wish.settings})
             prompt = np.array(wish.prompt, np.int32)
             group = (wish.own, *wish.prompt)
-            out.append(Continuation(number, prompt, wish.limit, settings=settings, group=group))
+            out.append(Beginning(number, prompt, wish.limit, settings, group))
         return out
 
     def sampled(self, conversation: int, *what: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from rlhf_core.contracts import Continuation, TurnSettings
+from rlhf_core.contracts import Beginning, Continuation, TurnSettings
 from rlhf_core.errors import RunError
 from rlhf_serve.flight import Flight
 
@@ -54,7 +54,7 @@ class Policy:
     def warm_up(self) -> None:
         """Sample one token, for which every program is compiled."""
         settings = TurnSettings(self.weights, turn_key(0, 0))
-        self.schedule.take(Continuation(-1, np.zeros(2, np.int32), 1, settings=settings))
+        self.schedule.take(Beginning(-1, np.zeros(2, np.int32), 1, settings))
         while self.schedule.step() or self.ending:
             pass
 
@@ -66,7 +66,7 @@ class Policy:
                 self.running[flight.number] = flight
                 self.admitted.append(flight)
 
-    def replies(self, *, wait: bool) -> Sequence[Continuation]:
+    def replies(self, *, wait: bool) -> Sequence[Any]:
         """Begin the flights that were admitted, and end those that are over."""
         if not self.holds:
             self.admit()
@@ -79,7 +79,7 @@ class Policy:
             ends.append(Continuation(number, None))
         return [*begun, *ends]
 
-    def _beginning(self, flight: Flight) -> Continuation:
+    def _beginning(self, flight: Flight) -> Beginning:
         wish = flight.wish
         settings = TurnSettings(
             weights=flight.weights,
@@ -91,7 +91,7 @@ class Policy:
             stop_ids=wish.stop_ids,
             alternatives=bool(wish.likeliest),
         )
-        return Continuation(flight.number, flight.prompt, wish.limit, settings=settings, group=flight.group)
+        return Beginning(flight.number, flight.prompt, wish.limit, settings, flight.group)
 
     def sampled(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, likeliest: Any) -> None:
         """Pass tokens on."""
