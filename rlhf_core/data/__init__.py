@@ -11,6 +11,7 @@ from rlhf_core.data.lazy import LazyRows as LazyRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.prompts import EpisodeRows as EpisodeRows
 from rlhf_core.data.prompts import Prompts as Prompts
+from rlhf_core.data.prompts import PromptStream as PromptStream
 from rlhf_core.data.prompts import encode_prompts as encode_prompts
 from rlhf_core.data.prompts import without_last_replies as without_last_replies
 from rlhf_core.data.records import drop_columns as drop_columns

@@ -68,6 +68,8 @@ class Example(NamedTuple):
     where: str
     """Its name, such as "pairs.jsonl row 17"."""
     tree: Tree
+    row: Mapping[str, Any] = {}
+    """Of a prompt: its row of the data."""
 
 
 class Encoded(NamedTuple):
@@ -80,9 +82,9 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """Encode blocks, in any process. encode: `encode_pairs` or `encode_texts` with all options but the tokenizer."""
+    """Encode blocks, in any process. encode: `encode_pairs` or the like with all options but the tokenizer."""
 
-    encode: Callable[..., Pairs | Texts]
+    encode: Callable[..., Any]
     tokenizer: Any
 
     @cached_property
@@ -93,14 +95,15 @@ class BlockEncoder:
             else Encoder(self.tokenizer, self.encode.keywords["chat_template"])  # type: ignore[attr-defined]
         )
 
-    def rows(self, records: Records) -> Pairs | Texts:
+    def rows(self, records: Records) -> Any:
         return self.encode(records, self._encoder, part=True)
 
     def __call__(self, block: Block) -> Encoded:
         rows = self.rows(Records(block.parts))
         trees = rows.trees()
         by_place = sorted((int(block.order[row]), i) for i, row in enumerate(rows.rows))
-        examples = [Example(rows.where(i), trees[i]) for _, i in by_place]
+        row: Callable[[int], Mapping[str, Any]] = getattr(rows, "row", lambda i: {})
+        examples = [Example(rows.where(i), trees[i], row(i)) for _, i in by_place]
         return Encoded(examples, len(block.order) - len(examples))
 
 
@@ -115,8 +118,8 @@ class Blocks(Protocol):
 class LazyRows:
     """Training data that are encoded while updates use them."""
 
-    sample: Pairs | Texts
-    """The first rows in the order of training, encoded."""
+    sample: Any
+    """The first rows in the order of training, encoded: `Pairs`, `Texts`, or of a stream also prompts."""
     report: str
     """What is known of the rows: counts of all, and what became of the sample."""
     encoder: BlockEncoder

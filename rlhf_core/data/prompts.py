@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,16 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import columns
 from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
-from rlhf_core.data.encoded import Form, Limit, Notes, select
+from rlhf_core.data.encoded import Form, Limit, Notes, require_vocabulary, select
+from rlhf_core.data.lazy import Encoding, Example, Reading
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Places, Records, Source, cells, mapped
 from rlhf_core.errors import InputError
+from rlhf_core.packing.trees import Tree
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
+
+if TYPE_CHECKING:
+    from rlhf_core.data.streams import LazyStreams
 
 NOTES = ("left_out",)
 FORMATS = (("prompt",), ("messages",))
@@ -65,6 +70,16 @@ class Prompts:
         """int64 [prompts]: index of each prompt's row in the records."""
         return self.places.rows
 
+    def trees(self) -> list[Tree]:
+        """Return each prompt as a tree without branches."""
+        return [Tree(ids, ()) for ids in self.ids]
+
+    @staticmethod
+    def raw_of(row: Mapping[str, Any]) -> Turns:
+        """Return the prompt of a row, as in the data."""
+        prompt: Turns = row["prompt"]
+        return prompt
+
 
 def encode_prompts(
     records: Records,
@@ -74,16 +89,18 @@ def encode_prompts(
     overlong: str = "filter",
     truncation_mode: str = "keep_end",
     chat_template: str | TextOptions | None = None,
+    part: bool = False,
 ) -> Prompts:
     """Tokenise prompts; conversations end with an open assistant turn.
 
     Of rows with `messages` alone, the prompt is the conversation without the replies at its end, see `as_prompts`.
     chat_template: as in `template_text`, or all options as `TextOptions`.
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
+    part: as in `select`.
     Raises InputError naming file and row of the first few problems, and if no prompt is left.
     """
     records = as_prompts(records)
-    encoder = Encoder(tokenizer, chat_template)
+    encoder = Encoder.of(tokenizer, chat_template)
     reserved = [name for name in REWARD.arguments if name in records.columns]
     if reserved:
         taken = ", ".join(map(repr, reserved))
@@ -97,7 +114,7 @@ def encode_prompts(
     encode = partial(_encode, encoder=encoder, chat=chat[0])
     form = Form("prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda source: ("prompt",))
     limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
-    chosen = select(records, TokenCache("prompts", encoder), form, limit)
+    chosen = select(records, TokenCache("prompts", encoder), form, limit, part=part)
     rows = chosen.places.rows
     return Prompts(
         chosen.sequences("ids"),
@@ -220,10 +237,139 @@ class EpisodeRows:
     @property
     def raw(self) -> Sequence[Any]:
         """Each row's prompt as messages, as an environment may begin with it."""
-        return mapped(self.records, _as_turns)
+        return mapped(self.records, self.raw_of)
+
+    @staticmethod
+    def raw_of(row: Mapping[str, Any]) -> Any:
+        """Return a row's prompt as messages; a row without one gives an empty message."""
+        prompt = row.get("prompt") or ""
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    @property
+    def report(self) -> Report:
+        return Report("rows", None, total=len(self), kept=len(self))
+
+    def trees(self) -> list[Tree]:
+        """Return a tree without tokens for each row."""
+        return [Tree(np.zeros(0, np.int32), ())] * len(self)
 
 
-def _as_turns(row: Mapping[str, Any]) -> Any:
-    """Return a row's prompt as messages; a row without one gives an empty message."""
-    prompt = row.get("prompt") or ""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def episode_rows(
+    records: Records,
+    tokenizer: Any,
+    *,
+    max_prompt_length: int,
+    chat_template: TextOptions | None = None,
+    part: bool = False,
+) -> EpisodeRows:
+    """Make `EpisodeRows` of rows, by the signature of `encode_prompts`."""
+    return EpisodeRows(records, max_prompt_length)
+
+
+class PromptStream:
+    """Prompts, or rows of episodes, that are read in order, in the place of `Prompts` or `EpisodeRows`.
+
+    Row i is the i-th of the stream that is used. Those of the sample stay in memory, and are counted and iterated; of
+    later ones those from the newest `begin` on.
+    """
+
+    def __init__(self, rows: LazyStreams, max_prompt_length: int, workers: int) -> None:
+        """workers: processes that tokenise; 0: a thread does."""
+        self._stream, self._workers, self.max_prompt_length = rows, workers, max_prompt_length
+        self.sample: Prompts | EpisodeRows = rows.sample
+        self.chat = self.sample.chat
+        self.vocabulary: int | None = None
+        """Embeddings of the model, which later prompts are compared with."""
+        self._start: tuple[int, Any] = 0, None
+        """A row, and the position of the stream before it."""
+        self._reading: Reading | None = None
+        self._first = 0
+        self._read: list[tuple[Any, Example]] = []
+        """Positions with the rows after them, from row `_first` on."""
+        self.ids = _OfRows(self, lambda example: example.tree.prefix)
+        self.raw = _OfRows(self, lambda example: self.sample.raw_of(example.row))
+        self.columns = {name: _OfRows(self, partial(_cell, name)) for name in self.sample.columns}
+
+    def __len__(self) -> int:
+        """Return the rows of the sample."""
+        return len(self.sample)
+
+    @property
+    def report(self) -> str:
+        """What is known of the rows."""
+        return self._stream.report
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64: tokens of the sample's prompts, and the most that a later one may have."""
+        return np.append(self.sample.sizes, self.max_prompt_length)
+
+    def where(self, i: int) -> str:
+        """Name row `i`, such as "prompts.jsonl row 17"."""
+        return self.example(i).where
+
+    def row(self, i: int) -> Mapping[str, Any]:
+        """Return row `i` as in the data."""
+        return self.example(i).row
+
+    def example(self, i: int) -> Example:
+        """Return row `i`, reading as far as it; one before the newest `begin` must be of the sample."""
+        if i < len(self.sample):
+            at = int(self._stream.sample_order[i])
+            ids = self.sample.ids[at] if isinstance(self.sample, Prompts) else np.zeros(0, np.int32)
+            return Example(self.sample.where(at), Tree(ids, ()), self.sample.row(at))
+        if self._reading is None:
+            self._first, position = self._start
+            self._reading = Reading(self._stream, self._encoding, position)
+        while self._first + len(self._read) <= i:
+            self._read.append((self._reading.state, next(self._reading)))
+        example = self._read[i - self._first][1]
+        if self.vocabulary is not None:
+            require_vocabulary([example.tree], lambda _: example.where, self.vocabulary)
+        return example
+
+    def begin(self, i: int) -> None:
+        """Forget the rows before row `i`, but for those of the sample."""
+        if i < len(self.sample):
+            return
+        self.example(i)
+        self._read = self._read[i - self._first :]
+        self._first, self._start = i, (i, self._read[0][0])
+
+    def snapshot(self) -> list[Any]:
+        """Return the newest `begin`, with the position of the stream there, as JSON."""
+        return list(self._start)
+
+    def restore(self, saved: Sequence[Any]) -> None:
+        """Continue from a `snapshot`."""
+        row, position = saved
+        self._start, self._reading, self._read = (row, position), None, []
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return Encoding(self._stream.encoder, self._workers)
+
+
+class _OfRows(Sequence[Any]):
+    """A value of each row of a stream."""
+
+    def __init__(self, stream: PromptStream, of: Callable[[Example], Any]) -> None:
+        self._stream, self._of = stream, of
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        return self._of(self._stream.example(int(i)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+
+def _cell(name: str, example: Example) -> Any:
+    return example.row.get(name)
+
+
+AnyPrompts: TypeAlias = Prompts | EpisodeRows | PromptStream

@@ -15,7 +15,6 @@ import grain
 import numpy as np
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.encoded import Pairs, Texts
 from rlhf_core.data.files import COMPRESSIONS, FORMATS, format_of, parse_line
 from rlhf_core.data.lazy import BLOCK, SAMPLE, Block, BlockEncoder, LazyRows, State
 from rlhf_core.data.records import drop_columns, hub_dataset, is_stream, load, missing_file, with_columns
@@ -298,7 +297,7 @@ class LazyStreams(LazyRows):
     def __init__(
         self,
         streams: list[Stream],
-        encode: Callable[..., Pairs | Texts],
+        encode: Callable[..., Any],
         tokenizer: Any,
         *,
         seed: int,
@@ -312,6 +311,8 @@ class LazyStreams(LazyRows):
         self._dataset = _mixed(streams, window, seed)
         sample = _block(streams, list(islice(self._dataset, SAMPLE)))
         self.sample = encode(Records(sample.parts), tokenizer)
+        self.sample_order = np.argsort(sample.order[self.sample.rows])
+        """int64 [rows of the sample]: their indices, in the order of the stream."""
         names = ", ".join(dict.fromkeys(stream.name for stream in streams))
         self.report = f"{names}: of the first {SAMPLE:,} rows of the stream: {self.sample.report}"
 

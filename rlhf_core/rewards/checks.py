@@ -25,7 +25,8 @@ from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
 
 if TYPE_CHECKING:
-    from rlhf_core.data import EpisodeRows, Prompts, Records
+    from rlhf_core.data import Records
+    from rlhf_core.data.prompts import AnyPrompts
     from rlhf_core.stage import Stage
 
 HERE = str(Path(__file__).parent.parent)
@@ -56,9 +57,7 @@ MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNo
 """Exceptions that show a mistake in the function; others may be due to the made-up completions."""
 
 
-def set_up(
-    rewards: Sequence[Reward], prompts: Prompts | EpisodeRows, stage: Stage, field: str = "train_data"
-) -> None:
+def set_up(rewards: Sequence[Reward], prompts: AnyPrompts, stage: Stage, field: str = "train_data") -> None:
     """Check the columns and rows of the prompts in `field`, then let rewards load what they need, once.
 
     Raises InputError, with all problems together, if a reward needs a column that the prompts lack. A row that a reward
@@ -160,7 +159,7 @@ class _Table:
 
 def forecast_rewards(
     rewards: Sequence[Reward],
-    prompts: Prompts | EpisodeRows | Records,
+    prompts: AnyPrompts | Records,
     stage: Stage,
     field: str = "train_data",
 ) -> Forecast:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
-from rlhf_core.data import EpisodeRows, Prompts
+from rlhf_core.data import EpisodeRows, Prompts, PromptStream
+from rlhf_core.data.prompts import AnyPrompts
 from rlhf_core.environments import Episode
 from rlhf_core.errors import NonFiniteError, RunError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, logged_metrics, score
@@ -69,7 +70,7 @@ class RolloutCollector:
     """
 
     stage: Stage
-    prompts: Prompts | EpisodeRows
+    prompts: AnyPrompts
     tokenizer: Any
     sampler: SamplerFunction
     rewards: Sequence[Reward]
@@ -148,7 +149,7 @@ class RolloutCollector:
         """
         if self.episodes is not None:
             return self._run_episodes(self.episodes, params, chosen, key, ids, required=required)
-        assert isinstance(self.prompts, Prompts)
+        assert not isinstance(self.prompts, EpisodeRows)
         began = time.perf_counter()
         try:
             samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
@@ -227,7 +228,7 @@ def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
 
 
 def reward_inputs(
-    prompts: Prompts,
+    prompts: Prompts | PromptStream,
     chosen: Sequence[int],
     samples: Rollouts,
     tokenizer: Any,
@@ -254,9 +255,7 @@ def reward_inputs(
     return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in rows])
 
 
-def episode_inputs(
-    prompts: Prompts | EpisodeRows, chosen: Sequence[int], episodes: Sequence[Episode]
-) -> RewardInputs:
+def episode_inputs(prompts: AnyPrompts, chosen: Sequence[int], episodes: Sequence[Episode]) -> RewardInputs:
     """Make the inputs of reward functions from episodes: the messages that each began with, and those that followed.
 
     `completion_ids` has all tokens after the prompt. The column `environment_rewards` has what the environment gave.

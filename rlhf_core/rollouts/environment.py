@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import ENVIRONMENT
+from rlhf_core.data import EpisodeRows
 from rlhf_core.environments import (
     CallParser,
     ConversationEncoder,
@@ -26,7 +27,8 @@ from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
-    from rlhf_core.data import EpisodeRows, Prompts
+    from rlhf_core.data import PromptStream
+    from rlhf_core.data.prompts import AnyPrompts
     from rlhf_core.rollouts.collector import RolloutOptions
     from rlhf_core.training.context import Context
 
@@ -35,7 +37,7 @@ def run_episodes(
     settings: EpisodeSettings,
     sampler: Any,
     params: Any,
-    prompts: Prompts | EpisodeRows,
+    prompts: AnyPrompts,
     chosen: Sequence[int],
     key: jax.Array,
     ids: NDArray[np.int64],
@@ -94,15 +96,18 @@ def open_environment(
     return EpisodeSettings(calls, encoder, parser, options.max_prompt_length, environment.length(turn), turn)
 
 
-def forecast_episodes(context: Context, options: RolloutOptions, rows: EpisodeRows) -> list[str]:
+def forecast_episodes(
+    context: Context, options: RolloutOptions, rows: EpisodeRows | PromptStream
+) -> list[str]:
     """Describe the episodes that rows begin, first the rows; try one, unless `check` is false or calls are async.
 
     Raises InputError for what would end every episode.
     """
     environment, turn = options.environment, options.sampling.max_completion_length
     assert environment is not None
+    count = f"{len(rows):,} rows" if isinstance(rows, EpisodeRows) else "a stream of rows"
     lines = [
-        f"{len(rows):,} rows, which begin episodes of '{Path(environment.name).name}' with prompts of at most "
+        f"{count}, which begin episodes of '{Path(environment.name).name}' with prompts of at most "
         f"{rows.max_prompt_length:,} tokens",
         f"an episode has at most {environment.max_turns} turns of {turn:,} tokens, and "
         f"{environment.length(turn):,} tokens with the environment's",

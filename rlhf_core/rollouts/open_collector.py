@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from rlhf_core import artifacts, data
 from rlhf_core.config import Component
 from rlhf_core.contracts import SAMPLER, SamplerInputs
-from rlhf_core.data import EpisodeRows, Prompts, require_vocabulary
+from rlhf_core.data import Prompts, PromptStream, require_vocabulary
+from rlhf_core.data.prompts import AnyPrompts
 from rlhf_core.errors import InputError, counted
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards, set_up
@@ -69,7 +70,9 @@ def open_collector(
     prompts = _open_prompts(context, rewards, options, field)
     if prompts is None:
         return None
-    if isinstance(prompts, Prompts):
+    if isinstance(prompts, PromptStream):
+        prompts.vocabulary = model.definition.vocab_size
+    elif isinstance(prompts, Prompts):
         with error_context(stage, field):
             require_vocabulary(prompts.ids, prompts.where, model.definition.vocab_size)
     ends = (*model.stop_ids, *options.sampling.stop_token_ids)
@@ -97,7 +100,7 @@ def open_collector(
 def open_sampler(
     context: Context,
     model: Model,
-    prompts: Prompts | EpisodeRows,
+    prompts: AnyPrompts,
     options: RolloutOptions,
     prompts_per_call: int,
     memory: int | None,
@@ -145,7 +148,7 @@ def warm_up(sampler: Any, model: Model, sizes: NDArray[np.int64]) -> None:
 
 def _open_prompts(
     context: Context, rewards: Sequence[Reward], options: RolloutOptions, field: str
-) -> Prompts | EpisodeRows | None:
+) -> AnyPrompts | None:
     """Open the prompts of `train_data`, or of `eval_data`, which may not be given: None.
 
     In a stage that is only checked, also add to `context.expected` what its rollouts will be. rewards: are then called
@@ -163,8 +166,10 @@ def _open_prompts(
             lines = forecast_episodes(context, options, rows)
             context.warn(*((ROW_PER_TURN,) if environment.history == "encoded_again" else ()))
             later = [*lines[1:], *of_rewards.lines]
-            _expect(context, options, (len(rows), length), lines[0], later)
+            _expect(context, options, (_count(rows), length), lines[0], later)
         return rows
+    if tokenizer is None and needed and context.is_stream(field):
+        _expect(context, options, (0, length), "a stream of prompts", ())
     if tokenizer is None:
         records = context.records(field)
         if records is not None and needed:
@@ -178,8 +183,13 @@ def _open_prompts(
         if needed:
             longest = max(map(len, prompts.ids))
             _told(context, of_rewards)
-            _expect(context, options, (len(prompts), longest), str(prompts.report), of_rewards.lines)
+            _expect(context, options, (_count(prompts), longest), str(prompts.report), of_rewards.lines)
     return prompts
+
+
+def _count(prompts: AnyPrompts) -> int:
+    """Count the prompts; 0: not known."""
+    return 0 if isinstance(prompts, PromptStream) else len(prompts)
 
 
 def _check_stops(context: Context, options: RolloutOptions) -> None:
@@ -199,7 +209,10 @@ def _told(context: Context, forecast: Forecast) -> Forecast:
 def _expect(
     context: Context, options: RolloutOptions, prompts: tuple[int, int], report: str, later: Sequence[str]
 ) -> None:
-    """Count completions, updates and tokens. prompts: how many, and the tokens of the longest."""
+    """Count completions, updates and tokens.
+
+    prompts: how many, 0 if that is not known, and the tokens of the longest.
+    """
     config, rounds, group = context.config, options.max_rounds, options.num_generations
     (count, longest), environment = prompts, options.environment
     length = options.sampling.max_completion_length
@@ -214,7 +227,7 @@ def _expect(
         + (f", drawn up to {rounds} times (dynamic_sampling)" if rounds > 1 else ""),
         f"{'at most ' if rounds > 1 and config.max_training_steps is None else ''}"
         f"{counted(total, 'updates')} of {counted(config.total_batch_size, 'completions')}; a rollout serves {serves}; "
-        f"{sampled // group / count:.2f} epochs",
+        + (f"{sampled // group / count:.2f} epochs" if count else "the length of the data is not known"),
         f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),
     ]
@@ -248,7 +261,7 @@ def _reward_models(context: Context, policy: int) -> int:
     return sum(policy if size is None else size for size in sizes)
 
 
-def _position_warnings(model: Model, prompts: Prompts | EpisodeRows, options: RolloutOptions) -> list[str]:
+def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOptions) -> list[str]:
     """Warn where prompts with their completions or episodes are longer than the model's positions."""
     positions, prompt = model.hf_config.get("max_position_embeddings"), int(prompts.sizes.max())
     length, field, what = options.sampling.max_completion_length, "sampling.max_completion_length", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.contracts import all_equal
-from rlhf_core.data import batch_rows, count_updates
+from rlhf_core.data import PromptStream, batch_rows, count_updates
 from rlhf_core.data.columns import is_blank
 from rlhf_core.errors import counted, warn
 from rlhf_core.fit.batches import EncodedRows, Update
@@ -38,7 +39,8 @@ FIRST_ROLLOUTS = 3
 
 
 class PromptOrder:
-    """Shuffled epochs over the prompts, of which every round of a rollout takes the next `prompts_per_rollout`.
+    """Shuffled epochs over the prompts, or a stream of them, of which every round of a rollout takes the next
+    `prompts_per_rollout`.
 
     epoch_rounds: rounds in the config's epochs. extra_rounds: rounds after the first, summed over all rollouts so far;
     later rollouts continue after them. rounds: of the newest rollout.
@@ -53,16 +55,22 @@ class PromptOrder:
         updates_per_rollout: int,
         seed: int,
     ) -> None:
-        """count: prompts of the dataset. seed: used where the config has no shuffle_seed_train."""
+        """count: prompts of the dataset; 0: a stream, which has an order of its own. seed: used where the config has no
+        shuffle_seed_train.
+        """
         self.count, self.prompts_per_rollout = count, prompts_per_rollout
         self.updates_per_rollout = updates_per_rollout
         self.shuffle = config.shuffle_train_dataset
         self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
         self.epoch_rounds = count_updates(count, prompts_per_rollout, config.num_train_epochs, None)
+        self.updates = config.max_training_steps
         self.extra_rounds, self.rounds = 0, 1
 
     def next_prompts(self, number: int) -> Callable[[], NDArray[np.int64]]:
         """Return a function that gives the prompts of rollout `number`, int64 [P], another round with each call."""
+        if not self.count:
+            rounds = itertools.count(number + self.extra_rounds)
+            return lambda: np.arange(self.prompts_per_rollout) + next(rounds) * self.prompts_per_rollout
         order = batch_rows(
             self.count,
             self.prompts_per_rollout,
@@ -81,7 +89,12 @@ class PromptOrder:
         return number + 1 + self.extra_rounds >= self.epoch_rounds
 
     def epochs(self, step: int) -> float:
-        """Return how many passes over the prompts the first `step` updates make, of the newest rollout or later."""
+        """Return how many passes over the prompts the first `step` updates make, of the newest rollout or later.
+
+        Of a stream, whose length is not known, it is the share of the run.
+        """
+        if not self.count:
+            return step / (self.updates or 1)
         number, within = divmod(step - 1, self.updates_per_rollout)
         before = number + self.extra_rounds - (self.rounds - 1)  # rounds of the rollouts before this one
         rounds = before + self.rounds * (within + 1) / self.updates_per_rollout
@@ -147,15 +160,17 @@ class RolloutUpdates:
         config, options = context.config, collector.options
         self.stage, self.collector, self.prompts = context.stage, collector, collector.prompts
         self.layout, self.steps, self.reference, self.reading = layout, steps, reference, reading
-        count, updates = len(collector.prompts), options.updates_per_rollout
-        context.warn(
-            *batch_warnings(
-                config,
-                count,
-                prompts_per_rollout=options.prompts_per_rollout,
-                num_generations=options.num_generations,
+        self.stream = collector.prompts if isinstance(collector.prompts, PromptStream) else None
+        count, updates = 0 if self.stream else len(collector.prompts), options.updates_per_rollout
+        if count:
+            context.warn(
+                *batch_warnings(
+                    config,
+                    count,
+                    prompts_per_rollout=options.prompts_per_rollout,
+                    num_generations=options.num_generations,
+                )
             )
-        )
         self.data: EncodedRows = collector.prompts
         self.updates_per_rollout = updates
         self.order = PromptOrder(
@@ -208,6 +223,8 @@ class RolloutUpdates:
         if self.rollout is None:  # the sampler compiles
             count = self.order.prompts_per_rollout * self.collector.options.num_generations
             self.stage.say(f"sampling the first rollout ({counted(count, 'completions')})")
+        if self.stream is not None:
+            self.stream.begin((number + self.order.extra_rounds) * self.order.prompts_per_rollout)
         rollout = self.collector.collect(state, number, self.order.next_prompts(number))
         self.timing = rollout.timing
         self.order.add_rounds(rollout.rounds)
@@ -242,6 +259,8 @@ class RolloutUpdates:
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.collector.rewards)}
+        if self.stream is not None:
+            host["prompts"] = self.stream.snapshot()
         arrays = {}
         if self.reference is not None and self.reference.moves:
             arrays = self.reference.snapshot()
@@ -257,6 +276,8 @@ class RolloutUpdates:
         if step:
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
         restore(self.collector.rewards, host["rewards"])
+        if self.stream is not None:
+            self.stream.restore(host["prompts"])
         if "rollout" not in host:
             self._warn_of_other_answers(step)
             return

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from rlhf_core import data
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.data import EpisodeRows, Pairs, Prompts, Texts
+from rlhf_core.data import EpisodeRows, Pairs, Prompts, PromptStream, Texts
 from rlhf_core.data.columns import require_conversations
 from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
+from rlhf_core.data.prompts import episode_rows
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, counted, suggest, warn
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data.report import Report
+    from rlhf_core.data.streams import LazyStreams
     from rlhf_core.packing.trees import Trees
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
@@ -310,11 +312,17 @@ class Context:
         usable = None if whole else usable_pairs
         return self._rows(field, "pairs", partial(data.encode_pairs, **options), usable)
 
-    def prompts(self, field: str, max_prompt_length: int) -> Prompts | None:
+    def prompts(self, field: str, max_prompt_length: int) -> Prompts | PromptStream | None:
         """Tokenise the prompts of `train_data` or of `eval_data`, which may not be given: None.
 
         Raises InputError for rows that are not prompts.
         """
+        if field == "train_data" and self.is_stream(field):
+            encode = partial(data.encode_prompts, max_prompt_length=max_prompt_length, **self._encoding())
+            rows = self._open_stream(encode, "prompts")
+            if not self.shapes and not rows.sample.report.all_as_given:
+                self.warn(f"{field}: {rows.report}")
+            return PromptStream(rows, max_prompt_length, self.config.workers)
         records = self.records(field)
         if records is None:
             return None
@@ -325,8 +333,13 @@ class Context:
         self._report(prompts.report, field)
         return prompts
 
-    def episode_rows(self, field: str, max_prompt_length: int) -> EpisodeRows | None:
+    def episode_rows(self, field: str, max_prompt_length: int) -> EpisodeRows | PromptStream | None:
         """Open the rows of `train_data` or of `eval_data` that an environment's episodes begin with."""
+        if field == "train_data" and self.is_stream(field):
+            template = self.text_options()
+            encode = partial(episode_rows, max_prompt_length=max_prompt_length, chat_template=template)
+            rows = self._open_stream(encode, "rows", episodes=True)
+            return PromptStream(rows, max_prompt_length, self.config.workers)
         records = self.records(field, episodes=True)
         return None if records is None else EpisodeRows(records, max_prompt_length)
 
@@ -334,7 +347,7 @@ class Context:
         """Encode rows. usable: as of `LazyRecords`, for training data that may be encoded later; None: all are now."""
         needed = field == "train_data"
         if needed and usable is not None and is_stream(self._spec(field)):
-            return self._stream(unit, encode)
+            return self._opened(self._open_stream(encode, unit), unit)
         records = self.records(field)
         if records is None:
             return None
@@ -360,7 +373,8 @@ class Context:
         seed = self.config.shuffle_seed_train
         return self.seed if seed is None else seed
 
-    def _stream(self, unit: str, encode: partial[Any]) -> LazyRows:
+    def _open_stream(self, encode: partial[Any], unit: str, *, episodes: bool = False) -> LazyStreams:
+        """Open the streams of `train_data`. episodes: whether an environment makes the conversations."""
         from rlhf_core.data.streams import LazyStreams, open_streams
 
         config = self.config
@@ -381,9 +395,9 @@ class Context:
             self._note_absent("train_data", [name for stream in streams for name in stream.columns_read])
             window = config.shuffle_buffer if config.shuffle_train_dataset else 1
             rows = LazyStreams(streams, encode, self.tokenizer, seed=self._order_seed, window=window)
-            if config.system_prompt is not None:
+            if config.system_prompt is not None and not episodes:
                 require_conversations(rows.sample.places.records.sources)
-        return self._opened(rows, unit)
+        return rows
 
     def _opened(self, rows: LazyRows, unit: str) -> LazyRows:
         """Say what is known of training data that are encoded while updates use them."""

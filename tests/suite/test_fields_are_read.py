@@ -90,8 +90,7 @@ def test_every_field_is_read(
         warnings.simplefilter("ignore")
         run_alone(trainer, config)
     unread = set(cls.model_fields) - read
-    of_streams = {"dataloader_num_workers", "dataset_num_proc", "shuffle_buffer"}  # and of large data
-    unread -= of_streams if trainer != "grpo" else {"dataset_num_proc"}
+    unread -= {"dataloader_num_workers", "dataset_num_proc", "shuffle_buffer"}  # of streams and large data
     ignored = {name for name, each in cls.other_names().items() if isinstance(each, Ignored)} & set(
         cls.model_fields
     )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig
+from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig
 
@@ -26,9 +27,12 @@ SETTINGS: dict[str, Any] = {
 
 
 class StopAt:
+    def __init__(self, step: int = 3) -> None:
+        self.step = step
+
     @hookimpl
     def rlhf_step_end(self, step: int) -> None:
-        if step == 3:
+        if step == self.step:
             raise KeyboardInterrupt
 
 
@@ -82,6 +86,50 @@ def test_dpo_on_a_stream_is_dpo_on_the_rows(adapters: bool, tiny: ModuleType, tm
     assert all(np.array_equal(parts[name], straight[name]) for name in whole)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rollouts_take_the_next_prompts_of_a_stream(
+    dynamic: bool, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed within a rollout or between two, each prompt comes once, in the order of the run that was not killed."""
+    monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 4)
+    monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 3)
+    letters = [f"{a} {b}" for a in "abcdefgh" for b in "abcdefg"]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for i, text in enumerate(letters):
+            yield {"prompt": text if i % 5 else "a " * 99, "answer": text}
+
+    def reward(completions: list[str], answer: list[str], prompts: list[str]) -> list[float]:
+        assert answer == prompts
+        return [len(text) / 8 for text in completions]
+
+    def run(at: str, *listeners: Any) -> dict[str, Any]:
+        config = GRPOConfig(
+            **{**SETTINGS, "total_batch_size": 4, "num_generations": 2, "steps_per_generation": 2},
+            sampling={"max_completion_length": 4},
+            max_prompt_length=12,
+            max_training_steps=8,
+            dynamic_sampling={"max_rounds": 2} if dynamic else None,
+        )
+        given = {"train_dataset": rows, "rewards": [reward]}
+        model = tiny.make_model(scale=4.0)
+        found = tiny.run("grpo", config, tmp_path / at, model=model, listeners=listeners, **given)
+        return dict(tiny.leaves(load_model(found.path).params))
+
+    straight = run("straight")
+    for stop in (5, 6):
+        with pytest.raises(KeyboardInterrupt):
+            run(f"parts {stop}", StopAt(stop))
+        parts = run(f"parts {stop}")
+        assert all(np.array_equal(parts[name], straight[name]) for name in straight)
+    files = sorted((tmp_path / "straight/samples").glob("update-*.jsonl"))
+    seen = [row["prompt"] for file in files for row in tiny.read_rows(file)[::2]]
+    assert len(seen) == len(set(seen)) == 16
+    windows = [letters.index(prompt) // 8 for prompt in seen]
+    assert windows == sorted(windows)
+    assert seen != sorted(seen)
+
+
 def test_a_function_is_the_same_data_while_its_source_is(tiny: ModuleType, tmp_path: Path) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield from tiny.pairs(40)
@@ -123,15 +171,17 @@ def test_check_says_what_a_stream_lacks(
         else rlhf("check", "p.toml")
     )
     assert told.code == 2
-    if trainer == "grpo":
-        assert "train_data: a stream, and all rows are read before the first update here" in told.message
-        return
     assert (
         "'x'.max_training_steps: missing; train_data is a stream, whose length is not known" in told.message
     )
-    told = rlhf("check", "p.toml", "--set", "x.max_training_steps=5")
+    rewards = ["--set", 'x.rewards=["length"]'] if trainer == "grpo" else []
+    told = rlhf("check", "p.toml", "--set", "x.max_training_steps=5", *rewards)
     assert told.code == 0
     text = " ".join(told.out.split())
+    if trainer == "grpo":
+        assert "of the first 4,096 rows of the stream: 4,096 prompts: 4,096 kept" in text
+        assert "5 updates of 32 completions; a rollout serves 1; the length of the data is not known" in text
+        return
     unit = "pairs" if trainer == "dpo" else "texts"
     assert f"of the first 4,096 rows of the stream: 4,096 {unit}: 4,096 kept" in text
     assert f"5 updates of 32 {'pairs' if trainer == 'dpo' else 'demonstrations'}" in text

@@ -104,8 +104,6 @@ class GRPOConfig(TrainerConfig):
         "tools": "environment.tools",
         "max_sequence_length": Ignored("max_prompt_length limits prompts, max_completion_length completions"),
         "prompt_repeated": Ignored("completions are sampled, and follow their prompts"),
-        "dataloader_num_workers": Ignored("prompts are tokenised before the first update"),
-        "shuffle_buffer": Ignored("prompts cannot be streamed: each epoch is shuffled as a whole"),
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
