@@ -341,8 +341,8 @@ def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
     rules = ARCHITECTURES[sizes["model_type"]]
     filled: dict[str, Any] = {
         "architectures": [rules.causal_lm],
-        **{name: value for name, value in COMMON.items() if value is not None},
-        **rules.defaults,
+        # Of a family's older names, null is no default: transformers takes it for the value.
+        **{name: value for name, value in {**COMMON, **rules.defaults}.items() if value is not None},
         "num_key_value_heads": sizes.get("num_attention_heads"),
         "torch_dtype": "float32",
         "attention_dropout": 0.0,

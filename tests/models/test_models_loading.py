@@ -20,6 +20,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Model, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models.loading import complete_table
 from rlhf_core.models.model import padding_apart
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 
@@ -111,6 +112,15 @@ def test_a_fresh_model_has_its_familys_defaults() -> None:
     made = fresh_model(TABLE | IDS | modern)
     assert "rope_theta" not in made.hf_config
     assert made.definition.config.ropes[0].theta == 50
+
+
+def test_transformers_reads_what_a_fresh_model_writes() -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind in ARCHITECTURES:
+        written = complete_table(TABLE | IDS | {"model_type": kind}, None, None)
+        read = transformers.AutoConfig.for_model(**written)
+        sizes = "hidden_size", "intermediate_size", "tie_word_embeddings"
+        assert [getattr(read, name) for name in sizes] == [written[name] for name in sizes], kind
 
 
 def test_a_language_model_gets_a_reward_head_aloud(tmp_path: Path) -> None:
