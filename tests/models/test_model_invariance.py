@@ -1,0 +1,180 @@
+"""What a sequence's values and gradients are depends on itself alone: not on its row, its micro-batch or the mesh."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.mesh import make_mesh, put_rows
+from rlhf_core.metrics import Mean
+from rlhf_core.models import DECODER, Model
+from rlhf_core.models.params import paths
+from rlhf_core.objective import trained_logps, trained_weight
+from rlhf_core.optimizers import adamw
+from rlhf_core.packing.rows import Layout, pack
+from rlhf_core.packing.trees import Tree
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 36,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LINEAR = {
+    "rms_norm_eps": 1e-2,  # outputs of the delta rule near zero are normalised, which magnifies rounding
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **LINEAR,
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 20,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "sliding_window": 30,
+        "rope_parameters": YARN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **EXPERTS,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 30,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+    },
+    "ministral3": {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+}
+for each in ("olmo3", "granite"):
+    FAMILIES[each]["head_dim"] = None
+TREES = [
+    *((70, (5, 9, 60)), (0, (3,)), (64, (10, 1)), (20, (45, 30, 1)), (0, (90,)), (1, (2, 7)), (5, (33, 26))),
+    *((40, (40, 3)), (0, (130,)), (90, (8,))),
+]
+"""(prefix, branches) in tokens, around chunks of 64 tokens and several windows."""
+TIME = 160
+LAYOUT = Layout((TIME,), (4,), (8,), (TIME,))
+"""Rows of several trees, in two micro-batches; the last rows are empty."""
+MESHES = {"data 2, fsdp 2": (2, 2, 1), "fsdp 2, tensor 2": (1, 2, 2), "data 2, tensor 2": (2, 1, 2)}
+CASES = [("lfm2", "fsdp 2, tensor 2"), ("qwen3_5", "data 2, tensor 2"), ("gpt_oss", "data 2, fsdp 2")]
+"""All meshes, and every new kind of layer."""
+
+
+def make(name: str, mesh: Any) -> Model:
+    """A model in which nothing is 0 or 1, with the same parameters on every mesh."""
+    definition = DECODER.define({k: v for k, v in (SIZES | FAMILIES[name]).items() if v is not None}, "lm")
+    draw = np.random.default_rng(0)
+
+    def value(path: Any, leaf: Any) -> Any:
+        mean = 0.0 if path[-1].key in ("kernel", "embedding") else 0.3
+        return (mean + 0.2 * draw.standard_normal(leaf.shape)).astype(np.float32)
+
+    params = jax.tree.map_with_path(value, definition.abstract_params())
+    return Model(definition, jax.device_put(params, definition.shardings(mesh)), None, {}, None, mesh)
+
+
+def make_trees() -> list[Tree]:
+    draw = np.random.default_rng(1)
+    made = []
+    for prefix, branches in TREES:
+        ids = [draw.integers(3, 36, n).astype(np.int32) for n in (prefix, *branches)]
+        weights = tuple(draw.uniform(0.5, 1.5, n).astype(np.float32) for n in branches)
+        made.append(Tree(ids[0], tuple(ids[1:]), weights))
+    return made
+
+
+def apart(trees: list[Tree]) -> list[Tree]:
+    """Each sequence by itself, its prompt's tokens in the prefix."""
+    return [
+        Tree(t.prefix, (b,), (w,)) for t in trees for b, w in zip(t.branches, t.weights or (), strict=True)
+    ]
+
+
+@functools.cache
+def alone(name: str) -> tuple[dict[tuple[str, ...], np.ndarray], float]:
+    """(Gradient by path, -Σ weight · log-probability), summed in float64 over passes of one sequence each."""
+    model = make(name, make_mesh(devices=jax.devices()[:1]))
+
+    def loss(params: Any, batch: Any) -> Any:
+        logps, _ = trained_logps(model.definition, params, batch)
+        return -(logps * trained_weight(batch)).sum()
+
+    compute = jax.jit(jax.value_and_grad(loss))
+    gradient, total = dict[Any, Any](), 0.0
+    for sequence in apart(make_trees()):
+        (batch,) = pack([sequence], LAYOUT._replace(rows=(1,)))
+        value, of_one = compute(model.params, batch)
+        total += float(value)
+        for path, leaf in paths(of_one):
+            gradient[path] = gradient.get(path, 0) + np.asarray(leaf, np.float64)
+    return gradient, total
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        each if each in CASES else pytest.param(*each, marks=pytest.mark.long)
+        for each in [(name, mesh) for name in FAMILIES for mesh in MESHES]
+    ],
+)
+def test_gradients_of_packed_rows_on_a_mesh_are_those_of_each_sequence_alone(name: str, mesh: str) -> None:
+    model = make(name, make_mesh(*MESHES[mesh], devices=jax.devices()[:4]))
+
+    def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
+        logps, _ = trained_logps(model.definition, params, batch)
+        return Mean.of(-logps, trained_weight(batch)), {}
+
+    state = create_state(model, adamw(0.1))
+    programs, done = Programs(objective, state), None
+    batches = pack(make_trees(), LAYOUT)
+    assert len(batches) > 1
+    for batch in batches:
+        done = programs.accumulate(state, put_rows(model.mesh, batch), done)
+    assert done is not None
+    expected, total = alone(name)
+    # Copies of the parameters along `data` may have sums of their own until the update.
+    np.testing.assert_allclose(np.sum(done.loss.total), total, rtol=1e-5)
+    for path, leaf in paths(done.grads):
+        leaf = np.asarray(leaf).reshape(-1, *expected[path].shape).sum(0)
+        size = np.abs(expected[path]).max()
+        assert size > 0 or path[-1] == "e_score_correction_bias", path
+        np.testing.assert_allclose(leaf, expected[path], rtol=0, atol=1e-5 * size, err_msg=".".join(path))
