@@ -114,7 +114,7 @@ class ScoringContract:
         A `model_max_length` below the model's positions is the length that it was trained on, as in what is exported.
         """
         tokenizer: Any = model.tokenizer
-        limit, positions = tokenizer.model_max_length, model.hf_config.get("max_position_embeddings")
+        limit, positions = tokenizer.model_max_length, model.max_positions
         chosen = isinstance(positions, int) and limit < positions
         side: Literal["keep_end", "keep_start"] = (
             "keep_end" if tokenizer.truncation_side == "left" else "keep_start"

@@ -9,6 +9,7 @@ from rlhf_core import artifacts
 from rlhf_core.cli.reward_card import card, for_other_libraries
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model, load_model, stored_head
+from rlhf_core.models.hf_config import text_config
 from rlhf_core.models.loading import local_directory
 from rlhf_core.models.weights import INDEX, open_weights
 from rlhf_core.runtime.files import fill_directory
@@ -80,4 +81,4 @@ def _left_out(source: Path, written: Path, model: Model) -> list[str]:
 
 
 def _tied(model: Model) -> bool:
-    return bool(model.hf_config.get("tie_word_embeddings")) and model.definition.head == "lm"
+    return bool(text_config(model.hf_config).get("tie_word_embeddings")) and model.definition.head == "lm"

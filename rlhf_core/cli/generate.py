@@ -122,7 +122,7 @@ def generate(given: Generation) -> None:
     registry = plugins.load(files=given.plugin or ()).registry
     records, model = _open(given, registry)
     encoded = _encode(given, records, model)
-    positions, group = model.hf_config.get("max_position_embeddings"), given.num_generations
+    positions, group = model.max_positions, given.num_generations
     ids, cut = _fit(encoded, given.max_prompt_length, given.max_completion_length, positions)
     sampler = _sampler(given, model, len(ids), max(map(len, ids)))
     try:

@@ -178,6 +178,24 @@ def _joined(values: list[Any]) -> Any:
     return "\n\n".join(value for value in values if value and value.strip())
 
 
+IMAGES = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
+"""Columns that models with a vision or audio tower are trained on elsewhere."""
+
+
+def require_text(source: Source) -> None:
+    """Raise InputError for the first row that has an image, a video or a sound in a column of its own."""
+    for name in IMAGES:
+        if name not in source.kinds:
+            continue
+        for i, row in enumerate(source.rows):
+            value = row.get(name)
+            if value is not None and (not hasattr(value, "__len__") or len(value)):
+                raise InputError(
+                    f"{source.where(i)}: column '{name}' is not empty, and models are trained on text alone: remove "
+                    "the row, or the column"
+                )
+
+
 def normalise_conversations(source: Source) -> Source:
     """Convert a source's conversations to lists of messages with `role` and `content`.
 

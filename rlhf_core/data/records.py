@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.columns import normalise_conversations, rename_columns
+from rlhf_core.data.columns import normalise_conversations, rename_columns, require_text
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Kinds, Records, Source, count_values, digest, json_text, mapped
@@ -87,7 +87,8 @@ def drop_columns(records: Records, names: Sequence[str]) -> Records:
 
 
 def with_columns(source: Source, columns: Mapping[str, Any] | None) -> Source:
-    """Rename the columns of a source and convert its conversations."""
+    """Rename the columns of a source and convert its conversations. Raises InputError for a row with images."""
+    require_text(source)
     return normalise_conversations(source if not columns else rename_columns(source, columns))
 
 

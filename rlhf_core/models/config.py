@@ -86,7 +86,13 @@ class DecoderConfig:
     shared_size: intermediate size of an MLP that computes every token beside its experts; 0: there is none.
         shared_gate: whether its output is multiplied by a sigmoid of its own.
     gemma4: of a layer of Gemma 4; None: of every other.
+    placeholders: tokens that stand for images and sounds, after the one that is embedded in their place (Gemma 4).
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
+    fused_experts: in the files, the experts of a layer are two tensors, gate_up_proj [experts, 2 · size, hidden] and
+        down_proj [experts, hidden, size].
+    prefix: how the names of the tensors begin in files that hold more than this text model, where others begin with
+        "model."; empty for files that hold nothing else.
+    carried: regular expressions of the names of tensors that are kept in the files and not read.
     kinds: the name of each layer's kind, where layers have different parameters; empty: they are all alike.
     variants: (kind, its fields and their values) of the kinds whose fields differ from these.
     """
@@ -133,7 +139,11 @@ class DecoderConfig:
     shared_size: int = 0
     shared_gate: bool = False
     gemma4: Gemma4 | None = None
+    placeholders: tuple[int, ...] = ()
     weight_names: tuple[tuple[str, str], ...] = ()
+    fused_experts: bool = False
+    prefix: str = ""
+    carried: tuple[str, ...] = ()
     initializer_range: float = 0.02
     kinds: tuple[str, ...] = ()
     variants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()

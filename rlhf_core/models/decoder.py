@@ -211,9 +211,10 @@ class Decoder(Definition):
 
     def module_names(self) -> dict[str, list[str]]:
         names = weights.tensor_names(self)
+        stored, prefix = self.config.prefix, weights.module_prefix(self.config)
         return {
             module: [
-                name.removesuffix(".weight")
+                (prefix + name.removeprefix(stored) if stored else name).removesuffix(".weight")
                 for name in names["layers", *module.split("."), "kernel"].tolist()
             ]
             for module in linear_modules(self.with_lora(None).abstract_params())

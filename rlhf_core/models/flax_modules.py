@@ -22,7 +22,7 @@ from rlhf_core.models import weights
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.model import Model
 from rlhf_core.models.params import paths
-from rlhf_core.models.safetensors import Writer
+from rlhf_core.models.safetensors import Writer, described
 from rlhf_core.runtime.caches import cached
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class NnxDefinition(Definition):
         if writes:
             for old in [*directory.glob("model*.safetensors"), directory / weights.INDEX]:
                 old.unlink(missing_ok=True)
-            shapes = {name: leaf.shape for name, leaf in named.items()}
-            with Writer(directory, shapes, dtype, weights.SHARD_BYTES) as writer:
+            tensors = {name: described(dtype, leaf.shape) for name, leaf in named.items()}
+            with Writer(directory, tensors, weights.SHARD_BYTES) as writer:
                 for name, leaf in named.items():
                     writer.put(name, fetch_array(leaf))
         else:

@@ -116,8 +116,12 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
             ),
         }
         variants[kind] = tuple(differs.items())
+    names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
+    stand_ins = [read.whole(name, least=0) for name in names if read.get(name) is not None]
     return found | {
         "gemma4": Gemma4(per_layer=table),
+        "placeholders": (read.whole("pad_token_id", 0, least=0), *stand_ins) if stand_ins else (),
+        "fused_experts": True,
         "kinds": tuple(kinds),
         "variants": tuple(variants.items()),
     }

@@ -35,6 +35,7 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
         read.problem(
             f"n_group {groups} must divide n_routed_experts {experts}, and topk_group {allowed} be at most it"
         )
+    further = range(layers, layers + read.whole("num_nextn_predict_layers", 0, least=0))
     plain = {"experts": 0, "experts_per_token": 0, "intermediate_size": read.whole("intermediate_size")}
     return {
         "intermediate_size": size,
@@ -46,5 +47,6 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
         "shared_size": size * read.whole("n_shared_experts", 0, least=0),
         "qk_norm": "head" if read.switch("use_qk_norm") else None,
         "kinds": ("dense",) * dense + ("experts",) * (layers - dense),
+        "carried": tuple(rf"model\.layers\.{i}\." for i in further),  # layers that predict further tokens
         "variants": (("dense", tuple(plain.items())),),
     }

@@ -43,6 +43,7 @@ COMMON: Mapping[str, Any] = {
 """Fields that every family reads, with Hugging Face's defaults."""
 
 _STORED = """
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers mamba_ssm_dtype
     architectures auto_map name_or_path transformers_version transformers.js_config dtype torch_dtype use_bfloat16
     tokenizer_class model_max_length unsloth_version unsloth_fixed is_llama_config
 """
@@ -54,7 +55,7 @@ _RUN = """
 _TASKS_AND_TOKENS = """
     id2label label2id num_labels problem_type finetuning_task task_specific_params bos_token_id eos_token_id
     pad_token_id sep_token_id cls_token_id unk_token_id mask_token_id decoder_start_token_id forced_bos_token_id
-    forced_eos_token_id prefix pad_token
+    forced_eos_token_id prefix pad_token image_token_id video_token_id audio_token_id
 """
 _GENERATION = """
     max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -76,6 +77,8 @@ ONLY: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
     "full_attn_mod": 1,
     "interpolate_factor": 1,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
 }
 """Fields with the only value that the decoder supports."""
 
@@ -93,6 +96,29 @@ _SHOWN.maxlong = 60
 def shown(value: Any) -> str:
     """Format a field's value for a message, as Python writes it, shortened if it is large or deep."""
     return _SHOWN.repr(value)
+
+
+def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of the text model: its `text_config`, if it describes more, or all of it.
+
+    What only the whole file says counts, too; its `tie_word_embeddings` takes precedence, as in transformers 5.
+    """
+    inner = hf_config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return hf_config
+    outer = {name: hf_config[name] for name in _TASKS_AND_TOKENS.split() if name in hf_config}
+    inner = {name: value for name, value in inner.items() if value is not None or name not in outer}
+    decisive = ("tie_word_embeddings", "quantization_config")
+    return {**outer, **inner, **{name: hf_config[name] for name in decisive if name in hf_config}}
+
+
+def with_text_config(hf_config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with other fields of the text model, which the whole file may repeat."""
+    inner = hf_config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return {**hf_config, **fields}
+    repeated = {name: value for name, value in fields.items() if name in hf_config}
+    return {**hf_config, **repeated, "text_config": {**inner, **fields}}
 
 
 class Fields:

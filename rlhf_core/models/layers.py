@@ -253,8 +253,11 @@ class Embedding(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         values = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.embedding = nnx.Param(values, axes=("vocab", "embed"))
-        self.scale = config.embedding_scale
+        self.scale, self.placeholders = config.embedding_scale, config.placeholders
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
+        if self.placeholders:
+            placeholder = jnp.isin(tokens, jnp.asarray(self.placeholders))
+            tokens = jnp.where(placeholder, self.placeholders[0], tokens)
         rows = with_rows_of(look_up(self.embedding[...], tokens).astype(dtype), tokens)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, dtype)

@@ -22,8 +22,9 @@ from rlhf_core.models.config import Remat
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.hf_config import COMMON, DECODER, EXPERT_COUNTS
+from rlhf_core.models.hf_config import COMMON, DECODER, EXPERT_COUNTS, text_config
 from rlhf_core.models.model import (
+    PROCESSOR_FILES,
     TOKENIZER_FILES,
     Model,
     config_for,
@@ -76,9 +77,13 @@ def load_model(
                 artifacts.open_artifact(each, together=together)
         if adapter_directory is not None:
             artifacts.require_base(adapter_directory, directory)
-    definition, hf_config = _define(directory, head, registry, dtype)
+    definition, hf_config = define(_read_config(directory), head, directory, registry, dtype=dtype)
+    if "quantization_config" in text_config(hf_config):  # of a format that the family's code reads
+        warn(f"{directory}: quantized weights are converted; the model is saved in bfloat16")
+        hf_config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     adapters = None if adapter_directory is None else peft.Adapter(adapter_directory)
     params = definition.load(directory, definition.shardings(mesh))
+    kept = weights.kept(definition, directory) if isinstance(definition, Decoder) else None
     tokenizer = _tokenizer(adapter_directory) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
     if fresh:
@@ -94,7 +99,8 @@ def load_model(
         hf_config=config_for(hf_config, head, tokenizer) if fresh else hf_config,
         source=directory,
         mesh=mesh,
-        stored_dtype=_stored_dtype(directory, hf_config),
+        stored_dtype=_stored_dtype(directory, hf_config, kept),
+        kept=kept,
     )
     # The contract of a stored head has the hash of its tokenizer, which must not change.
     if fresh and (adapters is None or adapters.score is None):
@@ -153,6 +159,7 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
         "rlhf_artifact.json",
         peft.CONFIG,
         *TOKENIZER_FILES,
+        *PROCESSOR_FILES,
     ]
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
@@ -194,7 +201,7 @@ def check_model(
     Weights are checked for core's families only. needs_weights: whether it is wrong that there are none.
     """
     directory, adapter_directory, _ = model_directories(path, None)
-    definition, _ = _define(directory, head, registry, None)
+    definition, _ = define(_read_config(directory), head, directory, registry)
     if adapter_directory is not None:
         peft.Adapter(adapter_directory)
     absent = not needs_weights and not any(directory.glob("*.safetensors"))
@@ -202,18 +209,42 @@ def check_model(
         weights.check(definition, directory)
 
 
-def _define(
-    directory: Path, head: Head, registry: Registry | None, dtype: str | None
+def define(
+    hf_config: Mapping[str, Any],
+    head: Head,
+    directory: Path,
+    registry: Registry | None = None,
+    *,
+    dtype: str | None = None,
+    remat: Remat = "auto",
 ) -> tuple[Definition, Mapping[str, Any]]:
-    """Read the definition that a directory's config.json describes, and that config.json."""
-    hf_config, file = _read_config(directory), str(directory / "config.json")
-    family = find_family(hf_config.get("model_type"), registry, where=file)
-    definition = describe(family, hf_config, head, file, dtype=dtype)
-    definition, made_of = untied(definition, hf_config, directory)
-    if "quantization_config" in made_of:  # of a format that the family's code reads
-        warn(f"{directory}: quantized weights are converted; the model is saved in bfloat16")
-        made_of = {name: value for name, value in made_of.items() if name != "quantization_config"}
-    return definition, made_of
+    """Define the model that a directory's config.json describes, and return it with its config.json.
+
+    Of a checkpoint that holds more, such as a vision tower, it is the text model, as `text_config` describes it.
+    dtype, remat: as in `Definition.computing`.
+    """
+    file, described = str(directory / "config.json"), hf_config
+    contained = find_text_family(hf_config, registry)
+    if contained is not None:
+        described, file = {**text_config(hf_config), "model_type": contained}, f"{file}: text_config"
+    family = find_family(described.get("model_type"), registry, where=file)
+    definition = describe(family, described, head, file, dtype=dtype, remat=remat)
+    if isinstance(definition, Decoder):
+        definition = weights.placed(definition, directory, contained=contained is not None)
+    return untied(definition, hf_config, directory)
+
+
+def find_text_family(hf_config: Mapping[str, Any], registry: Registry | None = None) -> str | None:
+    """Find the `model_type` of the text model of a config.json that describes more; None where it does not.
+
+    A `text_config` may have the model_type of the whole, as in `"qwen3_5"`, without its ending `_text`, or none.
+    """
+    inner, outer = hf_config.get("text_config"), hf_config.get("model_type")
+    known = known_types(registry)
+    if not isinstance(inner, Mapping) or outer in known:
+        return None
+    named = inner.get("model_type") or outer
+    return next((name for name in (named, f"{named}_text", f"{outer}_text") if name in known), str(named))
 
 
 def untied(
@@ -322,8 +353,7 @@ def find_family(
 
     registry: holds the families; default: the registry of all installed plugins. where: the file or field with it.
     """
-    registry = installed_registry() if registry is None else registry
-    families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
+    families = _families(registry)
     readers = [name for name, family in families.items() if model_type in family.name]
     if len(readers) == 1:
         return families[readers[0]]
@@ -331,9 +361,19 @@ def find_family(
         raise InputError(
             f"{where}: model_type {model_type!r} is read by {' and '.join(readers)}: uninstall or disable one of them"
         )
-    known = sorted(name for family in families.values() for name in family.name)
+    known = known_types(registry)
     hint = suggest(str(model_type), known)
     raise InputError(f"{where}: model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
+
+
+def known_types(registry: Registry | None = None) -> list[str]:
+    """List every `model_type` that a family reads."""
+    return sorted(name for family in _families(registry).values() for name in family.name)
+
+
+def _families(registry: Registry | None) -> dict[str, ModelFamily]:
+    registry = installed_registry() if registry is None else registry
+    return {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
 
 
 def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,7 +417,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _stored_dtype(directory: Path, hf_config: Mapping[str, Any]) -> str:
+def _stored_dtype(directory: Path, hf_config: Mapping[str, Any], kept: weights.Kept | None) -> str:
+    if kept is not None:
+        return kept.dtype or "float32"
     if (directory / "model.safetensors").is_file() or (directory / weights.INDEX).is_file():
-        return weights.stored_dtype(directory) or "float32"
+        readers = weights.open_weights(directory)
+        return weights.usual_dtype([reader.dtype(name) for name, reader in readers.items()]) or "float32"
     return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")

@@ -19,11 +19,13 @@ import numpy as np
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding, with_shardings
-from rlhf_core.models import peft
+from rlhf_core.models import peft, weights
+from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete
-from rlhf_core.models.hf_config import shown
+from rlhf_core.models.hf_config import shown, text_config, with_text_config
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
-from rlhf_core.models.params import paths, split
+from rlhf_core.models.params import Path as ParameterPath
+from rlhf_core.models.params import join, paths, split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import stop_ids_in
 
@@ -33,23 +35,30 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import AttentionOver
 
 
+TEXT_CLASSIFIERS = ("gemma3_text", "qwen3_5_text")
+"""Families whose class for rewards is named after the text model, since one of the whole has the shorter name."""
+
+
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
     """Make the config.json for `head`: for "score", `…ForSequenceClassification` with one label and a `pad_token_id`.
 
     transformers reads the score at the rightmost token whose id is not the config's `pad_token_id`.
     """
     config = dict(hf_config)
-    text = "Text" if config.get("model_type") == "gemma3_text" else ""  # only in its classifier's class
-    ours, theirs = ("ForCausalLM", f"{text}ForSequenceClassification")
+    whole = isinstance(config.get("text_config"), Mapping)  # with a vision tower, say
+    lm = "ForConditionalGeneration" if whole else "ForCausalLM"
+    text = "Text" if config.get("model_type") in TEXT_CLASSIFIERS else ""
+    classes = lm, f"{text}ForSequenceClassification"
+    old, new = classes if head == "score" else classes[::-1]
+    config["architectures"] = [name.replace(old, new) for name in config.get("architectures") or []]
     if head == "lm":
-        config["architectures"] = [name.replace(theirs, ours) for name in config.get("architectures") or []]
         return {k: v for k, v in config.items() if k not in ("id2label", "label2id", "num_labels")}
-    config["architectures"] = [name.replace(ours, theirs) for name in config.get("architectures") or []]
     config.pop("num_labels", None)
     config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     pad = getattr(tokenizer, "pad_token_id", None)
-    config["pad_token_id"] = config.get("pad_token_id") if pad is None else pad
-    return config
+    return with_text_config(
+        config, {"pad_token_id": text_config(config).get("pad_token_id") if pad is None else pad}
+    )
 
 
 def padding_apart(
@@ -59,11 +68,12 @@ def padding_apart(
 
     Without a tokenizer the first token of sequences pads, where the config names none. Warns where no token can pad.
     """
-    named = hf_config.get("eos_token_id")
+    config = text_config(hf_config)
+    named = config.get("eos_token_id")
     ends = {*stop_ids, *(named if isinstance(named, list) else [named])}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: token.content for i, token in added.items() if token.special and i < vocab_size}
-    own, first = hf_config.get("pad_token_id"), hf_config.get("bos_token_id")
+    own, first = config.get("pad_token_id"), config.get("bos_token_id")
     if tokenizer is None:
         pad = first if own is None else own
         pad = None if pad in ends else pad
@@ -82,7 +92,7 @@ def padding_apart(
             "names none, so transformers scores one sequence at a time: add a pad_token to tokenizer_config.json "
             "before training, if you need batches there"
         )
-    return {**hf_config, "pad_token_id": pad}, tokenizer
+    return with_text_config(hf_config, {"pad_token_id": pad}), tokenizer
 
 
 def require_architectures(config: Mapping[str, Any], where: str) -> None:
@@ -127,6 +137,8 @@ TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 ]
+PROCESSOR_FILES = ["*processor_config.json", "tekken.json", "params.json"]
+"""Files of checkpoints that hold more than a text model, which are copied as they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +147,7 @@ class Model:
 
     tokenizer: from its directory, if any. hf_config: its config.json. source: the directory that it came from.
     stored_dtype: "float32", "bfloat16" or "float16", the dtype of the files that `save` writes.
-    adapter: the adapter_config.json of a model with adapters.
+    adapter: the adapter_config.json of a model with adapters. kept: what `save` has to know of the source's files.
     """
 
     definition: Definition
@@ -146,6 +158,7 @@ class Model:
     mesh: Mesh
     stored_dtype: str = "float32"
     adapter: Mapping[str, Any] | None = None
+    kept: weights.Kept | None = None
 
     def __post_init__(self) -> None:
         if self.adapter is not None:  # however the model got its head
@@ -184,6 +197,11 @@ class Model:
         return tuple(dict.fromkeys(ids))
 
     @property
+    def max_positions(self) -> Any:
+        """The `max_position_embeddings` of its config.json; None where there is none."""
+        return text_config(self.hf_config).get("max_position_embeddings")
+
+    @property
     def computes_in(self) -> str:
         """The dtype of the computation, "float32" or "bfloat16"."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -201,7 +219,9 @@ class Model:
 
         A model with adapters is returned unchanged: adapters are saved as float32, and the base model is not saved.
         """
-        return params if self.adapter is not None else rounded(params, self.stored_dtype)
+        if self.adapter is not None:
+            return params
+        return rounded(params, self.stored_dtype, {} if self.kept is None else self.kept.dtypes)
 
     def with_params(self, params: dict[str, Any]) -> Model:
         """Return the model with other parameters, such as a train state's."""
@@ -276,9 +296,13 @@ class Model:
 
     def storing(self, dtype: str) -> Model:
         """Return the model that `save` writes in this dtype, as `stored_dtype`, which its config.json then names."""
-        names = [name for name in ("dtype", "torch_dtype") if name in self.hf_config] or ["torch_dtype"]
+        text = text_config(self.hf_config)
+        names = [name for name in ("dtype", "torch_dtype") if name in text] or ["torch_dtype"]
         return dataclasses.replace(
-            self, stored_dtype=dtype, hf_config={**self.hf_config, **dict.fromkeys(names, dtype)}
+            self,
+            stored_dtype=dtype,
+            hf_config=with_text_config(self.hf_config, dict.fromkeys(names, dtype)),
+            kept=None if self.kept is None else dataclasses.replace(self.kept, dtypes={}),
         )
 
     def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
@@ -295,6 +319,8 @@ class Model:
             directory.mkdir(parents=True, exist_ok=True)
         if self.adapter is not None:
             self._save_adapter(directory)
+        elif isinstance(self.definition, Decoder):
+            weights.save(self.definition, self.params, directory, self.stored_dtype, self.kept)
         else:
             self.definition.save(self.params, directory, self.stored_dtype)
         if not main:
@@ -304,6 +330,8 @@ class Model:
             (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         copied = [GENERATION]
+        if self.kept is not None and self.kept.carried:
+            copied += PROCESSOR_FILES
         if tokenizer is not None and self.source is not None and _is_of(tokenizer, self.source):
             copied += TOKENIZER_FILES  # unchanged, rather than as transformers would write them
         elif tokenizer is not None:
@@ -315,7 +343,7 @@ class Model:
                 shutil.copyfile(file, target)
         if tokenizer is not None:
             stop_ids = dataclasses.replace(self, tokenizer=tokenizer).stop_ids
-            save_stop_ids(stop_ids, self.hf_config.get("eos_token_id"), directory)
+            save_stop_ids(stop_ids, text_config(self.hf_config).get("eos_token_id"), directory)
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]
@@ -346,8 +374,16 @@ def _is_of(tokenizer: Any, directory: Path) -> bool:
     return all(of(original) == of(tokenizer) for of in (tokenizer_hash, template_hash))
 
 
-def rounded(params: Any, dtype: str) -> Any:
-    """Round float32 parameters to `dtype` and back, keeping their shardings; float32 leaves them as they are."""
+def rounded(params: Any, dtype: str, others: Mapping[ParameterPath, str] | None = None) -> Any:
+    """Round float32 parameters to `dtype` and back, keeping their shardings; float32 leaves them as they are.
+
+    others: {path: dtype} of the parameters that have another one.
+    """
+    for other in set((others or {}).values()):
+        named = frozenset(path for path, each in (others or {}).items() if each == other)
+        rest, some = split(params, named)
+        remaining = {path: each for path, each in (others or {}).items() if each != other}
+        return join(rounded(rest, dtype, remaining), rounded(some, other)) if some else rounded(rest, dtype)
     if dtype == "float32":
         return params
     leaves, tree = jax.tree.flatten(params)

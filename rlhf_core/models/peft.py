@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -155,9 +155,7 @@ def config_for(
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(
-            {name.rpartition(".")[2] for target in lora.targets for name in names[target]}
-        ),
+        "target_modules": _target_modules([name for target in lora.targets for name in names[target]]),
         "modules_to_save": None,
         "use_rslora": lora.use_rslora,
         "use_dora": False,
@@ -166,6 +164,16 @@ def config_for(
         "inference_mode": True,
     }
     return for_head(config | ({} if revision is None else {"revision": revision}), head)
+
+
+def _target_modules(modules: Sequence[str]) -> list[str] | str:
+    """Name modules as PEFT does: by their last words, or by a regular expression where a vision tower may have
+    modules of the same names."""
+    words = sorted({module.rpartition(".")[2] for module in modules})
+    prefix = modules[0].partition("layers.")[0]
+    if prefix == "model.":
+        return words
+    return rf"{re.escape(prefix)}layers\.\d+\..*\.({'|'.join(words)})"
 
 
 def save(
@@ -203,7 +211,7 @@ class Adapter:
         self.score: str | None = None
         for name in self._reader.header:
             match = re.fullmatch(
-                rf"{re.escape(PREFIX)}(model\.layers\.\d+\..+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?",
+                rf"{re.escape(PREFIX)}((?:\w+\.)+layers\.\d+\..+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?",
                 name,
             )
             if match is not None:
@@ -236,6 +244,7 @@ class Adapter:
             raise InputError(f"{self.directory}: a reward model's adapter: load it with head='score'")
         layers = dict(paths(model.definition.abstract_params()))
         names, possible = model.definition.module_names(), linear_modules(model.params)
+        renamed = self._rename({name for target in possible for name in names[target]})
         if unknown := set(self._modules) - {name for target in possible for name in names[target]}:
             raise InputError(
                 f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}; "
@@ -267,7 +276,7 @@ class Adapter:
                 inner = inner.setdefault(name, {})
             inner["adapter"] = adapter
         params = jax.device_put(join(params, added), definition.shardings(model.mesh))
-        same = whole and lora.rank == self.fields.r and not self.fields.alpha_pattern
+        same = whole and not renamed and lora.rank == self.fields.r and not self.fields.alpha_pattern
         if same:
             config = {**self.config, "base_model_name_or_path": base.named}
             if base.revision is not None or "revision" in config:
@@ -277,6 +286,20 @@ class Adapter:
             config = config_for(lora, names, base=base.named, head=head, revision=base.revision)
         adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
         return self._merge_dora(adapted, names) if self.fields.use_dora else adapted
+
+    def _rename(self, known: Collection[str]) -> bool:
+        """Give the modules the names that the model has now, and return whether they had others.
+
+        The text model of a checkpoint with a vision tower may have been loaded by itself, or by an older transformers.
+        """
+        prefix = next(iter(known)).partition("layers.")[0]
+        before = set(self._modules)
+        for start in ("model.", "language_model.model."):
+            self._modules = {
+                name if (other := prefix + name.removeprefix(start)) not in known else other: tensors
+                for name, tensors in self._modules.items()
+            }
+        return set(self._modules) != before
 
     def _merge_dora(self, adapted: Model, names: Mapping[str, Sequence[str]]) -> Model:
         """Merge the adapter of DoRA (Liu et al. 2024), and scale every output's weights to the adapter's magnitude."""

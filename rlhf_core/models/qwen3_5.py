@@ -48,6 +48,7 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
             read.whole("linear_value_head_dim"),
         ),
         "attention_gate": True,
+        "carried": (r"mtp\.",),  # layers that predict further tokens
         "kinds": tuple(kinds),
         "variants": ((LINEAR, (("mixer", "linear_attn"),)),),
     }

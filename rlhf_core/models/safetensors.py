@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ class Reader:
         tensor: np.ndarray = self.raw(name).reshape(-1).view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return tensor
 
+    def description(self, name: str) -> tuple[str, Sequence[int], int]:
+        """Describe a tensor for `Writer`."""
+        entry = self.header[name]
+        begin, end = entry["data_offsets"]
+        return entry["dtype"], entry["shape"], end - begin
+
     def raw(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor, uint8; in the tensor's shape if its elements are bytes."""
         entry = self.header[name]
@@ -83,64 +89,68 @@ def copy(tensor: np.ndarray, out: np.ndarray) -> None:
 class Writer:
     """Writes files of at most `limit` bytes of tensors each, whose tensors may come in any order.
 
-    shapes: {tensor name: shape}, in the order of the file; dtype: a key of NAMES.
+    tensors: {name: (dtype as in a header, such as "BF16", shape, bytes)}, in the order of the file.
     A context manager. A single file is `model.safetensors`; several come with `model.safetensors.index.json`.
     """
 
     def __init__(
-        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, limit: int
+        self, directory: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]], limit: int
     ) -> None:
-        self._dtype = DTYPES[NAMES[dtype]]
-        sizes = {name: math.prod(shape) * self._dtype.itemsize for name, shape in shapes.items()}
         shards: list[list[str]] = [[]]
         filled = 0
-        for name, size in sizes.items():
+        for name, (_, _, size) in tensors.items():
             if shards[-1] and filled + size > limit:
                 shards.append([])
                 filled = 0
             shards[-1].append(name)
             filled += size
-        self._places: dict[str, tuple[Any, int]] = {}
+        self._places: dict[str, tuple[Any, int, str]] = {}
         self._files: list[Any] = []
         files: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             single = "model.safetensors"
             file = single if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             files |= dict.fromkeys(names, file)
-            self._open(directory / file, names, shapes, sizes, NAMES[dtype])
+            self._open(directory / file, {name: tensors[name] for name in names})
         if len(shards) > 1:
-            count = sum(math.prod(shape) for shape in shapes.values())
-            metadata = {"total_parameters": count, "total_size": sum(sizes.values())}
+            metadata = {
+                "total_parameters": sum(math.prod(shape) for _, shape, _ in tensors.values()),
+                "total_size": sum(size for _, _, size in tensors.values()),
+            }
             index = {"metadata": metadata, "weight_map": files}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
-    def _open(
-        self, path: Path, names: list[str], shapes: Mapping[str, Any], sizes: dict[str, int], dtype: str
-    ) -> None:
+    def _open(self, path: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for name in names:
-            offsets = [offset, offset + sizes[name]]
-            header[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": offsets}
-            offset += sizes[name]
+        for name, (dtype, shape, size) in tensors.items():
+            offsets = [offset, offset + size]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+            offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
         file = path.open("wb")
         self._files.append(file)
         file.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
+        for name, (dtype, _, _) in tensors.items():
+            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0], dtype)
 
-    def put(self, name: str, value: np.ndarray) -> bool:
-        """Write a tensor, and return whether all its values as written are finite."""
-        file, offset = self._places[name]
-        file.seek(offset)
+    def put(self, name: str, value: np.ndarray, first: int = 0) -> bool:
+        """Write a tensor, or a part of it from element `first` on; return whether all values as written are finite."""
+        file, offset, dtype = self._places[name]
         with np.errstate(over="ignore"):
-            flat = np.ascontiguousarray(value, self._dtype).reshape(-1)
+            flat = np.ascontiguousarray(value, DTYPES[dtype]).reshape(-1)
+        file.seek(offset + first * flat.itemsize)
         file.write(flat.view(np.uint8))
         # Of all ones, which no finite value has.
-        exponent = np.array([np.inf], self._dtype).view(f"u{flat.itemsize}")
+        exponent = np.array([np.inf], flat.dtype).view(f"u{flat.itemsize}")
         return not ((flat.view(exponent.dtype) & exponent) == exponent).any()
+
+    def copy(self, name: str, reader: Reader) -> None:
+        """Write a tensor of another file, byte by byte."""
+        file, offset, _ = self._places[name]
+        file.seek(offset)
+        file.write(reader.raw(name).reshape(-1))
 
     def __enter__(self) -> Writer:
         return self
@@ -148,3 +158,8 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.close()
+
+
+def described(dtype: str, shape: Sequence[int]) -> tuple[str, Sequence[int], int]:
+    """Describe a tensor for `Writer`. dtype: a key of NAMES."""
+    return NAMES[dtype], shape, math.prod(shape) * DTYPES[NAMES[dtype]].itemsize

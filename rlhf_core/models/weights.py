@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest, warn
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import gpt_oss
-from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
+from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy, described
 from rlhf_core.runtime.signals import stop_if_asked
 
 if TYPE_CHECKING:
@@ -66,11 +69,100 @@ def open_weights(directory: Path) -> dict[str, Reader]:
     return unlisted | {name: readers[path] for name, path in files.items()}
 
 
-def stored_dtype(directory: Path) -> str | None:
-    """Find the dtype of most tensors in the directory: "float32", "float16", "bfloat16"; None for any other."""
-    dtypes = [reader.dtype(name) for name, reader in gpt_oss.unquantized(open_weights(directory)).items()]
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What the files of a model say that its parameters do not, so that `save` can write them again.
+
+    dtype: of most of the parameters' tensors, "float32", "float16" or "bfloat16"; None: another one.
+    dtypes: {parameter path: dtype} of the parameters that have another one of these.
+    carried: {name: its file} of tensors that belong to another part of the model, such as a vision tower. They are
+    never read, only copied from file to file.
+    tied_head: the name of a copy of the embeddings that is stored as the output head; None: there is no such copy.
+    """
+
+    dtype: str | None
+    dtypes: Mapping[tuple[str, ...], str]
+    carried: Mapping[str, Reader]
+    tied_head: str | None
+
+    @property
+    def carried_bytes(self) -> int:
+        return sum(reader.description(name)[2] for name, reader in self.carried.items())
+
+
+def kept(decoder: Decoder, directory: Path) -> Kept:
+    """Find what `save` has to know of a directory, from the headers of its files."""
+    readers = open_weights(directory)
+    plain = gpt_oss.unquantized(readers)
+    dtypes: list[str] = []
+    by_leaf, wanted = {}, set[str]()
+    for leaf in _leaves(decoder):
+        wanted |= leaf.tensors.keys()
+        found = [plain[name].dtype(name) for name in leaf.tensors if name in plain]
+        dtypes += found
+        by_leaf[leaf.keys] = "float32" if NAMES["float32"] in found else usual_dtype(found)
+    usual, head = usual_dtype(dtypes), _head(decoder.config, "lm_head")
+    return Kept(
+        usual,
+        {keys: dtype for keys, dtype in by_leaf.items() if dtype not in (None, usual)},
+        {name: readers[name] for name in _others(decoder, plain, wanted)[0]},
+        head if decoder.config.tied and decoder.head == "lm" and head in plain else None,
+    )
+
+
+def usual_dtype(dtypes: Sequence[str]) -> str | None:
+    """Find the most frequent of dtypes in headers: "float32", "float16", "bfloat16"; None for any other."""
     most = max(set(dtypes), key=dtypes.count) if dtypes else ""
     return {short: name for name, short in NAMES.items()}.get(most)
+
+
+def placed(decoder: Decoder, directory: Path, *, contained: bool) -> Decoder:
+    """Return the decoder with the names that its tensors have in the directory's files.
+
+    Experts may be stored one by one or fused. contained: the files may hold more than this model, whose names then
+    begin with a prefix of their own; the embeddings' name tells which. Raises InputError where several begin so.
+    """
+    try:
+        readers = gpt_oss.unquantized(open_weights(directory))
+    except InputError:
+        return decoder  # `check` says what is wrong
+    prefixes = [decoder.config.prefix]
+    if contained:
+        ending = "embed_tokens.weight"
+        found = [name.removesuffix(ending) for name in readers if name.endswith(f".{ending}")]
+        prefixes = found or ["model.language_model."]
+    fusions = (decoder.config.fused_experts, not decoder.config.fused_experts)
+    choices = [
+        replace(decoder.config, prefix=prefix, fused_experts=fused)
+        for prefix in prefixes
+        for fused in (fusions if decoder.config.experts else fusions[:1])
+    ]
+    if len(choices) == 1 and not contained:
+        return decoder
+    missing = [
+        sum(name not in readers for leaf in _leaves(decoder, choice) for name in leaf.tensors)
+        for choice in choices
+    ]
+    best = [choice for choice, count in zip(choices, missing, strict=True) if count == min(missing)]
+    if len({choice.prefix for choice in best}) > 1:
+        names = " and ".join(f"{choice.prefix}embed_tokens.weight" for choice in best)
+        raise InputError(f"{directory}: {names} could both belong to its text model")
+    config = best[0]
+    if contained:
+        stem = config.prefix.split(".")
+        above = [".".join([*stem[:i], ""]) if i else "" for i in range(len(stem))]
+        for head in ("lm_head", "score"):
+            inner = next((start for start in above if f"{start}{head}.weight" in readers), "")
+            if inner:
+                config = replace(config, weight_names=(*config.weight_names, (head, inner + head)))
+        if _head(config, "lm_head") not in readers:
+            config = replace(config, tied=True)
+    return decoder if config == decoder.config else replace(decoder, config=config)
+
+
+def _head(config: DecoderConfig, head: str) -> str:
+    """Return the name of a head's tensor."""
+    return f"{dict(config.weight_names).get(head, head)}.weight"
 
 
 def usual_name(path: str) -> str:
@@ -80,8 +172,14 @@ def usual_name(path: str) -> str:
     return name.replace("layers.", "layers.{layer}.").replace(".experts.", ".experts.{expert}.")
 
 
+FUSED = re.compile(r"(.*\.experts)\.\{expert\}\.(gate|up|down)_proj\.weight")
+
+
 class _Leaf:
-    """One parameter and its tensors in the files; `lead`: their numbers by layer and by expert."""
+    """One parameter and its tensors in the files; `lead`: their numbers by layer and by expert.
+
+    places: (name of a tensor, the parameter's first element in it), by layer and expert. tensors: {name: shape}.
+    """
 
     def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...], config: DecoderConfig) -> None:
         self.keys = tuple(str(entry.key) for entry in path)
@@ -96,26 +194,35 @@ class _Leaf:
         if whole := named.get(f"{module}.{self.keys[-1]}"):  # a tensor in the layout of the parameter
             self.transposed = False
         name = whole or f"{named.get(module) or usual_name(module)}.{last}"
+        if config.prefix and name.startswith("model."):
+            name = config.prefix + name.removeprefix("model.")
         axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
         self.lead, inner = shape[: len(axes)], shape[len(axes) :]
-        numbers = {"layer": layers, "expert": range(self.lead[-1] if self.lead else 0)}
-        indices = [
-            {axis: numbers[axis][i] for axis, i in zip(axes, index, strict=True)}
-            for index in np.ndindex(self.lead)
-        ]
-        self.names = [name.format(**index) for index in indices]
         self.tensor_shape = inner[::-1] if self.transposed else inner
+        fused, tensor_shape, first, size = None, self.tensor_shape, 0, 0
+        if config.fused_experts and (fused := FUSED.fullmatch(name)) is not None:
+            joined = 1 if fused[2] == "down" else 2
+            name = f"{fused[1]}.{'down' if joined == 1 else 'gate_up'}_proj"
+            size, first = joined * math.prod(inner), math.prod(inner) if fused[2] == "up" else 0
+            tensor_shape = (self.lead[-1], joined * self.tensor_shape[0], *self.tensor_shape[1:])
+        numbers = {"layer": layers, "expert": range(self.lead[-1] if self.lead else 0)}
+        self.places = []
+        for index in np.ndindex(self.lead):
+            number = {axis: numbers[axis][i] for axis, i in zip(axes, index, strict=True)}
+            self.places.append((name.format(**number), first + size * number.get("expert", 0)))
+        self.tensors = dict.fromkeys((name for name, _ in self.places), tensor_shape)
 
-    def parts(self, value: Any) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (name, tensor) for the parameter's value."""
-        names, inner = iter(self.names), self.shape[len(self.lead) :]
+    def parts(self, value: Any) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Yield (name of the tensor, its first element that is written, values) for the parameter's value."""
+        places, inner = iter(self.places), self.shape[len(self.lead) :]
         for some in _on_host(value, by_layer=bool(self.lead)):
             for part in some.reshape(-1, *inner):
-                yield next(names), part.T if self.transposed else part
+                yield *next(places), part.T if self.transposed else part
 
     def read(self, view: Callable[[str], np.ndarray], sharding: Any, threads: Executor) -> jax.Array:
         """Read the parameter; its transfer to the devices may not have ended."""
         parts: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
+        size = math.prod(self.tensor_shape)
 
         def part(index: Any) -> np.ndarray:
             spans = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
@@ -123,21 +230,26 @@ class _Leaf:
             if key not in parts:
                 out = np.empty([stop - start for start, stop in key], np.float32)
                 leading, inner = spans[: len(self.lead)], spans[len(self.lead) :]
-                names = np.array(self.names, object).reshape(self.lead)[(*leading, None)].reshape(-1)
+                numbers = np.arange(len(self.places)).reshape(self.lead)[(*leading, None)].reshape(-1)
 
-                def fill(slot: np.ndarray, name: str) -> None:
-                    copy(view(name).T[inner] if self.transposed else view(name)[inner], slot)
+                def fill(slot: np.ndarray, number: int) -> None:
+                    name, first = self.places[number]
+                    tensor = view(name)
+                    if tensor.shape != self.tensor_shape:  # one expert's part
+                        tensor = tensor.reshape(-1)[first : first + size].reshape(self.tensor_shape)
+                    copy(tensor.T[inner] if self.transposed else tensor[inner], slot)
 
-                list(threads.map(fill, out.reshape(-1, *out.shape[len(leading) :]), names))
+                list(threads.map(fill, out.reshape(-1, *out.shape[len(leading) :]), numbers))
                 parts[key] = out
             return parts[key]
 
         return jax.make_array_from_callback(self.shape, sharding, part)
 
 
-def _leaves(decoder: Decoder) -> list[_Leaf]:
+def _leaves(decoder: Decoder, config: DecoderConfig | None = None) -> list[_Leaf]:
+    """List the parameters; config: one with other names, if any."""
     return [
-        _Leaf(path, leaf.shape, decoder.config)
+        _Leaf(path, leaf.shape, config or decoder.config)
         for path, leaf in jax.tree.leaves_with_path(decoder.abstract_params())
     ]
 
@@ -145,7 +257,18 @@ def _leaves(decoder: Decoder) -> list[_Leaf]:
 def tensor_names(decoder: Decoder) -> dict[tuple[str, ...], np.ndarray]:
     """Return {path: the names of its tensors, an array by layer and expert}; without adapters, whose files differ."""
     leaves = _leaves(decoder.with_lora(None))
-    return {leaf.keys: np.array(leaf.names, object).reshape(leaf.lead) for leaf in leaves}
+    return {
+        leaf.keys: np.array([name for name, _ in leaf.places], object).reshape(leaf.lead) for leaf in leaves
+    }
+
+
+def module_prefix(config: DecoderConfig) -> str:
+    """Return how the names of the text model's modules begin in transformers 5, which PEFT's files use.
+
+    Older files of models with a vision tower have other names, which transformers changes when it loads them.
+    """
+    old = config.prefix in ("language_model.", "language_model.model.")
+    return "model.language_model." if old else config.prefix or "model."
 
 
 def load(decoder: Decoder, directory: Path, shardings: Any) -> dict[str, Any]:
@@ -181,12 +304,13 @@ def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_L
     """
     readers = gpt_oss.unquantized(open_weights(directory))
     leaves = _leaves(decoder)
-    if decoder.head == "score" and "score.weight" not in readers:
+    score = _head(decoder.config, "score")
+    if decoder.head == "score" and score not in readers:
         leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]
     problems = list(_mismatches(decoder, directory, readers, leaves))
     if problems:
         raise InputError(*problems)
-    if {HEAD, "score.weight"} <= set(readers):
+    if {HEAD, score} <= set(readers):
         warn(f"{directory}: '{HEAD}' is not used: this is a reward model")
     return readers, leaves
 
@@ -198,7 +322,8 @@ def has_other_head(decoder: Decoder, directory: Path) -> bool:
     """
     try:
         tensors = open_weights(directory) if decoder.config.tied else {}
-        head, embeddings = (tensors[name].view(name) for name in (HEAD, "model.embed_tokens.weight"))
+        names = _head(decoder.config, "lm_head"), f"{decoder.config.prefix or 'model.'}embed_tokens.weight"
+        head, embeddings = (tensors[name].view(name) for name in names)
     except (InputError, KeyError):
         return False
     return head.shape != embeddings.shape or any(
@@ -210,7 +335,7 @@ def has_other_head(decoder: Decoder, directory: Path) -> bool:
 def _mismatches(
     decoder: Decoder, directory: Path, readers: Mapping[str, Reader], leaves: list[_Leaf]
 ) -> Iterator[str]:
-    wanted = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
+    wanted = {name: shape for leaf in leaves for name, shape in leaf.tensors.items()}
     missing = [name for name in wanted if name not in readers]
     if missing == [HEAD] and "score.weight" in readers:
         yield f"{directory}: a reward model (score.weight, no lm_head.weight): load it with head='score'"
@@ -219,12 +344,32 @@ def _mismatches(
         yield f"{directory}: '{name}' is missing from its safetensors.{suggest(name, readers)}"
     if len(missing) > 5:
         yield f"{directory}: and {len(missing) - 5} other tensors are missing; is config.json of this model?"
-    unneeded = (FREQUENCIES, HEAD) if decoder.head == "score" or decoder.config.tied else (FREQUENCIES,)
-    extra = [name for name in readers if name not in wanted and not name.endswith(unneeded)]
-    for name in extra[:5]:
+    for name in _others(decoder, readers, wanted)[1][:5]:
         where, kind = readers[name].path, decoder.config.model_type
         yield f"{where}: '{name}' is unexpected: a {kind} of this config.json has none"
     yield from islice(_misfits(wanted, readers), 5)
+
+
+def _others(
+    decoder: Decoder, readers: Mapping[str, Any], wanted: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Divide tensors that are no parameters into (those that are carried, those that are wrong)."""
+    config = decoder.config
+    prefix = config.prefix or "model."
+    parts = {name.removeprefix(prefix).partition(".")[0] for name in wanted if name.startswith(prefix)}
+    unneeded = [_head(config, "lm_head")] if decoder.head == "score" or config.tied else []
+    carried, wrong = [], []
+    for name in readers:
+        if name in wanted or name in unneeded:
+            continue
+        inner = name.removeprefix(prefix)
+        apart = bool(config.prefix) and (inner == name or inner.partition(".")[0] not in parts)
+        usual = name if inner == name else f"model.{inner}"
+        if apart or any(re.match(pattern, usual) for pattern in config.carried):
+            carried.append(name)
+        elif not name.endswith(FREQUENCIES):
+            wrong.append(name)
+    return carried, wrong
 
 
 def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Reader]) -> Iterator[str]:
@@ -243,27 +388,47 @@ def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Reader
             yield f"{readers[name].path}: '{name}' has shape {stored}; config.json makes it {list(shape)}"
 
 
-def save(decoder: Decoder, params: dict[str, Any], directory: Path, dtype: str = "float32") -> None:
+def save(
+    decoder: Decoder,
+    params: dict[str, Any],
+    directory: Path,
+    dtype: str = "float32",
+    kept: Kept | None = None,
+) -> None:
     """Write model.safetensors, or shards of at most 5 GB and their index, in Hugging Face's names.
 
-    dtype: "float32", "float16" or "bfloat16". Weights already in the directory are replaced. Every process takes
-    part; the first one writes.
+    dtype: "float32", "float16" or "bfloat16". kept: what else the files of the model's directory say, if anything.
+    Weights already in the directory are replaced. Every process takes part; the first one writes.
     """
+    kept = Kept(dtype, {}, {}, None) if kept is None else kept
     leaves = sorted(_leaves(decoder), key=lambda leaf: leaf.keys)
-    tensors = chain.from_iterable(leaf.parts(_at(params, leaf.keys)) for leaf in leaves)
+    values = chain.from_iterable(leaf.parts(_at(params, leaf.keys)) for leaf in leaves)
     if jax.process_index() != 0:
-        for _ in tensors:  # each one needs all processes
+        for _ in values:  # each one needs all processes
             pass
         return
     for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
-        old.unlink(missing_ok=True)
-    shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
-    with Writer(directory, shapes, dtype, SHARD_BYTES) as writer:
+        old.unlink(missing_ok=True)  # open files can still be read
+    tensors = {
+        name: described(kept.dtypes.get(leaf.keys, dtype), shape)
+        for leaf in leaves
+        for name, shape in leaf.tensors.items()
+    }
+    embeddings = f"{decoder.config.prefix or 'model.'}embed_tokens.weight"
+    if kept.tied_head is not None:
+        tensors[kept.tied_head] = tensors[embeddings]
+    tensors |= {name: reader.description(name) for name, reader in kept.carried.items()}
+    with Writer(directory, tensors, SHARD_BYTES) as writer:
         lost = []
-        for name, tensor in tensors:
-            if not writer.put(name, tensor):
+        for name, first, value in values:
+            if not writer.put(name, value, first):
                 lost.append(name)
-            del tensor  # frees its parameter before the next one is fetched
+            if kept.tied_head is not None and name == embeddings:
+                writer.put(kept.tied_head, value)
+            del value  # frees its parameter before the next one is fetched
+        for name, reader in kept.carried.items():
+            writer.copy(name, reader)
+    lost = list(dict.fromkeys(lost))
     if lost:
         more = f" and {len(lost) - 3} other tensors" if len(lost) > 3 else ""
         holds = "hold" if len(lost) > 1 else "holds"

@@ -263,7 +263,7 @@ def _reward_models(context: Context, policy: int) -> int:
 
 def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOptions) -> list[str]:
     """Warn where prompts with their completions or episodes are longer than the model's positions."""
-    positions, prompt = model.hf_config.get("max_position_embeddings"), int(prompts.sizes.max())
+    positions, prompt = model.max_positions, int(prompts.sizes.max())
     length, field, what = options.sampling.max_completion_length, "sampling.max_completion_length", ""
     if options.environment is not None:
         length, field = options.environment.length(length), "environment.max_tokens"

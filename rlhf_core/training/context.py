@@ -514,7 +514,7 @@ class Context:
 
     def _note_positions(self, model: Model, trees: Trees) -> None:
         """Note the examples longer than the model's positions."""
-        positions, lengths = model.hf_config.get("max_position_embeddings"), lengths_of(trees)
+        positions, lengths = model.max_positions, lengths_of(trees)
         if self.shapes and isinstance(positions, int) and (longest := int(lengths.max())) > positions:
             count = int((lengths > positions).sum())
             self.notes.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -11,13 +11,14 @@ from jax.sharding import AbstractMesh
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast, Trainer
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, counted
 from rlhf_core.fit import Build, fit
 from rlhf_core.fit.progress import require_rest
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Model
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
+from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.stage import Stage
 from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.training.context import Context
@@ -67,12 +68,29 @@ def forecast(
     cautions = list(context.warnings)
     memory = Forecast()
     if made is not None:
+        lines += carried_lines(made)
         memory = memory_forecast(held_bytes(made, context, first), config.dtype, planned)
         lines += memory.lines
         cautions += memory.warnings
     lines += first.later
     lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
     return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)), memory.memory)
+
+
+def carried_lines(made: Build) -> Iterator[str]:
+    """Say what the files of the models hold besides the models themselves."""
+    models = {"": made.models} if isinstance(made.models, Model) else made.models
+    for name, model in models.items():
+        if model.kept is not None and model.kept.carried:
+            parts = dict.fromkeys(
+                tensor.removeprefix("model.").split(".")[0] for tensor in model.kept.carried
+            )
+            tensors, size = (
+                counted(len(model.kept.carried), "tensors"),
+                format_bytes(model.kept.carried_bytes),
+            )
+            whose = f"{name}: " if name else ""
+            yield f"{whose}{tensors} of {', '.join(parts)}, {size}, not loaded, and saved with the model unchanged"
 
 
 def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, int]:

@@ -18,6 +18,7 @@ from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.mesh import AnyMesh, with_shardings
 from rlhf_core.models import (
+    Decoder,
     Definition,
     Head,
     Model,
@@ -27,8 +28,9 @@ from rlhf_core.models import (
     local_directory,
     peft,
     stored_head,
+    weights,
 )
-from rlhf_core.models.loading import complete_table, describe, untied
+from rlhf_core.models.loading import complete_table, define, describe
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.models.model import with_padding_apart
 from rlhf_core.runtime.devices import planned
@@ -222,23 +224,22 @@ def definition_of(
     dtype, remat: of the computation, see `Decoder`; without dtype, COMPUTE where the family has a choice.
     Raises InputError, as loading would, for what cannot be built.
     """
-    directory = None
     if isinstance(model, Mapping):
         table = {name: value for name, value in model.items() if name != "tokenizer"}
         if tokenizer is None and "vocab_size" not in table:
             return None
-        hf_config, file = complete_table(table, tokenizer, registry), "model"
+        hf_config: Mapping[str, Any] = complete_table(table, tokenizer, registry)
+        family = find_family(hf_config.get("model_type"), registry, where="model")
+        definition = describe(family, hf_config, head, "model", dtype=dtype, remat=remat)
     elif isinstance(model, str) and (directory := _config_directory(Path(model))) is not None:
-        file = str(directory / "config.json")
-        hf_config = read_json_object(file)
+        hf_config = read_json_object(directory / "config.json")
+        definition, hf_config = define(hf_config, head, directory, registry, dtype=dtype, remat=remat)
     else:
         return None
-    family = find_family(hf_config.get("model_type"), registry, where=file)
-    definition = describe(family, hf_config, head, file, dtype=dtype, remat=remat)
     # Planned devices have the family's default for their platform.
     if dtype is None and planned() is None and hasattr(definition, "dtype"):
         definition = definition.computing(dtype=COMPUTE)
-    return (definition, hf_config) if directory is None else untied(definition, hf_config, directory)
+    return definition, hf_config
 
 
 def model_of_shapes(
@@ -259,7 +260,11 @@ def model_of_shapes(
         definition = definition.with_lora(asked_lora(config.lora, modules))
     params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
     model_mesh: Any = mesh
-    return Model(definition, params, tokenizer, hf_config, None, model_mesh)
+    directory = _config_directory(Path(source)) if isinstance(source, str) else None
+    kept = None
+    if isinstance(definition, Decoder) and directory is not None and any(directory.glob("*.safetensors")):
+        kept = weights.kept(definition, directory)
+    return Model(definition, params, tokenizer, hf_config, None, model_mesh, kept=kept)
 
 
 def _config_directory(directory: Path) -> Path | None:

@@ -129,3 +129,15 @@ def test_other_parts_are_refused_by_name(part: Any, problem: str, tokenizer: Any
         data.encode_texts(data.load([row]), tokenizer, max_length=None)
     with pytest.raises(InputError, match=f"message 1: part 1 of its content {problem}"):
         Encoder(tokenizer).prompts([[user([part])]])
+
+
+@pytest.mark.parametrize("value", [["a.png"], "a.png", {"bytes": b"x"}, object()])
+def test_images_in_a_column_are_refused(value: Any) -> None:
+    rows = [{"images": empty, "prompt": "a"} for empty in (None, [], "")]
+    assert len(data.load(rows)) == 3
+    with pytest.raises(
+        InputError, match=r"^dataset row 4: column 'images' is not empty, and models are trained"
+    ):
+        data.load([*rows, {"images": value, "prompt": "b"}])
+    with pytest.raises(InputError, match=r"^dataset row 1: column 'image' is"):
+        data.load([{"image": value, "prompt": "b"}])
