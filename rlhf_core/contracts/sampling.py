@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
@@ -92,10 +93,16 @@ class Rollouts(_Rollouts):
 
 
 class Weights:
-    """The weights that some turns are sampled with, in the sampler's layout; `value` may be replaced between steps."""
+    """The weights that some turns are sampled with, in the sampler's layout; `value` may be replaced between steps.
+
+    number: unlike that of any others.
+    """
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value, self.number = value, next(_NUMBERS)
+
+
+_NUMBERS = count()
 
 
 class TurnSettings(NamedTuple):
@@ -103,7 +110,8 @@ class TurnSettings(NamedTuple):
 
     key: uint32 [words], the turn's own key; its t-th token is sampled with fold_in(key, t). temperature, top_p, top_k,
         min_p: as in `SamplingOptions`. stop_ids: the tokens that end the turn, at most `turns.STOP_IDS`; nothing else
-        but its limit does. alternatives: whether the likeliest tokens are reported with every token.
+        but its limit does. alternatives: whether the likeliest tokens are reported with every token. reads_context:
+        whether the world is told the log-probabilities of the context's own tokens, before the turn's first.
     """
 
     weights: Weights
@@ -114,6 +122,7 @@ class TurnSettings(NamedTuple):
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     alternatives: bool = False
+    reads_context: bool = False
 
 
 class Beginning(NamedTuple):
@@ -176,6 +185,20 @@ class OpenWorld(World, Protocol):
 
         likeliest: ids int32 and log-probabilities float32 [n, alternatives] of the likeliest tokens, best first; only
         meaningful where the turn's settings ask for them.
+        """
+        ...
+
+    def read(
+        self,
+        conversation: int,
+        logps: np.ndarray,
+        ranks: np.ndarray,
+        likeliest: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Take what the policy thinks of the next tokens of a context, the first of which is its second token.
+
+        logps: float32 [n], nats, at temperature 1. ranks: int32 [n], 1 for the likeliest token. likeliest: as for
+        `sampled`.
         """
         ...
 

@@ -107,6 +107,18 @@ class TokenSampler:
         sampled = _choose(logits, _uniforms(own_keys, own_drawn, self.key_type), self.options, seen)
         return self.peers.join(*sampled, len(drawn))
 
+    def judge(self, hidden: jax.Array, targets: jax.Array, count: int) -> tuple[jax.Array, ...]:
+        """Compare the tokens `targets`, int32 [B], after `hidden`, [B, hidden], with all others, at temperature 1.
+
+        Returns their ranks, int32 [B], and log-probabilities, float32 [B], and the `count` likeliest tokens, int32
+        [B, n], with theirs, float32 [B, n].
+        """
+        logps, rows = jax.nn.log_softmax(self._logits(hidden)), len(targets)
+        own = jnp.take_along_axis(logps, self.peers.own_rows(targets)[:, None], axis=-1)
+        ranks = 1 + (logps > own).sum(-1, dtype=jnp.int32)
+        best, ids = lax.top_k(logps, count)
+        return *self.peers.join(ranks, own[:, 0], rows), *self.peers.join(ids, best, rows)
+
     def _logits(self, hidden: jax.Array) -> jax.Array:
         """Compute the logits of this device's rows, float32 [B, V]."""
         if self.kernel is not None and self.kernel.shape[1] < self.vocab_size:

@@ -404,11 +404,13 @@ class ConversationSampler(_PlacedModel):
             "begin",
             "copy",
         ]
+        if self.program.alternatives is not None:
+            names += [("read", chunk) for chunk in self.program.chunks]
         for name in (*names, "note") if self.program.penalised else names:
             self._ahead.compile(name, self.lower(name))
 
     def lower(self, name: Hashable) -> Any:
-        """Lower a program from shapes alone: "begin", "copy", "note", "decode", or ("extend", chunk)."""
+        """Lower a program from shapes: "begin", "copy", "note", "decode", ("extend", chunk) or ("read", chunk)."""
         program, rows = self.program, partial(abstract_rows, self.mesh)
         weights = abstract_weights(program.definition, self.mesh, shared=program.shared_layers)
 
@@ -432,6 +434,8 @@ class ConversationSampler(_PlacedModel):
             return turns.decode.lower(*arguments, program=program)
         assert isinstance(name, tuple)
         fed = rows(turns.padded_fed(program, program.rows(name[1]), name[1]))
+        if name[0] == "read":
+            return turns.read.lower(weights, cache, fed, fed.tokens, program=program)
         return turns.extend.lower(weights, cache, fed, program=program)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -65,6 +65,11 @@ class Conversation:
     def weights(self) -> Weights | None:
         """The weights that it is sampled with; None: the usual ones."""
         return None if self.settings is None else self.settings.weights
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its world is told what the policy thinks of its context."""
+        return self.settings is not None and self.settings.reads_context
 
     def finish_turn(self) -> tuple[np.ndarray, np.ndarray]:
         """Add the turn to the context, and return it: int32 and float32 [n]."""
@@ -154,13 +159,28 @@ class Schedule:
         """Let no later conversation begin with a cache that there is now, as when the weights have changed."""
         self.groups = [None] * len(self.groups)
 
+    def feed_again(self) -> None:
+        """Compute the caches of the conversations that run again, as when the weights have changed."""
+        self.forget_prompts()
+        ends = []
+        for slot in np.flatnonzero(self.slots.active):
+            conversation = self.holders[slot]
+            assert conversation is not None
+            context = np.concatenate([conversation.context, *(tokens for tokens, _ in conversation.written)])
+            whole = replace(conversation, context=context, fed=0, settings=None)
+            if conversation.settings is not None:
+                whole.settings = conversation.settings._replace(reads_context=False)
+            ends.append((whole, len(context) - 1))
+        self._feed(ends)
+
     def _open(self, reply: Beginning) -> None:
         """Take a conversation that the world begins."""
         context = np.asarray(reply.tokens, np.int32)
         limit = min(reply.limit, self.longest_turn)
         longest = len(context) + limit
+        group = None if reply.settings.reads_context else reply.group
         self.waiting.append(
-            Conversation(reply.conversation, context, longest, reply.group, limit, settings=reply.settings)
+            Conversation(reply.conversation, context, longest, group, limit, settings=reply.settings)
         )
 
     def _close(self, number: int) -> None:
@@ -263,13 +283,18 @@ class Schedule:
 
     def _feed(self, ends: Sequence[tuple[Conversation, int]]) -> None:
         """Feed conversations' contexts up to an end each, a chunk of every conversation at a time."""
-        for weights in dict.fromkeys(conversation.weights for conversation, _ in ends):
-            self._feed_with(weights, [each for each in ends if each[0].weights is weights])
+        ways = dict.fromkeys((conversation.weights, conversation.is_read) for conversation, _ in ends)
+        for weights, reads in ways:
+            same = [each for each in ends if (each[0].weights, each[0].is_read) == (weights, reads)]
+            self._feed_with(weights, same, reads)
 
-    def _feed_with(self, weights: Weights | None, ends: Sequence[tuple[Conversation, int]]) -> None:
+    def _feed_with(
+        self, weights: Weights | None, ends: Sequence[tuple[Conversation, int]], reads: bool
+    ) -> None:
         pending = [(c, end, c.pieces(end, self.chunks, self.length)) for c, end in ends]
         while pending:
-            pieces, left = [], []
+            pieces: list[Any] = []
+            left = []
             for conversation, end, rest in pending:
                 piece = next(rest, None)
                 if piece is not None:
@@ -278,7 +303,19 @@ class Schedule:
                     pieces.append((conversation.slot, chunk, start, tokens))
                     left.append((conversation, end, rest))
             pending = left
-            self.devices.feed(pieces, weights)
+            if weights is None or not reads:
+                self.devices.feed(pieces, weights)
+                continue
+            contexts = [conversation.context for conversation, *_ in left]
+            targets = [
+                context[start + 1 : start + 1 + len(tokens)]
+                for context, (_, _, start, tokens) in zip(contexts, pieces, strict=True)
+            ]
+            judged = self.devices.read(
+                [(*piece, t) for piece, t in zip(pieces, targets, strict=True)], weights
+            )
+            for (conversation, *_), (ranks, logps, ids, best) in zip(left, judged, strict=True):
+                self.world.read(conversation.number, logps, ranks, (ids, best))
 
     def _set_up(self, conversation: Conversation) -> None:
         slot, slots = conversation.slot, self.slots

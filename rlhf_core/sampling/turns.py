@@ -244,17 +244,48 @@ def extend(weights: Any, cache: Any, fed: Fed, *, program: TurnsProgram) -> Any:
     """Write the keys and values of tokens into the caches of their slots."""
 
     def shard(weights: Any, cache: Any, fed: Fed) -> Any:
-        rows = take(cache, fed.slot[None])
-        count = (fed.count,) if program.has_states else ()
-        rows = program.definition.extend(weights, rows, fed.tokens, fed.start, *count)[1]
-
-        def one(i: jax.Array, cache: Any) -> Any:
-            row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), (fed.slot, rows, fed.used))
-            return put(cache, *row)
-
-        return lax.fori_loop(0, len(fed.slot), one, cache)
+        return _extended(weights, cache, fed, program)[1]
 
     return _on_shards(program, shard, (_weights(program), CACHE, ROWS), CACHE)(weights, cache, fed)
+
+
+def _extended(weights: Any, cache: Any, fed: Fed, program: TurnsProgram) -> tuple[jax.Array, Any]:
+    """Write tokens into a shard's cache: (the hidden states after them, [rows, chunk, hidden], the cache)."""
+    rows = take(cache, fed.slot[None])
+    count = (fed.count,) if program.has_states else ()
+    hidden, rows = program.definition.extend(weights, rows, fed.tokens, fed.start, *count)
+
+    def one(i: jax.Array, cache: Any) -> Any:
+        row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), (fed.slot, rows, fed.used))
+        return put(cache, *row)
+
+    return hidden, lax.fori_loop(0, len(fed.slot), one, cache)
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
+def read(
+    weights: Any, cache: Any, fed: Fed, targets: Any, *, program: TurnsProgram
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Do what `extend` does, and return what `TokenSampler.judge` says of the tokens that follow, `targets`, int32
+    [shards · rows, chunk]: (cache, [shards · rows, chunk, …] each).
+    """
+
+    def shard(weights: Any, cache: Any, fed: Fed, targets: jax.Array) -> Any:
+        hidden, cache = _extended(weights, cache, fed, program)
+        peers = Peers(program.mesh.shape["tensor"])
+        sampler = TokenSampler.of(program.definition, weights, peers, program.options, program.key_type)
+
+        def judge(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            return sampler.judge(*each, program.alternatives or 0)
+
+        judged = lax.map(judge, (hidden.swapaxes(0, 1), targets.T))
+        return cache, jax.tree.map(lambda x: x.swapaxes(0, 1), judged)
+
+    inputs = (_weights(program), CACHE, ROWS, ROWS)
+    result: tuple[Any, tuple[jax.Array, ...]] = _on_shards(program, shard, inputs, (CACHE, ROWS))(
+        weights, cache, fed, targets
+    )
+    return result
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
@@ -472,6 +503,29 @@ class Devices:
             for batch in self._batches(same, self.program.rows(chunk)):
                 fed = put_rows(self.program.mesh, self._fed(batch, self.program.rows(chunk), chunk))
                 self._cache = extend(weights, self._cache, fed, program=self.program)
+
+    def read(
+        self, pieces: Sequence[tuple[int, int, int, np.ndarray, np.ndarray]], own: Weights
+    ) -> list[tuple[np.ndarray, ...]]:
+        """Feed slots, and judge the tokens that follow those of a piece, its last item: what `TokenSampler.judge`
+        returns, of each piece.
+        """
+        judged: dict[int, tuple[np.ndarray, ...]] = {}
+        for chunk in sorted({piece[1] for piece in pieces}):
+            self._compiling.wait(("read", chunk))
+            rows = self.program.rows(chunk)
+            same = [(slot, start, tokens) for slot, size, start, tokens, _ in pieces if size == chunk]
+            follow = {slot: targets for slot, size, _, _, targets in pieces if size == chunk}
+            for batch in self._batches(same, rows):
+                targets = np.zeros((rows * self.program.shards, chunk), np.int32)
+                for row, (slot, _, tokens) in batch:
+                    targets[row, : len(tokens)] = follow[slot]
+                fed = put_rows(self.program.mesh, (self._fed(batch, rows, chunk), targets))
+                self._cache, result = read(own.value, self._cache, *fed, program=self.program)
+                found = jax.device_get(result)
+                for row, (slot, _, tokens) in batch:
+                    judged[slot] = tuple(each[row, : len(tokens)] for each in found)
+        return [judged[piece[0]] for piece in pieces]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy caches: (slot, slot that it is copied from) each, of the same shard."""

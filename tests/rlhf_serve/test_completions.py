@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def test_text_is_what_generate_writes(running: Any, directory: Path, rlhf: Any) 
     texts = ["a b c", "d e"]
     flags = [word for text in texts for word in ("--prompt", text)]
     sampled = ("--seed", "4", "--num_generations", "2", "--max_completion_length", "9", "--top_p", "0.9")
-    ran = rlhf("generate", str(directory / "policy"), *flags, *sampled)
+    ran = rlhf("generate", str(directory / "policy"), "--raw", *flags, *sampled)
     assert ran.code == 0, ran.message
     answer = running.post(
         "/v1/completions", {"prompt": texts, "n": 2, "seed": 4, "max_tokens": 9, "top_p": 0.9}
@@ -75,19 +74,11 @@ def test_text_is_what_generate_writes(running: Any, directory: Path, rlhf: Any) 
     assert [choice["text"] for choice in answer["choices"]] == ran.out.splitlines()
 
 
-def events(running: Any, path: str, body: dict[str, Any]) -> list[Any]:
-    with running.client.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 @pytest.mark.parametrize("more", [{}, {"stop": ["m", "zz"]}, {"logprobs": 1, "echo": False, "n": 3}])
 def test_a_stream_has_the_parts_of_the_answer(running: Any, more: dict[str, Any]) -> None:
     body = {"prompt": "a b c", "max_tokens": 40, "seed": 5, "return_token_ids": True, **more}
     whole = running.post("/v1/completions", body)
-    parts = events(running, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    parts = running.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
     assert parts[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         own = [p["choices"][0] for p in parts[:-1] if p["choices"][0]["index"] == choice["index"]]
@@ -147,5 +138,69 @@ def test_an_unknown_model_and_an_unknown_path(running: Any) -> None:
         "/v1/completions", {"model": "polcy", "prompt": "a"}, 404
     )
     assert "Did you mean '/v1/completions'?" in running.refused("/v1/completion", {}, 404)
-    assert [each["id"] for each in running.client.get("/v1/models").json()["data"]] == ["policy"]
+    assert [each["id"] for each in running.client.get("/v1/models").json()["data"]] == ["policy", "rm"]
     assert running.client.get("/health").status_code == 200
+
+
+def test_the_prompt_echoed_and_judged(running: Any, directory: Path, tiny: Any) -> None:
+    model = load_model(directory / "policy", mesh=tiny.one_device())
+    prompt = [*range(4, 40), 7, 7, 9]
+    body = {
+        "prompt": prompt,
+        "max_tokens": 2,
+        "echo": True,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "temperature": 0.3,
+    }
+    choice = running.post("/v1/completions", {**body, "seed": 1})["choices"][0]
+    logits = np.asarray(model.logits(np.array([prompt]), np.ones((1, len(prompt)))), np.float64)[0]
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = logps[np.arange(len(prompt) - 1), prompt[1:]]
+    served = choice["logprobs"]["token_logprobs"]
+    assert served[0] is None
+    assert len(served) == len(prompt) + 2
+    np.testing.assert_allclose(served[1 : len(prompt)], expected, atol=1e-4)
+    ranks = 1 + (logps[:-1] > expected[:, None]).sum(-1)
+    for i, row in enumerate(choice["prompt_logprobs"][1:]):
+        own = row[str(prompt[i + 1])]
+        np.testing.assert_allclose(own["logprob"], expected[i], atol=1e-4)
+        assert own["rank"] == ranks[i]
+        np.testing.assert_allclose(row[str(logps[i].argmax())]["logprob"], logps[i].max(), atol=1e-4)
+    only = running.post("/v1/completions", {**body, "prompt": "a b c", "max_tokens": 0})["choices"][0]
+    assert only["text"] == "a b c"
+    assert len(only["logprobs"]["tokens"]) == 3
+
+
+def test_ids_for_ids(running: Any) -> None:
+    sampling = {"max_tokens": 9, "seed": 2, "n": 2, "logprobs": 1}
+    answer = running.post(
+        "/inference/v1/generate", {"token_ids": PROMPT, "model": "policy", "sampling_params": sampling}
+    )
+    same = {"prompt": PROMPT, "return_token_ids": True, "model": "policy", **sampling}
+    choices = running.post("/v1/completions", same)["choices"]
+    for one, other in zip(answer["choices"], choices, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert [each["logprob"] for each in one["logprobs"]["content"]] == other["logprobs"]["token_logprobs"]
+        assert one["weight_versions"] == other["weight_versions"]
+    parts = running.events(
+        "/inference/v1/generate", {"token_ids": PROMPT, "model": "policy", "sampling_params": sampling}
+    )
+    own = [p["choices"][0] for p in parts if p["choices"][0]["index"] == 1]
+    assert [token for each in own for token in each["token_ids"]] == choices[1]["token_ids"]
+
+
+def test_tokens_there_and_back(running: Any) -> None:
+    answer = running.post("/tokenize", {"model": "policy", "prompt": "a b", "return_token_strs": True})
+    assert answer == {"count": 2, "max_model_len": 96, "tokens": [3, 4], "token_strs": ["a", "b"]}
+    assert running.post("/detokenize", {"model": "policy", "tokens": [3, 4, 1]}) == {"prompt": "a b </s>"}
+    assert "no token 48" in running.refused("/detokenize", {"model": "policy", "tokens": [48]})
+
+
+def test_metrics_and_load(running: Any) -> None:
+    running.post("/v1/completions", {"model": "policy", "prompt": "a", "max_tokens": 3})
+    text = running.client.get("/metrics").text
+    assert 'rlhf_requests_total{path="/v1/completions",status="200"}' in text
+    assert "rlhf_time_to_first_token_seconds_bucket" in text
+    assert "rlhf_completions_waiting 0.0" in text
+    assert running.client.get("/load").json() == {"server_load": 0}

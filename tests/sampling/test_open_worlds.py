@@ -48,6 +48,8 @@ WISHES = [
     Wish([30, 31, 32], seed=8, settings={"stop_ids": (3, 20, 21, 22, 23, 24)}, own=1),
     Wish([12, 13], limit=20, seed=9, settings={"temperature": 0.3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}),
     Wish([5, 6, 7, 8], seed=1, own=1),
+    Wish([*range(4, 28), 5], seed=3, settings={"reads_context": True}, own=1),
+    Wish([5, 6, 7, 8], seed=1, settings={"reads_context": True}),
 ]
 
 
@@ -60,6 +62,7 @@ class Asking:
         self.left, self.weights, self.ended = dict(wishes), weights, list[int]()
         self.parts: dict[int, list[Any]] = {number: [] for number in wishes}
         self.finished: dict[int, bool] = {}
+        self.contexts: dict[int, list[Any]] = {}
 
     def replies(self, *, wait: bool) -> list[Any]:
         out: list[Any] = [Continuation(number, None) for number in self.ended]
@@ -76,6 +79,9 @@ class Asking:
 
     def sampled(self, conversation: int, *what: Any) -> None:
         self.parts[conversation].append(what)
+
+    def read(self, conversation: int, *what: Any) -> None:
+        self.contexts.setdefault(conversation, []).append(what)
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
         self.finished[conversation] = finished
@@ -139,17 +145,23 @@ def test_settings_per_turn(sampler: ConversationSampler, weights: list[Weights],
         at = np.asarray(logits, np.float64)[0, len(wish.prompt) - 1 : -1] / (
             wish.settings.get("temperature", 1.0) or 1.0
         )
-        everything = (
-            at
-            - np.log(np.exp(at - at.max(-1, keepdims=True)).sum(-1, keepdims=True))
-            - at.max(-1, keepdims=True)
-        )
+        everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
         np.testing.assert_allclose(logps, everything[np.arange(len(tokens)), tokens], atol=2e-5)
         if wish.settings.get("alternatives"):
             np.testing.assert_allclose(best, -np.sort(-everything)[:, :4], atol=2e-5)
             np.testing.assert_allclose(np.take_along_axis(everything, ids, -1), best, atol=2e-5)
         if wish.settings.get("temperature") == 0:
             assert tokens.tolist() == everything.argmax(-1).tolist()
+        if wish.settings.get("reads_context"):
+            before = np.asarray(logits, np.float64)[0, : len(wish.prompt) - 1]
+            before -= np.log(np.exp(before).sum(-1, keepdims=True))
+            own, ranks, likeliest = zip(*together.contexts[number], strict=True)
+            expected = before[np.arange(len(before)), wish.prompt[1:]]
+            np.testing.assert_allclose(np.concatenate(own), expected, atol=2e-5)
+            order = 1 + (before > expected[:, None]).sum(-1)
+            np.testing.assert_array_equal(np.concatenate(ranks), order)
+            best = np.concatenate([each[1] for each in likeliest])
+            np.testing.assert_allclose(best, -np.sort(-before)[:, :4], atol=2e-5)
         stops = wish.settings.get("stop_ids", (3,))
         assert together.finished[number] == (tokens[-1] in stops)
         assert len(tokens) == wish.limit or tokens[-1] in stops
@@ -199,6 +211,26 @@ def test_ends_new_weights_and_forgotten_prompts(
         pass
     fresh = run(sampler, [weights[1]], {1: Wish([5, 6, 7], settings={"temperature": 0.0})})
     assert world.result(1)[1].tobytes() == fresh.result(1)[1].tobytes()
+
+
+def test_weights_that_change_in_the_middle(
+    sampler: ConversationSampler, weights: list[Weights], params: list[Any]
+) -> None:
+    changing = Weights(weights[0].value)
+    world = Asking({0: Wish([5, 6, 7], limit=30, settings={"stop_ids": ()})}, [changing])
+    schedule = sampler.open(changing, world)
+    schedule.step()
+    changing.value = weights[1].value
+    schedule.feed_again()
+    while schedule.step():
+        pass
+    tokens, logps, *_ = world.result(0)
+    context = np.array([[5, 6, 7, *tokens]], np.int32)
+    for some, own in ((slice(0, 4), 0), (slice(4, 30), 1)):
+        logits = DEFINITION.padded_logits(params[own], context, np.ones_like(context))
+        at = np.asarray(logits, np.float64)[0, 2:-1]
+        everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
+        np.testing.assert_allclose(logps[some], everything[np.arange(30), tokens][some], atol=2e-5)
 
 
 def test_top_k_of_each_row() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.sampling.turns import STOP_IDS
-from rlhf_serve.fields import BadRequest, Completion, Sampling, refuse_ignored
+from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored
 from rlhf_serve.flight import CONTEXT, Flight, TextReader, Wish
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Call:
     n: int
     flights: list[Flight] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
+    began: float = field(default_factory=time.monotonic)
 
     def prompt_of(self, flight: Flight) -> int:
         return flight.index // self.n
@@ -158,6 +159,8 @@ class Prepared:
     wish: Wish
     texts: Sequence[bool]
     reads_prompt: bool = False
+    per_token: bool = False
+    """Whether the text after every token is wanted."""
 
     @property
     def count(self) -> int:
@@ -179,9 +182,9 @@ class Prepared:
                     weights=self.target.weights,
                     reader=TextReader(self.target.served.tokenizer, context, self.wish.skips_special),
                     end=lambda flight: engine.end(policy, flight),
-                    group=None if self.reads_prompt else (id(self.target.weights), prompt.tobytes()),
+                    group=None if self.reads_prompt else (self.target.weights.number, prompt.tobytes()),
                     reads_prompt=self.reads_prompt,
-                    per_token=self.wish.likeliest is not None,
+                    per_token=self.per_token or self.wish.likeliest is not None,
                 )
                 for k in range(self.n)
             ]
@@ -210,8 +213,7 @@ def token_text(call: Call, token: int, as_id: bool) -> str:
     """Return how a token is written in log-probabilities."""
     if as_id:
         return f"token_id:{token}"
-    text: str = call.target.served.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    return text
+    return call.target.served.token_bytes(token).decode(errors="replace")
 
 
 def completion_logprobs(body: Completion, call: Call, flight: Flight, start: int, end: int) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def completion_choice(body: Completion, call: Call, flight: Flight) -> dict[str,
         "finish_reason": "length" if only_prompt else flight.finish_reason,
         "stop_reason": None if only_prompt else flight.stop_reason,
         **(ids if body.return_token_ids else dict.fromkeys(ids)),
-        "prompt_logprobs": None if body.prompt_logprobs is None else prompt_logprobs(call, flight),
+        "prompt_logprobs": read_prompt(body, call, flight),
         "weight_versions": [] if only_prompt else versions(flight),
     }
 
@@ -305,12 +307,14 @@ def with_prompt(
     }
 
 
-def prompt_logprobs(call: Call, flight: Flight) -> list[Any]:
-    """Write the log-probabilities of a prompt's tokens, as vLLM has them: at temperature 1, None for the first."""
+def prompt_logprobs(call: Call, flight: Flight, most: int) -> list[Any]:
+    """Write the log-probabilities of a prompt's tokens and of the `most` likeliest ones, as vLLM has them: at
+    temperature 1, None for the first.
+    """
     out: list[Any] = [None]
     for token, (logp, rank, ids, logps) in zip(flight.prompt[1:].tolist(), flight.prompt_logps, strict=True):
         rows = {int(token): (logp, rank)}
-        for place, (i, p) in enumerate(zip(ids, logps, strict=True), 1):
+        for place, (i, p) in enumerate(zip(ids[:most], logps[:most], strict=True), 1):
             rows.setdefault(int(i), (p, place))
         out.append(
             {
@@ -319,6 +323,11 @@ def prompt_logprobs(call: Call, flight: Flight) -> list[Any]:
             }
         )
     return out
+
+
+def read_prompt(body: Sampling, call: Call, flight: Flight) -> list[Any] | None:
+    """Write `prompt_logprobs`, where a request asks for them."""
+    return None if body.prompt_logprobs is None else prompt_logprobs(call, flight, body.prompt_logprobs)
 
 
 async def finished(call: Call) -> None:
@@ -412,4 +421,86 @@ async def completion_stream(body: Completion, call: Call) -> AsyncIterator[dict[
             part["usage"] = call.usage()
         yield part
     if options and options.include_usage:
+        yield {**head, "choices": [], "usage": call.usage()}
+
+
+def prepare_generate(body: Generate, target: Target) -> Prepared:
+    """Check a request of ids for ids. Raises BadRequest."""
+    sampling = body.sampling_params
+    refuse_ignored(sampling)
+    prompts = [check_ids(body.token_ids, target, "token_ids")]
+    if sampling.max_tokens == 0:
+        raise BadRequest("sampling_params.max_tokens: must be at least 1", param="sampling_params")
+    limit = room(target, prompts, sampling.max_tokens, "sampling_params.max_tokens")
+    wish = make_wish(sampling, target, limit, sampling.logprobs)
+    reads = sampling.prompt_logprobs is not None
+    return Prepared(
+        body.request_id or uuid.uuid4().hex,
+        target,
+        prompts,
+        sampling.n or 1,
+        wish,
+        [False],
+        reads_prompt=reads,
+    )
+
+
+def generate_choice(body: Generate, call: Call, flight: Flight, start: int = 0) -> dict[str, Any]:
+    """Write a completion's tokens from `start` on, as vLLM's `/inference/v1/generate` does."""
+    logprobs = None
+    if body.sampling_params.logprobs is not None:
+        logprobs = {"content": [_generated(flight, i) for i in range(start, len(flight.tokens))]}
+    choice: dict[str, Any] = {
+        "index": flight.index,
+        "finish_reason": flight.finish_reason,
+        "stop_reason": flight.stop_reason,
+        "token_ids": flight.tokens[start:],
+        "logprobs": logprobs,
+    }
+    if flight.over:
+        choice["weight_versions"] = versions(flight)
+    return choice
+
+
+def _generated(flight: Flight, i: int) -> dict[str, Any]:
+    token, logp = flight.tokens[i], finite(flight.logps[i])
+    ids, logps = flight.likeliest[i] if flight.likeliest else ([], [])
+    ranks = {each: rank for rank, each in enumerate(ids, 1)}
+    top = [{"token_id": token, "logprob": logp, "rank": ranks.get(token)}]
+    top += [
+        {"token_id": each, "logprob": finite(p), "rank": ranks[each]}
+        for each, p in zip(ids, logps, strict=True)
+        if each != token
+    ]
+    return {**top[0], "top_logprobs": top}
+
+
+def generate_answer(body: Generate, call: Call) -> dict[str, Any]:
+    """Write the answer to a request of ids for ids."""
+    choices = [generate_choice(body, call, flight) for flight in call.flights]
+    if body.output_mode == "text":
+        choices = [{**each, "text": f.text} for each, f in zip(choices, call.flights, strict=True)]
+    return {
+        "output_mode": body.output_mode,
+        "request_id": call.id,
+        "model": call.target.name,
+        "created": call.created,
+        "choices": choices,
+        "usage": call.usage(),
+        "prompt_logprobs": read_prompt(body.sampling_params, call, call.flights[0]),
+        "prompt_token_ids": call.prompts[0].tolist() if body.return_token_ids else None,
+    }
+
+
+async def generate_stream(body: Generate, call: Call) -> AsyncIterator[dict[str, Any]]:
+    """Yield the parts of the answer to a request of ids for ids."""
+    head = {"output_mode": body.output_mode, "request_id": call.id}
+    first: dict[str, Any] = {"prompt_token_ids": call.prompts[0].tolist()} if body.return_token_ids else {}
+    async for flight, start, characters in changes(call):
+        choice = generate_choice(body, call, flight, start)
+        if body.output_mode == "text":
+            choice["text"] = flight.text[characters : flight.settled]
+        yield {**head, **first, "choices": [choice]}
+        first = {}
+    if body.stream_options and body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": call.usage()}

@@ -20,11 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import rlhf_core
 from rlhf_core.errors import InputError, RunError, error_line, suggest
-from rlhf_serve import answers
-from rlhf_serve.answers import Call, Target
+from rlhf_serve import answers, chats, scores
+from rlhf_serve.answers import Call, Prepared, Target
 from rlhf_serve.engine import Engine
-from rlhf_serve.fields import BadRequest, Body, Completion, read
+from rlhf_serve.fields import BadRequest, Chat, Completion, Detokenize, Generate, Tokenize, read
+from rlhf_serve.metrics import Metrics
 from rlhf_serve.opening import ServedPolicy, ServedScorer
 
 MOST_BYTES = 32 * 2**20
@@ -47,6 +49,7 @@ class Server:
     most_waiting: int = 1024
     """Completions of a policy that run or wait; requests for more are refused."""
     draining: bool = False
+    metrics: Metrics = field(default_factory=Metrics)
     calls: set[Call] = field(default_factory=set)
     requests: int = 0
     """Requests that are being answered."""
@@ -80,7 +83,8 @@ class Server:
 
     def policy(self, name: str | None) -> Target:
         """Find the policy, or the adapter of one, that a request names. Raises BadRequest."""
-        found = self.find(name)
+        own = self.policies()
+        found = own[0] if not name and len(own) == 1 else self.find(name)
         if isinstance(found, ServedScorer):
             raise BadRequest(
                 f"model: {found.name} is a reward model, which does not write; it answers /score and /classify",
@@ -90,10 +94,31 @@ class Server:
             return found
         return Target(found.name, found, found.policy.weights)
 
+    def scorer(self, name: str | None) -> ServedScorer:
+        """Find the reward model that a request names, or the only one. Raises BadRequest."""
+        if self.draining:
+            raise Busy("the server is stopping", 503)
+        own = [each for each in self.models.values() if isinstance(each, ServedScorer)]
+        found = own[0] if not name and len(own) == 1 else self.find(name)
+        if not isinstance(found, ServedScorer):
+            raise BadRequest(f"model: {found.name} is a language model, which does not score", param="model")
+        return found
+
+    def begin(self, target: Target, prepared: Prepared) -> Call:
+        """Begin the completions of a request. Raises BadRequest as `require_room` does."""
+        self.require_room(target, prepared.count)
+        call = prepared.take_off(self.engine)
+        self.calls.add(call)
+        return call
+
     def require_room(self, target: Target, count: int) -> None:
         """Raise BadRequest with status 429 where `count` more completions would be too many, and 503 while draining."""
         if self.draining:
             raise Busy("the server is stopping", 503)
+        if count > self.most_waiting:
+            raise BadRequest(
+                f"n: {count:,} completions of one request are more than {self.most_waiting:,}", param="n"
+            )
         waiting = sum(
             not flight.over
             for call in self.calls
@@ -105,10 +130,6 @@ class Server:
                 f"{waiting:,} completions run or wait, and {count:,} more would be more than {self.most_waiting:,}; "
                 "try again later",
                 429,
-            )
-        if count > self.most_waiting:
-            raise BadRequest(
-                f"n: {count:,} completions of one request are more than {self.most_waiting:,}", param="n"
             )
 
 
@@ -155,12 +176,6 @@ async def body_of(request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def read_body(server: Server, request: Request, kind: type[Body]) -> Body:
-    """Read a body's fields, a large one in another thread."""
-    content = await body_of(request)
-    return await off_loop(server, content, partial(read, kind, content))
-
-
 async def off_loop(server: Server, content: bytes, function: Callable[[], Any]) -> Any:
     """Call a function whose time grows with a body's: in another thread, if the body is large."""
     if len(content) < LARGE:
@@ -183,7 +198,6 @@ class Flow(Response):
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.server.calls.add(self.call)
         answer = asyncio.ensure_future(self._answer(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -198,6 +212,7 @@ class Flow(Response):
                     flight.finish("abort")
                     flight.end(flight)
             self.server.calls.discard(self.call)
+            self.server.metrics.count(self.call, time.monotonic())
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         if self.parts is None:
@@ -259,6 +274,24 @@ async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": cards})
 
 
+async def metrics(request: Request) -> Response:
+    """Write the metrics."""
+    server: Server = request.app.state.server
+    content = server.metrics.text(*server.engine.load())
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def load(request: Request) -> Response:
+    """Say how many completions run or wait, as vLLM's `/load`."""
+    server: Server = request.app.state.server
+    return JSONResponse({"server_load": sum(server.engine.load())})
+
+
+async def version(request: Request) -> Response:
+    """Say which version answers."""
+    return JSONResponse({"version": rlhf_core.__version__})
+
+
 async def completions(request: Request) -> Response:
     """Complete prompts."""
     server: Server = request.app.state.server
@@ -270,11 +303,112 @@ async def completions(request: Request) -> Response:
         return body, target, answers.prepare_completions(body, target)
 
     body, target, prepared = await off_loop(server, content, begin)
-    server.require_room(target, prepared.count)
-    call = prepared.take_off(server.engine)
+    call = server.begin(target, prepared)
     if body.stream:
         return Flow(server, call, answers.completion_stream(body, call))
     return Flow(server, call, None, partial(answers.completion_answer, body, call))
+
+
+async def chat_completions(request: Request) -> Response:
+    """Continue chats."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+
+    def begin() -> tuple[Chat, Target, Any, chats.Calling]:
+        body = read(Chat, content)
+        target = server.policy(body.model)
+        tools = chats.calling(body, target)
+        return body, target, chats.prepare_chat(body, target), tools
+
+    body, target, prepared, tools = await off_loop(server, content, begin)
+    call = server.begin(target, prepared)
+    if body.stream:
+        return Flow(server, call, chats.chat_stream(body, call, tools))
+    return Flow(server, call, None, partial(chats.chat_answer, body, call, tools))
+
+
+async def generate(request: Request) -> Response:
+    """Complete ids with ids, as vLLM's `/inference/v1/generate`."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+
+    def begin() -> tuple[Generate, Target, Any]:
+        body = read(Generate, content)
+        target = server.policy(body.model)
+        return body, target, answers.prepare_generate(body, target)
+
+    body, target, prepared = await off_loop(server, content, begin)
+    call = server.begin(target, prepared)
+    if body.stream:
+        return Flow(server, call, answers.generate_stream(body, call))
+    return Flow(server, call, None, partial(answers.generate_answer, body, call))
+
+
+def tokenizing(server: Server, name: str | None) -> Any:
+    """Find the encoder, the tokenizer and the context's length of a model, of either kind."""
+    found = server.find(name)
+    if isinstance(found, ServedScorer):
+        return found.scorer.encoder, found.scorer.contract.max_length
+    served = found.served if isinstance(found, Target) else found
+    return served.encoder, served.length
+
+
+async def score(request: Request) -> Response:
+    """Score rows by a reward model."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+    body = await off_loop(server, content, partial(read, scores.Score, content))
+    served = server.scorer(body.model)
+    answer = await scores.score(body, served, server.engine)
+    server.metrics.scored.labels(served.name).inc(len(answer["data"]))
+    return Response(json_bytes(answer), media_type="application/json")
+
+
+async def classify(request: Request) -> Response:
+    """Score texts or conversations by a reward model, as vLLM's `/classify`."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+    body = await off_loop(server, content, partial(read, scores.Classify, content))
+    served = server.scorer(body.model)
+    answer = await scores.classify(body, served, server.engine)
+    server.metrics.scored.labels(served.name).inc(len(answer["data"]))
+    return Response(json_bytes(answer), media_type="application/json")
+
+
+async def tokenize(request: Request) -> Response:
+    """Encode a text or a chat."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+
+    def work() -> dict[str, Any]:
+        body = read(Tokenize, content)
+        encoder, length = tokenizing(server, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("give either prompt or messages", param="prompt")
+        if body.prompt is None:
+            ids = chats.encode_chat(body, server.policy(body.model))
+        else:
+            ids = encoder.tokenize_open([(body.prompt, body.add_special_tokens is not False)])[0]
+        names = encoder.tokenizer.convert_ids_to_tokens(ids.tolist()) if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": length, "tokens": ids.tolist(), "token_strs": names}
+
+    return Response(json_bytes(await off_loop(server, content, work)), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """Decode ids, special tokens included."""
+    server: Server = request.app.state.server
+    content = await body_of(request)
+
+    def work() -> dict[str, Any]:
+        body = read(Detokenize, content)
+        encoder, _ = tokenizing(server, body.model)
+        size = len(encoder.tokenizer)
+        if unknown := [i for i in body.tokens if i >= size]:
+            raise BadRequest(f"tokens: the tokenizer has no token {unknown[0]}", param="tokens")
+        return {"prompt": encoder.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
+
+    return Response(json_bytes(await off_loop(server, content, work)), media_type="application/json")
 
 
 class Gate:
@@ -296,10 +430,19 @@ class Gate:
             await answer(scope, receive, send)
             return
         self.server.requests += 1
+        known = {getattr(route, "path", "") for route in self.app.routes}
+        path, status = scope["path"] if scope["path"] in known else "other", 499
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, counted)
         finally:
             self.server.requests -= 1
+            self.server.metrics.requests.labels(path, status).inc()
 
     def _has_key(self, scope: Any) -> bool:
         if self.server.key is None:
@@ -330,8 +473,18 @@ def routes() -> list[Route]:
     """List what is always answered."""
     return [
         Route("/health", health, methods=["GET"]),
+        Route("/metrics", answered(metrics), methods=["GET"]),
+        Route("/load", answered(load), methods=["GET"]),
+        Route("/version", answered(version), methods=["GET"]),
         Route("/v1/models", answered(models), methods=["GET"]),
         Route("/v1/completions", answered(completions), methods=["POST"]),
+        Route("/v1/chat/completions", answered(chat_completions), methods=["POST"]),
+        Route("/inference/v1/generate", answered(generate), methods=["POST"]),
+        Route("/score", answered(score), methods=["POST"]),
+        Route("/v1/score", answered(score), methods=["POST"]),
+        Route("/classify", answered(classify), methods=["POST"]),
+        Route("/tokenize", answered(tokenize), methods=["POST"]),
+        Route("/detokenize", answered(detokenize), methods=["POST"]),
     ]
 
 

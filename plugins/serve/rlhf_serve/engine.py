@@ -90,6 +90,7 @@ class Policy:
             min_p=wish.min_p,
             stop_ids=wish.stop_ids,
             alternatives=bool(wish.likeliest),
+            reads_context=flight.reads_prompt,
         )
         return Beginning(flight.number, flight.prompt, wish.limit, settings, flight.group)
 
@@ -97,6 +98,17 @@ class Policy:
         """Pass tokens on."""
         if flight := self.running.get(conversation):
             self.events.append((flight.receive, (tokens, logps, likeliest, self.version)))
+
+    def read(
+        self,
+        conversation: int,
+        logps: np.ndarray,
+        ranks: np.ndarray,
+        likeliest: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Pass on what the policy thinks of a prompt."""
+        if flight := self.running.get(conversation):
+            self.events.append((flight.read, (logps, ranks, *likeliest)))
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
         """Note that a completion has ended by itself."""
@@ -207,10 +219,10 @@ class Engine:
             elif mode == "wait":
                 policy.admit()
             policy.holds = True
+        self.frozen = mode == "keep"
         if mode == "wait":
             self._idle.append(paused)
         else:
-            self.frozen = mode == "keep"
             paused.set_result(None)
         return paused
 
@@ -220,6 +232,12 @@ class Engine:
         for policy in self.policies:
             policy.holds = False
         self._wake.set()
+
+    def load(self) -> tuple[int, int]:
+        """Count the completions that have a slot, and those that wait for one."""
+        running = sum(int(policy.schedule.slots.active.sum()) for policy in self.policies)
+        everything = sum(len(policy.running) + len(policy.incoming) for policy in self.policies)
+        return running, max(everything - running, 0)
 
     @property
     def paused(self) -> bool:

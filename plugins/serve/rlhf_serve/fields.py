@@ -1,5 +1,5 @@
-"""The fields of requests. Every field that vLLM or OpenAI has is here, unless a client would be misled by its absence:
-what cannot be honoured is refused, by name.
+"""The fields of requests: those of OpenAI's and vLLM's servers that clients send. One that cannot be honoured is
+refused by name, unless it asks for what is done anyway.
 """
 
 from __future__ import annotations
@@ -190,8 +190,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "structured_outputs": (None, {}),
     "suffix": (None, ""),
-    "parallel_tool_calls": (True, None),
-    "reasoning_effort": (None,),
     "modalities": (None, ["text"]),
     "response_format": (None, {"type": "text"}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,12 @@ class TextReader:
         self._tokenizer, self._skips = tokenizer, skips_special
         self._ids = [int(i) for i in context[-CONTEXT:]]
         self._start, self._read = 0, len(self._ids)
+
+    @property
+    def special_ids(self) -> dict[int, str]:
+        """{id: name} of special tokens."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {int(i): token.content for i, token in added.items() if token.special}
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
@@ -100,6 +107,8 @@ class Flight:
     prompt_logps: list[Any] = field(default_factory=list)
     """(log-probability, rank, likeliest ids, their log-probabilities) of each token of the prompt but the first."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    first_token: float | None = None
+    """When the first token came, of `time.monotonic`."""
     per_token: bool = False
     """Whether the text after every single token is wanted."""
 
@@ -107,10 +116,17 @@ class Flight:
     def over(self) -> bool:
         return self.finish_reason is not None
 
+    def read(self, logps: np.ndarray, ranks: np.ndarray, ids: np.ndarray, best: np.ndarray) -> None:
+        """Take what the policy thinks of the prompt's next tokens."""
+        columns = (each.tolist() for each in (logps, ranks, ids, best))
+        self.prompt_logps += zip(*columns, strict=True)
+
     def receive(self, tokens: np.ndarray, logps: np.ndarray, likeliest: Any, version: str) -> None:
         """Take the next tokens from the engine, up to the one that completes a stop string."""
         if self.over:
             return
+        if self.first_token is None:
+            self.first_token = time.monotonic()
         count = self.wish.likeliest or 0
         start = len(self.tokens)
         one_by_one = bool(self.wish.stop) or self.per_token

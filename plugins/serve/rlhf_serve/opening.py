@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rlhf_core.environments import ConversationEncoder
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model, load_model, local_directory, stored_head
 from rlhf_core.sampling import ConversationSampler, SamplingOptions
+from rlhf_core.sampling.stop_strings import token_bytes
 from rlhf_core.sampling.turns import STOP_IDS
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.tokenizer.options import TextOptions
@@ -67,6 +69,28 @@ class ServedPolicy:
     def tokenizer(self) -> Any:
         return self.encoder.tokenizer
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return what a token writes, UTF-8; of a special token its name."""
+        if (name := self._special.get(token)) is not None:
+            return name.encode()
+        if self._bytes is not None:
+            return self._bytes[token] if token < len(self._bytes) else b""
+        text: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text.encode()
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {int(i): token.content for i, token in added.items() if token.special}
+
+    @cached_property
+    def _bytes(self) -> list[bytes] | None:
+        """None for a tokenizer whose tokens have no text of their own."""
+        try:
+            return token_bytes(self.tokenizer)
+        except InputError:
+            return None
+
     @property
     def vocab_size(self) -> int:
         return self.policy.model.definition.vocab_size
@@ -84,6 +108,8 @@ class ServedScorer:
     name: str
     path: str
     scorer: Scorer
+    layouts: list[Any] = field(default_factory=list)
+    """The shapes of batches that were compiled for."""
 
 
 def open_model(name: str, path: str, opening: Opening) -> ServedPolicy | ServedScorer:

@@ -19,6 +19,7 @@ from rlhf_core.errors import InputError, RunError, counted
 from rlhf_core.hidden import remember
 from rlhf_core.runtime.terminal import echo
 from rlhf_serve.app import Server, make_app
+from rlhf_serve.control import Control
 from rlhf_serve.engine import Engine
 from rlhf_serve.opening import Opening, ServedPolicy, ServedScorer, open_model
 
@@ -56,7 +57,7 @@ def run(settings: Settings) -> None:
     opening = Opening(settings.slots, settings.length, registry)
     models = {name: open_model(name, path, opening) for name, path in names.items()}
     server = make_server(models, settings, key)
-    asyncio.run(_serve(server, listener, settings))
+    asyncio.run(_serve(server, application(server, settings, opening), listener, settings.drain_seconds))
 
 
 def make_server(
@@ -67,9 +68,11 @@ def make_server(
     return Server(models, engine, key=key, most_waiting=settings.most_waiting)
 
 
-def application(server: Server, settings: Settings) -> Any:
+def application(server: Server, settings: Settings, opening: Opening) -> Any:
     """Make the ASGI application with the routes that the settings ask for."""
-    return make_app(server)
+    if not settings.control:
+        return make_app(server)
+    return make_app(server, Control(server, opening, settings.adapters).routes())
 
 
 def named(model: str) -> tuple[str, str]:
@@ -115,9 +118,9 @@ class _Quiet(uvicorn.Server):
         yield
 
 
-async def _serve(server: Server, listener: socket.socket, settings: Settings) -> None:
+async def _serve(server: Server, app: Any, listener: socket.socket, drain_seconds: float) -> None:
     config = uvicorn.Config(
-        application(server, settings),
+        app,
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -147,7 +150,7 @@ async def _serve(server: Server, listener: socket.socket, settings: Settings) ->
         echo(f"serving {', '.join(server.names())} on http://{where}:{port}", err=True)
     await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
     if received:
-        await _drain(server, received, settings.drain_seconds)
+        await _drain(server, received, drain_seconds)
     web.should_exit = True
     await serving
     if not received:
@@ -157,17 +160,18 @@ async def _serve(server: Server, listener: socket.socket, settings: Settings) ->
 async def _drain(server: Server, received: list[signal.Signals], seconds: float) -> None:
     """Let requests end that have begun, at most so long; refuse others."""
     server.draining = True
-    count = server.requests
+    count, loop = server.requests, asyncio.get_running_loop()
+    have = "has" if count == 1 else "have"
     echo(
-        f"stopping ({received[0].name}): {counted(count, 'requests')} in flight have {seconds:g} s to end",
+        f"stopping ({received[0].name}): {counted(count, 'requests')} in flight {have} {seconds:g} s to end",
         err=True,
     )
-    deadline = asyncio.get_running_loop().time() + seconds
-    while server.requests and len(received) < 2 and asyncio.get_running_loop().time() < deadline:
+    deadline = loop.time() + seconds
+    while server.requests and len(received) < 2 and loop.time() < deadline:
         await asyncio.sleep(0.02)
     left = server.requests
     for call in list(server.calls):
         for flight in call.flights:
             flight.finish("abort")
-    ended = counted(count - left, "requests")
-    echo(f"stopped: {ended} ended" + (f", {left:,} were cut off" if left else ""), err=True)
+    ended = f"stopped: {counted(max(count - left, 0), 'requests')} ended"
+    echo(ended + (f", {left:,} {'was' if left == 1 else 'were'} cut off" if left else ""), err=True)

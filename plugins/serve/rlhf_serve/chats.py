@@ -1,0 +1,286 @@
+"""Chats: messages to a prompt by the chat template, and what the policy wrote to a message with its tool calls."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_core.data.columns import message_problem
+from rlhf_core.environments import CallParser
+from rlhf_core.environments.parsing import PYTHON_TAG
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.options import kwargs_problem, with_joined_parts
+from rlhf_serve.answers import (
+    Call,
+    Prepared,
+    Target,
+    changes,
+    finite,
+    make_wish,
+    read_prompt,
+    room,
+    token_text,
+    versions,
+)
+from rlhf_serve.fields import BadRequest, Chat, Tokenize, refuse_ignored
+
+if TYPE_CHECKING:
+    from rlhf_serve.flight import Flight
+
+
+def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
+    """Encode a conversation as its chat template says, int32 [n]. Raises BadRequest for one that cannot be."""
+    served = target.served
+    given = body.messages or []
+    messages = [with_joined_parts({k: v for k, v in each.items() if v is not None}) for each in given]
+    if problem := message_problem(messages):
+        raise BadRequest(f"messages: {problem}", param="messages")
+    if body.tools and not all(isinstance(tool.get("function"), dict) for tool in body.tools):
+        raise BadRequest(
+            'tools: each is {"type": "function", "function": {"name": …, "parameters": {…}}}', param="tools"
+        )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if problem := kwargs_problem(kwargs):
+        raise BadRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")
+    if isinstance(body, Chat) and body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    if served.encoder.template is None:
+        raise BadRequest(
+            f"messages: {target.name} has no chat template; ask /v1/completions, with a prompt",
+            param="messages",
+        )
+    try:
+        if any(each.get("tool_calls") or each["role"] == "tool" for each in messages):
+            messages = served.conversations.with_call_ids(messages)
+        text, special = _text(body, target, messages, kwargs or None)
+    except InputError as error:
+        raise BadRequest(f"messages: {error}", param="messages") from None
+    special = special if body.add_special_tokens is None else body.add_special_tokens
+    return served.encoder.tokenize_open([(text, special)])[0]
+
+
+def _text(
+    body: Chat | Tokenize, target: Target, messages: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[str, bool]:
+    """Render messages; also, whether the tokenizer adds special tokens to the text."""
+    encoder, tools = target.served.encoder, body.tools or None
+    if not body.continue_final_message:
+        return encoder.text(messages, open_turn=body.add_generation_prompt, tools=tools, kwargs=kwargs)
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise BadRequest("continue_final_message: the last message is not the assistant's", param="messages")
+    text, special = encoder.text(messages[:-1], open_turn=True, tools=tools, kwargs=kwargs)
+    return text + str(last.get("content") or ""), special
+
+
+@dataclass
+class Calling:
+    """How the tool calls of a reply are found. Without tools, nothing is a call."""
+
+    parser: CallParser
+    at_once: bool
+    """Whether a reply may have several calls."""
+
+    @property
+    def parses(self) -> bool:
+        return self.parser.format is not None
+
+    def holds_from(self, flight: Flight) -> int:
+        """Return from which character on the text of a reply that is not over may belong to a call."""
+        form, text = self.parser.format, flight.text
+        if form is None:
+            return len(text)
+        if not form.opening:  # a call is the whole reply
+            start = text.lstrip()[: len(PYTHON_TAG)]
+            return 0 if not start or start[0] in "{[" or PYTHON_TAG.startswith(start) else len(text)
+        mark = form.opening.split()[0]
+        if (at := text.find(mark)) >= 0:
+            return at
+        special = flight.reader.special_ids
+        for token, end in zip(flight.tokens, [0, *flight.text_ends], strict=False):
+            if special.get(token) == mark:
+                return end
+        return next(
+            (len(text) - n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), len(text)
+        )
+
+    def message(self, flight: Flight) -> dict[str, Any]:
+        """Write a finished reply as a message."""
+        if not self.parses:
+            return {"role": "assistant", "content": flight.text}
+        cut = isinstance(flight.stop_reason, str)
+        found = self.parser.parse(flight.text) if cut else self.parser.message(flight.tokens)
+        calls = [
+            {
+                "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in found.get("tool_calls", ())
+        ]
+        if not calls:
+            return {"role": "assistant", "content": flight.text}
+        content = found["content"] or None
+        return {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": calls if self.at_once else calls[:1],
+        }
+
+
+def calling(body: Chat, target: Target) -> Calling:
+    """Find how a request's tool calls are read. Raises BadRequest for a choice that cannot be forced."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise BadRequest(
+            "tool_choice: 'auto' and 'none' are supported; a call cannot be forced", param="tool_choice"
+        )
+    if body.tool_choice == "auto" and not body.tools:
+        raise BadRequest("tool_choice: there are no tools", param="tool_choice")
+    tools = body.tools if body.tool_choice != "none" else None
+    try:
+        return Calling(CallParser(target.served.conversations, tools), body.parallel_tool_calls is not False)
+    except InputError as error:
+        raise BadRequest(f"tools: {error}", param="tools") from None
+
+
+def prepare_chat(body: Chat, target: Target) -> Prepared:
+    """Encode and check a request for a chat's next message. Raises BadRequest."""
+    refuse_ignored(body)
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest("top_logprobs: has no effect without logprobs = true", param="top_logprobs")
+    prompt = encode_chat(body, target)
+    if body.truncate_prompt_tokens:
+        prompt = prompt[-body.truncate_prompt_tokens :]
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if wanted == 0:
+        raise BadRequest(f"{name}: must be at least 1", param=name)
+    limit = room(target, [prompt], wanted, name)
+    wish = make_wish(body, target, limit, (body.top_logprobs or 0) if body.logprobs else None)
+    return Prepared(
+        body.request_id or f"chatcmpl-{uuid.uuid4().hex}",
+        target,
+        [prompt],
+        body.n or 1,
+        wish,
+        [body.continue_final_message],
+        reads_prompt=body.prompt_logprobs is not None,
+        per_token=bool(body.tools),
+    )
+
+
+def chat_logprobs(body: Chat, call: Call, flight: Flight, start: int, end: int) -> dict[str, Any]:
+    """Write the log-probabilities of tokens `start` to `end`, as OpenAI's chats have them."""
+    as_id = bool(body.return_tokens_as_token_ids)
+
+    def one(token: int, logp: float) -> dict[str, Any]:
+        written = call.target.served.token_bytes(token)
+        return {"token": token_text(call, token, as_id), "logprob": finite(logp), "bytes": list(written)}
+
+    content = []
+    for i in range(start, end):
+        ids, logps = flight.likeliest[i] if body.top_logprobs else ([], [])
+        top = [one(token, logp) for token, logp in zip(ids, logps, strict=True)]
+        content.append({**one(flight.tokens[i], flight.logps[i]), "top_logprobs": top})
+    return {"content": content}
+
+
+def finish_reason(flight: Flight, message: Mapping[str, Any]) -> str | None:
+    """Return why a reply ended, as OpenAI says it."""
+    return (
+        "tool_calls" if message.get("tool_calls") and flight.finish_reason == "stop" else flight.finish_reason
+    )
+
+
+def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
+    """Write the answer to a request for a chat's next message."""
+    choices = []
+    for flight in call.flights:
+        message = tools.message(flight)
+        choices.append(
+            {
+                "index": flight.index,
+                "message": {**message, "refusal": None},
+                "logprobs": chat_logprobs(body, call, flight, 0, len(flight.tokens))
+                if body.logprobs
+                else None,
+                "finish_reason": finish_reason(flight, message),
+                "stop_reason": flight.stop_reason,
+                "token_ids": flight.tokens if body.return_token_ids else None,
+                "weight_versions": versions(flight),
+            }
+        )
+    return {
+        "id": call.id,
+        "object": "chat.completion",
+        "created": call.created,
+        "model": call.target.name,
+        "choices": choices,
+        "usage": call.usage(),
+        "prompt_logprobs": read_prompt(body, call, call.flights[0]),
+        "prompt_token_ids": call.prompts[0].tolist() if body.return_token_ids else None,
+    }
+
+
+async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[dict[str, Any]]:
+    """Yield the parts of the answer to a request for a chat's next message.
+
+    Text that may belong to a tool call is held back; calls come whole, once the reply is over.
+    """
+    head = {
+        "id": call.id,
+        "object": "chat.completion.chunk",
+        "created": call.created,
+        "model": call.target.name,
+    }
+    options = body.stream_options
+    first: dict[str, Any] = {"prompt_token_ids": call.prompts[0].tolist()} if body.return_token_ids else {}
+    for flight in call.flights:
+        opening = {"role": "assistant", "content": ""}
+        choice = {"index": flight.index, "delta": opening, "logprobs": None, "finish_reason": None}
+        yield {**head, "choices": [choice], **first}
+    sent = {flight.number: "" for flight in call.flights}
+    async for flight, start, _ in changes(call):
+        before = sent[flight.number]
+        delta: dict[str, Any]
+        message: dict[str, Any] = {}
+        if flight.over:
+            message = tools.message(flight)
+            whole = message["content"] or ""
+            delta = {"content": whole[len(before) :]} if whole.startswith(before) else {"content": ""}
+            if calls := message.get("tool_calls"):
+                delta["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
+                delta = delta if delta["content"] else {"tool_calls": delta["tool_calls"]}
+        else:
+            end = min(flight.settled, tools.holds_from(flight)) if tools.parses else flight.settled
+            text = flight.text[len(before) : end]
+            sent[flight.number] = before + text
+            delta = {"content": text}
+            if not text and not body.logprobs and not body.return_token_ids:
+                continue
+        choice = {
+            "index": flight.index,
+            "delta": delta,
+            "logprobs": chat_logprobs(body, call, flight, start, len(flight.tokens))
+            if body.logprobs
+            else None,
+            "finish_reason": finish_reason(flight, message),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = flight.tokens[start:]
+        if flight.over:
+            choice |= {"stop_reason": flight.stop_reason, "weight_versions": versions(flight)}
+        part = {**head, "choices": [choice]}
+        if options and options.continuous_usage_stats:
+            part["usage"] = call.usage()
+        yield part
+    if options and options.include_usage:
+        yield {**head, "choices": [], "usage": call.usage()}

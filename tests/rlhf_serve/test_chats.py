@@ -1,0 +1,172 @@
+"""Chats: the prompt that the template makes, the message that comes back, and its tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rlhf_serve import chats
+from rlhf_serve.answers import Call, Target
+from rlhf_serve.fields import Chat, read
+from rlhf_serve.flight import Flight, TextReader, Wish
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core.environments import CallParser, ConversationEncoder
+
+MESSAGES = [
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": "c"},
+    {"role": "user", "content": "d"},
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_chat_is_a_completion_of_its_rendered_messages(running: Any) -> None:
+    asked = {"model": "policy", "messages": MESSAGES}
+    ids = running.post("/tokenize", asked)["tokens"]
+    assert running.post("/detokenize", {"model": "policy", "tokens": ids})["prompt"] == "Q a b A c </s> Q d A"
+    body = {
+        **asked,
+        "max_completion_tokens": 12,
+        "seed": 3,
+        "n": 2,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
+    answer = running.post("/v1/chat/completions", {**body, "top_logprobs": 2})
+    plain = running.post(
+        "/v1/completions",
+        {
+            "model": "policy",
+            "prompt": ids,
+            "max_tokens": 12,
+            "seed": 3,
+            "n": 2,
+            "return_token_ids": True,
+            "logprobs": 0,
+        },
+    )
+    assert answer["prompt_token_ids"] == ids
+    assert answer["usage"] == plain["usage"]
+    for one, other in zip(answer["choices"], plain["choices"], strict=True):
+        assert one["message"] == {"role": "assistant", "content": other["text"].strip(), "refusal": None}
+        assert one["token_ids"] == other["token_ids"]
+        content = one["logprobs"]["content"]
+        assert [each["logprob"] for each in content] == other["logprobs"]["token_logprobs"]
+        assert [bytes(each["bytes"]).decode() for each in content] == [each["token"] for each in content]
+        assert all(len(each["top_logprobs"]) == 2 for each in content)
+    parts = running.events("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    assert parts[-1]["usage"] == answer["usage"]
+    for choice in answer["choices"]:
+        own = [p["choices"][0] for p in parts[:-1] if p["choices"][0]["index"] == choice["index"]]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(each["delta"]["content"] for each in own) == choice["message"]["content"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert sum(len(each["logprobs"]["content"]) for each in own[1:]) == len(choice["token_ids"])
+
+
+def test_the_last_message_continued(running: Any) -> None:
+    asked = {
+        "model": "policy",
+        "messages": MESSAGES[:2],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    ids = running.post("/tokenize", asked)["tokens"]
+    assert running.post("/detokenize", {"model": "policy", "tokens": ids})["prompt"] == "Q a b A c"
+    running.post("/v1/chat/completions", {**asked, "max_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "users", "content": "a"}]}, "has the role 'users'"),
+        ({"messages": MESSAGES, "tool_choice": "required", "tools": [TOOL]}, "a call cannot be forced"),
+        ({"messages": MESSAGES, "tools": [{"name": "f"}]}, "tools: each is"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs: has no effect"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "only text is read",
+        ),
+    ],
+)
+def test_refusals(running: Any, body: Any, message: str) -> None:
+    assert message in running.refused("/v1/chat/completions", {"model": "policy", **body})
+
+
+def test_a_reward_model_does_not_chat(running: Any) -> None:
+    assert "reward model" in running.refused("/v1/chat/completions", {"model": "rm", "messages": MESSAGES})
+
+
+@pytest.fixture(scope="module")
+def bytewise() -> Any:
+    """A tokenizer with a token for every byte, and the template of the server's models."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    space: dict[str, Any] = {}
+    exec(conftest[conftest.index("CHAT = (") : conftest.index('"""A chat template')], space)
+    made.chat_template = space["CHAT"]
+    return made
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "calls"),
+    [
+        (f"I look.{CALL}", "I look.", 1),
+        (CALL + CALL, None, 2),
+        ("a < b, <tool is no call 😀", "a < b, <tool is no call 😀", 0),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", 0),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 7, 500])
+def test_tool_calls_whole_and_streamed(
+    bytewise: Any, reply: str, content: str | None, calls: int, step: int
+) -> None:
+    body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL]}).encode())
+    parser = CallParser(ConversationEncoder(bytewise), body.tools)
+    tools = chats.Calling(parser, True)
+    wish = Wish(
+        1000, 1.0, 1.0, None, 0.0, 0, stop_ids=(bytewise.eos_token_id,), end_ids=(bytewise.eos_token_id,)
+    )
+    reader = TextReader(bytewise, [], True)
+    flight = Flight(0, np.zeros(1, np.int32), wish, 0, None, reader, lambda _: None, per_token=True)
+    call = Call("x", Target("m", None, None), [flight.prompt], 1, [flight])  # type: ignore[arg-type]
+    ids = np.array([*bytewise(reply)["input_ids"], bytewise.eos_token_id])
+
+    async def stream() -> list[Any]:
+        parts = []
+        made = chats.chat_stream(body, call, tools)
+        parts.append(await anext(made))
+        for start in range(0, len(ids), step):
+            chunk = ids[start : start + step]
+            flight.receive(chunk, np.zeros(len(chunk), np.float32), None, "v")
+            await asyncio.sleep(0)
+        flight.finish("stop")
+        return [*parts, *[part async for part in made]]
+
+    parts = [part["choices"][0] for part in asyncio.run(stream())]
+    whole = tools.message(flight)
+    assert whole["content"] == content
+    assert len(whole.get("tool_calls", ())) == calls
+    assert "".join(each["delta"].get("content", "") for each in parts) == (content or "")
+    streamed = [one for each in parts for one in each["delta"].get("tool_calls", ())]
+    assert [one["index"] for one in streamed] == list(range(calls))
+    for one in streamed:
+        assert one["function"]["name"] == "f"
+        assert json.loads(one["function"]["arguments"]) == {"x": [1, "é"]}
+    assert parts[-1]["finish_reason"] == ("tool_calls" if calls else "stop")

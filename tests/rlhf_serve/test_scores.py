@@ -1,0 +1,73 @@
+"""Scores: those of `rlhf score`, for rows, and for what vLLM's clients send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEXTS = [
+    {"prompt": "a b", "completion": " c d"},
+    {"prompt": "a b c d", "completion": " e"},
+    {"prompt": "f", "completion": ""},
+]
+CHATS = [
+    {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": f"{word} d"}]}
+    for word in "efghi"
+]
+PAIRS = [{"prompt": f"a {word}", "chosen": " b c", "rejected": f" {word}"} for word in "xyz"]
+
+
+@pytest.mark.parametrize("rows", [TEXTS, CHATS, PAIRS], ids=["texts", "chats", "pairs"])
+def test_to_the_last_bit_what_the_command_writes(
+    rows: list[dict[str, Any]], running: Any, directory: Path, rlhf: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ran = rlhf(
+        "score", str(directory / "rm"), str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "out.jsonl")
+    )
+    assert ran.code == 0, ran.message
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    names = ("chosen_score", "rejected_score") if rows is PAIRS else ("score",)
+    answer = running.post("/score", {"model": "rm", "rows": rows})
+    assert [each["index"] for each in answer["data"]] == list(range(len(rows)))
+    assert [[each[name] for name in names] for each in answer["data"]] == [
+        [row[name] for name in names] for row in written
+    ]
+
+
+def test_forms_of_vllm(running: Any) -> None:
+    rows = [{"prompt": "a b", "completion": word} for word in ("c", "d e")]
+    expected = [each["score"] for each in running.post("/score", {"model": "rm", "rows": rows})["data"]]
+    for first, second in (("text_1", "text_2"), ("queries", "documents")):
+        answer = running.post("/score", {"model": "rm", first: "a b", second: ["c", "d e"]})
+        assert [each["score"] for each in answer["data"]] == expected
+    chat = running.post("/score", {"rows": [{"prompt": "a b", "completion": "e d"}], "chat": True})
+    asked = {"messages": CHATS[0]["messages"]}
+    for body in (asked, {"input": [CHATS[0]["messages"]]}):
+        answer = running.post("/classify", {"model": "rm", **body})
+        assert answer["data"][0]["probs"] == [chat["data"][0]["score"]]
+    ids = running.post("/tokenize", {"model": "rm", "prompt": "a b c"})["tokens"]
+    text = running.post("/classify", {"model": "rm", "input": "a b c"})["data"][0]["probs"]
+    assert running.post("/classify", {"model": "rm", "input": [*ids, 1]})["data"][0]["probs"] == text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"rows": []}, "rows: is empty"),
+        ({}, "give rows"),
+        ({"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 and text_2: 2 and 3 texts"),
+        ({"rows": [{"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": 5}]}, "rows row 2"),
+        ({"rows": [{"text_9": "a"}]}, "rows"),
+        ({"rows": [{"messages": [{"role": "user", "text": "a"}]}]}, "rows row 1"),
+    ],
+)
+def test_what_the_contract_refuses(running: Any, body: Any, message: str) -> None:
+    assert message in running.refused("/score", {"model": "rm", **body})
+
+
+def test_a_policy_does_not_score(running: Any) -> None:
+    assert "does not score" in running.refused("/score", {"model": "policy", "rows": TEXTS})
