@@ -70,7 +70,7 @@ def read_file(path: Path, name: str, kind: str) -> Rows:
         if not file.read(1000).strip() and not file.read(1):
             raise InputError(f"{name} is empty")
         file.seek(0)
-        rows = FORMATS[kind](file, name)
+        rows = FORMATS[kind](path if kind == "array_record" else file, name)
     if not len(rows.rows):
         raise InputError(f"{name} has no rows")
     return rows._replace(fingerprint=fingerprint)
@@ -381,12 +381,42 @@ def _read_arrow(file: io.BufferedIOBase, name: str) -> Rows:
     return _read_table(file, name, "arrow")
 
 
-FORMATS: dict[str, Callable[[io.BufferedIOBase, str], Rows]] = {
+def array_records(path: Path, name: str) -> Any:
+    """Open an ArrayRecord file, whose records are read by index. Raises InputError for another file."""
+    from grain.sources import ArrayRecordDataSource
+
+    try:
+        return ArrayRecordDataSource(str(path))
+    except RuntimeError as error:
+        raise InputError(f"{name} is not an ArrayRecord file: {library_words(error)}") from error
+
+
+def _read_array_record(path: Path, name: str) -> Rows:
+    """Check every record, the JSON of a row, and parse it again on access."""
+    records, kinds, problems = array_records(path, name), Kinds(), Problems()
+    for start in range(0, len(records), CHUNK):
+        which = range(start, min(start + CHUNK, len(records)))
+        for number, record in zip(which, records.__getitems__(which), strict=True):
+            try:
+                count_values(kinds, parse_line(record, "jsonl", f"{name} row {number + 1}"))
+            except InputError as error:
+                problems.add(str(error))
+    problems.raise_if_any()
+
+    def take(which: Sequence[int]) -> list[Mapping[str, Any]]:
+        found = zip(which, records.__getitems__(list(which)), strict=True)
+        return [parse_line(record, "jsonl", f"{name} row {i + 1}") for i, record in found]
+
+    return Rows(View(len(records), take), range(1, len(records) + 1), kinds)
+
+
+FORMATS: dict[str, Callable[[Any, str], Rows]] = {
     "jsonl": _read_jsonl,
     "json": _read_json,
     "csv": _read_csv,
     "parquet": _read_parquet,
     "arrow": _read_arrow,
+    "array_record": _read_array_record,
     "txt": _read_txt,
 }
 

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.files import COMPRESSIONS, FORMATS, format_of, parse_line
+from rlhf_core.data.files import COMPRESSIONS, FORMATS, array_records, format_of, parse_line
 from rlhf_core.data.lazy import BLOCK, SAMPLE, Block, BlockEncoder, LazyRows, State
 from rlhf_core.data.records import drop_columns, hub_dataset, is_stream, load, missing_file, with_columns
 from rlhf_core.data.source import Records, Source
@@ -151,6 +151,8 @@ def _of_table(
         )
     if not file.exists():
         raise InputError(missing_file(file, str(path)))
+    if kind == "array_record":
+        return str(path), _of_array_record(file, str(path))
     if kind in LINES:
         return str(path), _of_lines(file, str(path), kind)
     import datasets
@@ -158,6 +160,15 @@ def _of_table(
     with reading(str(path)):
         data = datasets.load_dataset(str(kind), data_files=str(file), split="train", streaming=True)
     return str(path), _of_iterable(data, str(path))
+
+
+def _of_array_record(path: Path, name: str) -> Callable[[State], Iterator[tuple[Row, State]]]:
+    def start(state: State) -> Iterator[tuple[Row, State]]:
+        records = array_records(path, name)
+        for i in range(state.get("rows", 0), len(records)):
+            yield (i + 1, parse_line(records[i], "jsonl", f"{name} row {i + 1}")), {"rows": i + 1}
+
+    return start
 
 
 def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tuple[Row, State]]]:

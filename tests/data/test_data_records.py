@@ -8,6 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from rlhf_core import data
 from rlhf_core.contracts import DATASET
@@ -26,6 +27,11 @@ def write(path, rows=ROWS):
         path.write_text(json.dumps(rows), encoding="utf-8")
     elif kind == ".csv":
         datasets.Dataset.from_list(rows).to_csv(str(path), index=False)
+    elif kind == ".array_record":
+        writer = ArrayRecordWriter(str(path), "group_size:1")
+        for row in rows:
+            writer.write(json.dumps(row).encode())
+        writer.close()
     elif kind == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
@@ -37,13 +43,23 @@ def write(path, rows=ROWS):
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow", "array_record"])
 def test_every_format_gives_the_same_rows(tmp_path, kind):
     records = data.load(str(write(tmp_path / f"prefs.{kind}")))
     assert list(records) == ROWS
     assert records.columns == ("prompt", "chosen", "rejected")
     assert records[-1] == ROWS[-1]
     assert len(records) == 4
+
+
+def test_records_that_are_no_rows_are_named(tmp_path):
+    path = write(tmp_path / "a.array_record", [*ROWS, 3, {"prompt": "a"}, [1]])
+    with pytest.raises(InputError) as error:
+        data.load(path)
+    assert [line.partition(" row ")[2] for line in error.value.problems] == [
+        "5 is not a JSON object, but a number",
+        "7 is not a JSON object, but an array; a JSON array goes in a .json file",
+    ]
 
 
 def test_text_files_have_a_text_a_line(tmp_path):
@@ -159,6 +175,7 @@ def test_registered_datasets(tmp_path):
         ("a.csv", b'a,b\n1,"2\n', r"a\.csv row 2 is not CSV"),
         ("a.parquet", b"PAR1 no", r"a\.parquet is not a readable parquet file"),
         ("a.arrow", b"ARROW1 no", r"a\.arrow is not a readable arrow file"),
+        ("a.array_record", b"no", r"a\.array_record is not an ArrayRecord file: .*64KB"),
         ("a.xlsx", b"x", r"'\.xlsx' is not a supported format \(jsonl, json, csv"),
     ],
 )

@@ -164,8 +164,10 @@ def every_kind(tiny: ModuleType, directory: Path) -> dict[str, Any]:
 
     kept = datasets.Dataset.from_list(tiny.pairs(20))
     kept.to_parquet(str(parquet))
+    records = tiny.write_array_record(directory / "e.array_record", tiny.pairs(20))
     return {
         "function": first,
+        "array_record": {"path": str(records), "streaming": True},
         "lines": {"name": "jsonl", "path": str(second), "streaming": True},
         "packed": {"path": str(packed), "streaming": True},
         "parquet": {"path": str(parquet), "streaming": True},
@@ -174,7 +176,9 @@ def every_kind(tiny: ModuleType, directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["function", "lines", "packed", "parquet", "iterable", "mixed"])
+@pytest.mark.parametrize(
+    "kind", ["function", "lines", "packed", "parquet", "array_record", "iterable", "mixed"]
+)
 def test_a_stream_continues_from_any_update(
     tiny: ModuleType, tokenizer: Any, kind: str, tmp_path: Path
 ) -> None:

@@ -190,6 +190,15 @@ def test_episodes_are_on_policy_and_report_metrics(train):
         assert [turn["message"] for turn in line["turns"]] == [0, 2, 4]
 
 
+def test_episodes_begin_with_the_next_rows_of_a_stream(train, tiny, monkeypatch):
+    monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 3)
+    rows = tiny.prompts(12)
+    run = train(inputs={"train_dataset": lambda: iter(rows)}, shuffle_train_dataset=False)
+    files = sorted((run.directory / "samples").glob("update-*.jsonl"))
+    begun = [line["columns"]["number"] for file in files for line in tiny.read_rows(file)[::4]]
+    assert begun == [row["number"] for row in rows[:8]]
+
+
 def test_trained_tokens_are_those_that_were_sampled(collect, model):
     collector, rollout = collect()
     samples, said = rollout.samples, rollout.conversations

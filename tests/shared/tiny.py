@@ -104,6 +104,16 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
+def write_array_record(path: Path, rows: Iterable[Any]) -> Path:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for row in rows:
+        writer.write(json.dumps(row).encode())
+    writer.close()
+    return path
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

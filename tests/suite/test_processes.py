@@ -145,6 +145,61 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
             np.testing.assert_allclose(ours[key], value, atol=1e-6, err_msg=f"{stage} {key}")
 
 
+COUNT = """
+import json
+import jax
+from rlhf_core import fit, hookimpl
+
+@hookimpl
+def rlhf_register(registry):
+    pass
+
+put, next_update, now = fit.put_rows, fit._Run.next_update, {}
+
+def remember(run, step, state):
+    now["step"], now["update"] = step, next_update(run, step, state)
+    return now["update"]
+
+def note(mesh, batch):
+    placed = put(mesh, batch)
+    with open(f"rows-{jax.process_index()}.jsonl", "a") as file:
+        for shard in placed.example.addressable_shards:
+            for number in shard.data[shard.data >= 0].tolist():
+                print(json.dumps([now["step"], now["update"].where(number)]), file=file)
+    return placed
+
+fit._Run.next_update, fit.put_rows = remember, note
+"""
+"""A plugin that writes down which rows of each update lie on the devices of its process."""
+
+
+@pytest.mark.long
+def test_each_row_lies_on_one_device_once_per_epoch(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(24))
+    stage = STAGE.format(name="reward").replace(
+        "max_training_steps = 2", "num_train_epochs = 2\nlog_steps = 1"
+    )
+    (tmp_path / "pipeline.toml").write_text(
+        "mesh = { data = 4 }\n" + stage + 'train_data = "pairs.jsonl"\n' + MODEL
+    )
+    (tmp_path / "count.py").write_text(COUNT)
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    counted, two = ("--plugin", "count.py"), {"JAX_NUM_CPU_DEVICES": "2"}
+    runs = [start(tmp_path, "many", *counted, **job, **two, JAX_PROCESS_ID=str(i)) for i in range(2)]
+    processes.finish([*runs, start(tmp_path, "one", JAX_NUM_CPU_DEVICES="4")], timeout=300)
+    ours, theirs = (
+        [row["loss"] for row in tiny.read_rows(tmp_path / run / "reward/metrics.jsonl") if "loss" in row]
+        for run in ("many", "one")
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    found = [tiny.read_rows(tmp_path / f"rows-{process}.jsonl") for process in range(2)]
+    assert all(found)
+    for epoch in range(2):
+        names = [name for rows in found for step, name in rows if step // 3 == epoch]
+        assert sorted(names) == sorted(2 * [f"{tmp_path / 'pairs.jsonl'} row {n}" for n in range(1, 25)])
+
+
 def job(
     directory: Path, names: tuple[str, str], at: tuple[str, str] = ("", ""), *arguments: str
 ) -> list[tuple[int, str]]:
