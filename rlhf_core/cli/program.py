@@ -173,6 +173,23 @@ def train(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="A run directory.")],
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="STAGE", help="Default: the last one that samples.")
+    ] = None,
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="N", min=1, help="The last update; default: all.")
+    ] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Train a stage again from its journal, without sampling, and compare metrics and weights."""
+    from rlhf_core.pipeline import replay as replays
+
+    replays.report(replays.replay(run, stage, to, plugin or ()))
+
+
+@app.command()
 def export(
     model: Annotated[
         str,

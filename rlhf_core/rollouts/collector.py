@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -48,6 +48,8 @@ class RolloutOptions:
         sampled, since those of the kept groups alone would say nothing about the policy.
     sampler: the component that draws; None: the core's. environment: of the stage's episodes, if any.
     policy: the name of the model that samples, where the state holds several.
+    ahead: how many rollouts are sampled ahead of the one that is trained on. journal: how long the rollouts stay on
+        disk: "keep" all, or "until_checkpoint", as long as a checkpoint may need them.
     """
 
     max_prompt_length: int
@@ -59,6 +61,8 @@ class RolloutOptions:
     sampler: Component | None = None
     environment: EnvironmentOptions | None = None
     policy: str | None = None
+    ahead: int = 0
+    journal: Literal["keep", "until_checkpoint"] = "keep"
 
 
 @dataclass(frozen=True)

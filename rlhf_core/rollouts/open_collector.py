@@ -22,6 +22,8 @@ from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.environment import forecast_episodes, open_environment
+from rlhf_core.rollouts.journal import BYTES_PER_TOKEN
+from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.tokenizer import special_ids
@@ -56,7 +58,7 @@ def open_collector(
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
     rewards: begin with the environment's. others: other models in memory, besides the policy and the rewards,
-    such as a teacher. Returns None for `eval_data` that is not given.
+    such as a teacher. Returns None for `eval_data` that is not given; a stage that is replayed has no sampler.
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
     model without a stop token, and a chat template that the environment cannot be used with; and where an update of
     `total_batch_size` completions would split a group.
@@ -78,7 +80,8 @@ def open_collector(
     ends = (*model.stop_ids, *options.sampling.stop_token_ids)
     episodes = open_environment(context, options, model.tokenizer, ends)
     function: Any = None
-    if context.has_devices:
+    replays = "journal" in stage.inputs
+    if context.has_devices and not replays:
         train = field == "train_data"
         count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))
         room_left = sampling_memory(context, model, rewards, others)
@@ -91,7 +94,7 @@ def open_collector(
         context.warn(*_position_warnings(model, prompts, options))
         context.warn(*system_prompt_warnings(config, rewards, stage))
         context.ahead(warm_up, function, model, prompts.sizes)
-    if not context.shapes:
+    if not context.shapes and not replays:
         set_up(rewards, prompts, stage, field)
     absent = model.definition.absent
     return RolloutCollector(stage, prompts, model.tokenizer, function, rewards, options, episodes, absent)
@@ -230,7 +233,14 @@ def _expect(
         + (f"{sampled // group / count:.2f} epochs" if count else "the length of the data is not known"),
         f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),
+        f"the journal takes at most {format_bytes(sampled * length * BYTES_PER_TOKEN)}"
+        + (", less with checkpoints" if options.journal == "until_checkpoint" else ""),
     ]
+    if options.ahead:
+        lines.append(
+            f"rollouts are sampled {options.ahead} ahead: a policy {options.ahead * serves} to "
+            f"{(options.ahead + 1) * serves - 1} updates old writes what is trained on"
+        )
 
     def held(definition: Definition, parameters: int) -> Mapping[str, int]:
         slots = min(rows_per_device(context.mesh, per_rollout) * group, most_slots(None))

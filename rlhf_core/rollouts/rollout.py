@@ -24,6 +24,7 @@ from rlhf_core.sampling import Rollouts
 if TYPE_CHECKING:
     from rlhf_core.contracts import Advantage
     from rlhf_core.rewards.reward import Reward
+    from rlhf_core.tokenizer.encoding import Turns
 
 HERE = str(Path(__file__).parent)
 VALUE = "value_"
@@ -169,6 +170,7 @@ class Rollout:
     rewards: float64 [N, functions]; NaN where a function does not apply.
     total: float64 [N], their weighted sum; NaN where no function applies.
     inputs: what the reward functions were called with; None after a restore.
+    samples_read: what `rows` returned when the rollout was written to the journal that it was read from.
     number: counts the rollouts of a stage, from 0. rounds: how many rounds of sampling it took.
     metrics: over everything that was sampled, by the names of the metrics page.
     advantages: float32 [N], or [N, C] where each token has its own. token_values: {name: float32 [N, C]}, whatever the
@@ -189,6 +191,7 @@ class Rollout:
     advantages: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     token_values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     conversations: Conversations | None = None
+    samples_read: Sequence[Mapping[str, Any]] = ()
 
     @property
     def group(self) -> int:
@@ -384,7 +387,8 @@ class Rollout:
         among those of the completion, the length in tokens and the reward of each, and `failure`, where it failed; its
         `length` is that of all its turns.
         """
-        assert self.inputs is not None
+        if self.inputs is None:
+            return [self._row_read(i, row, rewards) for i, row in enumerate(self.samples_read)]
         rows = []
         for i, text in enumerate(self.inputs.completions):
             length, said = int(self.samples.mask[i].sum()), self.conversations
@@ -400,6 +404,20 @@ class Rollout:
             }
             rows.append(scrub_all(row))
         return rows
+
+    def _row_read(self, i: int, row: Mapping[str, Any], rewards: Sequence[Reward]) -> dict[str, Any]:
+        """Bring a row from the journal up to what the trainer has computed since."""
+        names = [*row]
+        before = {name: row[name] for name in names[: names.index("length")]}
+        scores = self._scores(i, rewards)
+        advantage = {"advantage": mean_advantage(self, i)} if len(self.advantages) else {}
+        return {**before, **scores, **advantage, **{name: row[name] for name in names[len(before) :]}}
+
+    def said(self, i: int) -> tuple[Turns, Turns]:
+        """Return prompt i and its completion, texts or message lists."""
+        if self.inputs is None:
+            return self.samples_read[i]["prompt"], self.samples_read[i]["completion"]
+        return self.inputs.prompts[i], self.inputs.completions[i]
 
     def _columns(self, i: int) -> dict[str, Any]:
         """Return the columns of completion i's row, for `rows`; {} without any."""
@@ -470,7 +488,6 @@ def completion_lines(rollout: Rollout, rewards: Sequence[Reward], count: int) ->
     Control characters are left to the printer, which escapes them. A line of a completion stands behind a bar, so that
     it cannot pass for another line of the output.
     """
-    assert rollout.inputs is not None
     total = len(rollout.total)
     for i in np.linspace(0, total - 1, min(count, total)).astype(int).tolist():
         values = [("reward", rollout.total[i]), *_shown_rewards(rollout, rewards, i)] if rewards else []
@@ -478,9 +495,10 @@ def completion_lines(rollout: Rollout, rewards: Sequence[Reward], count: int) ->
             values.append(("advantage", mean_advantage(rollout, i)))
         cut = "" if rollout.samples.finished[i] else ", cut"
         numbers = "".join(f"{name} {'–' if np.isnan(value) else f'{value:.4g}'}  " for name, value in values)
-        prompt = " ".join(_said(rollout.inputs.prompts[i]).split())
+        asked, said = rollout.said(i)
+        prompt = " ".join(_said(asked).split())
         prompt = prompt if len(prompt) <= PROMPT else f"…{prompt[1 - PROMPT :]}"
-        completion = _said(rollout.inputs.completions[i])
+        completion = _said(said)
         if len(completion) > LONGEST:
             completion = f"{completion[:LONGEST]}… ({len(completion):,} characters)"
         yield (

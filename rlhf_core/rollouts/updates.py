@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,14 +14,16 @@ from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.contracts import all_equal
 from rlhf_core.data import PromptStream, batch_rows, count_updates
 from rlhf_core.data.columns import is_blank
-from rlhf_core.errors import counted, warn
+from rlhf_core.errors import RunError, Stopped, counted, warn
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Layout, Packed, empty_batches
 from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
+from rlhf_core.rollouts.journal import Entry, Journal, numbers
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
+from rlhf_core.stage import identity
 from rlhf_core.training.context import Context
 from rlhf_core.training.reference import Reference
 
@@ -39,11 +41,16 @@ FIRST_ROLLOUTS = 3
 
 
 class PromptOrder:
-    """Shuffled epochs over the prompts, or a stream of them, of which every round of a rollout takes the next
-    `prompts_per_rollout`.
+    """Shuffled epochs over the prompts, or a stream of them, cut into rounds of `prompts_per_rollout`, which rollouts
+    reserve.
 
-    epoch_rounds: rounds in the config's epochs. extra_rounds: rounds after the first, summed over all rollouts so far;
-    later rollouts continue after them. rounds: of the newest rollout.
+    A rollout reserves as many rounds as it may take, of the lowest numbers, and gives back those that it did not need
+    when it is trained on. So its prompts are a function of its number, and of the rollouts trained on before it was
+    sampled, however long anything takes.
+
+    epoch_rounds: rounds in the config's epochs. extra_rounds: rounds after the first, summed over the rollouts trained
+    on so far. rounds: of the newest of these. following, returned: the rounds that are still to be reserved: all from
+    the number `following` on, and those that were given back.
     """
 
     def __init__(
@@ -65,28 +72,32 @@ class PromptOrder:
         self.epoch_rounds = count_updates(count, prompts_per_rollout, config.num_train_epochs, None)
         self.updates = config.max_training_steps
         self.extra_rounds, self.rounds = 0, 1
+        self.following, self.returned = 0, list[int]()
 
-    def next_prompts(self, number: int) -> Callable[[], NDArray[np.int64]]:
-        """Return a function that gives the prompts of rollout `number`, int64 [P], another round with each call."""
-        if not self.count:
-            rounds = itertools.count(number + self.extra_rounds)
-            return lambda: np.arange(self.prompts_per_rollout) + next(rounds) * self.prompts_per_rollout
-        order = batch_rows(
-            self.count,
-            self.prompts_per_rollout,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            start=number + self.extra_rounds,
-        )
-        return lambda: np.asarray(next(order), np.int64)
+    def reserve(self, rounds: int) -> list[int]:
+        """Reserve the next rounds, and return their numbers."""
+        taken, self.returned = self.returned[:rounds], self.returned[rounds:]
+        first = self.following
+        self.following += rounds - len(taken)
+        return [*taken, *range(first, self.following)]
 
-    def add_rounds(self, rounds: int) -> None:
-        """Count the rounds of the newest rollout."""
+    def settle(self, taken: Sequence[int], rounds: int) -> None:
+        """Count the rounds of a rollout that is trained on now, and give back the others of those it had reserved."""
+        self.returned = sorted([*self.returned, *taken[rounds:]])
         self.extra_rounds, self.rounds = self.extra_rounds + rounds - 1, rounds
 
-    def ends_with(self, number: int) -> bool:
-        """Return whether rollout `number` takes the last prompts of all epochs."""
-        return number + 1 + self.extra_rounds >= self.epoch_rounds
+    def prompts(self, number: int) -> NDArray[np.int64]:
+        """Return the rows of round `number`, int64 [P]."""
+        size = self.prompts_per_rollout
+        if not self.count:
+            return np.arange(number * size, (number + 1) * size)
+        rounds = batch_rows(self.count, size, seed=self.seed, shuffle=self.shuffle, start=number)
+        return np.asarray(next(rounds), np.int64)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all prompts of all epochs are reserved."""
+        return min([self.following, *self.returned[:1]]) >= self.epoch_rounds
 
     def epochs(self, step: int) -> float:
         """Return how many passes over the prompts the first `step` updates make, of the newest rollout or later.
@@ -141,6 +152,9 @@ class RolloutUpdates:
     The number of minibatches divides updates_per_rollout, so that the updates of a rollout go through its minibatches
     once or several times. The rollout is part of every checkpoint that lies within it, with all that `steps.prepare`
     computed from the policy of its start: a run that is resumed continues with it.
+
+    With `rollouts_ahead` = k, rollout r is sampled before the updates of rollout r - k, so by the policy after those of
+    rollout r - k - 1; the first k + 1 by the policy that training starts from. Rewards score rollouts in their order.
     """
 
     def __init__(
@@ -158,6 +172,7 @@ class RolloutUpdates:
         policy is the reference. reading: what reads each rollout. completions_to_print: of a logged rollout.
         """
         config, options = context.config, collector.options
+        self.options = options
         self.stage, self.collector, self.prompts = context.stage, collector, collector.prompts
         self.layout, self.steps, self.reference, self.reading = layout, steps, reference, reading
         self.stream = collector.prompts if isinstance(collector.prompts, PromptStream) else None
@@ -183,6 +198,13 @@ class RolloutUpdates:
         self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
         total = config.max_training_steps
         self.total = self.order.epoch_rounds * updates if total is None else total
+        self.ready: dict[int, Entry] = {}
+        """Rollouts that are scored, by number, and not trained on yet."""
+        self.sampled = 0
+        """Rollouts sampled so far, those that are ready included."""
+        self.journal: Journal | None = None
+        self.ledger = Ledger()
+        self.config = config
         self.rollout: Rollout | None = None
         self.packed: Sequence[Sequence[Packed]] = []
         self.timing = Timing()  # of a rollout that no update has reported yet
@@ -201,15 +223,20 @@ class RolloutUpdates:
         return self.rollout is None or self.rollout.number != step // self.updates_per_rollout
 
     def update(self, step: int, state: TrainState) -> Update:
+        if step == self.stage.inputs.get("until"):
+            raise Stopped(f"stage '{self.stage.name}': replayed {step} updates")
         if self._needs_rollout(step):
             self._begin_rollout(step, state)
         assert self.rollout is not None
-        minibatch, groups = step % len(self.packed), len(self.rollout.prompts) // len(self.packed)
+        within, minibatches = step % self.updates_per_rollout, len(self.packed)
+        minibatch, groups = within % minibatches, len(self.rollout.prompts) // minibatches
         batches = self.packed[minibatch]
-        within = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
-        rows = self.rollout.prompts[np.asarray(within, np.int64)]
+        chosen = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
+        rows = self.rollout.prompts[np.asarray(chosen, np.int64)]
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
-        metrics = _update_metrics(self.rollout.metrics, first=step % self.updates_per_rollout == 0)
+        metrics = _update_metrics(self.rollout.metrics, first=within == 0)
+        if self.options.ahead:
+            metrics["rollout/lag"] = float(step - int(self.rollout.samples.version[0]))
         timing, self.timing = self.timing.metrics(), Timing()
         if not self.collector.rewards:
             del timing["time/reward"]
@@ -218,16 +245,26 @@ class RolloutUpdates:
         return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing)
 
     def _begin_rollout(self, step: int, state: TrainState) -> None:
-        """Collect and prepare the rollout that update `step` begins."""
+        """Sample what is due before update `step`, and prepare the rollout that it begins."""
         number = step // self.updates_per_rollout
-        if self.rollout is None:  # the sampler compiles
-            count = self.order.prompts_per_rollout * self.collector.options.num_generations
+        if self.rollout is None and self.sampled < number:  # the updates before it are passed over
+            self.sampled = self.order.following = number
+        if (
+            self.rollout is None and not self.ready and "journal" not in self.stage.inputs
+        ):  # the sampler compiles
+            count = self.order.prompts_per_rollout * self.options.num_generations
             self.stage.say(f"sampling the first rollout ({counted(count, 'completions')})")
+        self._sample(number, state)
+        rollout, taken, _ = self.ready.pop(number)
+        self.order.settle(taken, rollout.rounds)
         if self.stream is not None:
-            self.stream.begin((number + self.order.extra_rounds) * self.order.prompts_per_rollout)
-        rollout = self.collector.collect(state, number, self.order.next_prompts(number))
+            waiting = (round for entry in self.ready.values() for round in entry.taken)
+            first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
+            self.stream.begin(first * self.order.prompts_per_rollout)
+        self._sample(number, state)  # the last rollouts may need prompts that this one has given back
+        ready = sum(len(entry.rollout.prompts) for entry in self.ready.values())
+        self.ledger.begin(len(rollout.prompts), ready)
         self.timing = rollout.timing
-        self.order.add_rounds(rollout.rounds)
         self._end_with_epochs(number)
         self.warnings.check(number, rollout)
         self.rollout = self.steps.prepare(rollout, state)
@@ -240,27 +277,76 @@ class RolloutUpdates:
             for lines in completion_lines(self.rollout, self.collector.rewards, self.completions_to_print):
                 self.stage.say(f"update {step + 1:,}, {lines}")
 
-    def _end_with_epochs(self, number: int) -> None:
-        """Make rollout `number` the last one where it takes the last prompts of all epochs."""
-        if not self.fixed_total and self.order.ends_with(number):
-            self.total = min(self.total, (number + 1) * self.updates_per_rollout)
+    def _sample(self, number: int, state: TrainState) -> None:
+        """Sample the rollouts that are due before the updates of rollout `number`, as far as there are prompts."""
+        if self.journal is None:
+            self.journal = self._open_journal()
+        while self.sampled <= number or (self.sampled <= number + self.options.ahead and self._goes_on):
+            entry = self.journal.read(self.sampled)
+            if entry is None and "journal" in self.stage.inputs:
+                if self.sampled > number:
+                    break
+                raise Stopped(f"stage '{self.stage.name}': the journal ends before rollout {number}")
+            if entry is None:
+                entry = self._collect(state)
+                self.journal.write(entry, self.collector.rewards)
+            else:
+                self.order.reserve(len(entry.taken))
+                restore(self.collector.rewards, entry.rewards)
+            self.ready[self.sampled] = entry
+            self.ledger.plan(entry.rollout, self.order.prompts_per_rollout)
+            self.sampled += 1
 
-    def _warn_of_other_answers(self, step: int) -> None:
-        """Warn that episodes begin again, where the environment may answer them in another way."""
-        source = self.collector.episodes
-        if step and source is not None and not source.calls.deterministic and self.stage.is_main:
-            warn(
-                f"stage '{self.stage.name}'.environment: '{source.calls.name}' is not deterministic: episodes "
-                "that ran after the checkpoint restart and may differ"
-            )
+    @property
+    def _goes_on(self) -> bool:
+        """Whether rollouts follow those that were sampled."""
+        if self.fixed_total:
+            return self.sampled * self.updates_per_rollout < self.total
+        return not self.order.exhausted
+
+    def _collect(self, state: TrainState) -> Entry:
+        before = self.order.following, self.order.returned
+        taken = self.order.reserve(self.options.max_rounds)
+        rounds = iter(taken)
+        try:
+            rollout = self.collector.collect(state, self.sampled, lambda: self.order.prompts(next(rounds)))
+        except BaseException:  # the state is saved, and continues with these prompts
+            self.order.following, self.order.returned = before
+            raise
+        return Entry(rollout, taken, snapshots(self.collector.rewards))
+
+    def _open_journal(self) -> Journal:
+        stage = self.stage
+        if (given := stage.inputs.get("journal")) is not None:
+            return Journal(given, numbers(given), writes=False)
+        record = stage.experiment or identity.of_objects(
+            stage.name, stage.seed, self.config, stage.inputs, stage.registry
+        )
+        anew = not self.sampled and not self.config.checkpoints.resume
+        return Journal.open(stage, record, keep=self.sampled, anew=anew)
+
+    def _end_with_epochs(self, number: int) -> None:
+        """Make rollout `number` the last one where it has the last prompts of all epochs."""
+        if not self.fixed_total and not self.ready and self.order.exhausted:
+            self.total = min(self.total, (number + 1) * self.updates_per_rollout)
 
     def epochs(self, step: int) -> float:
         return self.order.epochs(step)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        host = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.collector.rewards)}
+        host = {
+            "sampled": self.sampled,
+            "following": self.order.following,
+            "returned": self.order.returned,
+            "extra_rounds": self.order.extra_rounds,
+            "ledger": asdict(self.ledger.ended() if self._needs_rollout(step) else self.ledger),
+            "rewards": snapshots(self.collector.rewards),
+        }
         if self.stream is not None:
             host["prompts"] = self.stream.snapshot()
+        if self.journal is not None and self.options.journal == "until_checkpoint":
+            checkpoints = [int(path.name) for path in (self.stage.dir / "checkpoints").glob("[0-9]*")]
+            self.journal.keep(min(checkpoints, default=0) // self.updates_per_rollout)
         arrays = {}
         if self.reference is not None and self.reference.moves:
             arrays = self.reference.snapshot()
@@ -272,19 +358,62 @@ class RolloutUpdates:
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         if self.reference is not None and self.reference.moves:
             self.reference.restore(arrays)
-        self.order.extra_rounds, self.order.rounds = host["extra_rounds"], host.get("rounds", 1)
+        order = self.order
+        self.sampled, self.ledger = host["sampled"], Ledger(**host["ledger"])
+        order.following, order.returned = host["following"], host["returned"]
+        order.extra_rounds, order.rounds = host["extra_rounds"], host.get("rounds", 1)
+        self.journal = self._open_journal()
+        for number in range(-(-step // self.updates_per_rollout), self.sampled):
+            self.ready[number] = self.journal.require(number)
         if step:
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
         restore(self.collector.rewards, host["rewards"])
         if self.stream is not None:
             self.stream.restore(host["prompts"])
         if "rollout" not in host:
-            self._warn_of_other_answers(step)
             return
         self.rollout = Rollout.from_arrays(
             arrays, number=host["rollout"], rounds=host["rounds"], metrics=dict(host["metrics"])
         )
         self.packed = self.steps.minibatches(self.rollout)
+
+
+@dataclass
+class Ledger:
+    """The groups of a stage so far: every one that was planned is ready, in training, used, or dropped.
+
+    planned: groups that were sampled. training: of the rollout that is trained on. used: of those before it.
+    equal, surplus: dropped by dynamic sampling, since their rewards are equal, or since the rollout was full.
+    """
+
+    planned: int = 0
+    training: int = 0
+    used: int = 0
+    equal: int = 0
+    surplus: int = 0
+
+    def plan(self, rollout: Rollout, per_round: int) -> None:
+        """Enter a rollout with all of its rounds. per_round: groups."""
+        self.planned += rollout.rounds * per_round
+        self.equal += int(rollout.metrics.get("dynamic_sampling/dropped", 0))
+        self.surplus += int(rollout.metrics.get("dynamic_sampling/surplus", 0))
+
+    def begin(self, groups: int, ready: int) -> None:
+        """Enter the rollout that is trained on next. ready: groups of rollouts that wait.
+
+        Raises RunError if groups are missing, or are there twice.
+        """
+        self.used, self.training = self.used + self.training, groups
+        dropped = self.equal + self.surplus
+        if self.planned != ready + self.training + self.used + dropped:
+            raise RunError(
+                f"{self.planned:,} groups were sampled, but {ready:,} are ready, {self.training:,} in training, "
+                f"{self.used:,} used and {dropped:,} dropped: report this as a bug"
+            )
+
+    def ended(self) -> Ledger:
+        """Return the ledger after the last update of the rollout in training."""
+        return replace(self, used=self.used + self.training, training=0)
 
 
 def without_reference(batch: Packed) -> Packed:
@@ -325,9 +454,10 @@ class RolloutWarnings:
 
         number: of the rollout, from 0.
         """
-        assert rollout.inputs is not None
-        completions, metrics = rollout.inputs.completions, rollout.metrics
-        if rollout.conversations is not None:  # episodes that failed have a warning of their own
+        completions, metrics = [rollout.said(i)[1] for i in range(len(rollout.total))], rollout.metrics
+        if (
+            rollout.conversations is not None and rollout.inputs is not None
+        ):  # failed ones have a warning of their own
             failures = rollout.conversations.failures
             completions = [said for said, why in zip(completions, failures, strict=True) if why is None]
         if number < FIRST_ROLLOUTS and (line := empty_warning(completions)) is not None:

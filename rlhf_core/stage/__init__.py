@@ -29,7 +29,8 @@ class Stage:
     inputs: objects passed from Python: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`. A pipeline
         passes none, except during a check: `tokenizer`, where one is available, and `sources`, {path of an artifact
         that an earlier stage makes: the model that stage starts from}, and `system_prompts`, {such a path: the system
-        prompt of that stage}.
+        prompt of that stage}; and during a replay: `journal`, the directory of rollouts to train on, and `until`, the
+        update to stop before, or None.
     template_date: the day that chat templates write, "2026-01-31": the day the run began, unless the config or the
         model names another; None: the day this stage began.
     experiment: what the stage computes, as `rlhf_core.stage.identity` records it; checkpoints refer to it. None if

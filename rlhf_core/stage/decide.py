@@ -66,6 +66,7 @@ MAY_CHANGE = frozenset(
         "checkpoints.optimizer_state",
         "checkpoints.remove_loaded",
         "checkpoints.resume",
+        "journal",
     }
 )
 """Fields that may change during a run, with a warning; all processes of a job must have the same."""

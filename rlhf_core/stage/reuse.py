@@ -20,7 +20,7 @@ from rlhf_core.stage.record import StageRecord
 if TYPE_CHECKING:
     from rlhf_core.stage.decide import Record, Request
 
-LINKED = ("artifacts", "checkpoints")
+LINKED = ("artifacts", "checkpoints", "journal")
 """Folders whose files are never written to again, so that two runs can share them; all others are copied."""
 
 

@@ -107,6 +107,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
             "loss": "told",
             "dynamic_sampling": {"max_rounds": 2},
             "entropy_coef": 0.1,
+            "rollouts_ahead": 1,
             "sampler_correction": {"max": 2.0},
             "evaluation": {"num_generations": 2, "pass_threshold": 0.5},
             "environment": "told",

@@ -36,7 +36,7 @@ PAGES = [
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
 ]
-SHOWN = [*(page.path for page in PAGES), "docs/how-to/write_an_environment.md"]
+SHOWN = [*(page.path for page in PAGES), "docs/how-to/write_an_environment.md", "docs/explanation/ahead.md"]
 """Pages whose toml blocks, where they are no files, are fields of a trainer."""
 
 

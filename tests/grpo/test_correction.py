@@ -13,8 +13,8 @@ from rlhf_core.metrics import results
 
 N, T = 5, 7
 CASES = [
-    {"level": level, "mode": mode, "max": 1.4, "min": 0.7}
-    for level in ("token", "sequence")
+    {"level": level, "mode": mode, "max": 1.02 if level == "geometric" else 1.4, "min": 0.7}
+    for level in ("token", "sequence", "geometric")
     for mode in ("truncate", "mask")
 ]
 
@@ -42,6 +42,9 @@ def expected_ratio(a, level, mode, low, high):
     difference = np.where(a["mask"] > 0, a["old"] - a["sampling"], 0.0)
     if level == "sequence":
         difference = np.broadcast_to(difference.sum(1, keepdims=True), (N, T))
+    if level == "geometric":
+        count = np.maximum(a["mask"].sum(1, keepdims=True), 1)
+        difference = np.broadcast_to(difference.sum(1, keepdims=True) / count, (N, T))
     ratio = np.exp(difference)
     if mode == "truncate":
         return np.clip(ratio, low, high)

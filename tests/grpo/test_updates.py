@@ -1,6 +1,9 @@
 """GRPO's updates with a NumPy sampler and a formula for a policy: what each trains on, and resuming."""
 
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -12,12 +15,15 @@ from rlhf_grpo.advantages import Group
 from rlhf_grpo.train import GRPOSteps, PolicyReader, _sampled, with_kept
 
 from rlhf_core import data
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing.rows import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
+from rlhf_core.rollouts.journal import Journal
 from rlhf_core.sampling import Rollouts
 from rlhf_core.training import Context, Reference
 
+RECORD = {"trainer": "grpo", "seed": 5, "config": {}, "inputs": {}, "code": {}, "versions": {}}
 G, C = 3, 5
 LAYOUT = Layout((32,), (2,), (6,), (30,))
 
@@ -49,22 +55,25 @@ def logps_and_entropies(params, batch):
 @pytest.fixture
 def make(tiny, tmp_path):
     prompts = data.encode_prompts(data.load(tiny.prompts(8)), tiny.make_tokenizer(), max_prompt_length=16)
-    stage = SimpleNamespace(
+    everything = SimpleNamespace(
         devices=tiny.one_device,
         seed=5,
         is_main=True,
-        dir=tmp_path,
         name="policy",
         say=lambda line: None,
         mesh=tiny.one_device(),
         registry=None,
         inputs={},
+        experiment=RECORD,
     )
 
     def length(completion_ids):
         return [float(len(ids)) for ids in completion_ids]
 
-    def make(reference=None, reward=length, advantage=None, **options):
+    def make(reference=None, reward=length, advantage=None, place=None, **options):
+        """place: the directory of an earlier one, to continue with its journal."""
+        stage = SimpleNamespace(**vars(everything))
+        stage.dir = place or Path(tempfile.mkdtemp(dir=tmp_path))
         config = GRPOConfig(**{"total_batch_size": 6, "num_generations": G, "log_steps": 4, **options})
         rewards = [Reward("length", 1.0, reward() if isinstance(reward, type) else reward)]
         collector = RolloutCollector(
@@ -420,10 +429,20 @@ class Rising:
         pytest.param({"mask_truncated_completions": True}, marks=pytest.mark.long),
         {"reward": Rising},
         {"dynamic_sampling": {"max_rounds": 3}, "num_iterations": 2, "reward": short_prompts_differ},
+        {"rollouts_ahead": 2, "reward": Rising},
+        {
+            "rollouts_ahead": 1,
+            "dynamic_sampling": {"max_rounds": 3},
+            "num_iterations": 2,
+            "reward": short_prompts_differ,
+            "num_train_epochs": 4,
+        },
     ],
     ids=", ".join,
 )
-def test_resumed_at_any_update_the_rest_is_the_same(make, options):
+@pytest.mark.parametrize("journalled", [False, True], ids=["sampled again", "journalled"])
+def test_resumed_at_any_update_the_rest_is_the_same(make, options, journalled):
+    """journalled: whether the journal also has what was sampled after the checkpoint, and is not sampled again."""
     moving = [state(n) for n in range(9)]
     whole = make(**options)
     expected, kept = [], []
@@ -433,6 +452,11 @@ def test_resumed_at_any_update_the_rest_is_the_same(make, options):
         expected.append(whole.update(n, moving[n]))
     for start in range(1, 9):
         feed = make(**options)
+        shutil.copytree(whole.stage.dir / "journal", feed.stage.dir / "journal")
+        if journalled:
+            feed.collector = replace(feed.collector, sampler=None)
+        else:
+            Journal(feed.stage.dir / "journal", [], writes=True).keep(before=kept[start][0]["sampled"])
         feed.restore(start, *kept[start])
         for n in range(start, 9):
             update = feed.update(n, moving[n])
@@ -441,10 +465,94 @@ def test_resumed_at_any_update_the_rest_is_the_same(make, options):
             assert update.tokens == expected[n].tokens
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_rollouts_are_sampled_ahead_by_the_policy_of_a_fixed_update(make, ahead):
+    """Rollout r by the policy after the updates of rollout r - ahead - 1, and with the prompts of round r."""
+    feed = make(rollouts_ahead=ahead, num_iterations=2, max_training_steps=16)
+    versions, prompts, lags = [], [], []
+    for n in range(16):
+        update = feed.update(n, state(n))
+        lags.append(update.metrics.get("rollout/lag"))
+        versions.append(set(feed.rollout.samples.version.tolist()))
+        prompts.append(feed.rollout.prompts.tolist())
+        assert sorted(feed.ready) == list(range(n // 2 + 1, min(n // 2 + ahead + 1, 8)))
+    assert versions == [{2 * max(n // 2 - ahead, 0)} for n in range(16)]
+    assert lags == [n - 2 * max(n // 2 - ahead, 0) if ahead else None for n in range(16)]
+    order = data.batch_rows(8, 2, seed=5)
+    assert prompts[::2] == [next(order).tolist() for _ in range(8)]
+
+
+def test_rounds_that_were_not_needed_are_sampled_before_the_epochs_end(make):
+    """With rollouts ahead that reserve all prompts, every prompt of the epochs is sampled, in rollouts or rounds."""
+    feed = make(
+        rollouts_ahead=2, dynamic_sampling={"max_rounds": 3}, num_train_epochs=3, reward=short_prompts_differ
+    )
+    n, rounds = 0, []
+    while n < feed.total:
+        feed.update(n, state(n))
+        rounds.append(feed.rollout.rounds)
+        n += 1
+    assert feed.total == len(rounds)
+    assert sum(rounds) - rounds[-1] < 12 <= sum(rounds)
+    assert feed.epochs(n) == sum(rounds) / 4
+    ledger = feed.ledger
+    assert (ledger.planned, ledger.used + ledger.training) == (2 * sum(rounds), 2 * n)
+
+
+def test_a_rollout_that_is_lost_is_noticed(make):
+    feed = make(rollouts_ahead=2)
+    feed.update(0, state(0))
+    del feed.ready[2]
+    with pytest.raises(
+        RunError, match="8 groups were sampled, but 2 are ready, 2 in training, 2 used and 0 dropped"
+    ):
+        feed.update(1, state(1))
+
+
+def test_the_journal_of_another_experiment_is_not_used(make):
+    first = make()
+    first.update(0, state(0))
+    same, other = make(place=first.stage.dir), make(place=first.stage.dir)
+    assert same._open_journal().known == {0}
+    other.stage.experiment = {**RECORD, "seed": 6}
+    assert other._open_journal().known == frozenset()
+    assert same._open_journal().known == frozenset()
+
+
+def test_a_damaged_journal_is_named(make):
+    first = make()
+    first.update(0, state(0))
+    (path,) = (first.stage.dir / "journal").glob("rollout-*")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"rollout-000000.zip is damaged .* delete it to sample"):
+        make(place=first.stage.dir).update(0, state(0))
+
+
+def test_the_journal_is_pruned_to_what_checkpoints_need(make):
+    feed = make(journal="until_checkpoint", max_training_steps=8)
+    for n in range(6):
+        feed.update(n, state(n))
+    (feed.stage.dir / "checkpoints" / "000004").mkdir(parents=True)
+    feed.snapshot(6)
+    assert sorted(path.name for path in (feed.stage.dir / "journal").glob("rollout-*")) == [
+        f"rollout-{n:06d}.zip" for n in (4, 5)
+    ]
+
+
 def test_a_checkpoint_between_rollouts_holds_nothing(make):
     feed = make(num_iterations=2)
     feed.update(0, state(0))
-    assert feed.snapshot(2) == ({"extra_rounds": 0, "rewards": {}}, {})
+    assert feed.snapshot(2) == (
+        {
+            "sampled": 1,
+            "following": 1,
+            "returned": [],
+            "extra_rounds": 0,
+            "ledger": {"planned": 2, "training": 0, "used": 2, "equal": 0, "surplus": 0},
+            "rewards": {},
+        },
+        {},
+    )
     assert feed.snapshot(1)[0]["rollout"] == 0
 
 
@@ -482,11 +590,11 @@ def test_tokens_and_places(make):
         ({"log_steps": 3, "num_iterations": 2, "steps_per_generation": 2}, [0, 4]),
     ],
 )
-def test_samples_are_written_of_every_rollout_that_is_logged(make, tmp_path, options, steps):
+def test_samples_are_written_of_every_rollout_that_is_logged(make, options, steps):
     feed = make(**options)
     for n in range(8):
         feed.update(n, state(n))
-    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
+    assert sorted(p.name for p in (feed.stage.dir / "samples").iterdir()) == [
         f"update-{n:06d}.jsonl" for n in steps
     ]
 

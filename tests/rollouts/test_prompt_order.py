@@ -14,25 +14,36 @@ def order():
 
 
 def test_rollouts_continue_after_the_rounds_of_earlier_ones(order):
-    draw = order.next_prompts(0)
-    assert [draw().tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    order.add_rounds(2)
-    assert order.next_prompts(1)().tolist() == [4, 5]
-    order.add_rounds(1)
-    assert order.next_prompts(2)().tolist() == [0, 1]
+    first = order.reserve(3)
+    assert [order.prompts(number).tolist() for number in first[:2]] == [[0, 1], [2, 3]]
+    order.settle(first, 2)
+    assert order.prompts(order.reserve(1)[0]).tolist() == [4, 5]
+    assert order.prompts(order.reserve(1)[0]).tolist() == [0, 1]
 
 
-def test_the_last_rollout_is_the_one_that_completes_the_epochs(order):
-    assert [order.ends_with(number) for number in (4, 5)] == [False, True]
-    order.add_rounds(3)
-    assert [order.ends_with(number) for number in (2, 3)] == [False, True]
+def test_what_was_given_back_is_reserved_first_in_its_order(order):
+    """Three rollouts of up to three rounds are sampled before the first is trained on."""
+    taken = [order.reserve(3) for _ in range(3)]
+    assert taken == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    order.settle(taken[1], 1)
+    order.settle(taken[0], 2)
+    assert order.reserve(4) == [2, 4, 5, 9]
+
+
+def test_the_epochs_end_with_their_last_round(order):
+    seen = []
+    for _ in range(6):
+        taken = order.reserve(3)
+        order.settle(taken, 1)
+        seen.append((taken[0], order.exhausted))
+    assert seen == [(n, n == 5) for n in range(6)]
 
 
 def test_epochs_count_the_rounds_of_a_rollout_over_its_updates(order):
     assert [order.epochs(step) for step in (1, 2, 3)] == pytest.approx([1 / 6, 1 / 3, 1 / 2])
-    order.add_rounds(3)
+    order.settle(order.reserve(3), 3)
     assert [order.epochs(step) for step in (1, 2)] == pytest.approx([1 / 2, 1])
-    order.add_rounds(1)
+    order.settle(order.reserve(1), 1)
     assert [order.epochs(step) for step in (3, 4)] == pytest.approx([7 / 6, 4 / 3])
 
 
@@ -40,6 +51,6 @@ def test_a_seed_of_zero_is_a_seed():
     def first(shuffle_seed_train, seed):
         config = TrainerConfig(shuffle_seed_train=shuffle_seed_train)
         order = PromptOrder(config, 100, prompts_per_rollout=9, updates_per_rollout=1, seed=seed)
-        return order.next_prompts(0)().tolist()
+        return order.prompts(0).tolist()
 
     assert first(0, 3) == first(None, 0) != first(None, 3)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import shutil
 import sys
+import zipfile
 from collections.abc import Iterator
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline.replay import Replayed, replay
 
 MODULES = ("words", "generate", "judge", "measure", "table", "demo")
 SETS = (
@@ -57,6 +62,28 @@ def shown(quickstart: SimpleNamespace, summary: dict[str, Any], directory: Path)
     out = StringIO()
     Console(file=out, width=80, highlight=False).print(quickstart.table.closing_table(summary, directory))
     return out.getvalue()
+
+
+def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace, tmp_path: Path) -> None:
+    """To the same bits; and where a rollout was changed, the metrics and the weights are other ones."""
+    found = replay(finished.directory)
+    assert found == Replayed("policy", 1, [], model=True)
+    other = tmp_path / "other"
+    shutil.copytree(finished.directory, other)
+    (path,) = (other / "policy" / "journal").glob("rollout-*")
+    with zipfile.ZipFile(path) as file:
+        contents = {name: file.read(name) for name in file.namelist()}
+    out = BytesIO()
+    np.save(out, -np.load(BytesIO(contents["total.npy"])))
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in {**contents, "total.npy": out.getvalue()}.items():
+            file.writestr(name, content)
+    differs = replay(other).differences
+    assert differs[0].startswith("loss: first at update 1, ")
+    assert differs[-1] == "model/model.safetensors: other weights"
+    path.unlink()
+    with pytest.raises(InputError, match="no stage has a journal"):
+        replay(other)
 
 
 @pytest.mark.long
@@ -113,8 +140,6 @@ def test_the_table_fits_80_columns_without_colour(
 def test_other_data_in_the_run_directory_is_refused(
     quickstart: SimpleNamespace, finished: SimpleNamespace
 ) -> None:
-    from rlhf_core.errors import InputError
-
     with pytest.raises(InputError, match="other settings"):
         run(quickstart, finished.directory, shuffle_labels=True)
 

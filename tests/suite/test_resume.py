@@ -69,7 +69,7 @@ ref_model_sync_steps = 3
 num_generations = 4
 total_batch_size = 8
 num_iterations = 2
-steps_per_generation = 2
+rollouts_ahead = 1
 top_entropy_quantile = 0.8
 learning_rate = 1e-2
 max_training_steps = 7
@@ -107,8 +107,13 @@ def pipeline(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def run(pipeline: Path, directory: Path, interrupt: str = "none") -> subprocess.CompletedProcess[str]:
     """`rlhf run`, signalled at an event of `interrupter.py`."""
-    command = [sys.executable, "-c", "from rlhf_core.cli import main; main()", "run", str(pipeline)]
-    command += ["--dir", str(directory), "--plugin", str(INTERRUPTER)]
+    return rlhf(
+        "run", str(pipeline), "--dir", str(directory), "--plugin", str(INTERRUPTER), interrupt=interrupt
+    )
+
+
+def rlhf(*arguments: str, interrupt: str = "none") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from rlhf_core.cli import main; main()", *arguments]
     # Programs are compiled once for all these processes, those that compile quickly too.
     environment = {**os.environ, "INTERRUPT": interrupt, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -214,6 +219,18 @@ def test_sigterm_saves_the_state_and_the_same_command_goes_on(
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "policy" / "plan.json").read_text())["start"] == 5
     assert_same(tmp_path, whole)
+
+
+def test_a_stage_is_trained_again_from_its_journal(pipeline: Path, whole: Path, tmp_path: Path) -> None:
+    """As far as it came: a run that finished, and one that was killed in its fifth update."""
+    unfinished(whole, tmp_path, "policy")
+    assert run(pipeline, tmp_path, "SIGKILL policy step 5").returncode == -9
+    for directory, updates in ((whole, 7), (tmp_path, 5)):
+        done = rlhf("replay", str(directory))
+        assert done.returncode == 0, done.stderr
+        told = f"stage 'policy': {updates} updates trained again from the journal: every logged metric"
+        assert done.stdout.startswith(told)
+        assert ("and the saved weights are the same" in done.stdout) == (directory == whole)
 
 
 def test_a_finished_pipeline_says_so_and_trains_nothing(pipeline: Path, whole: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,6 +47,16 @@ class DistillConfig(TrainerConfig):
     sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
     sampler: Annotated[Component, SAMPLER] = Field(
         default=Component(name="jax"), description="what samples completions"
+    )
+    rollouts_ahead: int = Field(
+        default=0,
+        ge=0,
+        description="rollouts sampled before they are due: rollout r by the policy after the updates of rollout "
+        "r - rollouts_ahead - 1",
+    )
+    journal: Literal["keep", "until_checkpoint"] = Field(
+        default="keep",
+        description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
     divergence: Annotated[Component, DIVERGENCE] = Field(
         default=Component(name="jsd"), description="between teacher and student, with its options"

@@ -68,6 +68,8 @@ def build(config: DistillConfig, context: Context) -> Build:
         config.steps_per_generation,
         sampler=config.sampler,
         policy=STUDENT,
+        ahead=config.rollouts_ahead,
+        journal=config.journal,
     )
     collector = open_collector(sampled, student, [], options, others=[models[TEACHER]])
     assert collector is not None

@@ -58,12 +58,15 @@ class Limits(Options):
 class SamplerCorrection(Options):
     """Importance sampling between the distribution that drew the completions and the trainer's.
 
-    The ratio is exp(trainer − sampler log-probability) of a token, or the product over a sequence's tokens. `truncate`
-    clips it to [min, max]; `mask` leaves out what lies outside. It multiplies the policy loss, not the KL term.
+    The ratio is exp(trainer − sampler log-probability) of a token, its product over a sequence's tokens, or the
+    geometric mean of these. `truncate` clips it to [min, max]; `mask` leaves out what lies outside; `off` corrects
+    nothing. It multiplies the policy loss, not the KL term.
     """
 
-    level: Literal["token", "sequence"] = Field(default="sequence", description="of the ratio")
-    mode: Literal["truncate", "mask"] = Field(default="mask", description="what happens outside the bounds")
+    level: Literal["token", "sequence", "geometric"] = Field(default="sequence", description="of the ratio")
+    mode: Literal["truncate", "mask", "off"] = Field(
+        default="mask", description="what happens outside the bounds"
+    )
     max: float = Field(default=3.0, ge=1, description="upper bound of the ratio")
     min: float = Field(default=0.0, ge=0, le=1, description="lower bound of the ratio")
 
@@ -153,7 +156,18 @@ class GRPOConfig(TrainerConfig):
     )
     sampler_correction: SamplerCorrection | None = Field(
         default=None,
-        description="importance correction for a sampler that differs slightly from the policy; none: no correction",
+        description="importance correction for a sampler that differs from the policy; none: no correction, and with "
+        'rollouts_ahead { level = "token", mode = "truncate", max = 2.0 }',
+    )
+    rollouts_ahead: int = Field(
+        default=0,
+        ge=0,
+        description="rollouts sampled before they are due: rollout r by the policy after the updates of rollout "
+        "r - rollouts_ahead - 1",
+    )
+    journal: Literal["keep", "until_checkpoint"] = Field(
+        default="keep",
+        description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
     evaluation: Evaluation = Field(default=Evaluation(), description="how eval_data is used")
     num_preview_samples: int = Field(
@@ -220,6 +234,14 @@ class GRPOConfig(TrainerConfig):
                 "completions; use a temperature above 0, or evaluation.num_generations=1"
             )
         return self
+
+    @property
+    def correction(self) -> SamplerCorrection | None:
+        """The importance correction that the objective applies."""
+        given = self.sampler_correction
+        if given is None and self.rollouts_ahead:
+            return SamplerCorrection(level="token", mode="truncate", max=2.0)
+        return None if given is None or given.mode == "off" else given
 
     @property
     def evaluation_sampling(self) -> SamplingOptions:

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 def importance(inputs: PolicyInputs, sampling_logps: jax.Array, correction: SamplerCorrection) -> jax.Array:
     """Compute the factor of each token's policy loss, float32 [N, T], without gradient.
 
-    The ratio is exp(old − sampling) of the token, or exp of the sum of that over the sequence's trained tokens;
+    The ratio is exp(old − sampling) of the token, or exp of its sum or mean over the sequence's trained tokens;
     outside [min, max] it is clipped ("truncate", Espeholt et al. 2018) or taken as 0 ("mask").
     """
     difference = jnp.where(inputs.mask > 0, inputs.old_logps - sampling_logps, 0.0)
     if correction.level == "sequence":
         difference = inputs.sequence_sum(difference)
+    elif correction.level == "geometric":
+        difference = inputs.sequence_mean(difference)
     ratio = jax.lax.stop_gradient(jnp.exp(difference))
     if correction.mode == "truncate":
         return jnp.clip(ratio, correction.min, correction.max)

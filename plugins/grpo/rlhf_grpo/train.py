@@ -89,7 +89,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
             loss,
             Terms.of(config),
             temperature=temperature,
-            correction=config.sampler_correction,
+            correction=config.correction,
         ),
         evaluate=context.evaluations(lambda field: held_out[field].evaluate) if held_out else None,
         preview=shown.preview,
@@ -111,6 +111,8 @@ def _sampled(config: GRPOConfig) -> RolloutOptions:
         max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         sampler=config.sampler,
         environment=config.environment,
+        ahead=config.rollouts_ahead,
+        journal=config.journal,
     )
 
 

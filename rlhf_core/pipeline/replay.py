@@ -1,0 +1,176 @@
+"""Train a stage again from its journal, and compare what it logged and what it saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rlhf_core import artifacts, runtime
+from rlhf_core import plugins as plugin_loading
+from rlhf_core.config.trainer import COMPARING
+from rlhf_core.errors import InputError, RunError, Stopped, counted, suggest
+from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.mesh import make_mesh
+from rlhf_core.pipeline.plan import StagePlan, plan, read
+from rlhf_core.rollouts.journal import FOLDER, numbers
+from rlhf_core.runtime.signals import stop_requested
+from rlhf_core.runtime.terminal import echo
+from rlhf_core.stage import Stage
+from rlhf_core.stage.execute import execute
+from rlhf_core.stage.record import StageRecord
+from rlhf_core.stage.text_settings import day_begun
+
+RESOLVED = "pipeline.resolved.toml"
+WITHOUT = {
+    "logger": [],
+    "max_evaluation_steps": 0,
+    "evaluation_steps": None,
+    "eval_on_start": False,
+    "previews": None,
+    "num_preview_samples": 0,
+    "log_completions": False,
+    "save_steps": None,
+    "save_interval_minutes": 1e9,
+    "training_time_limit": None,
+}
+"""Settings of a replay, which only trains: what needs a sampler or a reward is left out."""
+_OF_MACHINE = ("time", "_per_second", "memory", "eval_")
+"""Parts of the names of metrics that a replay does not compute, or that depend on the machine."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found. updates: made again. differences: lines, none where everything logged and saved is equal.
+
+    model: whether the saved model was compared.
+    """
+
+    stage: str
+    updates: int
+    differences: Sequence[str]
+    model: bool
+
+
+@runtime.session()
+def replay(
+    run: Path, stage: str | None = None, to: int | None = None, plugins: Sequence[Path] = ()
+) -> Replayed:
+    """Train a stage of a run again from its journal, in a temporary directory, without its sampler and its rewards.
+
+    stage: the one to replay; None: the last one with a journal. to: the last update to make; None: all.
+    Raises InputError where the run has no such stage or no journal.
+    """
+    run = run.expanduser().absolute()
+    if not (run / RESOLVED).is_file():
+        raise InputError(f"{run}: not the directory of a pipeline: there is no {RESOLVED} in it")
+    file = read(run / RESOLVED, dir=run)
+    host = plugin_loading.load(files=plugins)
+    planned = plan(file, host)
+    mesh = planned.mesh
+    chosen = _choose(planned.stages, stage, run)
+    kept = numbers(chosen.dir / FOLDER)
+    missing = sorted({*range(max(kept) + 1)} - {*kept})
+    if missing:
+        raise InputError(
+            f"{chosen.dir / FOLDER}: rollout {missing[0]} is missing, so that nothing after it can be trained again; "
+            'journal = "keep" keeps all'
+        )
+    finished = StageRecord(chosen.dir, chosen.name).done and chosen.config.compares is None
+    if to is None and not finished:
+        to = max((row["step"] for row in _rows(chosen.dir / METRICS)), default=0)
+    fields = type(chosen.config).model_fields
+    without = WITHOUT | {name: fields[name].default for name in (*COMPARING, "greater_is_better")}
+    changes: dict[str, Any] = {name: value for name, value in without.items() if name in fields}
+    config = chosen.config.replace(**changes)
+    with tempfile.TemporaryDirectory(prefix="rlhf-replay-") as directory:
+        made = Stage(
+            chosen.name,
+            Path(directory) / chosen.name,
+            chosen.seed,
+            make_mesh(mesh.get("data", -1), mesh.get("fsdp", 1), mesh.get("tensor", 1)),
+            jax.process_index() == 0,
+            host.registry,
+            host.hook,
+            inputs={"journal": chosen.dir / FOLDER, "until": to},
+            template_date=day_begun(run),
+        )
+        try:
+            execute(chosen.trainer, config, made, host)
+        except Stopped:
+            if stop_requested():
+                raise
+        differences = list(_metric_differences(chosen.dir / METRICS, made.dir / METRICS))
+        steps = [row["step"] for row in _rows(made.dir / METRICS)]
+        if not steps:
+            raise RunError(f"stage '{chosen.name}': no update could be trained again")
+        compares = (made.dir / "artifacts").is_dir() and finished
+        if compares:
+            differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
+        return Replayed(chosen.name, max(steps), differences, compares)
+
+
+def report(found: Replayed) -> None:
+    """Print what a replay found. Raises RunError where something differs."""
+    updates = counted(found.updates, "updates")
+    if found.differences:
+        lines = "".join(f"\n  {line}" for line in found.differences)
+        raise RunError(f"stage '{found.stage}': {updates} trained again from the journal differ:{lines}")
+    what = "every logged metric and the saved weights are" if found.model else "every logged metric is"
+    echo(f"stage '{found.stage}': {updates} trained again from the journal: {what} the same, bit for bit")
+
+
+def _choose(stages: Sequence[StagePlan], name: str | None, run: Path) -> StagePlan:
+    by_name = {stage.name: stage for stage in stages}
+    if name is not None and name not in by_name:
+        raise InputError(
+            f"--stage {name}: no such stage.{suggest(name, by_name)} Stages: {', '.join(by_name)}"
+        )
+    journalled = [each for each in stages if numbers(each.dir / FOLDER) and name in (None, each.name)]
+    if not journalled:
+        which = f"stage '{name}'" if name else f"{run}: no stage"
+        raise InputError(f"{which} has a journal: only stages that sample completions have one")
+    return journalled[-1]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _metric_differences(before: Path, after: Path) -> Iterator[str]:
+    """Yield, for each metric that differs, where it does first, and by how much at most."""
+    then = {row["step"]: row for row in _rows(before)}
+    found: dict[str, list[tuple[int, Any, Any]]] = {}
+    for row in _rows(after):
+        old = then.get(row["step"], {})  # the run may have been stopped before
+        for name in sorted(old.keys() | row.keys()) if old else ():
+            if any(part in name for part in _OF_MACHINE):
+                continue
+            if old.get(name) != row.get(name):
+                found.setdefault(name, []).append((row["step"], old.get(name), row.get(name)))
+    for name, places in found.items():
+        step, was, now = places[0]
+        yield f"{name}: first at update {step}, {was} then, {now} now{_largest(places)}"
+
+
+def _largest(places: Sequence[tuple[int, Any, Any]]) -> str:
+    gaps = [
+        abs(now - was)
+        for _, was, now in places
+        if isinstance(was, int | float) and isinstance(now, int | float)
+    ]
+    return f"; at most {max(gaps):.2g} apart" if gaps and math.isfinite(max(gaps)) else ""
+
+
+def _weight_differences(before: Path, after: Path) -> Iterator[str]:
+    for path in sorted(before.glob("*/*.safetensors")):
+        other = after / path.relative_to(before)
+        if not other.is_file() or artifacts.hash_file(path) != artifacts.hash_file(other):
+            yield f"{path.parent.name}/{path.name}: other weights"
