@@ -283,8 +283,8 @@ FAULTS = (
         "top-p-off-by-one",
         "top_p leaves out the token with which the share is reached",
         CORE + "sampling/filters.py",
-        "likelier = jnp.where(bits > middle, mass, 0.0)",
-        "likelier = jnp.where(bits >= middle, mass, 0.0)",
+        "likelier = jnp.where(bits > middle, weight, 0.0)",
+        "likelier = jnp.where(bits >= middle, weight, 0.0)",
         ("dynamic",),
         ("tests/sampling/test_filters.py", "tests/sampling/test_sampling.py"),
     ),
@@ -709,19 +709,8 @@ FAULTS = (
         "resume-repeats-prompts",
         "a run that goes on takes the prompts from the beginning again",
         CORE + "rollouts/updates.py",
-        "        order = batch_rows(\n"
-        "            self.count,\n"
-        "            self.prompts_per_rollout,\n"
-        "            seed=self.seed,\n"
-        "            shuffle=self.shuffle,\n"
-        "            start=number + self.extra_rounds,\n",
-        '        self.begun = getattr(self, "begun", -1) + 1\n'
-        "        order = batch_rows(\n"
-        "            self.count,\n"
-        "            self.prompts_per_rollout,\n"
-        "            seed=self.seed,\n"
-        "            shuffle=self.shuffle,\n"
-        "            start=self.begun + self.extra_rounds,\n",
+        'order.following, order.returned = host["following"], host["returned"]',
+        "order.following, order.returned = 0, []",
         ("resume",),
         ("tests/grpo/test_updates.py", "tests/grpo/test_other_mesh.py"),
     ),
