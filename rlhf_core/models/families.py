@@ -59,6 +59,8 @@ class Architecture:
     rope_fields: tuple[str, ...] = ()
     """What a rope table may have in addition to the fields of its type."""
     weight_names: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that the `text_config` of published checkpoints leaves out where they have these values."""
 
 
 def every_layer(read: Fields, layers: int) -> list[str]:
@@ -204,6 +206,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         activation="hidden_activation",
         layer_types=every_nth_full,
         layer_types_decide=True,
+        left_out={"vocab_size": 262_208, "num_attention_heads": 8},
     ),
     "gemma4_text": Architecture(
         "Gemma4ForCausalLM",

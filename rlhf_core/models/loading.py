@@ -226,7 +226,9 @@ def define(
     file, described = str(directory / "config.json"), hf_config
     contained = find_text_family(hf_config, registry)
     if contained is not None:
-        described, file = {**text_config(hf_config), "model_type": contained}, f"{file}: text_config"
+        left_out = ARCHITECTURES[contained].left_out if contained in ARCHITECTURES else {}
+        described = {**left_out, **text_config(hf_config), "model_type": contained}
+        file = f"{file}: text_config"
     family = find_family(described.get("model_type"), registry, where=file)
     definition = describe(family, described, head, file, dtype=dtype, remat=remat)
     if isinstance(definition, Decoder):

@@ -167,13 +167,16 @@ def config_for(
 
 
 def _target_modules(modules: Sequence[str]) -> list[str] | str:
-    """Name modules as PEFT does: by their last words, or by a regular expression where a vision tower may have
-    modules of the same names."""
+    """Name modules as PEFT does: by their last words; by a regular expression where a vision tower may have the same.
+
+    The expression also fits the text model that transformers makes of such a checkpoint by itself.
+    """
     words = sorted({module.rpartition(".")[2] for module in modules})
     prefix = modules[0].partition("layers.")[0]
     if prefix == "model.":
         return words
-    return rf"{re.escape(prefix)}layers\.\d+\..*\.({'|'.join(words)})"
+    inner = re.escape(prefix.removeprefix("model."))
+    return rf"model\.({inner})?layers\.\d+\..*\.({'|'.join(words)})"
 
 
 def save(

@@ -415,16 +415,17 @@ def save(
         for name, shape in leaf.tensors.items()
     }
     embeddings = f"{decoder.config.prefix or 'model.'}embed_tokens.weight"
-    if kept.tied_head is not None:
-        tensors[kept.tied_head] = tensors[embeddings]
+    copy_of_head = kept.tied_head if decoder.head == "lm" else None
+    if copy_of_head is not None:
+        tensors[copy_of_head] = tensors[embeddings]
     tensors |= {name: reader.description(name) for name, reader in kept.carried.items()}
     with Writer(directory, tensors, SHARD_BYTES) as writer:
         lost = []
         for name, first, value in values:
             if not writer.put(name, value, first):
                 lost.append(name)
-            if kept.tied_head is not None and name == embeddings:
-                writer.put(kept.tied_head, value)
+            if copy_of_head is not None and name == embeddings:
+                writer.put(copy_of_head, value)
             del value  # frees its parameter before the next one is fetched
         for name, reader in kept.carried.items():
             writer.copy(name, reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,14 @@ import numpy as np
 import pytest
 from rlhf_sft import SFTConfig
 from safetensors.numpy import load_file, save_file
+from transformers import Gemma3Config
 
 from rlhf_core import load_model
 from rlhf_core.cli.export import export
 from rlhf_core.errors import InputError
-from rlhf_core.models import fresh_model
+from rlhf_core.models import fresh_model, weights
+from rlhf_core.models.loading import define
+from rlhf_core.models.safetensors import Reader
 from rlhf_core.models.weights import open_weights
 from rlhf_core.plugins import installed_registry
 
@@ -132,6 +136,36 @@ def test_names_come_from_the_files(
     assert (tmp_path / "saved" / "preprocessor_config.json").read_bytes() == b'{"size": 14}'
 
 
+def test_shards(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of limited size, whose index lists the tensors that are carried, too."""
+    monkeypatch.setattr(weights, "SHARD_BYTES", 3000)
+    load_model(llava).save(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = {name: file for file in tmp_path.glob("*.safetensors") for name in Reader(file).header}
+    assert index["weight_map"] == {name: file.name for name, file in files.items()}
+    assert index["metadata"]["total_size"] == sum(len(raw) for *_, raw in contents(llava).values())
+    assert len(set(files.values())) > 2
+    assert contents(tmp_path) == contents(llava)
+
+
+def test_sizes_that_published_files_leave_out(tmp_path: Path) -> None:
+    """gemma3's text_config names only what differs from the defaults of transformers."""
+    inner = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    inner |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "text_config": inner, "vision_config": {}}
+    decoder: Any = define(whole, "lm", tmp_path)[0]
+    theirs = Gemma3Config(text_config=inner).text_config
+    for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        ours = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}.get(name, name)
+        assert getattr(decoder.config, ours) == getattr(theirs, name)
+    assert decoder.config.tied
+
+
 def test_every_parameter_keeps_its_dtype(text: Path, tmp_path: Path) -> None:
     """Most are bfloat16 here, and one is float32; the tower's dtypes do not count."""
     mixed = tmp_path / "text"
@@ -181,7 +215,9 @@ def test_adapters_have_the_names_of_transformers(llava: Path, text: Path, tmp_pa
     names = [f"{start}{i}.self_attn.q_proj.lora_{x}.weight" for i in range(2) for x in "AB"]
     assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == names
     adapter = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert adapter["target_modules"] == r"model\.language_model\.layers\.\d+\..*\.(q_proj)"
+    assert adapter["target_modules"] == r"model\.(language_model\.)?layers\.\d+\..*\.(q_proj)"
+    assert re.fullmatch(adapter["target_modules"], "model.layers.11.self_attn.q_proj")
+    assert not re.fullmatch(adapter["target_modules"], "model.vision_tower.layers.0.self_attn.q_proj")
     drawn = {
         name: DRAW.normal(size=(2, 16) if "_A" in name else (16, 2)).astype(np.float32) for name in names
     }
@@ -270,6 +306,13 @@ def test_experts_stored_one_by_one_or_fused(family: str, tmp_path: Path) -> None
         jax.tree.map(np.testing.assert_array_equal, opened.params, model.params)
         opened.save(tmp_path / f"{layout} again")
         assert contents(tmp_path / f"{layout} again") == contents(tmp_path / layout)
+    if family == "qwen3_5_moe_text":
+        outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False}
+        whole = contain(tmp_path / "fused", tmp_path / "whole", outer, NEW)
+        opened = load_model(whole)
+        jax.tree.map(np.testing.assert_array_equal, opened.params, model.params)
+        opened.save(tmp_path / "whole again")
+        assert contents(tmp_path / "whole again") == contents(whole)
     assert not open_weights(tmp_path / "fused").keys() & {n for n in single if ".experts." in n}
 
 
