@@ -8,8 +8,10 @@ python  <|tool_call_start|>[f(x=1)]<|tool_call_end|>
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,7 +41,7 @@ class CallFormat:
     one or the other.
     """
 
-    way: Literal["json", "named", "tags"]
+    way: Literal["json", "named", "tags", "python"]
     opening: str = ""
     closing: str = ""
     name_end: str = ""
@@ -71,6 +73,7 @@ FORMATS = (
     ),
     CallFormat("json", "<|tool_call|>", "<|/tool_call|>"),  # Phi 4 mini
     CallFormat("json", "<|tool_call|>"),  # Granite
+    CallFormat("python", "<|tool_call_start|>", "<|tool_call_end|>"),  # LFM 2
     CallFormat("json", alone=True),  # Llama 3
 )
 """The formats that are known, in the order in which a template's is looked for."""
@@ -162,6 +165,7 @@ class CallParser:
 def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     """Return the known format that reads what the template writes of a call; None if it writes none.
 
+    Some templates of LFM 2 leave calls to the policy: these have its format if the tokenizer has the mark of a call.
     Raises InputError if it writes calls in a format that is not known.
     """
     call = {"type": "function", "function": {"name": NAME, "arguments": dict(ARGUMENTS)}}
@@ -171,7 +175,8 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
         with suppress(InputError):
             closed = closed or encoder.write(encoder.with_call_ids([asked, reply]))
     if not all(word in closed for word in (NAME, *ARGUMENTS.values())):
-        return None
+        known = encoder.tokenizer.get_added_vocab()
+        return next((form for form in FORMATS if form.way == "python" and form.opening in known), None)
     opened = _opened(encoder)
     shared = closed[: shared_length(opened, closed)]
     start = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # marks stay whole
@@ -357,6 +362,37 @@ def _read_tags(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any])
     return [(name, arguments, None)], at
 
 
+def _read_python(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    """Read [f(x=1), g(y="a")], whose values are constants of Python or JSON."""
+    end = text.find(form.closing, at)
+    if end < 0:
+        raise CallError(f"the call does not end with {form.closing}")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of unknown escapes
+            tree = ast.parse(text[at:end].strip(), mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+        return [_read_python_call(call) for call in calls], end
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError) as error:
+        raise CallError(f"the call is not written as [name(key=value)]: {error}") from None
+
+
+def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
+    if not isinstance(node, ast.Call):
+        raise CallError("the call is not written as [name(key=value)]")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise CallError("the call's arguments need their names, as in [name(key=value)]")
+    values = {keyword.arg: ast.literal_eval(_Constants().visit(keyword.value)) for keyword in node.keywords}
+    return ast.unparse(node.func), values, None
+
+
+class _Constants(ast.NodeTransformer):
+    """Replace JSON's names of constants by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
+
+
 def _without_line_ends(value: str, form: CallFormat) -> str:
     """Drop the line ends that the template writes around a value."""
     if form.parameter[1].endswith("\n"):
@@ -409,4 +445,5 @@ _READERS = {
     "json": _read_objects,
     "named": _read_named,
     "tags": _read_tags,
+    "python": _read_python,
 }

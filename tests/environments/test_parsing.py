@@ -54,6 +54,8 @@ WRITTEN = {
     "mistral, newer": EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}",
     "coder": EACH + "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+    "lfm": "<|tool_call_start|>[" + EACH + "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>",
     "llama": "{% for c in m.tool_calls %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}"
     "{{ '; ' if not loop.last }}{% endfor %}",
     "glm": EACH + "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
@@ -84,7 +86,13 @@ def written(name: str) -> str:
 def parser_of(text: str, make_tokenizer: Any, tools: Any = TOOLS) -> CallParser:
     """Make the parser of a template that writes calls as this text does."""
     newer = "mistral, newer" if "[ARGS]" in text else "mistral"
-    names = {"<function=": "coder", "[TOOL_CALLS]": newer, "<tool": "hermes", "": "llama"}
+    names = {
+        "<|tool_call_start|>": "lfm",
+        "<function=": "coder",
+        "[TOOL_CALLS]": newer,
+        "<tool": "hermes",
+        "": "llama",
+    }
     name = next(name for mark, name in names.items() if mark in text)
     return CallParser(encoder_for(written(name), make_tokenizer), tools)
 
@@ -185,6 +193,21 @@ def test_templates_without_calls_have_no_format(published: dict[str, Path], make
         assert call_format(encoder_for(published[name].read_text(), make_tokenizer)) is None, name
 
 
+@pytest.mark.data
+def test_a_template_that_leaves_calls_to_the_policy(published: dict[str, Path], make_tokenizer: Any) -> None:
+    """LFM 2's; its tokenizer has the marks of calls, which are read with or without them in the template."""
+    text = published["lfm2"].read_text()
+    tokenizer = make_tokenizer(f"{text}<|tool_call_start|><|tool_call_end|>")
+    tokenizer.chat_template = text
+    parser = CallParser(ConversationEncoder(tokenizer), TOOLS)
+    ids = tokenizer.encode(
+        "<|tool_call_start|>[add(i=1)]<|tool_call_end|>so<|im_end|>", add_special_tokens=False
+    )
+    message = parser.message(ids)
+    assert plainly(message) == ADD
+    assert message["content"] == "so"
+
+
 ADD = [["add", {"i": 1}]]
 
 
@@ -195,6 +218,9 @@ ADD = [["add", {"i": 1}]]
         ("<tool_call>\n<function=add>\n<parameter=i>\n1\n</parameter>\n</function>\n</tool_call>", ADD, ""),
         ('[TOOL_CALLS]add[ARGS]{"i": 1}', ADD, ""),
         ('[TOOL_CALLS] [{"name": "add", "arguments": {"i": 1}, "id": "abcdefghi"}]', ADD, ""),
+        ("so <|tool_call_start|>[add(i=1), add(i=1)]<|tool_call_end|>", ADD * 2, "so"),
+        ("<|tool_call_start|>add(b=None, o={'x': [true, -1.5]})<|tool_call_end|>",
+         [["add", {"b": None, "o": {"x": [True, -1.5]}}]], ""),
         ('{"name": "add", "parameters": {"i": 1}}', ADD, ""),
         ('<|python_tag|>{"name": "add", "parameters": {"i": 1}}; {"name": "add", "parameters": {"i": 1}}', ADD * 2, ""),
         ('{"name": "add", "arguments": "{\\"i\\": 1}"}', ADD, ""),
@@ -264,6 +290,10 @@ def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
         ("<tool_call>" + "[" * 99999, "the call is not JSON: it is nested too deeply"),
         ("<tool_call>\n<function=add>\n<parameter=i>\n1\n</function>\n</tool_call>",
          "the parameter 'i>\\n1\\n</function>\\n</tool_call>' does not end with </parameter>"),
+        ("<|tool_call_start|>[add(i=1)]", "the call does not end with <|tool_call_end|>"),
+        ("<|tool_call_start|>[add(1)]<|tool_call_end|>", "the call's arguments need their names"),
+        ("<|tool_call_start|>[add(i=f())]<|tool_call_end|>", "the call is not written as [name(key=value)]: malformed"),
+        ("<|tool_call_start|>add<|tool_call_end|>", "the call is not written as [name(key=value)]"),
         ("[TOOL_CALLS]add[ARGS]{", "the call is not JSON: Expecting property name enclosed in double quotes at "
          "character 2 of it"),
         ('{"name": "add", "parameters": {"i": 1}',
