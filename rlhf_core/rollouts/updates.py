@@ -200,7 +200,7 @@ class RolloutUpdates:
         self.total = self.order.epoch_rounds * updates if total is None else total
         self.ready: dict[int, Entry] = {}
         """Rollouts that are scored, by number, and not trained on yet."""
-        self.sampled = 0
+        self.sampled_rollouts = 0
         """Rollouts sampled so far, those that are ready included."""
         self.journal: Journal | None = None
         self.ledger = Ledger()
@@ -247,8 +247,8 @@ class RolloutUpdates:
     def _begin_rollout(self, step: int, state: TrainState) -> None:
         """Sample what is due before update `step`, and prepare the rollout that it begins."""
         number = step // self.updates_per_rollout
-        if self.rollout is None and self.sampled < number:  # the updates before it are passed over
-            self.sampled = self.order.following = number
+        if self.rollout is None and self.sampled_rollouts < number:  # the updates before it are passed over
+            self.sampled_rollouts = self.order.following = number
         if (
             self.rollout is None and not self.ready and "journal" not in self.stage.inputs
         ):  # the sampler compiles
@@ -281,10 +281,12 @@ class RolloutUpdates:
         """Sample the rollouts that are due before the updates of rollout `number`, as far as there are prompts."""
         if self.journal is None:
             self.journal = self._open_journal()
-        while self.sampled <= number or (self.sampled <= number + self.options.ahead and self._goes_on):
-            entry = self.journal.read(self.sampled)
+        while self.sampled_rollouts <= number or (
+            self.sampled_rollouts <= number + self.options.ahead and self._goes_on
+        ):
+            entry = self.journal.read(self.sampled_rollouts)
             if entry is None and "journal" in self.stage.inputs:
-                if self.sampled > number:
+                if self.sampled_rollouts > number:
                     break
                 raise Stopped(f"stage '{self.stage.name}': the journal ends before rollout {number}")
             if entry is None:
@@ -293,15 +295,15 @@ class RolloutUpdates:
             else:
                 self.order.reserve(len(entry.taken))
                 restore(self.collector.rewards, entry.rewards)
-            self.ready[self.sampled] = entry
+            self.ready[self.sampled_rollouts] = entry
             self.ledger.plan(entry.rollout, self.order.prompts_per_rollout)
-            self.sampled += 1
+            self.sampled_rollouts += 1
 
     @property
     def _goes_on(self) -> bool:
         """Whether rollouts follow those that were sampled."""
         if self.fixed_total:
-            return self.sampled * self.updates_per_rollout < self.total
+            return self.sampled_rollouts * self.updates_per_rollout < self.total
         return not self.order.exhausted
 
     def _collect(self, state: TrainState) -> Entry:
@@ -309,7 +311,9 @@ class RolloutUpdates:
         taken = self.order.reserve(self.options.max_rounds)
         rounds = iter(taken)
         try:
-            rollout = self.collector.collect(state, self.sampled, lambda: self.order.prompts(next(rounds)))
+            rollout = self.collector.collect(
+                state, self.sampled_rollouts, lambda: self.order.prompts(next(rounds))
+            )
         except BaseException:  # the state is saved, and continues with these prompts
             self.order.following, self.order.returned = before
             raise
@@ -322,8 +326,8 @@ class RolloutUpdates:
         record = stage.experiment or identity.of_objects(
             stage.name, stage.seed, self.config, stage.inputs, stage.registry
         )
-        anew = not self.sampled and not self.config.checkpoints.resume
-        return Journal.open(stage, record, keep=self.sampled, anew=anew)
+        anew = not self.sampled_rollouts and not self.config.checkpoints.resume
+        return Journal.open(stage, record, keep=self.sampled_rollouts, anew=anew)
 
     def _end_with_epochs(self, number: int) -> None:
         """Make rollout `number` the last one where it has the last prompts of all epochs."""
@@ -335,7 +339,7 @@ class RolloutUpdates:
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host = {
-            "sampled": self.sampled,
+            "sampled": self.sampled_rollouts,
             "following": self.order.following,
             "returned": self.order.returned,
             "extra_rounds": self.order.extra_rounds,
@@ -359,11 +363,11 @@ class RolloutUpdates:
         if self.reference is not None and self.reference.moves:
             self.reference.restore(arrays)
         order = self.order
-        self.sampled, self.ledger = host["sampled"], Ledger(**host["ledger"])
+        self.sampled_rollouts, self.ledger = host["sampled"], Ledger(**host["ledger"])
         order.following, order.returned = host["following"], host["returned"]
         order.extra_rounds, order.rounds = host["extra_rounds"], host.get("rounds", 1)
         self.journal = self._open_journal()
-        for number in range(-(-step // self.updates_per_rollout), self.sampled):
+        for number in range(-(-step // self.updates_per_rollout), self.sampled_rollouts):
             self.ready[number] = self.journal.require(number)
         if step:
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
