@@ -1,4 +1,4 @@
-"""The device mesh of three axes, and the table that maps logical axes of parameters to mesh axes."""
+"""The device mesh of four axes, and the table that maps logical axes of parameters to mesh axes."""
 
 from __future__ import annotations
 
@@ -18,49 +18,55 @@ __all__ = ["put_rows", "row_axes"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-AXES = ("data", "fsdp", "tensor")
-ROW_AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "expert", "tensor")
+ROW_AXES = ("data", "fsdp", "expert")
 """The mesh axes that rows are sharded over."""
-RULES: Mapping[str, str | None] = {
-    "embed": "fsdp",
-    "heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
-    "layers": None,
+SPREAD = ("fsdp", "expert")
+"""The mesh axes that parameters are spread over, and gathered from where they are used. Only experts are not gathered
+over `expert`, which spreads them by their number: tokens are sent to them."""
+RULES: Mapping[str, tuple[str, ...]] = {
+    "experts": ("expert",),
+    "embed": SPREAD,
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "peers": ("tensor",),
 }
-"""{logical axis of a parameter: mesh axis}."""
+"""{logical axis of a parameter: mesh axes}. A mesh axis is used once, by the first logical axis that has it. `peers`
+are the experts in a sampler."""
 
 
 def make_mesh(
-    data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    *,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Make a mesh over `devices` (default: all). At most one size may be -1, and takes the remaining devices.
 
     Raises InputError if the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _sizes(len(devices), data, fsdp, tensor)
-    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+    sizes = _sizes(len(devices), (data, fsdp, expert, tensor))
+    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def planned_mesh(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
+def planned_mesh(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> AbstractMesh:
     """Make an abstract mesh of `count` devices that need not exist: for shapes and shardings, not for computing."""
-    return AbstractMesh(_sizes(count, data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+    sizes = _sizes(count, (data, fsdp, expert, tensor))
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _sizes(count: int, data: int, fsdp: int, tensor: int) -> tuple[int, ...]:
+def _sizes(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Compute the size of every axis over `count` devices. Raises InputError if they do not fit."""
-    sizes = [data, fsdp, tensor]
+    each = [f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if (axis, size) != ("expert", 1)]
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
-        raise InputError(
-            f"mesh: sizes are positive, one may be -1; got data={data}, fsdp={fsdp}, tensor={tensor}"
-        )
+        raise InputError(f"mesh: sizes are positive, one may be -1; got {', '.join(each)}")
     known = math.prod(s for s in sizes if s != -1)
     if -1 not in sizes and known != count:
-        raise InputError(
-            f"mesh: data={data} × fsdp={fsdp} × tensor={tensor} does not fit {count} device(s); "
-            "set one of them to -1"
-        )
+        raise InputError(f"mesh: {' × '.join(each)} does not fit {count} device(s); set one of them to -1")
     left = count
     for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
         if size != -1 and left % size:
@@ -81,13 +87,26 @@ def param_shardings(mesh: AnyMesh, axes: Any, abstract: Any) -> Any:
     """
 
     def leaf_sharding(leaf: Any, names: tuple[str | None, ...]) -> NamedSharding:
-        spec = []
-        for size, name in zip(leaf.shape, names, strict=True):
-            axis = RULES.get(name) if name is not None else None
-            spec.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, param_spec(mesh, names, leaf.shape))
 
     return jax.tree.map(leaf_sharding, abstract, axes)
+
+
+def param_spec(mesh: AnyMesh, names: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """Choose the mesh axes of a parameter's dimensions, of whose logical axes `names` are the names."""
+    spec: list[str | tuple[str, ...] | None] = []
+    used: set[str] = set()
+    for size, name in zip(shape, names, strict=True):
+        axes = tuple(
+            axis
+            for axis in RULES.get(name or "", ())
+            if axis not in used and (axis != "expert" or mesh.shape[axis] > 1)
+        )
+        while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+            axes = axes[:-1]
+        used.update(axes)
+        spec.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*spec)
 
 
 def replicated_sharding(mesh: AnyMesh) -> NamedSharding:
@@ -104,7 +123,7 @@ def over_parts(function: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any
     parts send each other nothing, unless the function calls `sum_over_parts`.
     """
     count = mesh.shape["data"]
-    spread = NamedSharding(mesh, PartitionSpec("data", "fsdp"))
+    spread = NamedSharding(mesh, PartitionSpec("data", ROW_AXES[1:]))
     mapped = jax.vmap(function, axis_name="parts", spmd_axis_name="data")
 
     def cut(x: jax.Array) -> jax.Array:
@@ -132,7 +151,7 @@ def sum_over_parts(x: jax.Array) -> jax.Array:
 
 def row_axes() -> tuple[str, ...]:
     """Return the axes that rows are sharded over: those of ROW_AXES, without `data` within `over_parts`."""
-    return ROW_AXES if row_parts() == 1 else ("fsdp",)
+    return ROW_AXES if row_parts() == 1 else ROW_AXES[1:]
 
 
 def row_sharding(mesh: AnyMesh) -> NamedSharding:
@@ -164,32 +183,29 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
 def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Look up rows of a table, [words, hidden], for tokens, int32 [rows, time], as `with_rows_of` shards them.
 
-    Each device looks up the columns that `fsdp` gives it, for all rows of its group, which then exchange columns for
-    rows. Without this, the compiler sends them over `data`, too.
+    Each device looks up the columns that it has of the table, for all rows of its group, which then exchange columns
+    for rows. Without this, the compiler sends them over `data`, too.
     """
     mesh = mesh_of_rows(tokens)
-    if mesh is None or table.shape[1] % mesh.shape["fsdp"]:
+    if mesh is None or table.shape[1] % math.prod(mesh.shape[axis] for axis in SPREAD):
         return table.at[tokens].get(mode="clip")
     data = "data" if "data" in row_axes() else None
-    rows, columns = (NamedSharding(mesh, PartitionSpec(data, *axes)) for axes in ((), (None, "fsdp")))
+    rows, columns = (NamedSharding(mesh, PartitionSpec(data, *axes)) for axes in ((), (None, SPREAD)))
     tokens = jax.lax.with_sharding_constraint(tokens, rows)
     return jax.lax.with_sharding_constraint(table.at[tokens].get(mode="clip"), columns)
 
 
 def gathered(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Gather what `fsdp` spreads of a parameter; what `tensor` spreads stays where it is.
+    """Gather what `fsdp` and `expert` spread of a parameter; what `tensor` spreads stays where it is.
 
     Otherwise the compiler gathers where the parameter is used, and again wherever it is used in another shape.
     axes: the parameter's logical axes.
     """
     mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-    if mesh.shape.get("fsdp", 1) == 1 or set(mesh.axis_types) != {AxisType.Auto}:
+    spread = math.prod(mesh.shape.get(axis, 1) for axis in SPREAD)
+    if spread == 1 or set(mesh.axis_types) != {AxisType.Auto}:
         return x
-    spec = [RULES.get(name) if name is not None else None for name in axes]
-    spec = [
-        axis if axis == "tensor" and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(spec, x.shape, strict=True)
-    ]
+    spec = [axis if axis == "tensor" else None for axis in param_spec(mesh, axes, x.shape)]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 

@@ -88,12 +88,68 @@ class Min(NamedTuple):
         return self.minimum
 
 
+class Uneven(NamedTuple):
+    """The largest of several totals over their mean, in the group where it is largest; NaN when nothing was counted."""
+
+    totals: Any
+    """float32 [groups, n]."""
+
+    def merge(self, other: Uneven) -> Uneven:
+        return Uneven(self.totals + other.totals)
+
+    def result(self) -> Any:
+        xp = _library(self.totals)
+        mean = self.totals.mean(-1)
+        return xp.max(xp.where(mean > 0, self.totals.max(-1) / xp.where(mean > 0, mean, 1.0), math.nan))
+
+
+class Unused(NamedTuple):
+    """The share of several totals that are 0; NaN when nothing was counted."""
+
+    totals: Any
+    """float32 [groups, n]."""
+
+    def merge(self, other: Unused) -> Unused:
+        return Unused(self.totals + other.totals)
+
+    def result(self) -> Any:
+        xp = _library(self.totals)
+        return xp.where(self.totals.sum() > 0, (self.totals == 0).mean(dtype=np.float32), math.nan)
+
+
+class Balance(NamedTuple):
+    """The load-balancing loss of mixtures of experts (Fedus et al. 2022), from sums over tokens and layers:
+    Σ probability · pairs / tokens², with the gradient of the probabilities alone.
+
+    The pairs are sums over the whole update, so that the loss does not depend on how it is split.
+    """
+
+    probability: Any
+    """float32 [experts]: of the router, times the loss's weight and the number of experts."""
+    pairs: Any
+    """float32 [experts]: tokens that were sent to each expert."""
+    tokens: Any
+    """float32 []."""
+
+    def merge(self, other: Balance) -> Balance:
+        return Balance(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def mean(self, count: tuple[Any, Any]) -> Any:
+        """Compute these probabilities' part of an update's loss; 0 without tokens. count: its pairs and tokens."""
+        pairs, tokens = count
+        xp = _library(tokens)
+        return (self.probability * pairs).sum() / xp.square(xp.maximum(tokens, 1.0))
+
+    def result(self) -> Any:
+        return self.mean((self.pairs, self.tokens))
+
+
 def _library(x: Any) -> Any:
     """Choose jax for metrics on the device and numpy for fetched ones, which merge without waking the device."""
     return jnp if isinstance(x, jax.Array) else np
 
 
-Metric: TypeAlias = Sum | Mean | Max | Min
+Metric: TypeAlias = Sum | Mean | Max | Min | Uneven | Unused | Balance
 """A metric that merges over micro-batches."""
 Metrics: TypeAlias = Mapping[str, Metric]
 
@@ -105,7 +161,9 @@ def merge(a: Metrics, b: Metrics) -> dict[str, Metric]:
 
 def empty_metric(like: Metric) -> Metric:
     """Make a metric over no elements, of the same kind as `like`; merging it changes nothing."""
-    return type(like).of(jnp.zeros(0))
+    if isinstance(like, Sum | Mean | Max | Min):
+        return type(like).of(jnp.zeros(0))
+    return type(like)(*(jnp.zeros(x.shape) for x in like))
 
 
 def fetch_metrics(metrics: Metrics) -> dict[str, float]:
@@ -120,11 +178,16 @@ def results(metrics: Metrics) -> dict[str, Any]:
 
 
 def to_json(metrics: Metrics) -> dict[str, list[Any]]:
-    """Write fetched metrics as {name: [kind, number, ...]}; `from_json` restores the same bits."""
-    return {name: [type(metric).__name__, *map(float, metric)] for name, metric in metrics.items()}
+    """Write fetched metrics as {name: [kind, number or list, ...]}; `from_json` restores the same bits."""
+    return {
+        name: [type(metric).__name__, *(np.asarray(x).tolist() for x in metric)]
+        for name, metric in metrics.items()
+    }
 
 
 def from_json(stored: Mapping[str, list[Any]]) -> dict[str, Metric]:
     """Restore metrics from what `to_json` returned."""
-    kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Sum, Mean, Max, Min)}
+    kinds: dict[str, type[Metric]] = {
+        kind.__name__: kind for kind in (Sum, Mean, Max, Min, Uneven, Unused, Balance)
+    }
     return {name: kinds[kind](*map(np.float32, numbers)) for name, (kind, *numbers) in stored.items()}

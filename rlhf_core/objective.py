@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ import numpy as np
 from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, code_location, error_line
 from rlhf_core.logprobs import token_logps
+from rlhf_core.metrics import Balance, Metric, Uneven, Unused
+from rlhf_core.models.experts import Load, recording
+from rlhf_core.packing.rows import REPEATED
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
@@ -86,6 +90,49 @@ def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
     rows = batch.rows
     ends = jnp.maximum(batch.last, 0)
     return model.score(params, model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, ends))
+
+
+def with_experts(
+    objective: Callable[[Any, Any], Any], definitions: Mapping[str, Definition], weights: Mapping[str, float]
+) -> Callable[[Any, Any], Any]:
+    """Add the load of experts to an objective's metrics, and a loss of its balance (Fedus et al. 2022, section 2.2).
+
+    A model's balance is weight · experts · Σ_e f_e · p_e: over all counted tokens of the update and all layers with
+    experts, f_e is the number of tokens that expert e gets per token, and p_e the mean probability of the router.
+    Padding does not count, and a shared prompt counts once.
+
+    definitions: the trained models with experts, by name. weights: of their balance, unitless; 0: metrics alone.
+    """
+    return partial(_with_experts, objective, definitions, weights)
+
+
+def _with_experts(
+    objective: Callable[[Any, Any], Any],
+    definitions: Mapping[str, Definition],
+    weights: Mapping[str, float],
+    params: Any,
+    batch: Packed,
+) -> tuple[Any, Mapping[str, Metric]]:
+    counted = (batch.rows.visible_until > 0) & (batch.rows.sequence != REPEATED)
+    with recording(definitions.values(), jnp.asarray(counted)) as found:
+        loss, metrics = objective(params, batch)
+    losses = dict(loss) if isinstance(loss, Mapping) else {"objective": loss}
+    metrics = dict(metrics)
+    for name, definition in definitions.items():
+        loads = [load for of, load in found if of == definition]
+        if not loads:  # the objective does not read it
+            continue
+        load: Load = jax.lax.stop_gradient(reduce(lambda a, b: jax.tree.map(jnp.add, a, b), loads))
+        suffix = f"/{name}" if len(definitions) > 1 else ""
+        metrics[f"experts/load_max{suffix}"] = Uneven(load.pairs)
+        metrics[f"experts/unused{suffix}"] = Unused(load.pairs)
+        if weights[name]:
+            layers, experts = load.pairs.shape
+            probability = sum(each.probability.sum(0) for each in loads)
+            tokens = jnp.float32(layers * len(loads)) * counted.sum()
+            factor = weights[name] * experts
+            losses[f"router{suffix}"] = Balance(factor * probability, load.pairs.sum(0), tokens)
+    return (losses if len(losses) > 1 else loss), metrics
 
 
 def loss_output(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.errors import error_line
 from rlhf_core.mesh import abstract_rows, over_parts, put_rows, replicated_sharding, sum_over_parts
-from rlhf_core.metrics import Mean, Metric, empty_metric, merge
+from rlhf_core.metrics import Balance, Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, by_layer, join, paths, split
 from rlhf_core.runtime.background import BackgroundCompiler
@@ -30,7 +30,7 @@ __all__ = ["Objective"]
 log = logging.getLogger("rlhf_core")
 
 
-Loss: TypeAlias = Mean | Mapping[str, Mean]
+Loss: TypeAlias = Mean | Mapping[str, Mean | Balance]
 """A loss as sum and count, or several by name: each is divided by its own count, then they are added up."""
 Objective: TypeAlias = Callable[[Any, Any], tuple[Loss, Mapping[str, Metric]]]
 """(params, batch) → (loss, metrics). A sum's gradient is divided by the count of the whole update.
@@ -45,7 +45,7 @@ where the mesh has `data`, in another part of the same batch.
 It is traced once in a run: what it reads of globals and the environment is what they hold then.
 """
 Counts: TypeAlias = Mapping[str, Any]
-"""Of every loss of several, float32 []: what its sum is divided by."""
+"""Of every loss of several: what its sum is divided by, float32 []; the count of a `Balance`."""
 
 
 class Accumulated(NamedTuple):
@@ -120,7 +120,11 @@ def _merge_losses(a: Any, b: Any) -> Loss:
 
 
 def _counts(loss: Loss) -> Counts | None:
-    return None if isinstance(loss, Mean) else {name: part.count for name, part in loss.items()}
+    return None if isinstance(loss, Mean) else {name: _count(part) for name, part in loss.items()}
+
+
+def _count(part: Mean | Balance) -> Any:
+    return part.count if isinstance(part, Mean) else (part.pairs, part.tokens)
 
 
 def _inverse(count: Any) -> jax.Array:
@@ -128,14 +132,20 @@ def _inverse(count: Any) -> jax.Array:
     return jnp.where(count > 0, 1.0 / jnp.maximum(count, jnp.finfo(jnp.float32).tiny), 0.0)
 
 
-def _sum_of_means(losses: Mapping[str, Mean], counts: Counts | None = None) -> jax.Array:
+def _sum_of_means(losses: Mapping[str, Mean | Balance], counts: Counts | None = None) -> jax.Array:
     """Divide each loss by its count, or by that of `counts`, and add them up; differentiable in the sums alone."""
-    chosen = {name: sum_over_parts(part.count) for name, part in losses.items()} if counts is None else counts
-    means = [part.total * _inverse(jax.lax.stop_gradient(chosen[name])) for name, part in losses.items()]
-    return jnp.stack(means).sum()
+    chosen = jax.tree.map(sum_over_parts, _counts(losses)) if counts is None else counts
+    return jnp.stack(
+        [_mean(part, jax.lax.stop_gradient(chosen[name])) for name, part in losses.items()]
+    ).sum()
 
 
-def loss_metrics(loss: Loss) -> dict[str, Mean]:
+def _mean(part: Mean | Balance, count: Any) -> jax.Array:
+    """Divide one of several losses by a count; differentiable in its sum."""
+    return part.total * _inverse(count) if isinstance(part, Mean) else part.mean(count)
+
+
+def loss_metrics(loss: Loss) -> dict[str, Mean | Balance]:
     """Name a loss as it is logged: `loss`, or `loss/NAME` for each of several."""
     return {"loss": loss} if isinstance(loss, Mean) else {f"loss/{name}": part for name, part in loss.items()}
 
@@ -187,12 +197,12 @@ def apply(
     return following, {**done.metrics, **mean_losses(done.loss), "grad_norm": Mean.of(norm), **norms}
 
 
-def mean_losses(loss: Loss) -> dict[str, Mean]:
+def mean_losses(loss: Loss) -> dict[str, Mean | Balance]:
     """Name the losses of an update as they are logged: `loss`; of several, `loss/NAME`, and `loss` for their sum."""
     if isinstance(loss, Mean):  # an update without a trained token has loss 0, not 0/0
         return {"loss": Mean(loss.total, jnp.where(loss.count > 0, loss.count, 1.0))}
     # One value per update, so that over several updates, too, the parts add up to the loss.
-    parts = {name: Mean.of(part.total * _inverse(part.count)) for name, part in loss.items()}
+    parts = {name: Mean.of(_mean(part, _count(part))) for name, part in loss.items()}
     return {"loss": Mean.of(_sum_of_means(loss)), **loss_metrics(parts)}
 
 
@@ -292,10 +302,10 @@ class Programs:
         counts = _counts(traced.out_info.loss)
         if self._counts is None and counts is not None:
             everywhere = replicated_sharding(state.step.sharding.mesh)
-            self._counts = {
-                name: jax.ShapeDtypeStruct((), count.dtype, sharding=everywhere)
-                for name, count in counts.items()
-            }
+            self._counts = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[self._in_parts :], x.dtype, sharding=everywhere),
+                counts,
+            )
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
         self._done = traced.out_info
         return traced
@@ -387,7 +397,7 @@ def _zeros(tree: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> Accumulated:
     like = jax.tree.unflatten(tree, leaves)
     nothing = Accumulated(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
-        jax.tree.map(lambda _: Mean.of(jnp.zeros(0)), like.loss, is_leaf=lambda x: isinstance(x, Mean)),
+        jax.tree.map(lambda x: jnp.zeros(x.shape), like.loss),
         {name: empty_metric(metric) for name, metric in like.metrics.items()},
     )
     return jax.tree.map(lambda x, y: jnp.broadcast_to(x, y.shape), nothing, like)

@@ -105,6 +105,13 @@ def _zero_if_false(value: Any) -> int | None:
     return 0 if value is False else None
 
 
+def _balance(value: Any) -> Any:
+    """Read whether a model's experts are balanced by its own weight. Raises ValueError for anything else."""
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, got {value!r}")
+    return "model" if value else 0.0
+
+
 def _steps(value: Any) -> int | None:
     """Return a number of steps, as it is. Raises ValueError for anything else but none."""
     if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 0):
@@ -134,7 +141,7 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "dataset_name": "train_data",
     "dataset_split": "train_data.split",
     "auto_shard_states": Ignored("states are always sharded over `mesh`", (True,), done=True),
-    "aux_loss_enabled": Ignored("no auxiliary loss of experts is added", (False,)),
+    "aux_loss_enabled": Taken("router_aux_loss_coef", _balance, same=(False,)),
     "attn_mechanism": Taken("attention", _attention, same=(None,)),
     "backend": Taken("platform", _platform, same=(None,)),
     "custom_scheduler": Taken("scheduler", same=(None,), wins=True),

@@ -454,6 +454,12 @@ class TrainerConfig(Options):
         None,
         description="the devices that the stage needs; a run on others is an error. none: those that jax finds",
     )
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | Literal["model"] | None = Field(
+        None,
+        description="weight of the loss that balances the load of experts, over the tokens of an update, which "
+        "takes another forward pass; 'model': the weight of config.json; none: the same where config.json has "
+        "output_router_logits = true, as transformers trains, else 0",
+    )
 
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:

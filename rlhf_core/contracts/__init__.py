@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     tokens: int32, 0 where unused. positions: int32, position within the token's own sequence, prompt included.
     visible_until: int32: queries q with k <= q < visible_until[k] see the key at index k; 0 where unused.
     parent: int32, index in the row of the token whose hidden state predicts this one; -1 for a first token.
-    sequence: int32, the number of the token's sequence in the row; -1 for a shared prompt and where unused.
+    sequence: int32, the number of the token's sequence in the row; negative for a shared prompt and where unused.
     weight: float32, 0 where the token is not trained on.
     """
 

@@ -35,9 +35,10 @@ class TensorParallel:
     and hidden states are the same on all devices of the axis.
     divides: the number that the axis' size must divide; 1: no layer can be shared.
     prepare: as `Definition.prepare`, in a layout whose parts are those of the devices. axes: the logical axes of its
-    result.
+    result. shares_caches: whether each device has a part of the caches; else all have the whole of them.
     """
 
     divides: int
     prepare: Callable[[Any], Any]
     axes: dict[str, Any]
+    shares_caches: bool = True

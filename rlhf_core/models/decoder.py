@@ -37,9 +37,9 @@ from rlhf_core.models.config import (
     repetition,
 )
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.experts import Experts
+from rlhf_core.models.experts import Experts, recorder_of, watch_router
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
-from rlhf_core.models.lora import Lora, linear_modules, merge
+from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
 from rlhf_core.models.recurrence import MIXERS, Order, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
@@ -254,7 +254,7 @@ class Decoder(Definition):
         trunk: Trunk = nnx.merge(_tree(c, self.head, self.lora)[0], params)
         rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
-        mix = self._over_rows(positions, visible_until)
+        mix, recorder = self._over_rows(positions, visible_until), recorder_of(self)
         x = trunk.embed_tokens(tokens, dtype)
         given = trunk.per_layer_inputs(tokens, x) if hasattr(trunk, "per_layer_inputs") else None
         own = next((i for i, source in enumerate(c.sources) if source != i), c.num_layers)
@@ -277,8 +277,10 @@ class Decoder(Definition):
                 layer, it = nnx.merge(graph, slice_[0]), slice_[1]
                 kept = [*shared]
                 more = () if it.given is None else (it.given,)
+                watch = watch_router(layer, recorder)
                 x = layer(x, functools.partial(mix, kept, rope(it), it.window), *more)
-                return x, kept[-1] if keep or own < c.num_layers else None
+                keeps = kept[-1] if keep or own < c.num_layers else None
+                return x, (keeps, watch.load if watch else None)
 
             if policy is not None:
                 # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
@@ -288,13 +290,16 @@ class Decoder(Definition):
 
         stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
         unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
-        if at is None or not unroll or c.kinds:
+        if at is None or not unroll or c.kinds or recorder:
             kinds = c.kinds or ("",) * c.num_layers
-            x, kept = run_layers(kinds[:own], stacks, x, unroll=unroll)
+            x, outputs = run_layers(kinds[:own], stacks, x, unroll=unroll)
             if own < len(kinds):
-                shared += kept
+                shared += [keeps for keeps, _ in outputs]
                 x, more = run_layers(kinds[own:], stacks, x, unroll=unroll)
-                kept += more
+                outputs += more
+            kept, loads = zip(*outputs, strict=True)
+            if recorder:
+                recorder.add(self, loads)
             return trunk.norm(x if at is None else _read(x, at)), kept
         # The last layer computes keys and values of all tokens, and everything else only for `at`.
         body, layers = stacks[""]
@@ -462,7 +467,7 @@ class Decoder(Definition):
         return {**params, "layers": tuple(map(one, range(self.config.num_layers)))}
 
     def _cast(self, path: Any, x: jax.Array) -> jax.Array:
-        return x if path[-1].key in EXACT else x.astype(self.compute_dtype)
+        return x if any(part.key in EXACT for part in path) else x.astype(self.compute_dtype)
 
     def _merged(self, params: Params, i: int) -> Params:
         """Return the parameters of layer `i`, its adapters merged."""
@@ -580,17 +585,20 @@ class Decoder(Definition):
         c = self.config
         whole = c.qk_norm == "projection" or c.sinks or any(map(self._has_state, range(c.num_layers)))
         each = [stack.config for stack in c.stacks.values()]
-        sizes = [n for of in each for n in (of.num_kv_heads, of.intermediate_size, of.shared_size)]
-        divides = 1 if whole else math.gcd(*sizes)
-        return TensorParallel(divides, self._prepare_shards, self._shard_axes())
+        sizes = [
+            n for of in each for n in (of.num_kv_heads, of.experts or of.intermediate_size, of.shared_size)
+        ]
+        # Experts are shared in any case, by their number: a device computes the tokens that are sent to its own.
+        divides = (math.gcd(*(of.experts for of in each)) or 1) if whole else math.gcd(*sizes)
+        return TensorParallel(divides, self._prepare_shards, self._shard_axes(whole), not whole)
 
     def _prepare_shards(self, params: Params) -> Params:
         """Lay the parameters out as `prepare` does, but with separate projections, whose columns belong to heads in
-        order, and in the compute dtype throughout, except for norms.
+        order, and in the compute dtype throughout, except for norms and routers.
         """
 
         def cast(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x.astype(self.compute_dtype) if x.ndim > 1 else x, tree)
+            return jax.tree.map_with_path(lambda path, x: self._cast(path, x) if x.ndim > 1 else x, tree)
 
         layers = (self._merged(params, i) for i in range(self.config.num_layers))
         separate = (self._separated(layer) if self.config.fused else layer for layer in layers)
@@ -612,10 +620,19 @@ class Decoder(Definition):
             }
         return layer
 
-    def _shard_axes(self) -> Params:
-        """Return the logical axes of what `_prepare_shards` returns; every device has the whole embedding table."""
+    def _shard_axes(self, whole_layers: bool) -> Params:
+        """Return the logical axes of what `_prepare_shards` returns; every device has the whole embedding table.
+
+        whole_layers: whether every device has the whole layers, their experts excepted.
+        """
         names = replace(self, lora=None, config=replace(self.config, fused=False)).logical_axes()
-        layers = jax.tree.map(lambda x: x[1:], names["layers"], is_leaf=lambda x: isinstance(x, tuple))
+
+        def shared(path: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+            if any(part.key == "experts" for part in path):
+                return ("peers", *[None] * (len(names) - 2))
+            return (None,) * (len(names) - 1) if whole_layers else names[1:]
+
+        layers = jax.tree.map_with_path(shared, names["layers"], is_leaf=lambda x: isinstance(x, tuple))
         each = (_stack(layers, self.config.at(i)[0]) for i in range(self.config.num_layers))
         axes, whole = {**names, "layers": tuple(each)}, {"embedding": (None, None)}
         axes["embed_tokens"] = whole
@@ -680,8 +697,8 @@ def _read(x: jax.Array, at: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-EXACT = ("A_log", "dt_bias", "e_score_correction_bias")
-"""Parameters that are read in float32."""
+EXACT = ("A_log", "dt_bias", ROUTER)
+"""Parameters, or modules, that are read in float32."""
 JOINED = (
     ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from rlhf_core.mesh import sum_over_tensor
+from rlhf_core.mesh import ROW_AXES, gathered, mesh_of_rows, param_spec, row_axes, sum_over_tensor
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
 
 
-def expert_product(x: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
+def expert_product(
+    x: jax.Array, kernel: jax.Array, counts: jax.Array, weights: jax.Array | None = None
+) -> jax.Array:
     """Compute `product` for the rows of every expert.
 
-    x: [N, in], sorted by expert. kernel: [experts, in, out]. counts: int32 [experts], rows per expert.
+    x: [N, in], sorted by expert. kernel: [experts, in, out]. counts: int32 [experts], rows per expert. weights: the
+    kernel in the dtype of `x`, where it is at hand; the kernel then only gets the gradient.
     """
-    weights = kernel.astype(x.dtype)
-    if x.dtype == kernel.dtype:
-        return lax.ragged_dot(x, weights, counts)
+    if weights is None and x.dtype == kernel.dtype:
+        return lax.ragged_dot(x, kernel, counts)
+    weights = kernel.astype(x.dtype) if weights is None else weights
     return _rounded_expert_product(x, kernel, weights, counts)
 
 
@@ -48,45 +56,343 @@ def _expert_backward(residuals: tuple[jax.Array, ...], d_y: jax.Array) -> Any:
 _rounded_expert_product.defvjp(_expert_forward, _expert_backward)
 
 
+def expert_count(definition: Any) -> int:
+    """Return the experts of a model's layers; 0 for a model without."""
+    config = getattr(definition, "config", None)
+    stacks = config.stacks.values() if isinstance(config, DecoderConfig) else ()
+    return max((stack.config.experts for stack in stacks), default=0)
+
+
+class Load(NamedTuple):
+    """What a router did with the tokens that count, float32 [experts], or [layers, experts] of several layers."""
+
+    pairs: jax.Array
+    """Tokens sent to each expert; a token counts once for each of its experts."""
+    probability: jax.Array
+    """The sum of the router's probabilities over the tokens."""
+
+
+class Watch:
+    """Takes the load of one layer while it is traced. counted: bool [B, T], the tokens that count."""
+
+    def __init__(self, counted: jax.Array) -> None:
+        self.counted = counted
+        self.load: Load | None = None
+
+    def see(self, config: DecoderConfig, logits: jax.Array, chosen: jax.Array) -> None:
+        counted = self.counted.reshape(-1).astype(jnp.float32)
+        pairs = jnp.zeros(config.experts).at[chosen].add(counted[:, None])
+        if config.router == "sigmoid":
+            probability = jax.nn.sigmoid(logits)
+            probability = probability / probability.sum(-1, keepdims=True)
+        else:
+            probability = jax.nn.softmax(logits, axis=-1)
+        self.load = Load(pairs, (counted[:, None] * probability).sum(0))
+
+
+@dataclass
+class Recorder:
+    """Collects the loads of forward passes, see `recording`."""
+
+    definitions: Collection[Any]
+    counted: jax.Array
+    found: list[tuple[Any, Load]]
+
+    def add(self, definition: Any, loads: Sequence[Load | None]) -> None:
+        """Add a pass. loads: by layer, None where a layer has no experts."""
+        there = [load for load in loads if load is not None]
+        if there:
+            self.found.append((definition, jax.tree.map(lambda *each: jnp.stack(each), *there)))
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recording(definitions: Collection[Any], counted: jax.Array) -> Iterator[list[tuple[Any, Load]]]:
+    """Collect (definition, load [layers, experts]) of each pass over rows that one of the definitions makes within.
+
+    counted: bool [rows, time], the tokens of the rows that count. The passes must be traced where the loads are used.
+    """
+    recorder = Recorder(definitions, counted, [])
+    token = _recorder.set(recorder)
+    try:
+        yield recorder.found
+    finally:
+        _recorder.reset(token)
+
+
+def recorder_of(definition: Any) -> Recorder | None:
+    """Return the recorder that wants the loads of this definition, if there is one."""
+    recorder = _recorder.get()
+    return recorder if recorder is not None and definition in recorder.definitions else None
+
+
 class ExpertMLPs(nnx.Module):
     """Gated MLPs, their kernels float32 [layers, experts, in, out]."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
-        lead = (c.num_layers, c.experts)
-        make = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
+        bias = c.swiglu is not None
+        make = functools.partial(Linear, rngs, (c.num_layers, c.experts), std=c.initializer_range, bias=bias)
         inside = ("layers", "experts", "embed", "mlp")
-        self.swiglu = c.swiglu
         if c.swiglu:
-            make = functools.partial(make, bias=True)
             self.gate_up_proj = make((c.hidden_size, 2 * c.intermediate_size), axes=inside)
-            self.down_proj = make(
-                (c.intermediate_size, c.hidden_size), axes=("layers", "experts", "mlp", "embed")
-            )
-            return
-        self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
-        self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
+        else:
+            self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
+            self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
         self.down_proj = make(
             (c.intermediate_size, c.hidden_size), axes=("layers", "experts", "mlp", "embed")
         )
-        self.activation = c.activation
+        self.config = c
 
-    def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
-        """Apply each expert to its rows. x: [N, D], sorted by expert; counts: int32 [experts], rows per expert."""
-        if self.swiglu:
-            slope, limit = self.swiglu
-            gate, up = (self._biased(self.gate_up_proj, x, counts)[:, i::2] for i in (0, 1))
-            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-            inner = (up + 1) * gate * jax.nn.sigmoid(slope * gate)
-            return self._biased(self.down_proj, inner, counts)
-        gate = ACTIVATIONS[self.activation](expert_product(x, self.gate_proj.kernel[...], counts))
-        inner = gate * expert_product(x, self.up_proj.kernel[...], counts)
-        return expert_product(inner, self.down_proj.kernel[...], counts)
+    def __call__(self, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Sum the outputs of each token's experts by weight. x: [B, T, D]; weight: float32, chosen: int32 [B, T, k].
 
-    def _biased(self, linear: Linear, x: jax.Array, counts: jax.Array) -> jax.Array:
-        assert linear.bias is not None
-        biases = jnp.repeat(linear.bias[...].astype(x.dtype), counts, axis=0, total_repeat_length=len(x))
-        return expert_product(x, linear.kernel[...], counts) + biases
+        On a mesh every device sorts the pairs of its own rows and experts, see `Exchange`.
+        """
+        names = ("gate_up_proj", "down_proj") if self.config.swiglu else ("gate_proj", "up_proj", "down_proj")
+        linears = {name: getattr(self, name) for name in names}
+        params = {
+            name: [p for p in (each.kernel, each.bias) if p is not None] for name, each in linears.items()
+        }
+        arrays = {name: [p[...] for p in each] for name, each in params.items()}
+        mesh = mesh_of_rows(x)
+        mix = functools.partial(_mixed, self.config)
+        if mesh is None:
+            return mix(None, x, weight, chosen, arrays)
+        specs = {
+            name: [
+                param_spec(mesh, p.get_metadata("axes")[1:], a.shape)
+                for p, a in zip(each, arrays[name], strict=True)
+            ]
+            for name, each in params.items()
+        }
+        rows = PartitionSpec(row_axes())
+        over = jax.shard_map(
+            functools.partial(mix, specs),
+            mesh=mesh,
+            in_specs=(rows, rows, rows, specs),
+            out_specs=rows,
+            check_vma=False,
+        )
+        mixed: jax.Array = over(x, weight, chosen, arrays)
+        return mixed
+
+
+def _mixed(
+    config: DecoderConfig, specs: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, arrays: Any
+) -> jax.Array:
+    """Do what `ExpertMLPs` does, for the rows and with the experts of one device. specs: of the arrays on the mesh."""
+    tokens, pairs = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
+    k, down = chosen.shape[-1], arrays["down_proj"][0]
+    kernels, weights, biases = _at_hand(x.dtype, specs, arrays)
+    mlp, own = functools.partial(_mlp, config), len(down)
+    peers = specs is None and own < config.experts
+    if peers:  # in a sampler, devices that share layers have the same tokens, and each its own experts
+        pairs = pairs - lax.axis_index("tensor") * own
+        pairs = jnp.where((pairs >= 0) & (pairs < own), pairs, own)
+    order = jnp.argsort(pairs, stable=True)  # by expert; pair n belongs to token n // k
+    if peers or own == config.experts:
+        counts = jnp.bincount(pairs, length=own + 1)[:-1]
+        used = (jnp.arange(len(pairs)) < counts.sum())[:, None] if peers else None
+        made = mlp(tokens[order // k], counts, used, kernels, biases, weights)
+    else:
+        devices = config.experts // own
+        room = 8 * math.ceil(CAPACITY * len(pairs) / (8 * devices))
+        exchange = Exchange(mlp, devices, own, k, min(room, len(pairs)))
+        made = exchanged(exchange, tokens, order, pairs[order], kernels, biases, weights)
+    apart = made[jnp.argsort(order)].reshape(len(tokens), k, -1)
+    mixed = jnp.einsum("nkd,nk->nd", apart, weight.reshape(-1, k).astype(x.dtype))
+    mixed = sum_over_tensor(mixed) if peers or down.shape[1] < config.intermediate_size else mixed
+    return mixed.reshape(x.shape)
+
+
+def _at_hand(dtype: Any, specs: Any, arrays: Any) -> tuple[Any, Any, Any]:
+    """Gather what `fsdp` spreads: kernels, which get float32 gradients; the same in `dtype`; and biases, float32."""
+    kernels, weights, biases = {}, {}, {}
+    for name, (kernel, *bias) in arrays.items():
+        spec = specs[name] if specs else [PartitionSpec()] * 2
+        kernels[name] = _gathered_by(kernel, spec[0])
+        if kernel.dtype != dtype:  # the other kernel is not gathered: only its gradient is computed
+            weights[name] = lax.stop_gradient(_gathered_by(kernel.astype(dtype), spec[0]))
+        if bias:
+            biases[name] = _gathered_by(bias[0], spec[1])
+    return kernels, weights, biases
+
+
+def _gathered_by(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gather all dimensions of a device's part but the experts and those of `tensor`."""
+    for dimension, axes in enumerate(spec):
+        if dimension and axes not in (None, "tensor"):
+            x = lax.all_gather(x, axes, axis=dimension, tiled=True)
+    return x
+
+
+def _mlp(
+    config: DecoderConfig,
+    x: jax.Array,
+    counts: jax.Array,
+    used: jax.Array | None,
+    kernels: Any,
+    biases: Any,
+    weights: Any,
+) -> jax.Array:
+    """Apply each expert to its rows.
+
+    x: [N, D], sorted by expert; counts: int32 [experts], rows per expert. used: bool [N, 1], False for the rows after
+    those of the last expert; None: there are none.
+    """
+
+    def linear(name: str, x: jax.Array) -> jax.Array:
+        y = expert_product(x, kernels[name], counts, weights.get(name))
+        if name in biases:
+            bias, rows = biases[name], kernels[name].shape[1]
+            if name == "down_proj" and rows < config.intermediate_size:  # the devices' products are summed
+                bias = jnp.where(lax.axis_index("tensor") == 0, bias, 0)
+            y = y + jnp.repeat(bias, counts, axis=0, total_repeat_length=len(x)).astype(x.dtype)
+        return y if used is None else jnp.where(used, y, 0)
+
+    if config.swiglu:
+        (slope, limit), both = config.swiglu, linear("gate_up_proj", x)
+        gate, up = jnp.minimum(both[:, 0::2], limit), jnp.clip(both[:, 1::2], -limit, limit)
+        inner = (up + 1) * gate * jax.nn.sigmoid(slope * gate)
+    else:
+        inner = ACTIVATIONS[config.activation](linear("gate_proj", x)) * linear("up_proj", x)
+    return linear("down_proj", inner)
+
+
+CAPACITY = 2
+"""Pairs that a device sends to another in one round, in multiples of an even share."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How devices along `expert` send tokens to the experts, and get their outputs back.
+
+    Every device sorts its pairs of token and expert, and sends each of the others at most `capacity` of them a round;
+    another round follows while any device has pairs left, so that no token is dropped. Unless one device's experts get
+    CAPACITY times the even share, there is one round. Buffers have devices · capacity rows, whatever the router does.
+    The backward pass sends the tokens again, with the gradients of the outputs, so that nothing of this is kept.
+    """
+
+    mlp: Callable[..., jax.Array]
+    devices: int
+    experts: int
+    """Per device."""
+    per_token: int
+    capacity: int
+
+    def rounds(self, ids: jax.Array) -> jax.Array:
+        """Count the rounds that the busiest device needs. ids: int32 [N], the experts of pairs, ascending."""
+        ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
+        return lax.pmax(-(-jnp.diff(ends).max() // self.capacity), ROW_AXES)
+
+    def slots(self, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choose the pairs of a round: int32 [devices · capacity], their indices; bool, whether there is one."""
+        ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
+        at = ends[:-1, None] + number * self.capacity + jnp.arange(self.capacity)
+        there = at < ends[1:, None]
+        return jnp.where(there, at, len(ids)).reshape(-1), there.reshape(-1)
+
+    def sent(self, x: jax.Array) -> jax.Array:
+        """Send the parts of x, [devices · capacity, …], to the devices in order, and return what they sent."""
+        return lax.all_to_all(x, "expert", 0, 0, tiled=True)
+
+    def arrived(
+        self, ids: jax.Array, at: jax.Array, there: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sort what arrives by expert: int32 [rows], its order; rows per expert; bool [rows, 1], the used ones."""
+        own = self.sent(jnp.where(there, ids.at[at].get(mode="clip") % self.experts, self.experts))
+        counts = jnp.bincount(own, length=self.experts + 1)[:-1]
+        return jnp.argsort(own, stable=True), counts, (jnp.arange(len(own)) < counts.sum())[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchanged(
+    exchange: Exchange,
+    x: jax.Array,
+    order: jax.Array,
+    ids: jax.Array,
+    kernels: Any,
+    biases: Any,
+    weights: Any,
+) -> jax.Array:
+    """Compute the output of each pair's expert, [N · k, D], by expert, on the devices that have the experts.
+
+    x: [N, D]. order: int32 [N · k], the pairs by expert; ids: int32, their experts. kernels, biases, weights: of this
+    device's experts, as for `_mlp`.
+    """
+    weights = weights or kernels
+
+    def one(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, made = state
+        at, there = exchange.slots(ids, number)
+        token = order.at[at].get(mode="clip") // exchange.per_token
+        by_expert, counts, used = exchange.arrived(ids, at, there)
+        got = exchange.sent(jnp.where(there[:, None], x[token], 0))
+        out = exchange.mlp(got[by_expert], counts, used, weights, biases, {})
+        back = exchange.sent(out[jnp.argsort(by_expert)])
+        return number + 1, made.at[at].set(back, mode="drop")
+
+    rounds = exchange.rounds(ids)
+    start = jnp.zeros((len(ids), x.shape[1]), x.dtype)
+    made: jax.Array = lax.while_loop(lambda state: state[0] < rounds, one, (jnp.int32(0), start))[1]
+    return made
+
+
+def _exchanged_forward(
+    exchange: Exchange,
+    x: jax.Array,
+    order: jax.Array,
+    ids: jax.Array,
+    kernels: Any,
+    biases: Any,
+    weights: Any,
+) -> tuple[jax.Array, Any]:
+    made = exchanged(exchange, x, order, ids, kernels, biases, weights)
+    return made, (x, order, ids, biases, weights or kernels)
+
+
+def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -> Any:
+    x, order, ids, biases, weights = residuals
+    unused = jax.tree.map(
+        lambda w: jnp.zeros(w.shape, jnp.float32), weights
+    )  # kernels, which only get gradients
+
+    def one(state: Any) -> Any:
+        number, d_pairs, d_kernels, d_biases = state
+        at, there = exchange.slots(ids, number)
+        token = order.at[at].get(mode="clip") // exchange.per_token
+        by_expert, counts, used = exchange.arrived(ids, at, there)
+        both = jnp.concatenate([x[token], d_made.at[at].get(mode="clip")], 1)
+        got = exchange.sent(jnp.where(there[:, None], both, 0))[by_expert]
+        inputs, d_out = jnp.split(got, 2, axis=1)
+        pull = jax.vjp(
+            lambda inputs, kernels, biases: exchange.mlp(inputs, counts, used, kernels, biases, weights),
+            inputs,
+            unused,
+            biases,
+        )[1]
+        d_inputs, *more = pull(d_out)
+        back = exchange.sent(d_inputs[jnp.argsort(by_expert)])
+        add = functools.partial(jax.tree.map, jnp.add)
+        return number + 1, d_pairs.at[at].set(back, mode="drop"), *map(add, (d_kernels, d_biases), more)
+
+    rounds = exchange.rounds(ids)
+    start = (
+        jnp.int32(0),
+        jnp.zeros(d_made.shape, d_made.dtype),
+        unused,
+        jax.tree.map(jnp.zeros_like, biases),
+    )
+    _, d_pairs, d_kernels, d_biases = lax.while_loop(lambda state: state[0] < rounds, one, start)
+    apart = d_pairs[jnp.argsort(order)].reshape(len(x), exchange.per_token, -1)
+    d_x = apart.astype(jnp.float32).sum(1).astype(x.dtype)
+    return d_x, None, None, d_kernels, d_biases, None
+
+
+exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 class Experts(nnx.Module):
@@ -106,44 +412,65 @@ class Experts(nnx.Module):
         if c.shared_gate:
             self.shared_expert_gate = linear((c.hidden_size, 1), axes=("layers", "embed", None))
         self.config = c
+        self.watch: Watch | None = None
 
-    def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[N, D] → the weights of each token's experts, float32 [N, per token], and their numbers, int32 likewise."""
-        c, logits = self.config, self.gate(tokens).astype(jnp.float32)
-        if c.router == "softmax":
-            weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), c.experts_per_token)
-        elif c.router == "chosen":
-            weight, chosen = lax.top_k(logits, c.experts_per_token)
-            return jax.nn.softmax(weight, axis=-1), chosen
-        else:
-            probability, (groups, allowed) = jax.nn.sigmoid(logits), c.expert_groups
-            score = lax.stop_gradient(probability + self.gate.e_score_correction_bias[...])
-            if allowed < groups:
-                each = score.reshape(len(score), groups, -1)
-                best = lax.top_k(each, min(2, each.shape[-1]))[0].sum(-1)
-                among = (lax.top_k(best, allowed)[1][..., None] == jnp.arange(groups)).any(1)
-                score = jnp.where(among[..., None], each, -jnp.inf).reshape(score.shape)
-            chosen = lax.top_k(score, c.experts_per_token)[1]
-            weight = jnp.take_along_axis(probability, chosen, axis=1)
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        """Compute the router's logits, float32 [N, experts]. tokens: [N, D].
+
+        Float32 also where layers compute in bfloat16: trainer and sampler would choose different experts more often.
+        """
+        kernel = gathered(self.gate.kernel[...], ("embed", None))
+        logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+        return logits if self.gate.bias is None else logits + self.gate.bias[...]
+
+    def choose(self, logits: jax.Array) -> jax.Array:
+        """Choose each token's experts, int32 [N, per token], by the logits, float32 [N, experts]."""
+        c = self.config
+        if c.router != "sigmoid":
+            return lax.top_k(logits, c.experts_per_token)[1]
+        score, (groups, allowed) = jax.nn.sigmoid(logits), c.expert_groups
+        score = lax.stop_gradient(score + self.gate.e_score_correction_bias[...])
+        if allowed < groups:
+            each = score.reshape(len(score), groups, -1)
+            best = lax.top_k(each, min(2, each.shape[-1]))[0].sum(-1)
+            among = (lax.top_k(best, allowed)[1][..., None] == jnp.arange(groups)).any(1)
+            score = jnp.where(among[..., None], each, -jnp.inf).reshape(score.shape)
+        return lax.top_k(score, c.experts_per_token)[1]
+
+    def weigh(self, logits: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Compute the weights of the chosen experts, float32 [N, per token]."""
+        c = self.config
+        if c.router == "chosen":
+            return jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=1), axis=-1)
+        probability = jax.nn.sigmoid(logits) if c.router == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        weight = jnp.take_along_axis(probability, chosen, axis=1)
         if c.normalise_experts:
             weight = weight / weight.sum(-1, keepdims=True)
-        return weight if c.expert_scale == 1 else weight * c.expert_scale, chosen
+        return weight if c.expert_scale == 1 else weight * c.expert_scale
 
     def __call__(self, x: jax.Array, seen: jax.Array | None = None) -> jax.Array:
         """[B, T, D] → the same. seen: what the router reads, [B, T, D]; None: the same."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
-        per_token = c.experts_per_token
-        weight, chosen = self.route(tokens if seen is None else seen.reshape(tokens.shape))
-        order = jnp.argsort(
-            chosen.reshape(-1), stable=True
-        )  # by expert; pair n belongs to token n // per_token
-        counts = jnp.bincount(chosen.reshape(-1), length=c.experts)
-        made = self.experts(tokens[order // per_token], counts)
-        apart = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [N, per_token, D]
-        mixed = sum_over_tensor(jnp.einsum("nkd,nk->nd", apart, weight.astype(x.dtype))).reshape(x.shape)
+        logits = self.logits(tokens if seen is None else seen.reshape(tokens.shape))
+        chosen = self.choose(logits)
+        weight = self.weigh(logits, chosen)
+        if self.watch is not None:
+            self.watch.see(c, logits, chosen)
+        k = (*x.shape[:2], -1)
+        mixed = self.experts(x, weight.reshape(k), chosen.reshape(k))
         if not c.shared_size:
             return mixed
         shared = self.shared_expert(x)
         if c.shared_gate:
             shared = shared * jax.nn.sigmoid(self.shared_expert_gate(x))
         return mixed + shared
+
+
+def watch_router(layer: Any, recorder: Recorder | None) -> Watch | None:
+    """Have the router of a layer tell its load, if it has one and there is a recorder."""
+    modules = (layer.mlp, getattr(layer, "moe", None))
+    router = next((module for module in modules if isinstance(module, Experts)), None)
+    if recorder is None or router is None:
+        return None
+    router.watch = Watch(recorder.counted)
+    return router.watch

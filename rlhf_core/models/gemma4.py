@@ -236,10 +236,12 @@ class Experts(experts.Experts):
             ones((config.num_layers, config.experts)), axes=("layers", None)
         )
 
-    def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        factor = self.gate.scale[...].astype(jnp.float32) * tokens.shape[-1] ** -0.5
-        weight, chosen = super().route(normed(tokens, self.config.norm_eps) * factor)
-        return weight * self.gate.per_expert_scale[...].astype(jnp.float32)[chosen], chosen
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        factor = self.gate.scale[...] * tokens.shape[-1] ** -0.5
+        return super().logits(normed(tokens, self.config.norm_eps) * factor)
+
+    def weigh(self, logits: jax.Array, chosen: jax.Array) -> jax.Array:
+        return super().weigh(logits, chosen) * self.gate.per_expert_scale[...][chosen]
 
 
 class Layer(nnx.Module):

@@ -68,6 +68,7 @@ _WINDOWS = " max_window_layers "
 # Trainers warn about dropout.
 _TRAINING = """
     attention_dropout hidden_dropout resid_pdrop embd_pdrop classifier_dropout router_aux_loss_coef
+    output_router_logits
 """
 NO_EFFECT = frozenset((_STORED + _RUN + _TASKS_AND_TOKENS + _GENERATION + _WINDOWS + _TRAINING).split())
 """Fields that do not affect what the decoder computes."""

@@ -81,7 +81,7 @@ class Linear(nnx.Module):
         bias: bool,
         sums: bool = False,
     ) -> None:
-        self.sums = sums
+        self.parts_of = sizes[0] if sums else 0
         kernel = std * jax.random.normal(rngs.params(), (*lead, *sizes), jnp.float32)
         self.kernel = nnx.Param(kernel, axes=axes)
         self.bias = nnx.Param(jnp.zeros((*lead, sizes[1])), axes=(*axes[:-2], axes[-1])) if bias else None
@@ -98,7 +98,7 @@ class Linear(nnx.Module):
         if self.adapter is not None:
             y = y + self.adapter(flat)
         y = y.reshape(*x.shape[:-1], kernel.shape[-1])
-        y = sum_over_tensor(y) if self.sums else y
+        y = sum_over_tensor(y) if len(kernel) < self.parts_of else y
         return y if self.bias is None else (y + self.bias[...]).astype(x.dtype)
 
 

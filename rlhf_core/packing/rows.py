@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 Shape: TypeAlias = tuple[int, int]
+REPEATED = -2
+"""In place of -1, the sequence of a shared prompt whose tree is in several parts, in all of them but the first."""
 
 
 class Packed(NamedTuple):
@@ -70,6 +72,7 @@ def pack(
     parts, index = _split_to_fit(trees, layout, group)
     if not parts:
         return []
+    repeats = np.append(False, index[1:] == index[:-1])
     sizes = [part.size for part in parts]
     sequences = [len(part.branches) for part in parts]
     counts = [sum(trained_per_branch(part)) for part in parts] if any(layout.trained) else [0] * len(parts)
@@ -84,6 +87,7 @@ def pack(
         batch = _lay_out(
             [parts[i] for i in members],
             index[members],
+            repeats[members],
             placement.row[members] * time + placement.offset[members],
             (rows, time, layout.sequences[kind], layout.trained[kind]),
             token_names,
@@ -171,12 +175,17 @@ def _split_to_fit(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[li
 def _lay_out(
     trees: Sequence[Tree],
     index: Ints,
+    repeats: NDArray[np.bool_],
     starts: NDArray[np.intp],
     shape: tuple[int, int, int, int],
     token_names: Sequence[str],
     sequence_names: Sequence[str],
 ) -> Packed:
-    """Lay out all rows of one class. starts: slot (row * time + offset) of each tree's first token, ascending."""
+    """Lay out all rows of one class.
+
+    repeats: whether a tree's prefix is laid out with an earlier part. starts: slot (row * time + offset) of each
+    tree's first token, ascending.
+    """
     rows, time, sequence_limit, trained_limit = shape
     # A segment is a prefix or a branch; every vector below is over segments or over tokens.
     segments = [segment for tree in trees for segment in (tree.prefix, *tree.branches)]
@@ -198,6 +207,7 @@ def _lay_out(
     sequence_row = row[is_branch]
     sequence_in_row = _rank(sequence_row)
     numbered = np.full(len(segments), -1, np.int32)
+    numbered[head[repeats]] = REPEATED
     numbered[is_branch] = sequence_in_row
 
     # Per token: its segment's value plus its index within the segment.

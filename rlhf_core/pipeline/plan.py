@@ -47,7 +47,7 @@ class StageTable:
 class PipelineFile:
     """A pipeline as written, with `--set` and `--dir` applied.
 
-    path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {"data" | "fsdp" | "tensor": size}.
+    path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {axis of `rlhf_core.mesh.AXES`: size}.
     problems: errors found so far.
     """
 
@@ -261,8 +261,12 @@ def _seed(value: Any, problems: list[str]) -> int:
     return 0
 
 
+MESH = ("data", "fsdp", "tensor", "expert")
+"""The axes in the order of `make_mesh`."""
+
+
 def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
-    axes = ("data", "fsdp", "tensor")
+    axes = MESH
     if not isinstance(value, Mapping):
         problems.append(f"mesh: write mesh = {{ data = -1, fsdp = 1, tensor = 1 }}; got {value!r}")
         return {}

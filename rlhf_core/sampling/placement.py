@@ -127,7 +127,8 @@ def plan_room(
         weights = weight_bytes(definition, mesh, tensor) if shared else prepared_bytes(definition)
         most = most_slots(memory) * tensor
         at_once = min(in_group, max(part // prompt_length, 1)) * prefill if part else 0
-        free = max(memory - weights, 0) * tensor - at_once
+        parts = cache_parts(definition, tensor)
+        free = max(memory - weights, 0) * parts - at_once
         held = per_prompt if part else per_prompt + prefill
         group = held + num_generations * per_slot
         if whole := (fitting := min(in_group, most // num_generations, free // group)) > 0:
@@ -136,7 +137,7 @@ def plan_room(
         else:
             count, slots = 1, max(min(num_generations, most, (free - held) // per_ring), 1)
             caches = held + slots * per_ring
-        size = weights + (at_once + caches) // tensor
+        size = weights + (at_once + caches) // parts
         room = Room(tensor, slots, count * groups, size, shares and whole, part)
         if size <= memory and slots >= min(in_group * num_generations // tensor, ENOUGH_SLOTS) * tensor:
             break
@@ -167,13 +168,20 @@ def plan_conversations(
             slots = min(in_group, most)
             return Room(tensor, slots, slots * groups, None)
         weights = weight_bytes(definition, mesh, tensor) if shared else prepared_bytes(definition)
-        free = max(memory - weights, 0) * tensor
+        parts = cache_parts(definition, tensor)
+        free = max(memory - weights, 0) * parts
         slots = max(min(in_group, most, free // per_slot), 1)
-        size = weights + slots * per_slot // tensor
+        size = weights + slots * per_slot // parts
         room = Room(tensor, slots, slots * groups, size)
         if size <= memory and slots >= min(in_group // tensor, ENOUGH_SLOTS) * tensor:
             break
     return room
+
+
+def cache_parts(definition: Definition, tensor: int) -> int:
+    """Return how many parts `tensor` devices that share layers divide their caches into."""
+    parallel = definition.tensor_parallel
+    return 1 if parallel is not None and not parallel.shares_caches else tensor
 
 
 def _equal(count: int, most: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,6 +18,8 @@ from rlhf_core.fit.progress import require_rest
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Model
+from rlhf_core.models.experts import expert_count
+from rlhf_core.objective import with_experts
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.stage import Stage
@@ -34,7 +37,44 @@ def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], buil
 
     config: the class of its options. outputs: {output name: artifact kind}.
     """
-    return Trainer(config, outputs, partial(run, build), build)
+    built = partial(_with_experts, build)
+    return Trainer(config, outputs, partial(run, built), built)
+
+
+def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context) -> Build:
+    """Build a stage, and have it report the load of experts and train their balance."""
+    made = build(config, context)
+    models: Mapping[str, Model] = {"": made.models} if isinstance(made.models, Model) else made.models
+    configs = made.trains or dict.fromkeys(models, config)
+    trained = {name: models[name] for name in configs if expert_count(models[name].definition)}
+    for name in configs.keys() - trained.keys():
+        if configs[name].router_aux_loss_coef:
+            context.warn(
+                f"router_aux_loss_coef has no effect: the model{f' {name!r}' * bool(name)} has no experts"
+            )
+    if not trained:
+        return made
+    size = context.mesh.shape["expert"]
+    for name, model in trained.items():
+        if (count := expert_count(model.definition)) % size:
+            fits = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0)
+            raise InputError(f"mesh.expert: {size} does not divide the model's {count} experts; {fits} do")
+    weights = {name: _balance(configs[name], models[name]) for name in trained}
+    definitions = {name: model.definition for name, model in trained.items()}
+    return replace(made, objective=with_experts(made.objective, definitions, weights))
+
+
+def _balance(config: TrainerConfig, model: Model) -> float:
+    """Return the weight of the loss of the experts' balance."""
+    own = {**model.hf_config, **model.hf_config.get("text_config", {})}
+    chosen = config.router_aux_loss_coef
+    if chosen == "model" or (chosen is None and own.get("output_router_logits")):
+        return float(own.get("router_aux_loss_coef", UNNAMED.get(own["model_type"], 0.001)))
+    return 0.0 if chosen is None else float(chosen)
+
+
+UNNAMED = {"glm4_moe": 0.0}
+"""The weight of the balance in transformers where config.json does not name it, unless that is 0.001."""
 
 
 def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:

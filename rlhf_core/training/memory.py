@@ -163,7 +163,7 @@ def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: Abstra
     precision = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
     where = "in all"
     if mesh is not None:
-        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if axis != "expert" or n > 1)
         where = f"on {'each of ' * (mesh.size > 1)}{counted(mesh.size, 'devices')} ({axes})"
     return f"memory at most about {format_bytes(sum(parts.values()))} {where}, {precision}: {listed}"
 

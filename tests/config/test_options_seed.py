@@ -129,6 +129,7 @@ ASKS_FOR_MORE: dict[str, Any] = {
 }
 """Values that ask for another behaviour."""
 TAKES_EFFECT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "aux_loss_enabled": (True, {"router_aux_loss_coef": "model"}),
     "attn_mechanism": ("flash_attn2", {"attention.name": "pallas"}),
     "backend": ("cuda", {"platform": "gpu"}),
     "model_parameters": ({"model_type": "llama"}, {"model.model_type": "llama"}),

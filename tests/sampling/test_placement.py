@@ -39,6 +39,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
     },  # windows and soft caps
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Only experts are shared: with biases next to sinks, and next to layers with a state.
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
 }
 
@@ -77,7 +91,10 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "phi3" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES],
+    [
+        name if name in ("phi3", "gpt_oss") else pytest.param(name, marks=pytest.mark.long)
+        for name in FAMILIES
+    ],
 )
 def test_devices_that_share_layers_give_the_same(name: str) -> None:
     """Other tests have qwen2 (`test_conversations.py`), qwen3 and gemma2 on such devices."""

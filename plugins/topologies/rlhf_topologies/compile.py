@@ -88,7 +88,7 @@ def describe(
             "usable": chip.usable,
             **{key: value for key, value in asdict(chip).items() if key not in ("platform", "target")},
         },
-        "mesh": dict(mesh),
+        "mesh": {axis: size for axis, size in mesh.items() if axis != "expert" or size > 1},
         "compiler": dict(compiler),
         "stages": dict(stages),
     }

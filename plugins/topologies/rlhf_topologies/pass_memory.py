@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
+from rlhf_core.mesh import ROW_AXES
 from rlhf_core.models import Decoder, Definition
 from rlhf_core.runtime.devices import platform
 from rlhf_core.training.memory import SCORING_WIDTHS, remat_of, saved_bytes
@@ -26,7 +28,7 @@ def pass_bytes(
     A device computes its rows, and with `tensor` its heads, columns of MLPs and words. In memory at the same time are
     what all layers save, what one layer computes with, its weights gathered, and what the head reads.
     """
-    rows = -(-shape[0] // (mesh["data"] * mesh["fsdp"]))
+    rows = -(-shape[0] // math.prod(mesh.get(axis, 1) for axis in ROW_AXES))
     part = _share_of(definition, mesh["tensor"])
     if not isinstance(part, Decoder):
         return (

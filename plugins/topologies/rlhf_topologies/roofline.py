@@ -5,12 +5,14 @@ Each is taken at the data sheet's full speed, and all of them at the same time (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhf_core.mesh import ROW_AXES
 from rlhf_core.models.params import paths
 from rlhf_core.training.memory import remat_of
 from rlhf_topologies.chips import Chip, Topology
@@ -74,19 +76,28 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     trains = program.work == "train"
     again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"
     passes = 3 + again if trains else 1
-    rows = -(-shape.rows // (mesh["data"] * mesh["fsdp"]))
+    data, fsdp, expert = (mesh.get(axis, 1) for axis in ROW_AXES)
+    rows = -(-shape.rows // (data * fsdp * expert))
     tokens = rows * shape.time
     logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
     size = getattr(config, "head_dim", width // heads)
-    memory = passes * 2 * weights / tensor + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
+    dense, experts = all_weights(shape.model)
+    memory = (
+        passes * 2 * (dense + experts / expert) / tensor
+        + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
+    )
     if getattr(shape.model, "attention", None) is None:  # other kernels keep logits out of memory
         memory += 4 * SCORES[program.work] * logits
+    gathered = dense * _others(fsdp * expert) + experts / expert * _others(fsdp)
+    pairs = (
+        tokens * layers * getattr(config, "experts_per_token", 0)
+    )  # of a token and an expert that it is sent to
     sent = {
-        "tensor": 8 * layers * tokens * width * (passes - trains),
-        "fsdp": 2 * weights / tensor * (3 if trains else 1),
-        "data": 8 * weights / tensor / mesh["fsdp"] if trains else 0,
+        "tensor": 8 * layers * tokens * width * (passes - trains) * _others(mesh["tensor"]),
+        "expert": 2 * pairs * width * (2 * (passes - trains) + 3 * trains) * _others(expert),
+        "fsdp": 2 * gathered / tensor * (3 if trains else 1),
+        "data": 8 * (dense + experts) / tensor / (fsdp * expert) * _others(data) if trains else 0,
     }
-    sent = {axis: size * (mesh[axis] - 1) / mesh[axis] for axis, size in sent.items()}
     return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
 
 
@@ -102,13 +113,26 @@ def _bound(
     An axis that reaches beyond a machine sends through the network.
     """
     chip, reach, link, network = topology.chip, 1, 0.0, 0.0
-    for axis in ("tensor", "fsdp", "data"):
+    for axis in ("tensor", "expert", "fsdp", "data"):
         reach *= mesh.get(axis, 1)
         if reach > topology.machine and chip.network:
             network += sent.get(axis, 0) / chip.network
         else:
             link += sent.get(axis, 0) / chip.link
     return Bound(flops / chip.flops["bf16"], memory / chip.memory_bandwidth, link, network)
+
+
+def _others(devices: int) -> float:
+    """Return the share of an array that a device has from others, or sends them."""
+    return (devices - 1) / devices
+
+
+def all_weights(definition: Definition) -> tuple[int, int]:
+    """Count the parameters of `token_weights` without experts, and those of all experts."""
+    config = getattr(definition, "config", None)
+    sizes = [math.prod(leaf.shape) for path, leaf in paths(definition.abstract_params()) if "experts" in path]
+    used, total = getattr(config, "experts_per_token", 0), sum(sizes)
+    return token_weights(definition) - round(total * used / max(getattr(config, "experts", 1), 1)), total
 
 
 def token_weights(definition: Definition) -> int:
@@ -122,6 +146,6 @@ def token_weights(definition: Definition) -> int:
     for path, leaf in paths(definition.abstract_params()):
         if len(leaf.shape) < 2 or ("embed" in path[0] and not is_head):
             continue
-        share = used / experts if experts and any("expert" in part for part in path) else 1.0
+        share = used / experts if experts and "experts" in path else 1.0
         total += share * float(np.prod(leaf.shape))
     return round(total)

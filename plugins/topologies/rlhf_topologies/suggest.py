@@ -16,7 +16,8 @@ from typing import Any
 from rlhf_core import plugins
 from rlhf_core.config.toml import to_value
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import AXES, make_mesh
+from rlhf_core.mesh import ROW_AXES, make_mesh
+from rlhf_core.models.experts import expert_count
 from rlhf_core.pipeline.plan import PipelineFile, plan, read
 from rlhf_topologies.chips import Topology, machines
 from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
@@ -203,8 +204,25 @@ class Search:
                 found.append(self.candidate(topology, mesh))
         found.sort(key=lambda each: each.order)
         for first in found[:REFINED]:
+            found += self._exchanging(topology, first, until)
+        found.sort(key=lambda each: each.order)
+        for first in found[:REFINED]:
             found += self._sampled(topology, first, until)
         return sorted(found, key=lambda each: each.order)
+
+    def _exchanging(self, topology: Topology, first: Candidate, until: float) -> Iterator[Candidate]:
+        """Yield the candidate with each size of `expert`, in place of `fsdp`, that makes it better."""
+        described = self._describe(topology, first.mesh, first.settings).values()
+        models = [each.shape.model for _, stage in described for each in stage.programs if each.shape]
+        counts = {expert_count(model) for model in models} - {0}
+        for size in range(2, topology.machine + 1) if counts else ():
+            spread = first.mesh["fsdp"]
+            if spread % size or any(count % size for count in counts) or time.monotonic() >= until:
+                continue
+            mesh = {**first.mesh, "fsdp": spread // size, "expert": size}
+            changed = self.candidate(topology, mesh)
+            if changed.order < first.order:
+                yield changed
 
     def _sampled(self, topology: Topology, first: Candidate, until: float) -> Iterator[Candidate]:
         """Yield the candidate with each size of the sampler's mesh that makes it better."""
@@ -311,7 +329,7 @@ def meshes(topology: Topology) -> list[dict[str, int]]:
     count = topology.count
     sizes = [n for n in range(count, 0, -1) if count % n == 0]
     return [
-        dict(zip(AXES, (count // (fsdp * tensor), fsdp, tensor), strict=True))
+        {"data": count // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
         for tensor in reversed(sizes)
         for fsdp in sizes
         if count % (fsdp * tensor) == 0 and topology.machine % tensor == 0
@@ -323,7 +341,7 @@ def more_steps(programs: Sequence[Program], steps: int, mesh: Mapping[str, int])
     shapes = [
         (program.shape, program.calls) for program in programs if program.work == "train" and program.shape
     ]
-    spread = mesh["data"] * mesh["fsdp"]
+    spread = math.prod(mesh.get(axis, 1) for axis in ROW_AXES)
     largest = max((shape.rows * shape.time for shape, _ in shapes if shape.rows > spread), default=0)
     if not largest:
         return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlhf_core.mesh import ROW_AXES
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_topologies.chips import Topology
 from rlhf_topologies.hlo import Counts
@@ -98,6 +100,11 @@ def judge_program(facts: Mapping[str, Any], topology: Topology) -> dict[str, Any
     }
 
 
+def _spread(mesh: Mapping[str, int]) -> int:
+    """Count the devices that rows are spread over."""
+    return math.prod(mesh.get(axis, 1) for axis in ROW_AXES)
+
+
 def advise(
     programs: Sequence[Mapping[str, Any]],
     resident: Mapping[str, int],
@@ -115,19 +122,19 @@ def advise(
         return lines
     usable, held = topology.chip.usable, sum(resident.values())
     if held > usable / 2:
-        spread = mesh["fsdp"] * mesh["tensor"] < topology.count
+        kept = mesh["tensor"] * mesh.get("expert", 1)
         lines.append(
             f"{format_bytes(held)} of {format_bytes(usable)} are the stage's {', '.join(resident)}: "
             + (
-                f"set mesh = {{ fsdp = {topology.count // mesh['tensor']} }}"
-                if spread
+                f"set mesh = {{ fsdp = {topology.count // kept} }}"
+                if mesh["fsdp"] * kept < topology.count
                 else "use more devices, or train adapters with lora = { rank = 16 }"
             )
         )
     works = {each["work"] for each in large}
     if "train" in works:
         rows = [each["rows"] for each in large if each["work"] == "train"]
-        one_each = all(count is not None and count <= mesh["data"] * mesh["fsdp"] for count in rows)
+        one_each = all(count is not None and count <= _spread(mesh) for count in rows)
         steps = [
             *([] if remat == "full" else ['set remat = "full"']),
             "share each layer, since every device has one row already (mesh.tensor)"

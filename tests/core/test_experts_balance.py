@@ -1,0 +1,95 @@
+"""The load of experts: its metrics, and the loss that balances it, however an update is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.mesh import make_mesh, put_rows
+from rlhf_core.metrics import Mean
+from rlhf_core.models import Model, fresh_model
+from rlhf_core.models.experts import recording
+from rlhf_core.models.params import paths
+from rlhf_core.objective import trained_logps, trained_weight, with_experts
+from rlhf_core.optimizers import adamw
+from rlhf_core.packing.rows import Layout, Packed, pack, tree
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
+from tests.shared.mesh_cases import FAMILIES
+
+WEIGHT = 0.7
+ROUTER = ("layers", "mlp", "gate", "kernel")
+
+
+def objective(definition: Any, params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Any]]:
+    logps, _ = trained_logps(definition, params, batch)
+    return Mean.of(0.0 * logps, trained_weight(batch)), {}
+
+
+def updated(model: Model, batches: list[Packed]) -> tuple[Any, dict[str, float]]:
+    """Return the gradient of an update that trains the balance alone, and its metrics."""
+    definition = model.definition
+    loss = with_experts(lambda p, b: objective(definition, p, b), {"": definition}, {"": WEIGHT})
+    state = create_state(model, adamw(0.0))
+    programs, done = Programs(loss, state), None
+    counts = programs.count(state, batches)
+    for number, batch in enumerate(batches):
+        done = programs.accumulate(state, put_rows(model.mesh, batch), done, number, counts)
+    assert done is not None
+    grads = jax.device_get(done.grads)
+    _, metrics = programs.apply(state, done)
+    return grads, {name: float(x.result()) for name, x in jax.device_get(metrics).items()}
+
+
+def reference(model: Model, texts: list[tuple[np.ndarray, ...]]) -> tuple[Any, float, np.ndarray]:
+    """Compute gradient, value and loads from padded sequences; a prompt counts with the first of its replies."""
+    definition, sequences = model.definition, [(p, r, i) for p, *rs in texts for i, r in enumerate(rs)]
+    at = np.broadcast_to(np.arange(12, dtype=np.int32), (len(sequences), 12))
+    ids = np.stack([np.pad(np.concatenate([p, r]), (0, 12))[:12] for p, r, _ in sequences])
+    ends = np.array([[len(p) + len(r)] for p, r, _ in sequences], np.int32)
+    counted = (at < ends) & (at >= np.array([[len(p) * (i > 0)] for p, _, i in sequences]))
+
+    def loads(params: Any) -> Any:
+        with recording([definition], jnp.asarray(counted)) as found:
+            definition.hidden(params, ids, at, np.where(at < ends, ends, 0))
+        return found[0][1]
+
+    pairs = np.asarray(jax.jit(loads)(model.params).pairs, np.float64)
+    tokens = len(pairs) * sum(sum(map(len, text)) for text in texts)
+    assert pairs.sum() == 2 * tokens
+    factor = jnp.asarray(WEIGHT * pairs.shape[1] * pairs.sum(0) / tokens**2, jnp.float32)
+    of = jax.jit(jax.value_and_grad(lambda p: (loads(p).probability.sum(0) * factor).sum()))
+    value, grads = of(model.params)
+    return grads, float(value), pairs
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_balance_does_not_depend_on_how_an_update_is_split(mesh: dict[str, int]) -> None:
+    """One micro-batch or several; a group in one row or split over two, which repeat its prompt."""
+    draw = np.random.default_rng(0)
+    texts = [
+        tuple(draw.integers(3, 36, n).astype(np.int32) for n in (5, *draw.integers(2, 7, 3)))
+        for _ in range(8)
+    ]
+    trees = [tree([np.concatenate([p, r]) for r in replies]) for p, *replies in texts]
+    grads, value, pairs = reference(fresh_model(FAMILIES["mixtral"], seed=3), texts)
+    assert np.abs(grads["layers"]["mlp"]["gate"]["kernel"]).max() > 1e-3
+    for layout in (Layout((48,), (8,), (6,), (24,)), Layout((16,), (4,), (4,), (16,))):
+        batches = pack(trees, layout)
+        assert any((batch.rows.sequence == -2).any() for batch in batches) == (layout.time == (16,))
+        found, metrics = updated(fresh_model(FAMILIES["mixtral"], seed=3, mesh=make_mesh(**mesh)), batches)
+        np.testing.assert_allclose(metrics["loss/router"], value, rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+        np.testing.assert_allclose(
+            metrics["experts/load_max"], (pairs.max(1) / pairs.mean(1)).max(), rtol=1e-6
+        )
+        assert metrics["experts/unused"] == (pairs == 0).mean()
+        for (path, leaf), (_, wanted) in zip(paths(found), paths(grads), strict=True):
+            leaf = leaf.sum(0) if leaf.ndim > wanted.ndim else leaf  # parts of `data`
+            size = max(float(np.abs(wanted).max()), 1e-8)
+            np.testing.assert_allclose(leaf, wanted, rtol=0, atol=2e-5 * size, err_msg=".".join(path))

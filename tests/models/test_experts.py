@@ -1,0 +1,70 @@
+"""Routers of experts, and experts that are spread over a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rlhf_core.mesh import make_mesh, put_rows
+from rlhf_core.models import experts, fresh_model
+from rlhf_core.models.decoder import _parts
+from rlhf_core.models.params import paths
+from tests.shared.mesh_cases import FAMILIES, SIZES
+
+CLAMPED = SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_decoded_token_is_routed_in_float32(shared: bool) -> None:
+    """Also of a model that computes in bfloat16, by both layouts of the sampler."""
+    definition = fresh_model(FAMILIES["mixtral"], seed=3).computing(dtype="bfloat16").definition
+    params = fresh_model(FAMILIES["mixtral"], seed=3).params
+    parallel = definition.tensor_parallel
+    prepared: Any = parallel.prepare(params) if shared else definition.prepare(params)
+    layer = nnx.merge(_parts(definition.config, False)[1][""], prepared["layers"][1])
+    assert layer.mlp.experts.down_proj.kernel[...].dtype == jnp.bfloat16
+    x = np.random.default_rng(0).normal(size=(64, 16)).astype(jnp.bfloat16)
+    kernel = np.asarray(params["layers"]["mlp"]["gate"]["kernel"][1], np.float64)
+    np.testing.assert_allclose(
+        layer.mlp.logits(jnp.asarray(x)), x.astype(np.float64) @ kernel, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients, with biases, where the router sends most tokens to one device: in several rounds."""
+    monkeypatch.setattr(experts, "CAPACITY", 0.5)
+    model = fresh_model(CLAMPED, seed=3)
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(8, 6, 16)).astype(dtype)
+    graph = _parts(model.definition.config, False)[1][""]
+    first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), model.params["layers"])
+    first["mlp"]["gate"]["bias"] = np.array([4, 2, 0, 0], np.float32)
+    first["mlp"]["experts"] = jax.tree.map(
+        lambda leaf: draw.normal(size=leaf.shape).astype(np.float32), first["mlp"]["experts"]
+    )
+
+    def loss(mlp: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = nnx.merge(graph, {**first, "mlp": mlp}).mlp(x)
+        return (made.astype(jnp.float32) ** 2).sum(), made
+
+    measure = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    alone = jax.device_get(measure(first["mlp"], x))
+    mesh = make_mesh(1, 2, 2, 2)
+    shardings = jax.tree.map(
+        lambda each: jax.NamedSharding(mesh, jax.P(*each.spec[1:])),
+        model.definition.shardings(mesh)["layers"]["mlp"],
+    )
+    assert shardings["experts"]["gate_up_proj"]["kernel"].spec == jax.P("expert", "fsdp", "tensor")
+    found = jax.device_get(measure(jax.device_put(first["mlp"], shardings), put_rows(mesh, x)))
+    assert np.abs(alone[1][0]["experts"]["down_proj"]["bias"]).min(0).max() > 0
+    both = (paths({"y": made, "d_mlp": d_mlp, "d_x": d_x}) for (_, made), (d_mlp, d_x) in (found, alone))
+    for (path, a), (_, b) in zip(*both, strict=True):
+        a, b = (np.asarray(each, np.float64) for each in (a, b))
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=".".join(path))
