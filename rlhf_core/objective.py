@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import numpy as np
 from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, code_location, error_line
 from rlhf_core.logprobs import token_logps
-from rlhf_core.metrics import Balance, Metric, Uneven, Unused
+from rlhf_core.metrics import Balance, Mean, Metric, Uneven, Unused
 from rlhf_core.models.experts import Load, recording
 from rlhf_core.packing.rows import REPEATED
 
@@ -33,15 +34,23 @@ __all__ = [
 
 
 def trained_logps(
-    model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, entropy: bool = False
+    model: Definition,
+    params: Any,
+    batch: Packed,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    replay: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute log-probability and entropy of every trained token, float32 [rows, trained], nats; 0 where unused.
 
     Hidden states are compacted before the head, so that neither the head nor a loss sees a token that is not trained.
-    With entropy=False the second array is zeros.
+    With entropy=False the second array is zeros. replay: send tokens to the experts of `batch.routes`, as an objective
+    does for the models that it trains.
     """
     rows = batch.rows
-    hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
+    with recording([model], routes=batch.routes) if replay else nullcontext():
+        hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
     states = jnp.take_along_axis(hidden, _parents(batch)[:, :, None], axis=1)
     tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
     targets = jnp.where(batch.trained >= 0, tokens, -1)
@@ -114,18 +123,21 @@ def _with_experts(
     batch: Packed,
 ) -> tuple[Any, Mapping[str, Metric]]:
     counted = (batch.rows.visible_until > 0) & (batch.rows.sequence != REPEATED)
-    with recording(definitions.values(), jnp.asarray(counted)) as found:
+    with recording(definitions.values(), jnp.asarray(counted), batch.routes) as recorder:
         loss, metrics = objective(params, batch)
     losses = dict(loss) if isinstance(loss, Mapping) else {"objective": loss}
     metrics = dict(metrics)
     for name, definition in definitions.items():
-        loads = [load for of, load in found if of == definition]
+        loads = [load for of, load in recorder.found if of == definition]
         if not loads:  # the objective does not read it
             continue
         load: Load = jax.lax.stop_gradient(reduce(lambda a, b: jax.tree.map(jnp.add, a, b), loads))
         suffix = f"/{name}" if len(definitions) > 1 else ""
         metrics[f"experts/load_max{suffix}"] = Uneven(load.pairs)
         metrics[f"experts/unused{suffix}"] = Unused(load.pairs)
+        if batch.routes is not None:
+            given, apart = load.replayed.sum(0)
+            metrics[f"experts/routed_apart{suffix}"] = Mean(apart, given)
         if weights[name]:
             layers, experts = load.pairs.shape
             probability = sum(each.probability.sum(0) for each in loads)

@@ -114,7 +114,7 @@ class TreeReader:
             values["old_logps"][3]  # of the fourth branch: a number per trained token, one whose weight is not 0
 
     token_names, sequence_names: values of the trees that `function` reads. say: prints the progress of a computation
-    of more than a few seconds, such as `stage.say`.
+    of more than a few seconds, such as `stage.say`. routes: of the trees, as in `RolloutCollector.routes`.
     """
 
     def __init__(
@@ -127,9 +127,10 @@ class TreeReader:
         token_names: Sequence[str] = (),
         sequence_names: Sequence[str] = (),
         say: Callable[[str], None] | None = None,
+        routes: jax.ShapeDtypeStruct | None = None,
     ) -> None:
         self.layout, self.mesh, self.per, self.say = layout, mesh, per, say
-        self.token_names, self.sequence_names = token_names, sequence_names
+        self.token_names, self.sequence_names, self.routes = token_names, sequence_names, routes
         # A function of its own, as in `evaluator`.
         self._compute = jax.jit(partial(function), out_shardings=replicated_sharding(mesh))
         self._compiler = BackgroundCompiler()
@@ -181,7 +182,9 @@ class TreeReader:
     def shapes(self) -> list[Packed]:
         """Return an empty micro-batch of every shape that is read."""
         names = (*self.sequence_names, BRANCH)
-        return empty_batches(self.layout, token_names=self.token_names, sequence_names=names)
+        return empty_batches(
+            self.layout, token_names=self.token_names, sequence_names=names, routes=self.routes
+        )
 
 
 def _cut_sequences(batch: Packed, used: NDArray[np.bool_], array: NDArray[Any]) -> NDArray[Any]:

@@ -29,6 +29,7 @@ class SamplerInputs:
     memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
     conversation_length: in tokens, of the longest conversation without its prompt; None: there are no conversations,
         and `converse` is not called.
+    routes: whether `Rollouts.routes` are wanted; a sampler that does not have them leaves them out.
     """
 
     definition: Definition
@@ -41,6 +42,7 @@ class SamplerInputs:
     tokenizer: Any | None = None
     memory: int | None = None
     conversation_length: int | None = None
+    routes: bool = False
 
     @property
     def policy(self) -> Definition:
@@ -57,6 +59,7 @@ class _Rollouts(NamedTuple):
     finished: np.ndarray
     mask: np.ndarray
     version: np.ndarray
+    routes: np.ndarray
 
 
 class Rollouts(_Rollouts):
@@ -70,6 +73,8 @@ class Rollouts(_Rollouts):
     mask: bool [N, C]: the tokens that the policy wrote; default: all tokens up to each completion's length, by what
         `lengths` holds when the object is made.
     version: int32 [N]: the number of updates applied to the policy that wrote the completion; default: 0.
+    routes: int8 or int16 [N, C, layers, k]: the experts that each token was sent to when it was read, in every layer
+        with experts; -1 where it was not read, as a completion's last token. Default: [N, C, 0, 0], not known.
     """
 
     __slots__ = ()
@@ -82,6 +87,7 @@ class Rollouts(_Rollouts):
         finished: np.ndarray,
         mask: np.ndarray | None = None,
         version: np.ndarray | None = None,
+        routes: np.ndarray | None = None,
     ) -> Self:
         import numpy as np
 
@@ -89,7 +95,9 @@ class Rollouts(_Rollouts):
             mask = np.arange(tokens.shape[-1]) < np.asarray(lengths)[..., None]
         if version is None:
             version = np.zeros(np.shape(lengths), np.int32)
-        return super().__new__(cls, tokens, lengths, logps, finished, mask, version)
+        if routes is None:
+            routes = np.zeros((*tokens.shape, 0, 0), np.int8)
+        return super().__new__(cls, tokens, lengths, logps, finished, mask, version, routes)
 
 
 class Weights:

@@ -220,6 +220,8 @@ class LayerKinds(NamedTuple):
     """int32 [layers], indices of the config's ropes."""
     given: jax.Array | None = None
     """[layers, B, T, size], each layer's own input."""
+    routes: jax.Array | None = None
+    """int8 or int16 [layers, B, T, k], the experts of each layer's tokens; -1 where the router chooses."""
 
 
 def layer_kinds(config: DecoderConfig) -> LayerKinds:

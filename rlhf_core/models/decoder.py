@@ -37,7 +37,7 @@ from rlhf_core.models.config import (
     repetition,
 )
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.experts import Experts, recorder_of, watch_router
+from rlhf_core.models.experts import Experts, recorder_of
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
 from rlhf_core.models.recurrence import MIXERS, Order, previous_tokens
@@ -277,7 +277,7 @@ class Decoder(Definition):
                 layer, it = nnx.merge(graph, slice_[0]), slice_[1]
                 kept = [*shared]
                 more = () if it.given is None else (it.given,)
-                watch = watch_router(layer, recorder)
+                watch = recorder.watch(layer, it.routes) if recorder else None
                 x = layer(x, functools.partial(mix, kept, rope(it), it.window), *more)
                 keeps = kept[-1] if keep or own < c.num_layers else None
                 return x, (keeps, watch.load if watch else None)
@@ -286,7 +286,9 @@ class Decoder(Definition):
                 # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
                 one = jax.checkpoint(one, policy=policy, prevent_cse=False)
             inputs = None if given is None else given[jnp.asarray(stack.layers)]
-            return one, (nnx.to_pure_dict(state), layer_kinds(stack.config)._replace(given=inputs))
+            routes = recorder.routes_of(self, stack.layers) if recorder else None
+            kinds = layer_kinds(stack.config)._replace(given=inputs, routes=routes)
+            return one, (nnx.to_pure_dict(state), kinds)
 
         stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
         unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
@@ -424,13 +426,17 @@ class Decoder(Definition):
         parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
         given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
+        recorder = recorder_of(self)
         for i, parameters in enumerate(weights["layers"]):
             kind, n = self.config.at(i)
             c = self.config.stacks[kind].config
             rope = c.ropes[c.layer_ropes[n] if c.layer_ropes else 0]
             layer = nnx.merge(blocks[kind], parameters)
             own = functools.partial(mix, i, rotations[rope, c.head_dim], c.windows[n])
+            watch = recorder.watch(layer, None) if recorder else None
             outputs.append(layer(outputs[-1], own, *(() if given is None else (given[i],))))
+            if recorder and watch and watch.chosen is not None:
+                recorder.chosen.append(watch.chosen)
         return [*outputs, parts["norm"](outputs[-1])]
 
     def ring(self, cache: Cache, length: int, slot: jax.Array | int) -> Cache:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -70,16 +70,33 @@ class Load(NamedTuple):
     """Tokens sent to each expert; a token counts once for each of its experts."""
     probability: jax.Array
     """The sum of the router's probabilities over the tokens."""
+    replayed: jax.Array
+    """float32 [2], or [layers, 2]: tokens whose experts were given, and those that the router sends elsewhere."""
 
 
+@dataclass
 class Watch:
-    """Takes the load of one layer while it is traced. counted: bool [B, T], the tokens that count."""
+    """Takes what the router of one layer does while it is traced, and gives it the experts to use instead.
 
-    def __init__(self, counted: jax.Array) -> None:
-        self.counted = counted
-        self.load: Load | None = None
+    counted: bool [B, T], the tokens that count; None: their load is not wanted. routes: int8 or int16 [B, T, k], the
+    experts of tokens, -1 where the router chooses; None: it chooses all.
+    """
 
-    def see(self, config: DecoderConfig, logits: jax.Array, chosen: jax.Array) -> None:
+    counted: jax.Array | None
+    routes: jax.Array | None
+    chosen: jax.Array | None = None
+    """int32 [B · T, k]."""
+    load: Load | None = None
+
+    def see(self, config: DecoderConfig, logits: jax.Array, own: jax.Array) -> jax.Array:
+        """Return the experts to use, int32 [B · T, k]. own: those of the router; logits: float32 [B · T, experts]."""
+        chosen = own
+        if self.routes is not None:
+            routes = self.routes.reshape(own.shape).astype(jnp.int32)
+            chosen = jnp.where(routes < 0, own, routes)
+        self.chosen = chosen
+        if self.counted is None:
+            return chosen
         counted = self.counted.reshape(-1).astype(jnp.float32)
         pairs = jnp.zeros(config.experts).at[chosen].add(counted[:, None])
         if config.router == "sigmoid":
@@ -87,16 +104,43 @@ class Watch:
             probability = probability / probability.sum(-1, keepdims=True)
         else:
             probability = jax.nn.softmax(logits, axis=-1)
-        self.load = Load(pairs, (counted[:, None] * probability).sum(0))
+        replayed = jnp.zeros(2)
+        if self.routes is not None:
+            given = counted * (routes[:, 0] >= 0)
+            same = (own[:, :, None] == chosen[:, None]).any(2).all(1)
+            replayed = jnp.stack([given.sum(), (given * ~same).sum()])
+        self.load = Load(pairs, (counted[:, None] * probability).sum(0), replayed)
+        return chosen
 
 
 @dataclass
 class Recorder:
-    """Collects the loads of forward passes, see `recording`."""
+    """Collects what the routers of some models do, see `recording`."""
 
     definitions: Collection[Any]
-    counted: jax.Array
-    found: list[tuple[Any, Load]]
+    counted: jax.Array | None
+    routes: jax.Array | None
+    found: list[tuple[Any, Load]] = field(default_factory=list)
+    """(definition, load [layers, experts]) of each pass."""
+    chosen: list[jax.Array] = field(default_factory=list)
+    """int32 [B, k] of each layer of a decoded token."""
+
+    def watch(self, layer: Any, routes: jax.Array | None) -> Watch | None:
+        """Watch the router of a layer, if it has one. routes: of the layer's tokens."""
+        modules = (layer.mlp, getattr(layer, "moe", None))
+        router = next((module for module in modules if isinstance(module, Experts)), None)
+        if router is None:
+            return None
+        router.watch = Watch(self.counted, routes)
+        return router.watch
+
+    def routes_of(self, definition: Any, layers: Sequence[int]) -> jax.Array | None:
+        """Return the routes of some layers, [layers, B, T, k]; None where they have no experts, or none are given."""
+        every = expert_layers(definition.config)
+        if self.routes is None or layers[0] not in every:
+            return None
+        whole = self.routes.reshape(*self.routes.shape[:2], len(every), -1)
+        return jnp.moveaxis(whole[:, :, jnp.asarray([every.index(i) for i in layers])], 2, 0)
 
     def add(self, definition: Any, loads: Sequence[Load | None]) -> None:
         """Add a pass. loads: by layer, None where a layer has no experts."""
@@ -109,23 +153,41 @@ _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
-def recording(definitions: Collection[Any], counted: jax.Array) -> Iterator[list[tuple[Any, Load]]]:
-    """Collect (definition, load [layers, experts]) of each pass over rows that one of the definitions makes within.
+def recording(
+    definitions: Collection[Any], counted: jax.Array | None = None, routes: Any | None = None
+) -> Iterator[Recorder]:
+    """Record what the routers do in each pass that one of the definitions makes within, and replay routes.
 
-    counted: bool [rows, time], the tokens of the rows that count. The passes must be traced where the loads are used.
+    counted: bool [rows, time], the tokens of the rows whose load is collected; None: no loads. routes: int [rows, time,
+    layers · k], as in `Packed`. The passes must be traced where the results are used.
     """
-    recorder = Recorder(definitions, counted, [])
+    recorder = Recorder(definitions, counted, None if routes is None else jnp.asarray(routes))
     token = _recorder.set(recorder)
     try:
-        yield recorder.found
+        yield recorder
     finally:
         _recorder.reset(token)
 
 
 def recorder_of(definition: Any) -> Recorder | None:
-    """Return the recorder that wants the loads of this definition, if there is one."""
+    """Return the recorder that wants this definition's routers, if there is one."""
     recorder = _recorder.get()
     return recorder if recorder is not None and definition in recorder.definitions else None
+
+
+def expert_layers(config: DecoderConfig) -> list[int]:
+    """List the layers that have experts."""
+    stacks = [stack for stack in config.stacks.values() if stack.config.experts]
+    return sorted(layer for stack in stacks for layer in stack.layers)
+
+
+def route_shape(definition: Any) -> jax.ShapeDtypeStruct | None:
+    """Return shape and dtype of a token's routes, [layers, k]; None for a model without experts."""
+    if not (count := expert_count(definition)):
+        return None
+    config = definition.config
+    dtype = jnp.int8 if count <= 128 else jnp.int16
+    return jax.ShapeDtypeStruct((len(expert_layers(config)), config.experts_per_token), dtype)
 
 
 class ExpertMLPs(nnx.Module):
@@ -453,9 +515,9 @@ class Experts(nnx.Module):
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = self.logits(tokens if seen is None else seen.reshape(tokens.shape))
         chosen = self.choose(logits)
-        weight = self.weigh(logits, chosen)
         if self.watch is not None:
-            self.watch.see(c, logits, chosen)
+            chosen = self.watch.see(c, logits, chosen)
+        weight = self.weigh(logits, chosen)
         k = (*x.shape[:2], -1)
         mixed = self.experts(x, weight.reshape(k), chosen.reshape(k))
         if not c.shared_size:
@@ -464,13 +526,3 @@ class Experts(nnx.Module):
         if c.shared_gate:
             shared = shared * jax.nn.sigmoid(self.shared_expert_gate(x))
         return mixed + shared
-
-
-def watch_router(layer: Any, recorder: Recorder | None) -> Watch | None:
-    """Have the router of a layer tell its load, if it has one and there is a recorder."""
-    modules = (layer.mlp, getattr(layer, "moe", None))
-    router = next((module for module in modules if isinstance(module, Experts)), None)
-    if recorder is None or router is None:
-        return None
-    router.watch = Watch(recorder.counted)
-    return router.watch

@@ -6,9 +6,11 @@ text). Rows come in a few static shapes, so that nothing recompiles after warm-u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,6 +53,8 @@ class Packed(NamedTuple):
     """float32 [rows, sequences]; 0 where unused."""
     example: Ints
     """int32 [rows, sequences]: index of the packed tree that the sequence belongs to; -1 where unused."""
+    routes: NDArray[np.integer[Any]] | None = None
+    """int8 or int16 [rows, time, layers · k]: the experts of tokens; -1 where they are not known. None: of no token."""
 
 
 def pack(
@@ -100,9 +104,13 @@ def pack(
 
 
 def empty_batches(
-    layout: Layout, *, token_names: Sequence[str] = (), sequence_names: Sequence[str] = ()
+    layout: Layout,
+    *,
+    token_names: Sequence[str] = (),
+    sequence_names: Sequence[str] = (),
+    routes: jax.ShapeDtypeStruct | None = None,
 ) -> list[Packed]:
-    """Make a micro-batch without sequences for every class of `layout`."""
+    """Make a micro-batch without sequences for every class of `layout`. routes: [layers, k], of those it has."""
 
     def one(time: int, rows: int, sequences: int, trained: int) -> Packed:
         def full(width: int, value: int) -> Any:
@@ -122,6 +130,9 @@ def empty_batches(
             token_values={name: np.zeros((rows, trained), np.float32) for name in token_names},
             sequence_values={name: np.zeros((rows, sequences), np.float32) for name in sequence_names},
             example=full(sequences, -1),
+            routes=None
+            if routes is None
+            else np.full((rows, time, math.prod(routes.shape)), -1, routes.dtype),
         )
 
     classes = zip(layout.time, layout.rows, layout.sequences, layout.trained, strict=True)
@@ -257,7 +268,18 @@ def _lay_out(
             for name in sequence_names
         },
         example=_scatter_ints(per_sequence, sequence_at, np.repeat(index, branches), -1),
+        routes=_routes(trees, (rows, time), slot[in_branch]),
     )
+
+
+def _routes(trees: Sequence[Tree], shape: Shape, at: NDArray[np.intp]) -> NDArray[np.integer[Any]] | None:
+    """Lay out the routes of the tokens of branches, whose slots are `at`."""
+    if trees[0].routes is None:
+        return None
+    values = np.concatenate([branch for tree in trees for branch in tree.routes or ()])
+    out = np.full((*shape, values.shape[1]), -1, values.dtype)
+    out.reshape(-1, values.shape[1])[at] = values
+    return out
 
 
 def _scatter_ints(shape: Shape, at: NDArray[np.intp], values: NDArray[np.integer], fill: int) -> Ints:
@@ -298,6 +320,7 @@ def _slice(batch: Packed, start: int, stop: int) -> Packed:
         token_values={name: values[part] for name, values in batch.token_values.items()},
         sequence_values={name: values[part] for name, values in batch.sequence_values.items()},
         example=batch.example[part],
+        routes=None if batch.routes is None else batch.routes[part],
     )
 
 

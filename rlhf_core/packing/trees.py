@@ -25,6 +25,8 @@ class Tree(NamedTuple):
     """float32 [b] each, per branch token, such as old log-probs in nats."""
     sequence_values: Mapping[str, Floats] = {}
     """float32 [branches], such as advantages or the pair's margin."""
+    routes: tuple[NDArray[np.integer[Any]], ...] | None = None
+    """int8 or int16 [b, layers · k] each: `Rollouts.routes` of the branch's tokens. None: not known."""
 
     @property
     def size(self) -> int:
@@ -205,6 +207,7 @@ def split(
                 weights=None if tree.weights is None else tree.weights[part],
                 token_values={name: values[part] for name, values in tree.token_values.items()},
                 sequence_values={name: values[part] for name, values in tree.sequence_values.items()},
+                routes=None if tree.routes is None else tree.routes[part],
             )
         )
         start = stop

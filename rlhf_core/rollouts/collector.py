@@ -15,7 +15,7 @@ from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_r
 from rlhf_core.data import EpisodeRows, Prompts, PromptStream
 from rlhf_core.data.prompts import AnyPrompts
 from rlhf_core.environments import Episode
-from rlhf_core.errors import NonFiniteError, RunError, warn
+from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, logged_metrics, score
 from rlhf_core.rollouts.environment import run_episodes
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS, Conversations, Rollout, Timing
@@ -50,6 +50,7 @@ class RolloutOptions:
     policy: the name of the model that samples, where the state holds several.
     ahead: how many rollouts are sampled ahead of the one that is trained on. journal: how long the rollouts stay on
         disk: "keep" all, or "until_checkpoint", as long as a checkpoint may need them.
+    replay_routes: whether trees carry the experts that the sampler sent tokens to, see `RolloutCollector.routes`.
     """
 
     max_prompt_length: int
@@ -63,6 +64,7 @@ class RolloutOptions:
     policy: str | None = None
     ahead: int = 0
     journal: Literal["keep", "until_checkpoint"] = "keep"
+    replay_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class RolloutCollector:
     """Samples completions of prompts with the policy as it is, and scores them, unless there are no rewards.
 
     sampler: None in a stage that is only checked. episodes: runs the episodes of the stage's environment; None:
-    prompts have completions. absent: the ids that the sampler must not choose, see `Definition.absent`.
+    prompts have completions. absent: the ids that the sampler must not choose, see `Definition.absent`. routes: shape
+    [layers, k] and dtype of the experts of a token, where trees carry them.
     """
 
     stage: Stage
@@ -81,6 +84,7 @@ class RolloutCollector:
     options: RolloutOptions
     episodes: EpisodeSettings | None = None
     absent: tuple[tuple[int, int], ...] = ()
+    routes: jax.ShapeDtypeStruct | None = None
 
     def policy(self, params: Any) -> Any:
         """Pick the policy's parameters from a state's."""
@@ -160,6 +164,11 @@ class RolloutCollector:
         except NonFiniteError as error:
             raise RunError(f"{self.prompts.where(int(chosen[error.sequence]))}: {error}") from error
         self._require_tokens(samples)
+        if self.routes is not None and samples.routes.shape[2:] != self.routes.shape:
+            raise InputError(
+                f"stage '{self.stage.name}'.replay_routes: the sampler does not return the experts of tokens; leave "
+                "out replay_routes, or sample with sampler = 'jax'"
+            )
         sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
         inputs = reward_inputs(
             self.prompts, chosen.tolist(), samples, self.tokenizer, self.options.sampling.stop_token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rlhf_core.data import Prompts, PromptStream, require_vocabulary
 from rlhf_core.data.prompts import AnyPrompts
 from rlhf_core.errors import InputError, counted
 from rlhf_core.mesh import rows_per_device
+from rlhf_core.models.experts import route_shape
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.environment import forecast_episodes, open_environment
@@ -96,8 +98,16 @@ def open_collector(
         context.ahead(warm_up, function, model, prompts.sizes)
     if not context.shapes and not replays:
         set_up(rewards, prompts, stage, field)
-    absent = model.definition.absent
-    return RolloutCollector(stage, prompts, model.tokenizer, function, rewards, options, episodes, absent)
+    absent, routes = model.definition.absent, route_shape(model.definition) if options.replay_routes else None
+    if options.replay_routes and episodes is not None:
+        raise InputError(
+            f"stage '{stage.name}'.replay_routes: not with an environment, whose turns it cannot replay"
+        )
+    if options.replay_routes and routes is None:
+        context.warn("replay_routes has no effect: the model has no experts")
+    return RolloutCollector(
+        stage, prompts, model.tokenizer, function, rewards, options, episodes, absent, routes
+    )
 
 
 def open_sampler(
@@ -128,6 +138,7 @@ def open_sampler(
         max_prompt_length=int(prompts.sizes.max()),
         memory=memory,
         conversation_length=length,
+        routes=options.replay_routes,
     )
     made = make(inputs)
     if length is None or hasattr(made, "converse"):
@@ -248,11 +259,14 @@ def _expect(
         whole = shares_prompts(definition) and slots == prompts * group
         own = length if whole else longest + length
         cache = cache_bytes(definition, slots, own) + cache_bytes(definition, prompts, longest)
+        routes = route_shape(definition) if options.replay_routes else None
+        token = 0 if routes is None else math.prod(routes.shape) * routes.dtype.itemsize
+        replay = {"routes": slots * length * token} if token else {}
         if context.planned is not None:
-            return {"rollout cache": cache}
+            return {"rollout cache": cache, **replay}
         # Decoding joins projections, so that each token reads the weights in fewer pieces.
         models = _reward_models(context, parameters)
-        return {"rollout cache": cache, "sampler": parameters, "reward models": models}
+        return {"rollout cache": cache, **replay, "sampler": parameters, "reward models": models}
 
     row = longest + group * length
     per_update = config.total_batch_size // group * row

@@ -255,6 +255,8 @@ class Rollout:
             by_token = self.advantages if self.advantages.ndim > 1 else self.advantages[:, None]
             values["advantages"] = np.broadcast_to(by_token, mask.shape)
 
+        routes = self.samples.routes.reshape(*self.samples.routes.shape[:2], -1)
+
         def tree(prefix: Any, spans: Sequence[tuple[int, slice]]) -> Tree:
             members = [i for i, _ in spans]
             return Tree(
@@ -269,6 +271,7 @@ class Rollout:
                     "index": np.array(members, np.float32),
                     "reward": np.nan_to_num(self.total[members]).astype(np.float32),
                 },
+                routes=tuple(routes[i, span] for i, span in spans) if routes.size else None,
             )
 
         trees, said = [], self.conversations
@@ -348,7 +351,7 @@ class Rollout:
         """Return the arrays that a checkpoint keeps."""
         return {
             **{name: getattr(self, name) for name in ARRAYS},
-            **{f"samples_{name}": getattr(self.samples, name) for name in Rollouts._fields},
+            **{f"samples_{name}": x for name, x in self.samples._asdict().items() if x.size},
             **{f"{VALUE}{name}": values for name, values in self.token_values.items()},
             **({} if self.conversations is None else self.conversations.arrays(EPISODES)),
         }
@@ -358,7 +361,8 @@ class Rollout:
         cls, arrays: Mapping[str, Any], *, number: int, rounds: int, metrics: Mapping[str, float]
     ) -> Rollout:
         """Make a rollout of what `arrays` returned."""
-        samples = Rollouts(**{name: np.asarray(arrays[f"samples_{name}"]) for name in Rollouts._fields})
+        there = [name for name in Rollouts._fields if f"samples_{name}" in arrays]
+        samples = Rollouts(**{name: np.asarray(arrays[f"samples_{name}"]) for name in there})
         values = {key.removeprefix(VALUE): np.asarray(arrays[key]) for key in arrays if key.startswith(VALUE)}
         prompts, rewards, total, advantages = (np.asarray(arrays[name]) for name in ARRAYS)
         return cls(

@@ -213,7 +213,7 @@ class RolloutUpdates:
 
     def shapes(self) -> list[Packed]:
         names = {"token_names": self.steps.token_names, "sequence_names": self.steps.sequence_names}
-        return empty_batches(self.layout, **names)
+        return empty_batches(self.layout, **names, routes=self.collector.routes)
 
     def needs_state(self, step: int) -> bool:
         together = self.reference is not None and not self.reference.apart

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
 from rlhf_core.models import Definition
+from rlhf_core.models.experts import recording, route_shape
 from rlhf_core.runtime.caches import cached
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
@@ -49,6 +50,8 @@ class Written(NamedTuple):
     """float32 [T, B]."""
     ends: jax.Array
     """int8 [T, B]: 0, `next_token.ENDED` or `CUT`."""
+    routes: jax.Array | None = None
+    """int8 or int16 [T, B, layers, k]: the experts of the token that was read, the one before; None: not wanted."""
 
 
 def most_steps(sequences: int, slots: int, longest: int) -> int:
@@ -109,19 +112,26 @@ def spread(mesh: Mesh, tree: Any) -> Any:
 
 def read_completions(written: Any, step: Any, slot: Any, longest: int) -> tuple[np.ndarray, ...]:
     """Collect (tokens int32 [N, longest], lengths int32 [N], logps float32 [N, longest], finished bool [N]), NumPy, of
-    N sequences that began at `step` in `slot`, int32 [N] each.
+    N sequences that began at `step` in `slot`, int32 [N] each; and their routes [N, longest, layers, k], if wanted.
     """
-    tokens, logps, ends = (np.asarray(x) for x in written)
+    tokens, logps, ends = (np.asarray(x) for x in written[:3])
+    routes = written.routes
     when = np.minimum(np.asarray(step)[:, None] + np.arange(longest), len(tokens) - 1)
     where = np.asarray(slot)[:, None]
     ended = ends[when, where]
     last = (ended > 0).argmax(1)
     inside = np.arange(longest) <= last[:, None]
+    read = []
+    if routes is not None:  # a token is read in the step after the one that wrote it
+        later = np.minimum(when + 1, len(tokens) - 1)
+        there = (np.arange(longest) < last[:, None])[..., None, None]
+        read = [np.where(there, routes[later, where], routes.dtype.type(-1))]
     return (
         np.where(inside, tokens[when, where], 0),
         (last + 1).astype(np.int32),
         np.where(inside, logps[when, where], np.float32(0)),
         np.take_along_axis(ended, last[:, None], axis=1)[:, 0] == ENDED,
+        *read,
     )
 
 
@@ -147,6 +157,8 @@ class SamplingProgram:
     sequences of a shard, one for each."""
     prefill_tokens: int = 0
     """Prompts are prefilled in parts of at most so many tokens per shard, padding included; 0: all together."""
+    routes: bool = False
+    """Whether the experts of every decoded token are returned."""
 
 
 class _Slots(NamedTuple):
@@ -229,6 +241,7 @@ def _sample(
     model, options, groups = program.definition, program.options, program.num_generations
     longest = options.max_completion_length
     sequences, rows = len(ids) // shards, shards * program.slots
+    shape = route_shape(model) if program.routes else None
     cache_length = prompts.shape[1] + longest  # a completion's last token is never fed back, its prompt's is
     place = jnp.arange(cache_length)
     stops = Stops.of(program.stop_ids, stop_table)
@@ -299,15 +312,19 @@ def _sample(
     def step(carry: _Carry, decode: Any = decode_rings, columns: jax.Array | None = None) -> _Carry:
         """Decode a token per slot. columns: int32 [shards, slots], the slot of each column of `written`; None: same."""
         slots = carry.slots
-        hidden, cache = decode(carry.cache, slots, carry.step)
+        with recording([model] if program.routes else []) as recorder:
+            hidden, cache = decode(carry.cache, slots, carry.step)
+        routes = jnp.stack(recorder.chosen, 1).astype(shape.dtype) if shape else None
         token, logp = sampler.sample(hidden, slots.keys, slots.drawn, slots.seen)
         stopped, matched = stops.after(token, slots.matched)
         cut = slots.drawn == longest - 1
         ends = jnp.where(slots.free, 0, jnp.where(stopped, ENDED, jnp.where(cut, CUT, 0)))
-        new = Written(token, logp, ends.astype(jnp.int8))
+        new = Written(token, logp, ends.astype(jnp.int8), routes)
         rows = jax.tree.map(lambda x: x[None], new if columns is None else take(new, columns))
         written = jax.tree.map(
-            lambda whole, row: lax.dynamic_update_slice(whole, row, (carry.step, 0)), carry.written, rows
+            lambda whole, row: lax.dynamic_update_slice_in_dim(whole, row, carry.step, 0),
+            carry.written,
+            rows,
         )
         slots = _Slots(
             slots.keys,
@@ -342,7 +359,12 @@ def _sample(
         jnp.broadcast_to(slot, (shards, sequences)),
     )
     steps = most_steps(sequences, program.slots, longest)
-    written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
+    written = Written(
+        jnp.zeros((steps, rows), jnp.int32),
+        jnp.zeros((steps, rows), jnp.float32),
+        jnp.zeros((steps, rows), jnp.int8),
+        jnp.zeros((steps, rows, *shape.shape), shape.dtype) if shape else None,
+    )
     slots = begin(queue, first)
     if program.shares_prompts:
         axes = time_axes(model)

@@ -21,6 +21,7 @@ from rlhf_core.contracts import OpenWorld, Rollouts, SamplerInputs, Weights, Wor
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
+from rlhf_core.models.experts import route_shape
 from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
@@ -157,6 +158,7 @@ class Sampler(_PlacedModel):
         )
         super().__init__(inputs, room)
         self.prompts_per_call = room.prompts
+        self._routes = route_shape(definition) if inputs.routes else None
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
@@ -179,12 +181,14 @@ class Sampler(_PlacedModel):
                 f"ids must have one entry per completion, [{count * groups}]; its shape is {ids.shape}"
             )
         ids = ids.astype(np.uint32).reshape(count, groups)
-        out = (
+        out: tuple[np.ndarray, ...] = (
             np.zeros((count, groups, longest), np.int32),
             np.zeros((count, groups), np.int32),
             np.zeros((count, groups, longest), np.float32),
             np.zeros((count, groups), np.bool_),
         )
+        if self._routes is not None:
+            out = (*out, np.full((count, groups, longest, *self._routes.shape), -1, self._routes.dtype))
         moved = self._moved(params)
         # Prompts of similar lengths share a batch, which keeps padding short.
         order = np.argsort(lengths, kind="stable")
@@ -201,7 +205,10 @@ class Sampler(_PlacedModel):
                 for i, j, t in reversed(bad.tolist())
             }
             raise nonfinite_output_error(self.definition, params, "the policy", dict(sorted(written.items())))
-        return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
+        tokens, sizes, logps, finished, *routes = (
+            whole.reshape(count * groups, *whole.shape[2:]) for whole in out
+        )
+        return Rollouts(tokens, sizes, logps, finished, routes=routes[0] if routes else None)
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
         """Start to compile the programs for prompts of `lengths` tokens; a call waits for its own program.
@@ -259,6 +266,7 @@ class Sampler(_PlacedModel):
             self.shares_layers,
             self.room.shares_prompts,
             self.room.prefill_tokens,
+            self._routes is not None,
         )
         return np.asarray(jax.random.key_data(key)), program
 

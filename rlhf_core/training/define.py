@@ -55,7 +55,7 @@ def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context)
     if not trained:
         return made
     size = context.mesh.shape["expert"]
-    for name, model in trained.items():
+    for model in trained.values():
         if (count := expert_count(model.definition)) % size:
             fits = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0)
             raise InputError(f"mesh.expert: {size} does not divide the model's {count} experts; {fits} do")

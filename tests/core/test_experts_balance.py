@@ -55,9 +55,9 @@ def reference(model: Model, texts: list[tuple[np.ndarray, ...]]) -> tuple[Any, f
     counted = (at < ends) & (at >= np.array([[len(p) * (i > 0)] for p, _, i in sequences]))
 
     def loads(params: Any) -> Any:
-        with recording([definition], jnp.asarray(counted)) as found:
+        with recording([definition], jnp.asarray(counted)) as recorder:
             definition.hidden(params, ids, at, np.where(at < ends, ends, 0))
-        return found[0][1]
+        return recorder.found[0][1]
 
     pairs = np.asarray(jax.jit(loads)(model.params).pairs, np.float64)
     tokens = len(pairs) * sum(sum(map(len, text)) for text in texts)

@@ -68,3 +68,42 @@ def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPa
         a, b = (np.asarray(each, np.float64) for each in (a, b))
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=".".join(path))
+
+
+def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
+    """Against the formula in float64; tokens without a route are routed by the router."""
+    model = fresh_model(FAMILIES["mixtral"], seed=3)
+    first = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), model.params["layers"]["mlp"])
+    graph = _parts(model.definition.config, False)[1][""]
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(2, 5, 16))
+    given = np.stack([draw.permutation(4)[:2] for _ in range(10)]).reshape(2, 5, 2)
+    given[1, 2:] = -1
+    logits = x @ first["gate"]["kernel"]
+    own = np.argsort(-logits, axis=-1)[..., :2]
+    given[0, :2] = own[0, :2, ::-1]
+
+    @jax.jit
+    def run(x: jax.Array, routes: jax.Array) -> Any:
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], model.params["layers"]))
+        with experts.recording([None], jnp.ones((2, 5), bool)) as recorder:
+            watch = recorder.watch(layer, routes)
+            made = layer.mlp(x)
+        return made, watch.load
+
+    made, load = run(x.astype(np.float32), given.astype(np.int8))
+    share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    used = np.where(given < 0, own, given)
+    kernels = {name: each["kernel"] for name, each in first["experts"].items()}
+    wanted = np.zeros_like(x)
+    for b, t in np.ndindex(2, 5):
+        weight = share[b, t, used[b, t]] / share[b, t, used[b, t]].sum()
+        for e, w in zip(used[b, t], weight, strict=True):
+            gate = x[b, t] @ kernels["gate_proj"][e]
+            inner = gate / (1 + np.exp(-gate)) * (x[b, t] @ kernels["up_proj"][e])
+            wanted[b, t] += w * (inner @ kernels["down_proj"][e])
+    np.testing.assert_allclose(made, wanted, atol=1e-5)
+    apart = sum(set(own[b, t]) != set(used[b, t]) for b, t in np.ndindex(2, 5))
+    assert 0 < apart < 7
+    assert load.replayed.tolist() == [7, apart]
+    assert load.pairs.tolist() == np.bincount(used.reshape(-1), minlength=4).tolist()

@@ -169,6 +169,12 @@ class GRPOConfig(TrainerConfig):
         default="keep",
         description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
+    replay_routes: bool = Field(
+        default=False,
+        description="of a model with experts: send the tokens of completions to the experts that the sampler sent them "
+        "to, with the gates of the trained router (Ma et al. 2025), in updates and for old log-probabilities; prompts "
+        "and the reference are routed by their own routers. Not with an environment",
+    )
     evaluation: Evaluation = Field(default=Evaluation(), description="how eval_data is used")
     num_preview_samples: int = Field(
         default=8,

@@ -64,7 +64,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
     # The model that is trained may compute attention otherwise than samplers, which all take `policy`.
     model, layout = choose_rollout_rows(context, policy, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
-    policies = PolicyReader(config, logps, reference, layout, context.mesh)
+    policies = PolicyReader(config, logps, reference, layout, context.mesh, collector.routes)
     context.ahead(policies.compile, model.params)
     updates = RolloutUpdates(
         context,
@@ -113,6 +113,7 @@ def _sampled(config: GRPOConfig) -> RolloutOptions:
         environment=config.environment,
         ahead=config.rollouts_ahead,
         journal=config.journal,
+        replay_routes=config.replay_routes,
     )
 
 
@@ -132,6 +133,7 @@ def _held_out(
         prompts_per_rollout=size,
         updates_per_rollout=1,
         max_rounds=1,
+        replay_routes=False,
     )
     found: dict[str, FixedPrompts] = {}
     for field in context.eval_fields:
@@ -230,8 +232,8 @@ class GRPOSteps:
         return mask
 
 
-Logps: TypeAlias = Callable[[Any, "Packed"], tuple[jax.Array, jax.Array]]
-"""(params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]."""
+Logps: TypeAlias = Callable[..., tuple[jax.Array, jax.Array]]
+"""(params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]; `replay` as of `trained_logps`."""
 
 
 def read_values(
@@ -239,7 +241,7 @@ def read_values(
 ) -> dict[str, jax.Array]:
     """Compute the named values per trained token, {name: float32 [rows, trained]}; params: by policy."""
     # What is not returned is not computed: the compiler leaves it out.
-    old, entropies = logps(params["policy"], batch)
+    old, entropies = logps(params["policy"], batch, **({} if batch.routes is None else {"replay": True}))
     every = {"old_logps": old, "entropies": entropies}
     if "reference" in params:
         every["ref_logps"] = logps(params["reference"], batch)[0]
@@ -253,7 +255,13 @@ class PolicyReader:
     """
 
     def __init__(
-        self, config: GRPOConfig, logps: Logps, reference: Reference | None, layout: Layout, mesh: Any
+        self,
+        config: GRPOConfig,
+        logps: Logps,
+        reference: Reference | None,
+        layout: Layout,
+        mesh: Any,
+        routes: jax.ShapeDtypeStruct | None = None,
     ) -> None:
         self.reference = reference
         self.names = (
@@ -261,7 +269,9 @@ class PolicyReader:
             *(("ref_logps",) if reference is not None else ()),
             *(("entropies",) if config.top_entropy_quantile < 1 else ()),
         )
-        self._reader = TreeReader(partial(read_values, logps, self.names), layout, mesh, per="token")
+        self._reader = TreeReader(
+            partial(read_values, logps, self.names), layout, mesh, per="token", routes=routes
+        )
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""
