@@ -1,4 +1,4 @@
-"""Write what docs/reference takes from the code: fields, components with hooks, commands and Python names.
+"""Write what docs/reference takes from the code: fields, components with hooks, commands, Python names and models.
 
     python docs/generate.py
 
@@ -13,6 +13,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +29,16 @@ from rlhf_core.cli import extensions
 from rlhf_core.config import Component, Ignored, Options, TrainerConfig, fields
 from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import TRAINER, Kind
+from rlhf_core.contracts.models import Head
+from rlhf_core.mesh import AXES, RULES
+from rlhf_core.models import DECODER, Architecture, Decoder, DecoderConfig
+from rlhf_core.models.attention_pallas import attend_pallas
+from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models.hf_config import EXPERT_COUNTS
+from rlhf_core.models.loading import complete_table
+from rlhf_core.models.lora import linear_modules
+from rlhf_core.models.params import paths
+from rlhf_core.models.weights import tensor_names
 from rlhf_core.plugins import Host, hooks
 from rlhf_core.plugins.component import Entry
 
@@ -63,6 +74,29 @@ PYTHON = """What trainers, losses, rewards and loggers are written with. These n
 log-probabilities are in nats. Parameters, shapes and errors are in the docstrings."""
 
 
+MODELS = """The `model_type` of a config.json chooses its family; another one is an error that lists these. Of a
+checkpoint that holds more, such as `qwen3_5`, `gemma4` or `mistral3`, it is that of its `text_config`. All models are
+trained and scored in packed rows, sampled, and exported. The lists below are what the families' definitions say of a
+model with the defaults of its class in transformers: first what all have in common, then where they differ.
+[Hugging Face](../how-to/hugging_face.md#models-in) has what files may hold, and
+[Add a model family](../how-to/add_a_model_family.md) how to describe another one."""
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+MIXERS = {"self_attn": "attention", "conv": "short convolutions", "linear_attn": "gated delta rule"}
+METHODS = {
+    "with_lora": "LoRA adapters",
+    "decode_groups": "one cache of a prompt for all its completions",
+    "extend": "a cache that the turns of a conversation continue",
+    "hidden_at": "a last layer that is computed where rewards are read",
+}
+"""What the optional methods of a definition are for."""
+
+
 def pages() -> dict[str, str]:
     """{path below docs/reference: text}. Raises SystemExit where a distribution of this repository is not installed."""
     host = plugins.load()
@@ -70,6 +104,7 @@ def pages() -> dict[str, str]:
         "components.md": components_page(host),
         "commands.md": commands_page(),
         "python.md": page(["# Python", NOTE, PYTHON, *python_page.parts()]),
+        "models.md": page(["# Model families", NOTE, MODELS, *model_parts()]),
     }
     return written | {name: between_marks(name, text) for name, text in field_parts(host).items()}
 
@@ -237,6 +272,93 @@ def component(distribution: str, entry: Entry) -> Iterator[str]:
             shown = "required" if given is inspect.Parameter.empty else default(given)
             rows.append((f"`{name}`", option.type + option.bounds, shown))
         yield table(("option", "type", "default"), rows)
+
+
+# Models
+
+
+def model_parts() -> Iterator[str]:
+    """What all families have in common, and a table of what differs."""
+    facts = {name: family_facts(name, rules) for name, rules in ARCHITECTURES.items()}
+    columns = list(next(iter(facts.values())))
+    alike = {column for column in columns if len({row[column] for row in facts.values()}) == 1}
+    first = next(iter(facts.values()))
+    yield "\n".join(f"- {column}: {first[column]}" for column in columns if column in alike)
+    differing = [column for column in columns if column not in alike]
+    rows = [(f"`{name}`", *(row[column] for column in differing)) for name, row in facts.items()]
+    yield table(("model_type", *differing), rows)
+    yield "## Linear layers with adapters"
+    yield 'What `lora.targets = "all-linear"` names, and what a name of these adapts. Routers and experts take none.'
+    groups: dict[str, list[str]] = {}
+    for name, rules in ARCHITECTURES.items():
+        shapes = small_model(name, rules).abstract_params()
+        words = dict.fromkeys(f"`{module.rpartition('.')[2]}`" for module in linear_modules(shapes))
+        groups.setdefault(", ".join(words), []).append(f"`{name}`")
+    yield table(("families", "linear layers"), [(", ".join(names), words) for words, names in groups.items()])
+
+
+def small_model(name: str, rules: Architecture, head: Any = "lm") -> Decoder:
+    """A model of a family with the defaults of its class, and one of each kind of layer, small."""
+    sizes: dict[str, Any] = {"model_type": name, **SMALL}
+    if rules.other_layers:
+        sizes["layer_types"] = [*rules.other_layers, "full_attention"] * 3
+    found: Any = DECODER.define(complete_table(sizes, None, None), head)
+    return found
+
+
+def family_facts(name: str, rules: Architecture) -> dict[str, str]:
+    """{what: how a family has it}, derived from its definition."""
+    model = small_model(name, rules)
+    config = model.config
+    stacks = [stack.config for stack in config.stacks.values()]
+    mixers = list(dict.fromkeys(MIXERS[of.mixer] for of in stacks))
+    if any(of.sinks for of in stacks):
+        mixers[mixers.index("attention")] = "attention with sinks"
+    windows = {"windows" if window else "no windows" for of in stacks for window in of.windows}
+    if windows == {"windows", "no windows"}:
+        windowed = "in some layers"
+    elif "windows" in windows:
+        windowed = "in all layers"
+    else:
+        windowed = "none" if rules.layer_types is None else "where set"
+    mlps = ["dense"] if any(not of.experts for of in stacks) else []
+    if any(of.experts for of in stacks):
+        mlps += ["experts", "shared expert"] if config.shared_size else ["experts"]
+    elif any(field in rules.defaults for field in EXPERT_COUNTS):
+        mlps.append("experts where set")
+    kernels = not config.sinks or "sinks" in inspect.signature(attend_pallas).parameters
+    heads = [head for head in get_args(Head) if small_model(name, rules, head).abstract_params()]
+    axes = {RULES.get(axis) for _, leaf in paths(model.logical_axes()) for axis in leaf if axis}
+    shared = model.tensor_parallel
+    return {
+        "class": f"`{rules.causal_lm}`",
+        "tokens are mixed by": ", ".join(mixers),
+        "sliding windows": windowed,
+        "MLP": ", ".join(mlps),
+        "experts in files": " or ".join(expert_layouts(model)),
+        "head": "tied" if config.tied else "its own",
+        "`attention`": "all" if kernels else '`"xla"`',
+        "`tensor` while sampling": "yes" if shared is not None and shared.divides > 1 else "no",
+        "further tensors carried": "layers for speculative decoding" if carries_layers(config) else "",
+        "heads": " and ".join({"lm": "language model", "score": "reward"}[head] for head in heads),
+        "parameters are sharded over": " and ".join(f"`{axis}`" for axis in AXES if axis in axes),
+        "in all families": ", ".join(each for method, each in METHODS.items() if model.has(method)),
+    }
+
+
+def expert_layouts(model: Decoder) -> Iterator[str]:
+    """How the tensors of experts may be stored."""
+    found = set()
+    for fused in (False, True):
+        names = tensor_names(replace(model, config=replace(model.config, fused_experts=fused))).values()
+        experts = {name for each in names for name in each.reshape(-1) if ".experts." in name}
+        found |= {"one by one" if re.search(r"experts\.\d", name) else "fused" for name in experts}
+    yield from sorted(found, reverse=True)
+
+
+def carries_layers(config: DecoderConfig) -> bool:
+    """Whether tensors of layers that predict further tokens may lie in the files."""
+    return bool(config.carried) or "num_nextn_predict_layers" in ARCHITECTURES[config.model_type].defaults
 
 
 # Commands and hooks

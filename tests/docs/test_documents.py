@@ -35,6 +35,7 @@ PAGES = [
     Page("docs/tutorial/from_easydel.md"),
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
+    Page("docs/how-to/add_a_model_family.md"),
 ]
 SHOWN = [*(page.path for page in PAGES), "docs/how-to/write_an_environment.md", "docs/explanation/ahead.md"]
 """Pages whose toml blocks, where they are no files, are fields of a trainer."""
@@ -81,7 +82,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_docs_are_few() -> None:
     paths = [path for path in (REPOSITORY / "docs").rglob("*") if "__pycache__" not in path.parts]
-    assert len([path for path in paths if path.is_file()]) <= 42
+    assert len([path for path in paths if path.is_file()]) <= 46
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: str(page.relative_to(REPOSITORY)))
