@@ -38,7 +38,7 @@ class Generation:
     """The arguments and flags of `rlhf generate`."""
 
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory or hub name.")
+        str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory, hub name or URL.")
     ]
     file: Annotated[
         Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
@@ -109,18 +109,33 @@ def generate(given: Generation) -> None:
         raise InputError(
             "rlhf generate: give either --prompt TEXT (repeatable) or a file with `prompt` or `messages` rows"
         )
-    import jax
-
     from rlhf_core import plugins, runtime
-    from rlhf_core.rollouts.updates import empty_warning
+    from rlhf_core.plugins.urls import is_url, load_for_url
     from rlhf_core.runtime.files import require_writable, write_atomic
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
-    from rlhf_core.tokenizer.encoding import continuations
 
     require_writable(given.output, given.file)
     runtime.prepare()
     registry = plugins.load(files=given.plugin or ()).registry
-    records, model = _open(given, registry)
+    records = _records(given, registry)
+    remote = is_url(given.model)
+    rows = load_for_url("complete")(given, records) if remote else _complete(given, records, registry)
+    if given.output is not None:
+        write_atomic(given.output, "".join(map(row_text, rows)))
+        echo(f"{given.output}: {counted(len(rows), 'completions')}")
+        return
+    for row in rows:
+        print(for_reader(row["completion"] if given.file is None else row_text(row).rstrip("\n")))
+
+
+def _complete(given: Generation, records: Records, registry: Registry) -> list[dict[str, Any]]:
+    """Sample completions of the prompts: their rows with `completion` and `finished`."""
+    import jax
+
+    from rlhf_core.rollouts.updates import empty_warning
+    from rlhf_core.tokenizer.encoding import continuations
+
+    model = _open(given, registry)
     encoded = _encode(given, records, model)
     positions, group = model.max_positions, given.num_generations
     ids, cut = _fit(encoded, given.max_prompt_length, given.max_completion_length, positions)
@@ -147,7 +162,7 @@ def generate(given: Generation) -> None:
         )
     if warning := empty_warning(texts):
         warn(f"{given.model}: {warning}")
-    rows = [
+    return [
         {
             **records[int(encoded.rows[i // group])],
             "completion": text,
@@ -156,28 +171,26 @@ def generate(given: Generation) -> None:
         }
         for i, text in enumerate(texts)
     ]
-    if given.output is not None:
-        write_atomic(given.output, "".join(map(row_text, rows)))
-        echo(f"{given.output}: {counted(len(rows), 'completions')}")
-        return
-    for row in rows:
-        print(for_reader(row["completion"] if given.file is None else row_text(row).rstrip("\n")))
 
 
-def _open(given: Generation, registry: Registry) -> tuple[Records, Model]:
-    """Open the prompts and the model, whose tokenizer gets the chat template."""
+def _records(given: Generation, registry: Registry) -> Records:
+    """Open the prompts."""
     from rlhf_core import data
     from rlhf_core.data.records import from_memory
-    from rlhf_core.models import load_model, local_directory, stored_head
-    from rlhf_core.tokenizer import with_template_and_stop_ids
     from rlhf_core.tokenizer.options import kwargs_problem
 
-    if given.file is None:
-        records = data.Records([from_memory([{"prompt": text} for text in given.prompt or ()], "--prompt")])
-    else:
-        records = data.load(str(given.file), registry=registry)
     if problem := kwargs_problem(given.chat_template_kwargs or {}):
         raise InputError(f"--chat_template_kwargs {problem}")
+    if given.file is None:
+        return data.Records([from_memory([{"prompt": text} for text in given.prompt or ()], "--prompt")])
+    return data.load(str(given.file), registry=registry)
+
+
+def _open(given: Generation, registry: Registry) -> Model:
+    """Open the model, whose tokenizer gets the chat template."""
+    from rlhf_core.models import load_model, local_directory, stored_head
+    from rlhf_core.tokenizer import with_template_and_stop_ids
+
     if stored_head(local_directory(given.model)) == "score":
         raise InputError(f"{given.model} is a reward model, which does not generate: use it with rlhf score")
     model = load_model(given.base or given.model, adapter=given.base and given.model, registry=registry)
@@ -186,7 +199,7 @@ def _open(given: Generation, registry: Registry) -> tuple[Records, Model]:
             f"{given.model}: no tokenizer files; add tokenizer.json and tokenizer_config.json next to config.json"
         )
     tokenizer = with_template_and_stop_ids(model.tokenizer, given.chat_template, model.source)
-    return records, dataclasses.replace(model, tokenizer=tokenizer)
+    return dataclasses.replace(model, tokenizer=tokenizer)
 
 
 def _encode(given: Generation, records: Records, model: Model) -> Prompts:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import httpx
 from pydantic import Field
 
 from rlhf_core import REWARD, InputError, Registry, RunError, hookimpl
@@ -23,6 +22,8 @@ from rlhf_remote.service import (
     address_problem,
     all_of,
     api_root,
+    listed,
+    model_cards,
     reach,
     shorten,
     what_it_said,
@@ -232,11 +233,11 @@ class Judge:
             return f"url: {answer}; start the server, or correct the address", False
         if answer.status_code in (401, 403):
             return f"url: {root}: {what_it_said(answer)}; {_key_hint(self.api_key)}", True
-        known = model_names(answer)
+        known = [str(card["id"]) for card in model_cards(answer)]
         if not known or self.model in known or any(name.endswith(f"/{self.model}") for name in known):
             return None, True  # some APIs list no models
         return (
-            f"model: {root} has no model '{self.model}'.{suggest(self.model, known)} It has {_listed(known)}",
+            f"model: {root} has no model '{self.model}'.{suggest(self.model, known)} It has {listed(known)}",
             True,
         )
 
@@ -344,14 +345,6 @@ class Judge:
             )
 
 
-def model_names(answer: httpx.Response) -> list[str]:
-    """Return the names in an answer of `/v1/models`; none if it is another answer."""
-    try:
-        return [str(model["id"]) for model in answer.json()["data"]] if answer.status_code == 200 else []
-    except (ValueError, LookupError, TypeError):
-        return []
-
-
 def _scores(answer: Any, count: int) -> list[float | None]:
     scores = answer.get("scores") if isinstance(answer, Mapping) else None
     if not isinstance(scores, list) or len(scores) != count or not all(map(_is_score, scores)):
@@ -375,11 +368,6 @@ def _message(answer: Any) -> str:
 def _key_hint(api_key: str | None) -> str:
     wrong = "the key is not accepted" if api_key else "it needs a key"
     return f'{wrong}: give api_key = {{ env = "NAME" }}, and export NAME=…'
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
 
 
 @hookimpl

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from rlhf_core import InputError
 from rlhf_core.errors import reading, suggest
 
@@ -128,6 +126,8 @@ class Scale:
         return found
 
     def _from_json(self, answer: str) -> Any:
+        import jsonschema
+
         fenced = FENCE.findall(answer)
         try:
             value = json.loads(fenced[-1] if fenced else answer)
@@ -140,6 +140,8 @@ class Scale:
 
 def read_schema(path: str, field: str) -> dict[str, Any]:
     """Read a JSON schema. Raises InputError unless it is one of an object with the property `field`."""
+    import jsonschema
+
     file = Path(path).expanduser()
     if not file.is_file():
         raise InputError(f"schema_file: no such file: {path}")

@@ -8,7 +8,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,11 +30,11 @@ REACH_SECONDS = 10.0
 
 
 class RequestError(Exception):
-    """A request failed after all its retries. failures: requests that failed."""
+    """A request failed after all its retries. failures: requests that failed. refused: whether its texts are why."""
 
-    def __init__(self, message: str, failures: int) -> None:
+    def __init__(self, message: str, failures: int, *, refused: bool = False) -> None:
         super().__init__(message)
-        self.failures = failures
+        self.failures, self.refused = failures, refused
 
 
 def address_problem(url: str) -> str | None:
@@ -96,6 +96,21 @@ def reach(url: str, api_key: str | None) -> httpx.Response | str:
         return scrub(f"cannot reach {url}: {words(error)}")
 
 
+def model_cards(answer: httpx.Response) -> list[Mapping[str, Any]]:
+    """Return the models in an answer of `/v1/models`; none if it is another answer."""
+    try:
+        cards = answer.json()["data"] if answer.status_code == 200 else []
+        return [card for card in cards if "id" in card]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def listed(names: Sequence[str]) -> str:
+    """List names, the first of many."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
+
+
 def words(error: Exception) -> str:
     """Describe what the transport raised."""
     if isinstance(error, httpx.TimeoutException):
@@ -150,7 +165,7 @@ class Service:
                     if response.status_code in WRONG_SETUP:
                         raise RunError(problem)
                     if response.status_code < 500 and response.status_code not in (408, 425, 429):
-                        raise RequestError(problem, failures)
+                        raise RequestError(problem, failures, refused=True)
                     wait = max(wait, retry_after(response.headers.get("retry-after")))
                 except httpx.HTTPError as error:
                     late = isinstance(error, httpx.ReadTimeout)

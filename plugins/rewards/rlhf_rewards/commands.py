@@ -51,7 +51,7 @@ Normalize = Annotated[
 
 def score(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A reward model: an artifact, directory or hub name.")
+        str, typer.Argument(metavar="MODEL", help="A reward model: an artifact, directory, hub name or URL.")
     ],
     file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
     output: Output = None,
@@ -66,6 +66,7 @@ def score(
     from rlhf_core import data, plugins, runtime
     from rlhf_core.data.best_of_n import completion_lists
     from rlhf_core.errors import InputError, suggest
+    from rlhf_core.plugins.urls import is_url, load_for_url
     from rlhf_core.runtime.files import open_stream, require_writable
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
     from rlhf_core.scoring import Scorer, warn_unread
@@ -85,7 +86,10 @@ def score(
     lists = [completion_lists(source) for source in records.sources]
     if any(lists) and summary.column in records.columns:
         check_ties(records, summary.column)
-    scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
+    if is_url(model):
+        scorer: Scorer = load_for_url("open_scorer")(model, normalize=normalize, base=base)
+    else:
+        scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
     read = data.Records([prompts_as_turns(source) for source in records.sources]) if chat else records
     _warn_untemplated(read, lists, scorer)
     stream = None if output is None else open_stream(output)

@@ -1,0 +1,280 @@
+"""Models behind a URL, for `rlhf generate`, `rlhf score` and `rlhf chat`: their names, completions and scores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+
+from rlhf_core import InputError, RunError
+from rlhf_core.data.best_of_n import completion_lists
+from rlhf_core.data.columns import require_conversations
+from rlhf_core.data.prompts import as_prompts
+from rlhf_core.errors import suggest
+from rlhf_core.scoring import ScoredPart
+from rlhf_core.workers import run_async
+from rlhf_remote.service import (
+    REACH_SECONDS,
+    RequestError,
+    Service,
+    address_problem,
+    all_of,
+    api_root,
+    headers,
+    json_bytes,
+    listed,
+    model_cards,
+    reach,
+    what_it_said,
+)
+
+if TYPE_CHECKING:
+    from rlhf_core.data import Records
+
+KEY = "RLHF_API_KEY"
+"""Environment variable with the key that the commands send."""
+ROWS = 256
+"""Rows of a request for scores."""
+READ = ("prompt", "completion", "messages", "chosen", "rejected", "tools", "chat_template_kwargs")
+"""Columns that a request for scores sends."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A model behind a URL. api: the address of the OpenAI-compatible routes. root: of the others, such as /score."""
+
+    url: str
+    api: str
+    root: str
+    name: str
+    service: Service = field(default_factory=Service)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return headers(self.service.api_key)
+
+    @classmethod
+    def open(cls, url: str, kind: str) -> Remote:
+        """Find the model that a URL means: the only one of its kind there, or the one named after "#".
+
+        kind: "language_model" or "reward_model"; servers that say nothing about kinds are asked for any. Raises
+        InputError if the address, the key or the name is wrong.
+        """
+        if problem := address_problem(url):
+            raise InputError(problem.removeprefix("url: "))
+        api, key, wanted = api_root(url), os.environ.get(KEY), httpx.URL(url).fragment
+        answer = reach(f"{api}/models", key)
+        if isinstance(answer, str):
+            raise InputError(f"{answer}; start the server, or correct the address")
+        if answer.status_code in (401, 403):
+            hint = "the key is not accepted; correct" if key else "export the key as"
+            raise InputError(f"{api}: {what_it_said(answer)}; {hint} {KEY}")
+        cards = model_cards(answer)
+        names = [str(card["id"]) for card in cards]
+        fitting = [str(card["id"]) for card in cards if card.get("kind", kind) == kind]
+        if not names and not wanted:
+            raise InputError(f"{api}: lists no models ({what_it_said(answer)}); name one: {url}#NAME")
+        if wanted and names and wanted not in names:
+            raise InputError(f"{api} has no model '{wanted}'.{suggest(wanted, names)} It has {listed(names)}")
+        if not wanted and len(fitting) != 1:
+            of_kind = f"{len(fitting)} models of kind {kind}" if fitting else f"no {kind.replace('_', ' ')}"
+            raise InputError(f"{api} has {of_kind}: {listed(fitting or names)}; name one: {url}#NAME")
+        return cls(url, api, api.removesuffix("/v1"), wanted or fitting[0], Service(key))
+
+
+def refuse_flags(flags: Mapping[str, Any]) -> None:
+    """Raise InputError for flags, {flag: its value}, that concern a model's files."""
+    given = [flag for flag, value in flags.items() if value]
+    if given:
+        raise InputError(*(f"{flag}: has no effect on a model behind a URL; leave it out" for flag in given))
+
+
+def takes_chats(remote: Remote) -> bool:
+    """Ask whether a model has a chat template, by tokenizing a chat; yes of a server that does not say."""
+    body = {"model": remote.name, "messages": [{"role": "user", "content": "Hi"}]}
+    try:
+        response = httpx.post(
+            f"{remote.root}/tokenize", content=json_bytes(body), headers=remote.headers, timeout=REACH_SECONDS
+        )
+    except httpx.HTTPError:
+        return True
+    return response.status_code != 400
+
+
+def complete(given: Any, records: Records) -> list[dict[str, Any]]:
+    """Complete the prompts of `rlhf generate`: their rows with `completion` and `finished`.
+
+    given: its arguments and flags. Conversations, and texts of --prompt for a model with a chat template, are sent to
+    /v1/chat/completions, other texts to /v1/completions. Of row i the seed is given.seed + i.
+    """
+    refuse_flags(
+        {
+            "--base": given.base,
+            "--chat_template": given.chat_template,
+            "--max_prompt_length": given.max_prompt_length,
+        }
+    )
+    remote = Remote.open(given.model, "language_model")
+    read = as_prompts(records)
+    prompts: list[Any] = [row.get("prompt") for row in read]
+    if given.file is None and not given.raw and takes_chats(remote):
+        prompts = [[{"role": "user", "content": text}] for text in prompts]
+    elif given.system is not None:
+        require_conversations(read.sources, "--system")
+    problems = [
+        f"{read.where(i)}: has no prompt, as text or a list of messages"
+        for i, prompt in enumerate(prompts)
+        if not prompt or not isinstance(prompt, str | list)
+    ]
+    if problems:
+        raise InputError(*problems[:5])
+    settings = _settings(given)
+
+    async def ask(i: int) -> list[dict[str, Any]]:
+        prompt, row = prompts[i], read[i]
+        body = {"model": remote.name, **settings, "seed": (given.seed + i) % 2**32}
+        if isinstance(prompt, str):
+            route, body = "completions", {**body, "prompt": prompt}
+        else:
+            if given.system is not None and prompt[0].get("role") != "system":
+                prompt = [{"role": "system", "content": given.system}, *prompt]
+            kwargs = {**(given.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+            route, body = "chat/completions", {**body, "messages": prompt}
+            body |= {"tools": row["tools"]} if row.get("tools") else {}
+            body |= {"chat_template_kwargs": kwargs} if kwargs else {}
+        try:
+            choices, _ = await remote.service.post(
+                f"{remote.api}/{route}", body, lambda answer: _choices(answer, given.num_generations)
+            )
+        except RequestError as error:
+            raise _said_of(read.where(i), error) from None
+        return [{**records[i], **choice} for choice in choices]
+
+    async def ask_all() -> list[list[dict[str, Any]]]:
+        return await all_of(map(ask, range(len(prompts))))
+
+    return [row for rows in run_async(ask_all()) for row in rows]
+
+
+def _settings(given: Any) -> dict[str, Any]:
+    """Return the fields of a request; those that OpenAI's own API lacks only where they do something."""
+    fields: dict[str, Any] = {
+        "max_tokens": given.max_completion_length,
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "n": given.num_generations,
+    }
+    extensions = {"top_k": given.top_k, "min_p": given.min_p, "stop_token_ids": given.stop_token_ids}
+    fields |= {name: value for name, value in extensions.items() if value}
+    if given.repetition_penalty != 1:
+        fields["repetition_penalty"] = given.repetition_penalty
+    if given.stop_strings:
+        fields |= {"stop": list(given.stop_strings), "include_stop_str_in_output": True}
+    return fields
+
+
+def _choices(answer: Any, count: int) -> list[dict[str, Any]]:
+    """Return `completion`, `finished` and, where there are any, `tool_calls` of each choice, in order."""
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        rows = []
+        for choice in choices:
+            said = choice.get("message") or {"content": choice.get("text")}
+            calls = said.get("tool_calls")
+            rows.append(
+                {
+                    "completion": said.get("content") or "",
+                    "finished": choice.get("finish_reason") in ("stop", "tool_calls"),
+                    **({"tool_calls": calls} if calls else {}),
+                }
+            )
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError(f"{count} choices") from None
+    if len(rows) != count:
+        raise ValueError(f"{count} choices")
+    return rows
+
+
+def _said_of(place: str, error: RequestError) -> Exception:
+    """Make the error that ends a command: of bad input where the server refused it."""
+    message = f"{place}: {error}"
+    return InputError(message) if error.refused else RunError(f"{message}; rerun the command once it answers")
+
+
+class RemoteScorer:
+    """What `rlhf score` uses of a `Scorer`, asking a server's `/score`."""
+
+    layout: Mapping[str, Any] = {}
+    encoder = None
+
+    def __init__(self, remote: Remote) -> None:
+        self.remote = remote
+        self.model = self
+        self.contract = self
+        self.source = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what decides the scores besides the command's arguments."""
+        return {"model": self.remote.name}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return nothing: the server keeps what its last bits depend on."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def score_parts(
+        self, records: Records, *, prompt_repeated: bool | None = None, skip: int = 0
+    ) -> Iterator[ScoredPart]:
+        """Score ROWS rows at a time. skip: parts scored earlier. Raises InputError for rows that the server refuses."""
+        refuse_flags({"--prompt_repeated": prompt_repeated is not None})
+        if any(map(completion_lists, records.sources)):
+            raise InputError(
+                f"{records.name}: a server scores no lists of completions; give the model's directory"
+            )
+        for start in range(skip * ROWS, len(records), ROWS):
+            rows = records[start : start + ROWS]
+            body = {
+                "model": self.remote.name,
+                "rows": [{name: row[name] for name in READ if row.get(name) is not None} for row in rows],
+            }
+            url = f"{self.remote.root}/score"
+            places = [records.where(start + i) for i in range(len(rows))]
+            try:
+                scores, _ = run_async(self.remote.service.post(url, body, partial(row_scores, len(rows))))
+            except RequestError as error:
+                raise _said_of(
+                    f"{places[0]} and the next {len(rows) - 1}" if rows[1:] else places[0], error
+                ) from None
+            unread = [place for i, place in enumerate(places) if any(np.isnan(x[i]) for x in scores.values())]
+            yield ScoredPart(scores, unread)
+
+
+def row_scores(count: int, answer: Any) -> dict[str, np.ndarray]:
+    """Read the answer of `/score` to `count` rows: {"score", or "chosen_score" and "rejected_score": float64 [count]},
+    NaN where it is null. Raises ValueError, with what it expects, for another answer.
+    """
+    try:
+        data = sorted(answer["data"], key=lambda each: each["index"])
+        names = ("chosen_score", "rejected_score") if "chosen_score" in data[0] else ("score",)
+        scores = {
+            name: np.array([np.nan if each[name] is None else each[name] for each in data], np.float64)
+            for name in names
+        }
+        if [each["index"] for each in data] != list(range(count)):
+            raise ValueError
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(f"data with the scores of {count} rows") from None
+    return scores
+
+
+def open_scorer(url: str, *, normalize: bool = False, base: str | None = None) -> RemoteScorer:
+    """Open the scorer of `rlhf score` for a URL."""
+    refuse_flags({"--normalize": normalize, "--base": base})
+    return RemoteScorer(Remote.open(url, "reward_model"))

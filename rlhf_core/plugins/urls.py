@@ -1,0 +1,40 @@
+"""Find the distribution that asks models behind a URL: its functions are entry points of the group `rlhf.urls`.
+
+    [project.entry-points."rlhf.urls"]
+    complete = "my_package:complete"
+
+`complete(given, records)` returns the rows of `rlhf generate`: given has the command's arguments and flags.
+`open_scorer(url, normalize=…, base=…)` returns what `rlhf score` uses of a `Scorer`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from rlhf_core.errors import InputError, error_line
+from rlhf_core.runtime.distributions import owner
+
+GROUP = "rlhf.urls"
+
+
+def is_url(model: str) -> bool:
+    """Check whether a model is named by a URL."""
+    return model.lower().startswith(("http://", "https://"))
+
+
+def load_for_url(name: str) -> Any:
+    """Load a function of the group. Raises InputError, with what to type, if no distribution has it."""
+    points = [point for point in entry_points(group=GROUP) if point.name == name]
+    if not points:
+        raise InputError("MODEL is a URL, which needs a distribution: type: pip install rlhf-remote")
+    if len(points) > 1:
+        raise InputError(
+            f"MODEL is a URL, which {' and '.join(sorted(map(owner, points)))} take; uninstall one"
+        )
+    try:
+        return points[0].load()
+    except Exception as error:
+        raise InputError(
+            f"{owner(points[0])} failed to load: {error_line(error)}; uninstall or update it"
+        ) from error

@@ -1,0 +1,236 @@
+"""`rlhf generate` and `rlhf score` with a URL for MODEL, asking scripted servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_remote import service as sending
+from typer.testing import CliRunner
+
+from rlhf_core import cli
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.plugins.component import load_file
+
+services: Any = load_file(Path(__file__).parents[1] / "shared" / "services.py")
+SERVED = {
+    "data": [
+        {"id": "policy", "kind": "language_model"},
+        {"id": "rm", "kind": "reward_model"},
+    ]
+}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "FIRST_WAIT", 0.001)
+    monkeypatch.delenv("RLHF_API_KEY", raising=False)
+
+
+def run(*arguments: Any) -> str:
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def choices(*texts: str, chat: bool = True) -> Any:
+    """An answer in any order of choices."""
+    return {
+        "choices": [
+            {
+                "index": i,
+                **({"message": {"content": text}} if chat else {"text": text}),
+                "finish_reason": "stop" if text else "length",
+            }
+            for i, text in reversed(list(enumerate(texts)))
+        ]
+    }
+
+
+def test_generate_sends_chats_and_texts_with_every_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_API_KEY", "sk-in-the-environment")
+    chat = [{"role": "user", "content": "b"}]
+    rows = [
+        {"prompt": chat, "tools": [{"type": "function"}], "chat_template_kwargs": {"x": 1}, "id": 7},
+        {"prompt": [{"role": "system", "content": "s"}, *chat], "id": 8},
+    ]
+    file, out = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    flags = "--max_completion_length 9 --temperature 0.5 --top_p 0.8 --top_k 3 --min_p 0.1 --repetition_penalty 1.5 "
+    flags += "--stop_strings X --stop_token_ids 4 --num_generations 2 --seed 5"
+    with services.serve(lambda body: choices("A", "")) as service:
+        service.models = SERVED
+        printed = run("generate", service.url, file, "-o", out, "--system", "S", *flags.split())
+    assert printed == f"{out}: 4 completions\n"
+    settings = {
+        "model": "policy",
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "top_k": 3,
+        "min_p": 0.1,
+        "n": 2,
+        "repetition_penalty": 1.5,
+        "stop": ["X"],
+        "include_stop_str_in_output": True,
+        "stop_token_ids": [4],
+    }
+    path, key = "/v1/chat/completions", "Bearer sk-in-the-environment"
+    wanted = [
+        {
+            **settings,
+            "seed": 5,
+            "messages": [{"role": "system", "content": "S"}, *chat],
+            "tools": [{"type": "function"}],
+            "chat_template_kwargs": {"x": 1},
+        },
+        {**settings, "seed": 6, "messages": rows[1]["prompt"]},
+    ]
+    assert sorted(service.requests, key=lambda each: each[2]["seed"]) == [
+        (path, key, body) for body in wanted
+    ]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {**row, "completion": text, "finished": bool(text)} for row in rows for text in ("A", "")
+    ]
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_prompts_of_the_command_line_go_where_the_template_says(template: bool) -> None:
+    def reply(body: Any) -> Any:
+        if "max_tokens" not in body:  # /tokenize
+            return {"tokens": [1]} if template else (400, {"error": {"message": "no chat template"}}, {})
+        return choices("said") if "messages" in body else choices("written", chat=False)
+
+    with services.serve(reply) as service:
+        said = run("generate", service.url, "--prompt", "one", "--prompt", "two", "--temperature", 0)
+        assert said == ("said\nsaid\n" if template else "written\nwritten\n")
+        assert run("generate", service.url, "--prompt", "one", "--raw") == "written\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ["--base", "x", "--chat_template", "plain"],
+            "--base: has no effect .*\n--chat_template: has no effect",
+        ),
+        (["--system", "S", "--raw"], "--system"),
+    ],
+)
+def test_flags_that_a_server_cannot_follow(arguments: list[str], problem: str) -> None:
+    with services.serve(lambda _: choices("x")) as service, pytest.raises(InputError, match=problem):
+        run("generate", service.url, "--prompt", "x", *arguments)
+
+
+def test_which_model_a_url_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def reply(body: Any) -> Any:
+        names.append(body["model"])
+        return choices("x", chat=False)
+
+    with services.serve(reply) as service:
+        url = service.url
+        for models, at, wanted in (
+            (["a"], "", "a"),
+            (["a", "b"], "/v1/#b", "b"),
+            ([], "#c", "c"),
+            (["a", "b"], "", "has 2 models of kind language_model: a, b; name one: .*#NAME"),
+            (["aa", "b"], "#a", r"has no model 'a'. Did you mean 'aa'\? It has aa, b"),
+            ([], "", "lists no models"),
+        ):
+            service.models = {"data": [{"id": name} for name in models]}
+            if " " not in wanted:
+                run("generate", url + at, "--prompt", "x", "--raw")
+                assert names.pop() == wanted
+                continue
+            with pytest.raises(InputError, match=wanted):
+                run("generate", url + at, "--prompt", "x", "--raw")
+        service.models = (401, {"error": {"message": "who are you?"}}, {})
+        with pytest.raises(InputError, match=r"HTTP 401: who are you\?; export the key as RLHF_API_KEY"):
+            run("generate", url, "--prompt", "x")
+    with pytest.raises(InputError, match=f"cannot reach {url}/v1/models: .*; start the server"):
+        run("generate", url, "--prompt", "x")
+    with pytest.raises(InputError, match="has a password in it"):
+        run("generate", "http://a:b@h", "--prompt", "x")
+
+
+def test_refused_rows_are_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad"})
+    replies: list[Any] = [(400, {"error": {"message": "bad words"}}, {}), (500, b"", {})]
+    for refusal, error in zip(replies, (InputError, RunError), strict=True):
+
+        def reply(body: Any, refusal: Any = refusal) -> Any:
+            return refusal if body["prompt"] == "bad" else choices("x", chat=False)
+
+        with (
+            services.serve(reply) as service,
+            pytest.raises(error, match=r"in.jsonl row 2: http://.*: HTTP [45]00"),
+        ):
+            run("generate", service.url, file)
+
+
+PAIRS = [{"prompt": "p", "chosen": "g", "rejected": "b", "subset": s} for s in ("x", "x", "y")]
+
+
+def test_scores_of_pairs(tmp_path: Path) -> None:
+    file, out = write(tmp_path / "pairs.jsonl", *PAIRS), tmp_path / "scored.jsonl"
+
+    def reply(body: Any) -> Any:
+        data = [{"index": i, "chosen_score": i / 2, "rejected_score": 0.25} for i in range(len(body["rows"]))]
+        return {"data": data[::-1]}
+
+    with services.serve(reply) as service:
+        service.models = SERVED
+        printed = run("score", service.url, file, "-o", out)
+        ((path, _, body),) = service.requests
+    assert (path, body["model"]) == ("/score", "rm")
+    assert body["rows"] == [{"prompt": "p", "chosen": "g", "rejected": "b"}] * 3
+    assert "accuracy 0.6667: 2 of 3 pairs scored higher" in printed
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {**row, "chosen_score": i / 2, "rejected_score": 0.25} for i, row in enumerate(PAIRS)
+    ]
+
+
+def test_scores_of_many_rows_go_on_where_they_ended(tmp_path: Path) -> None:
+    """A row without a score is null; a command that failed asks for the remaining rows only."""
+    rows = [{"prompt": "p", "completion": str(i)} for i in range(300)]
+    file, out = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+
+    def reply(body: Any) -> Any:
+        numbers = [int(row["completion"]) for row in body["rows"]]
+        return {"data": [{"index": i, "score": None if n == 7 else n} for i, n in enumerate(numbers)]}
+
+    with services.serve(reply) as service:
+        service.models = SERVED
+        service.reply = lambda body: reply(body) if len(body["rows"]) == 256 else (400, {"error": "no"}, {})
+        with pytest.raises(InputError, match=r"in.jsonl row 257 and the next 43: .*HTTP 400: no"):
+            run("score", service.url, file, "-o", out)
+        service.reply, service.requests = reply, []
+        with pytest.warns(UserWarning, match=r"no score for rows without a completion: \S*in.jsonl row 8"):
+            printed = run("score", service.url, file, "-o", out)
+        assert f"{out}: resuming after 256 rows" in printed
+        assert [len(body["rows"]) for _, _, body in service.requests] == [44]
+    scores = [json.loads(line)["score"] for line in out.read_text().splitlines()]
+    assert scores == [None if i == 7 else float(i) for i in range(300)]
+
+
+def test_what_a_server_does_not_score(tmp_path: Path) -> None:
+    lists = write(tmp_path / "lists.jsonl", {"prompt": "p", "chosen": ["a"], "rejected": ["b", "c"]})
+    with services.serve(lambda _: {"data": [{"index": 1, "score": 0}]}) as service:
+        service.models = SERVED
+        with pytest.raises(InputError, match="a server scores no lists of completions"):
+            run("score", service.url, lists)
+        with pytest.raises(InputError, match="--normalize: has no effect"):
+            run("score", service.url, lists, "--normalize")
+        one = write(tmp_path / "one.jsonl", {"prompt": "p", "completion": "c"})
+        with pytest.raises(RunError, match="expected data with the scores of 1 rows, got"):
+            run("score", service.url, one)
