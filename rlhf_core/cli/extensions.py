@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GROUP = "rlhf.commands"
 DISTRIBUTIONS = {
+    "chat": "rlhf-remote",
     "compare": "rlhf-report",
     "data": "rlhf-report",
     "new": "rlhf-testing",

@@ -1,0 +1,57 @@
+"""`rlhf chat`. What it needs is imported when it runs: `rlhf --help` imports this module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A language model: artifact, directory, hub name or URL."),
+    ],
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message; /system changes it.")
+    ] = None,
+    max_completion_length: Annotated[
+        int, typer.Option("--max_completion_length", min=1, help="Tokens of a reply.")
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
+    ] = 1.0,
+    top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
+    min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat_template", help="A file; default: the tokenizer's.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
+        ),
+    ] = None,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
+    ] = None,
+) -> None:
+    """Talk to a language model in the terminal. /help lists what can be typed; Ctrl-C stops a reply, twice leaves."""
+    from rlhf_core.errors import InputError
+    from rlhf_core.plugins.urls import is_url
+    from rlhf_remote.chat import Conversation, Local, Settings, Streamed, talk
+    from rlhf_remote.models import Remote, refuse_flags
+
+    if not 0 < top_p <= 1:
+        raise InputError(f"--top_p {top_p:g}: give a number above 0, at most 1")
+    settings = Settings(max_completion_length, temperature, top_p, top_k, min_p, seed)
+    if is_url(model):
+        refuse_flags({"--chat_template": chat_template, "--base": base, "--plugin": plugin})
+        speaker: Local | Streamed = Streamed(Remote.open(model, "language_model"), settings)
+    else:
+        speaker = Local.open(model, settings, chat_template=chat_template, base=base, plugins=plugin or ())
+    talk(Conversation(system), speaker)
