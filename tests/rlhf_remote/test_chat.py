@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import Conversation, Local, Settings, talk
+from rlhf_remote.chat import HELP, Conversation, Local, Settings, talk
 from typer.testing import CliRunner
 
 from rlhf_core import cli
@@ -63,7 +64,7 @@ def test_a_local_model_says_what_generate_says(model: Path, tmp_path: Path, tiny
 def test_a_conversation_that_is_too_long_and_one_that_ends_early(model: Path) -> None:
     long = " ".join("abcdefgh" * 40)
     printed = chat(f"{long}\nb c\n/undo\n/undo\n", model / "model", "--max_completion_length", 3)
-    assert "tokens, and 64 are possible: type /undo or /reset" in printed
+    assert "tokens, and 128 are possible: type /undo or /reset" in printed
     assert printed.endswith("0 exchanges left\n0 exchanges left\n")
 
 
@@ -73,6 +74,13 @@ def test_models_that_do_not_chat(model: Path, tiny: Any, tmp_path: Path) -> None
     tiny.make_model("score").save(tmp_path / "rm")
     with pytest.raises(InputError, match="is a reward model, which does not write"):
         chat("", tmp_path / "rm")
+
+
+def test_the_readme_lists_what_can_be_typed() -> None:
+    page = Path(__file__).parents[2] / "plugins/remote/README.md"
+    text = page.read_text(encoding="utf-8")
+    table = text.partition("| typed | does |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(/\w+)", table)) == set(re.findall(r"^(/\w+)", HELP, re.MULTILINE))
 
 
 def events(*parts: Any) -> Any:
