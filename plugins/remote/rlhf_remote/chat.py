@@ -208,6 +208,9 @@ class Local:
         """Take tokens as they are sampled."""
         self.written += tokens.tolist()
 
+    def read(self, conversation: int, logps: np.ndarray, ranks: np.ndarray, likeliest: Any) -> None:
+        """Do nothing: no reply asks what the policy thinks of its context."""
+
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
         """Note that the reply is over."""
         self.over = "length" if not finished else "stop"
