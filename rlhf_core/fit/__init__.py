@@ -343,7 +343,7 @@ class _Run:
         """Fetch an update; if that fails, in a reward for example, save the state reached before it."""
         try:
             return self.updates.update(step, state)
-        except (InputError, RunError):
+        except (InputError, RunError, Stopped):
             if step > max(self.progress.newest, 0):
                 self.progress.save(step, state, wait=True)
                 self.stage.say(f"the state after update {step} is saved")

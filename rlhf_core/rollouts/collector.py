@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
 from rlhf_core.data import EpisodeRows, Prompts, PromptStream
 from rlhf_core.data.prompts import AnyPrompts
-from rlhf_core.environments import Episode
+from rlhf_core.environments import Episode, Episodes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, logged_metrics, score
 from rlhf_core.rollouts.environment import run_episodes
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from rlhf_core.environments import EnvironmentOptions, EpisodeSettings
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
-    from rlhf_core.state import TrainState
 
 UNSCORED = 0.1
 """Share of completions without a value above which a reward is warned of."""
@@ -67,6 +67,18 @@ class RolloutOptions:
     replay_routes: bool = False
 
 
+class Drawn(NamedTuple):
+    """Completions before they are scored; of an environment, its episodes. seconds: that sampling took."""
+
+    samples: Rollouts
+    run: Episodes | None
+    seconds: float
+
+
+SCORING = threading.Lock()
+"""Held by a thread that calls rewards: rollouts that are sampled ahead are scored in threads of their own."""
+
+
 @dataclass(frozen=True)
 class RolloutCollector:
     """Samples completions of prompts with the policy as it is, and scores them, unless there are no rewards.
@@ -94,14 +106,31 @@ class RolloutCollector:
         """Return the most tokens of each prompt, how many completions share one, and the most tokens of these."""
         return tree_sizes(self.prompts.sizes, self.options)
 
-    def collect(
-        self, state: TrainState, number: int, next_prompts: Callable[[], NDArray[np.int64]]
-    ) -> Rollout:
-        """Collect rollout `number`, a function of the state's parameters and key, the number and the prompts.
+    def hand_over(self, params: Any, version: int) -> Any:
+        """Return what the sampler takes as the policy: its parameters, or what it has published them as.
 
-        next_prompts: returns the rows of the prompts of the next round, int64 [P].
+        version: the updates applied to it.
         """
-        key = jax.random.fold_in(state.key, number)
+        publish = getattr(self.sampler, "publish", None)
+        return params if publish is None else publish(params, version)
+
+    def collect(
+        self,
+        policy: Any,
+        key: jax.Array,
+        number: int,
+        next_prompts: Callable[[], NDArray[np.int64]],
+        *,
+        version: int = 0,
+        drawn: Callable[[], Drawn] | None = None,
+        may_score: Callable[[], object] = lambda: None,
+    ) -> Rollout:
+        """Collect rollout `number`, a function of the policy, the key and the prompts.
+
+        policy: as `hand_over` returned it. key: the rollout's own. next_prompts: returns the rows of the prompts of the
+        next round, int64 [P]. version: the updates applied to the policy. drawn: returns the completions of the first
+        round, sampled before; None: they are sampled now. may_score: called before the rewards are; may wait.
+        """
         failed = {reward.label: reward.failures for reward in self.rewards if reward.on_error == "skip"}
         parts: list[Rollout] = []
         wanted = kept = 0
@@ -113,7 +142,10 @@ class RolloutCollector:
                 wanted * self.options.num_generations,
                 len(parts) * wanted * self.options.num_generations,
             )
-            parts.append(self.sample(self.policy(state.params), chosen, key, np.arange(first, first + n)))
+            ids = np.arange(first, first + n)
+            made = drawn() if drawn and not parts else self.draw(policy, chosen, key, ids)
+            may_score()
+            parts.append(self.score(made, chosen))
             kept += int((~_without_difference(parts[-1])).sum())
         whole = Rollout.join(parts)
         metrics = self.metrics(whole)
@@ -137,13 +169,13 @@ class RolloutCollector:
                 )
             order = np.argsort(equal, kind="stable")[:wanted]
             whole = whole.take(np.sort(order))
-        version = np.full(len(whole.total), int(state.step), np.int32)
-        samples = whole.samples._replace(version=version)
+        versions = np.full(len(whole.total), version, np.int32)
+        samples = whole.samples._replace(version=versions)
         return replace(whole, samples=samples, number=number, rounds=len(parts), metrics=metrics)
 
     def sample(
         self,
-        params: Any,
+        policy: Any,
         chosen: NDArray[np.int64],
         key: jax.Array,
         ids: NDArray[np.int64],
@@ -155,58 +187,58 @@ class RolloutCollector:
         ids: int64 [N], the number that each completion's random numbers are derived from. required: whether to raise
         RunError where no reward applies to any completion.
         """
-        if self.episodes is not None:
-            return self._run_episodes(self.episodes, params, chosen, key, ids, required=required)
-        assert not isinstance(self.prompts, EpisodeRows)
-        began = time.perf_counter()
-        try:
-            samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
-        except NonFiniteError as error:
-            raise RunError(f"{self.prompts.where(int(chosen[error.sequence]))}: {error}") from error
-        self._require_tokens(samples)
-        if self.routes is not None and samples.routes.shape[2:] != self.routes.shape:
-            raise InputError(
-                f"stage '{self.stage.name}'.replay_routes: the sampler does not return the experts of tokens; leave "
-                "out replay_routes, or sample with sampler = 'jax'"
-            )
-        sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
-        inputs = reward_inputs(
-            self.prompts, chosen.tolist(), samples, self.tokenizer, self.options.sampling.stop_token_ids
-        )
-        rewards, total = measure(self.rewards, inputs, needed=required)
-        timing = Timing(sampled - began, time.perf_counter() - sampled, int(np.sum(samples.lengths)))
-        logged = logged_metrics(self.rewards)
-        return Rollout(chosen, samples, rewards, total, inputs, metrics=logged, timing=timing)
+        return self.score(self.draw(policy, chosen, key, ids), chosen, required=required)
 
-    def _run_episodes(
-        self,
-        source: EpisodeSettings,
-        params: Any,
-        chosen: NDArray[np.int64],
-        key: jax.Array,
-        ids: NDArray[np.int64],
-        *,
-        required: bool,
-    ) -> Rollout:
-        """Run and score episodes that begin with the `chosen` rows; the rest as in `sample`."""
+    def draw(self, policy: Any, chosen: NDArray[np.int64], key: jax.Array, ids: NDArray[np.int64]) -> Drawn:
+        """Sample completions of the `chosen` prompts, or run episodes that begin with these rows; as in `sample`."""
         began = time.perf_counter()
-        group = len(ids) // len(chosen)
-        run = run_episodes(source, self.sampler, params, self.prompts, chosen.tolist(), key, ids)
-        ended, samples = time.perf_counter(), run.samples()
+        run: Episodes | None = None
+        if self.episodes is not None:
+            run = run_episodes(self.episodes, self.sampler, policy, self.prompts, chosen.tolist(), key, ids)
+            samples = run.samples()
+        else:
+            assert not isinstance(self.prompts, EpisodeRows)
+            try:
+                samples = self.sampler(policy, [self.prompts.ids[i] for i in chosen], key, ids)
+            except NonFiniteError as error:
+                raise RunError(f"{self.prompts.where(int(chosen[error.sequence]))}: {error}") from error
+            if self.routes is not None and samples.routes.shape[2:] != self.routes.shape:
+                raise InputError(
+                    f"stage '{self.stage.name}'.replay_routes: the sampler does not return the experts of tokens; "
+                    "leave out replay_routes, or sample with sampler = 'jax'"
+                )
         self._require_tokens(samples)
-        failures = [episode.failure for episode in run.episodes if episode.failure is not None]
-        if failures and self.stage.is_main:
-            warn(f"{len(failures)} of {len(ids)} episodes failed and are dropped; the first: {failures[0]}")
-        inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
-        rewards, total = measure(self.rewards, inputs, needed=required)
+        # Samples are NumPy arrays: nothing is still being computed.
+        return Drawn(samples, run, time.perf_counter() - began)
+
+    def score(self, drawn: Drawn, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
+        """Have the rewards score what was drawn; as in `sample`."""
+        samples, run, seconds = drawn
+        began = time.perf_counter()
+        if run is None:
+            assert not isinstance(self.prompts, EpisodeRows)
+            inputs = reward_inputs(
+                self.prompts, chosen.tolist(), samples, self.tokenizer, self.options.sampling.stop_token_ids
+            )
+        else:
+            failures = [episode.failure for episode in run.episodes if episode.failure is not None]
+            if failures and self.stage.is_main:
+                warn(
+                    f"{len(failures)} of {len(run.episodes)} episodes failed and are dropped; the first: {failures[0]}"
+                )
+            inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
+        with SCORING:
+            rewards, total = measure(self.rewards, inputs, needed=required)
+            metrics = logged_metrics(self.rewards)
+        timing = Timing(seconds, time.perf_counter() - began, int(np.sum(samples.mask)))
+        made = Rollout(chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing)
+        if run is None or self.episodes is None:
+            return made
         failed = [episode.failure is not None for episode in run.episodes]
         rewards[failed], total[failed] = np.nan, np.nan
-        timing = Timing(ended - began, time.perf_counter() - ended, int(np.sum(samples.mask)))
-        said = Conversations.of(run, group, one_row_per_turn=source.one_row_per_turn)
-        metrics = {**run.measure(), **logged_metrics(self.rewards)}
-        return Rollout(
-            chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, conversations=said
-        )
+        group = len(run.episodes) // len(chosen)
+        said = Conversations.of(run, group, one_row_per_turn=self.episodes.one_row_per_turn)
+        return replace(made, metrics={**run.measure(), **metrics}, conversations=said)
 
     def _require_tokens(self, samples: Rollouts) -> None:
         """Raise RunError where a sampler chose ids without a token, which have no log-probability."""

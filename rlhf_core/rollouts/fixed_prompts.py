@@ -96,7 +96,8 @@ class FixedPrompts:
         # A completion's random numbers go by its number among those of all prompts, whichever are completed.
         ids = (chosen[:, None] * group + np.arange(group)).reshape(-1)
         params = self.stored(self.collector.policy(state.params))
-        return self.collector.sample(params, chosen, key, ids, required=required)
+        policy = self.collector.hand_over(params, int(state.step))
+        return self.collector.sample(policy, chosen, key, ids, required=required)
 
     def _write(self, step: int, rollout: Rollout) -> None:
         self.written.add(step)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +22,7 @@ from rlhf_core.packing.rows import Layout, Packed, empty_batches
 from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
+from rlhf_core.rollouts.flights import Flight, Order
 from rlhf_core.rollouts.journal import Entry, Journal, numbers
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
 from rlhf_core.stage import identity
@@ -202,6 +204,12 @@ class RolloutUpdates:
         """Rollouts that are scored, by number, and not trained on yet."""
         self.sampled_rollouts = 0
         """Rollouts sampled so far, those that are ready included."""
+        self._rewards: Mapping[str, Any] = {}
+        """The states of the rewards after the newest whole rollout."""
+        self.flights: dict[int, Flight] = {}
+        """Rollouts that are being sampled, by number."""
+        self._unfinished: list[Order] = []
+        """Rollouts that were being sampled when the run was killed."""
         self.journal: Journal | None = None
         self.ledger = Ledger()
         self.config = config
@@ -255,10 +263,12 @@ class RolloutUpdates:
             count = self.order.prompts_per_rollout * self.options.num_generations
             self.stage.say(f"sampling the first rollout ({counted(count, 'completions')})")
         self._sample(number, state)
+        if number in self.flights:
+            self._land(number)
         rollout, taken, _ = self.ready.pop(number)
         self.order.settle(taken, rollout.rounds)
         if self.stream is not None:
-            waiting = (round for entry in self.ready.values() for round in entry.taken)
+            waiting = (each for entry in self.ready.values() for each in entry.taken)
             first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
             self.stream.begin(first * self.order.prompts_per_rollout)
         self._sample(number, state)  # the last rollouts may need prompts that this one has given back
@@ -281,6 +291,10 @@ class RolloutUpdates:
         """Sample the rollouts that are due before the updates of rollout `number`, as far as there are prompts."""
         if self.journal is None:
             self.journal = self._open_journal()
+        for order in self._unfinished:  # when the run was killed
+            publisher: Any = self.collector.sampler
+            self._launch(order, publisher.published(order.version), state)
+        self._unfinished = []
         while self.sampled_rollouts <= number or (
             self.sampled_rollouts <= number + self.options.ahead and self._goes_on
         ):
@@ -289,15 +303,19 @@ class RolloutUpdates:
                 if self.sampled_rollouts > number:
                     break
                 raise Stopped(f"stage '{self.stage.name}': the journal ends before rollout {number}")
-            if entry is None:
-                entry = self._collect(state)
-                self.journal.write(entry, self.collector.rewards)
-            else:
+            if entry is not None:
                 self.order.reserve(len(entry.taken))
                 restore(self.collector.rewards, entry.rewards)
-            self.ready[self.sampled_rollouts] = entry
-            self.ledger.plan(entry.rollout, self.order.prompts_per_rollout)
+                self._put(entry)
+            else:
+                self._collect(state)
             self.sampled_rollouts += 1
+
+    def _put(self, entry: Entry) -> None:
+        """Take a whole rollout."""
+        self._rewards = entry.rewards
+        self.ready[entry.rollout.number] = entry
+        self.ledger.plan(entry.rollout, self.order.prompts_per_rollout)
 
     @property
     def _goes_on(self) -> bool:
@@ -306,18 +324,60 @@ class RolloutUpdates:
             return self.sampled_rollouts * self.updates_per_rollout < self.total
         return not self.order.exhausted
 
-    def _collect(self, state: TrainState) -> Entry:
+    def _collect(self, state: TrainState) -> None:
+        """Sample the next rollout, or have it sampled in a thread by a sampler that publishes policies."""
         before = self.order.following, self.order.returned
         taken = self.order.reserve(self.options.max_rounds)
-        rounds = iter(taken)
+        order = Order(self.sampled_rollouts, taken, int(state.step))
         try:
+            policy = self.collector.hand_over(self.collector.policy(state.params), order.version)
+            if self._flies:
+                self._launch(order, policy, state)
+                return
+            rounds = iter(taken)
             rollout = self.collector.collect(
-                state, self.sampled_rollouts, lambda: self.order.prompts(next(rounds))
+                policy,
+                jax.random.fold_in(state.key, order.number),
+                order.number,
+                lambda: self.order.prompts(next(rounds)),
+                version=order.version,
             )
         except BaseException:  # the state is saved, and continues with these prompts
             self.order.following, self.order.returned = before
             raise
-        return Entry(rollout, taken, snapshots(self.collector.rewards))
+        entry = Entry(rollout, taken, snapshots(self.collector.rewards))
+        assert self.journal is not None
+        self.journal.write(entry, self.collector.rewards)
+        self._put(entry)
+
+    @property
+    def _flies(self) -> bool:
+        """Whether rollouts are sampled in threads."""
+        outside = hasattr(self.collector.sampler, "publish") and jax.process_count() == 1
+        return outside and self.stream is None
+
+    def _launch(self, order: Order, policy: Any, state: TrainState) -> None:
+        assert self.journal is not None
+        self.flights[order.number] = Flight(
+            self.collector,
+            self.journal,
+            order,
+            policy,
+            jax.random.fold_in(state.key, order.number),
+            [self.order.prompts(number) for number in order.taken],
+            self.flights.get(order.number - 1),
+        )
+
+    def _land(self, number: int) -> None:
+        """Wait for a rollout that is sampled in a thread, and let the sampler forget policies that none waits for."""
+        flight = self.flights[number]
+        self._put(flight.land())
+        del self.flights[number]
+        retire = getattr(self.collector.sampler, "retire", None)
+        if retire is not None:
+            retire(
+                min((other.order.version for other in self.flights.values()), default=flight.order.version)
+            )
 
     def _open_journal(self) -> Journal:
         stage = self.stage
@@ -331,7 +391,11 @@ class RolloutUpdates:
 
     def _end_with_epochs(self, number: int) -> None:
         """Make rollout `number` the last one where it has the last prompts of all epochs."""
-        if not self.fixed_total and not self.ready and self.order.exhausted:
+        if (
+            not self.fixed_total
+            and not (self.ready or self.flights or self._unfinished)
+            and self.order.exhausted
+        ):
             self.total = min(self.total, (number + 1) * self.updates_per_rollout)
 
     def epochs(self, step: int) -> float:
@@ -343,8 +407,9 @@ class RolloutUpdates:
             "following": self.order.following,
             "returned": self.order.returned,
             "extra_rounds": self.order.extra_rounds,
+            "flying": [flight.order for flight in self.flights.values()],
             "ledger": asdict(self.ledger.ended() if self._needs_rollout(step) else self.ledger),
-            "rewards": snapshots(self.collector.rewards),
+            "rewards": self._rewards if self._flies else snapshots(self.collector.rewards),
         }
         if self.stream is not None:
             host["prompts"] = self.stream.snapshot()
@@ -367,11 +432,19 @@ class RolloutUpdates:
         order.following, order.returned = host["following"], host["returned"]
         order.extra_rounds, order.rounds = host["extra_rounds"], host.get("rounds", 1)
         self.journal = self._open_journal()
+        restore(self.collector.rewards, host["rewards"])
+        flying = {order[0]: Order(*order) for order in host["flying"]}
         for number in range(-(-step // self.updates_per_rollout), self.sampled_rollouts):
-            self.ready[number] = self.journal.require(number)
+            entry = self.journal.read(number)
+            if entry is not None and number in flying:  # it was finished after the checkpoint
+                self._put(entry)
+                restore(self.collector.rewards, entry.rewards)
+            elif number in flying:
+                self._unfinished.append(flying[number])
+            else:
+                self.ready[number] = self.journal.require(number)
         if step:
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
-        restore(self.collector.rewards, host["rewards"])
         if self.stream is not None:
             self.stream.restore(host["prompts"])
         if "rollout" not in host:

@@ -1,7 +1,9 @@
 """GRPO's updates with a NumPy sampler and a formula for a policy: what each trains on, and resuming."""
 
+import json
 import shutil
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +107,22 @@ def short_prompts_differ(prompts, completion_ids):
         float(ids[0]) if len(prompt.split()) < 4 else 0.5
         for prompt, ids in zip(prompts, completion_ids, strict=True)
     ]
+
+
+class Rising:
+    """Asks for more at every call."""
+
+    calls = 0
+
+    def __call__(self, completion_ids):
+        self.calls += 1
+        return [float(len(ids) > self.calls) for ids in completion_ids]
+
+    def snapshot(self):
+        return {"calls": self.calls}
+
+    def restore(self, kept):
+        self.calls = kept["calls"]
 
 
 def state(params):
@@ -398,22 +416,6 @@ def test_empty_completions_are_reported_once(make, recwarn):
     assert sum("are empty" in str(each.message) for each in recwarn) == 1
 
 
-class Rising:
-    """Asks for more at every call."""
-
-    calls = 0
-
-    def __call__(self, completion_ids):
-        self.calls += 1
-        return [float(len(ids) > self.calls) for ids in completion_ids]
-
-    def snapshot(self):
-        return {"calls": self.calls}
-
-    def restore(self, kept):
-        self.calls = kept["calls"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -482,6 +484,116 @@ def test_rollouts_are_sampled_ahead_by_the_policy_of_a_fixed_update(make, ahead)
     assert prompts[::2] == [next(order).tolist() for _ in range(8)]
 
 
+class Outside:
+    """A sampler that publishes policies and samples in threads, when it is let."""
+
+    def __init__(self):
+        self.policies, self.retired, self.may_sample = {}, [], threading.Event()
+        self.may_sample.set()
+
+    def publish(self, params, version):
+        self.policies[version] = params
+        return version
+
+    def published(self, version):
+        assert version in self.policies
+        return version
+
+    def retire(self, before):
+        self.retired.append(before)
+
+    def __call__(self, version, prompts, key, ids):
+        assert threading.current_thread() is not threading.main_thread()
+        self.may_sample.wait()
+        return sampler(self.policies[version], prompts, key, ids)
+
+
+AHEAD = {"num_iterations": 2, "max_training_steps": 10}
+ROUNDS = {"dynamic_sampling": {"max_rounds": 3}, "reward": short_prompts_differ}
+
+
+@pytest.mark.parametrize("options", [{"reward": Rising}, ROUNDS], ids=["one round", "several"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_outside_sampler_gives_the_same_updates(make, ahead, options):
+    """Sampled in threads, while rewards score one rollout after another; and killed while rollouts are sampled."""
+    inside = make(rollouts_ahead=ahead, **AHEAD, **options)
+    expected = [inside.update(n, state(n)) for n in range(10)]
+    outside = Outside()
+    feed = make(rollouts_ahead=ahead, **AHEAD, **options)
+    feed.collector = replace(feed.collector, sampler=outside)
+
+    def same(feed, steps):
+        for n in steps:
+            update = feed.update(n, state(n))
+            jax.tree.map(np.testing.assert_array_equal, list(update.batches), list(expected[n].batches))
+            assert dict(update.metrics) == dict(expected[n].metrics)
+
+    same(feed, range(4))
+    outside.may_sample.clear()
+    again = make(rollouts_ahead=ahead, **AHEAD, **options)
+    later = Outside()
+    later.policies = outside.policies
+    again.collector = replace(again.collector, sampler=later)
+    host, arrays = feed.snapshot(4)
+    whole = feed.stage.dir / "journal"
+    for number in [flight.order.number for flight in feed.flights.values() if flight._whole.done()]:
+        (whole / f"rollout-{number:06d}.zip").unlink()
+    shutil.copytree(whole, again.stage.dir / "journal")
+    again.restore(4, json.loads(json.dumps(host)), arrays)
+    outside.may_sample.set()
+    same(again, range(4, 10))
+    same(feed, range(4, 10))
+    for retired in (outside.retired, later.retired):
+        assert retired == sorted(retired)
+        assert retired[-1] == 8 - 2 * ahead
+
+
+def test_what_an_outside_sampler_raises_is_raised_where_the_rollout_is_needed(make):
+    feed = make(rollouts_ahead=1, max_training_steps=4)
+    outside = Outside()
+
+    def fails(version, prompts, key, ids):
+        if int(ids[0]) == 0 and version == 1:
+            raise RunError("the engine is gone")
+        return Outside.__call__(outside, version, prompts, key, ids)
+
+    outside_call = SimpleNamespace(
+        publish=outside.publish, published=outside.published, retire=outside.retire
+    )
+    feed.collector = replace(feed.collector, sampler=Calls(fails, outside_call))
+    feed.update(0, state(0))
+    feed.update(1, state(1))
+    with pytest.raises(RunError, match="the engine is gone"):
+        feed.update(2, state(2))
+
+
+class Calls:
+    """A function with the methods of another object."""
+
+    def __init__(self, function, methods):
+        self.function = function
+        self.__dict__.update(vars(methods))
+
+    def __call__(self, *arguments):
+        return self.function(*arguments)
+
+
+def test_rewards_with_weights_score_in_the_trainer_s_thread(make):
+    class OnDevices:
+        def setup(self, stage):
+            pass
+
+        def __call__(self, completion_ids):
+            assert threading.current_thread() is threading.main_thread()
+            return [float(len(ids)) for ids in completion_ids]
+
+    plain, feed = make(rollouts_ahead=1), make(rollouts_ahead=1, reward=OnDevices)
+    feed.collector = replace(feed.collector, sampler=Outside())
+    for n in range(4):
+        updates = [each.update(n, state(n)) for each in (plain, feed)]
+        jax.tree.map(np.testing.assert_array_equal, *(list(update.batches) for update in updates))
+
+
 def test_rounds_that_were_not_needed_are_sampled_before_the_epochs_end(make):
     """With rollouts ahead that reserve all prompts, every prompt of the epochs is sampled, in rollouts or rounds."""
     feed = make(
@@ -548,6 +660,7 @@ def test_a_checkpoint_between_rollouts_holds_nothing(make):
             "following": 1,
             "returned": [],
             "extra_rounds": 0,
+            "flying": [],
             "ledger": {"planned": 2, "training": 0, "used": 2, "equal": 0, "surplus": 0},
             "rewards": {},
         },

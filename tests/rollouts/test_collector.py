@@ -53,7 +53,9 @@ def collect(tiny, prompts):
             RolloutOptions(8, G, SamplingOptions(), size, max_rounds=max_rounds),
         )
         state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(7))
-        rollout = collector.collect(state, 4, lambda: next(batches))
+        rollout = collector.collect(
+            state.params, jax.random.fold_in(state.key, 4), 4, lambda: next(batches), version=int(state.step)
+        )
         assert rollout.number == 4
         assert len(list(batches)) == len(order) // size - rollout.rounds
         assert rollout.samples.version.tolist() == [7] * len(rollout.total)
@@ -142,7 +144,7 @@ def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
     stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
     collector = RolloutCollector(stage, prompts, tiny.make_tokenizer(), sampler, [], OPTIONS)
     state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(0))
-    rollout = collector.collect(state, 0, lambda: np.arange(2))
+    rollout = collector.collect(state.params, state.key, 0, lambda: np.arange(2))
     assert rollout.rewards.shape == (2 * G, 0)
     assert np.isnan(rollout.total).all()
     assert rollout.metrics["completions/mean_length"] == 1
