@@ -122,6 +122,8 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
         "gemma4": Gemma4(per_layer=table),
         "placeholders": (read.whole("pad_token_id", 0, least=0), *stand_ins) if stand_ins else (),
         "fused_experts": True,
+        # Published files have keys and values of layers that use another layer's.
+        "carried": tuple(rf"model\.layers\.{i}\.self_attn\.[kv]_(proj|norm)\." for i in range(own, layers)),
         "kinds": tuple(kinds),
         "variants": tuple(variants.items()),
     }

@@ -340,6 +340,32 @@ def test_layers_for_speculation_are_carried(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_keys_and_values_that_a_layer_does_not_use_are_carried(tmp_path: Path) -> None:
+    """Of gemma4's layers that use those of an earlier layer."""
+    sizes = {"model_type": "gemma4_text", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes |= {
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 0,
+    }
+    sizes |= {"global_head_dim": 8}
+    fresh_model(sizes).save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    own = load_file(file)
+    unused = {f"model.layers.1.self_attn.{part}_proj.weight": DRAW.normal(size=(8, 16)) for part in "kv"}
+    save_file({**own, **unused}, file)
+    before = contents(tmp_path)
+    opened = load_model(tmp_path)
+    assert sorted(opened.kept.carried) == sorted(unused)
+    opened.save(tmp_path / "again")
+    assert contents(tmp_path / "again") == before
+    wrong = {"model.layers.0.self_attn.v_norm.weight": DRAW.normal(size=8)}
+    save_file({**own, **wrong}, file)
+    with pytest.raises(InputError, match=r"v_norm\.weight' is unexpected"):
+        load_model(tmp_path)
+
+
 def test_from_stage_to_stage(tiny: Any, llava: Path, tmp_path: Path) -> None:
     """All weights, then an adapter, and the export of the run's copy elsewhere: the tower is never lost."""
     options = {"max_training_steps": 1, "total_batch_size": 2, "learning_rate": 1e-2}
