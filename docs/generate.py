@@ -328,7 +328,8 @@ def family_facts(name: str, rules: Architecture) -> dict[str, str]:
         mlps.append("experts where set")
     kernels = not config.sinks or "sinks" in inspect.signature(attend_pallas).parameters
     heads = [head for head in get_args(Head) if small_model(name, rules, head).abstract_params()]
-    axes = {RULES.get(axis) for _, leaf in paths(model.logical_axes()) for axis in leaf if axis}
+    logical = {axis for _, leaf in paths(model.logical_axes()) for axis in leaf}
+    axes = {axis for name in logical & RULES.keys() for axis in RULES[name]}
     shared = model.tensor_parallel
     return {
         "class": f"`{rules.causal_lm}`",
@@ -337,11 +338,12 @@ def family_facts(name: str, rules: Architecture) -> dict[str, str]:
         "MLP": ", ".join(mlps),
         "experts in files": " or ".join(expert_layouts(model)),
         "head": "tied" if config.tied else "its own",
+        "`expert`": "divides experts" if "experts" in logical else "as `fsdp`",
         "`attention`": "all" if kernels else '`"xla"`',
         "`tensor` while sampling": "yes" if shared is not None and shared.divides > 1 else "no",
         "further tensors carried": "layers for speculative decoding" if carries_layers(config) else "",
         "heads": " and ".join({"lm": "language model", "score": "reward"}[head] for head in heads),
-        "parameters are sharded over": " and ".join(f"`{axis}`" for axis in AXES if axis in axes),
+        "parameters are sharded over": ", ".join(f"`{axis}`" for axis in AXES if axis in axes),
         "in all families": ", ".join(each for method, each in METHODS.items() if model.has(method)),
     }
 
