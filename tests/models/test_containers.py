@@ -20,6 +20,7 @@ from transformers import Gemma3Config
 from rlhf_core import load_model
 from rlhf_core.cli.export import export
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
 from rlhf_core.models import fresh_model, weights
 from rlhf_core.models.loading import define
 from rlhf_core.models.safetensors import Reader
@@ -300,7 +301,7 @@ def test_experts_stored_one_by_one_or_fused(family: str, tmp_path: Path) -> None
         fused[f"{start}.down_proj"] = parts["down"]
     shutil.copytree(tmp_path / "one", tmp_path / "fused")
     save_file(fused, tmp_path / "fused" / "model.safetensors")
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = make_mesh(1, 2, 2, expert=2)
     for layout in ("one", "fused"):
         opened = load_model(tmp_path / layout, mesh=mesh)
         jax.tree.map(np.testing.assert_array_equal, opened.params, model.params)
