@@ -28,8 +28,8 @@ BOTH = [
 
 
 COVERING = [("llama, adapters", (2, 2, 2))]
-LONG = [("mixtral", SPLIT), ("gemma2", SPLIT)]
-"""Experts; windows and soft caps, of which nothing is spread."""
+LONG = [("mixtral", SPLIT), ("gemma2", SPLIT), ("gemma4", SPLIT)]
+"""Experts; windows and soft caps, of which nothing is spread; layers of several kinds."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def test_eight_devices_agree_with_one(
     """Logits, loss, and what one update changes."""
     model = cases.opened(name, written(name), make_mesh(*shape))
     if shape[0] < 8:  # else every device holds everything
-        kernel = model.params["layers"]["self_attn"]["o_proj"]["kernel"]
+        layers = model.params["layers"]
+        kernel = layers.get("full_attention", layers)["self_attn"]["o_proj"]["kernel"]
         assert np.prod(kernel.sharding.shard_shape(kernel.shape)) < kernel.size
     cases.assert_close(cases.measured(model), alone(name))
 

@@ -292,15 +292,20 @@ def test_long_rows_have_few_blocks() -> None:
     [
         pytest.param("gemma3", marks=pytest.mark.long),
         "smollm3",
+        "gemma4, shared keys",
+        pytest.param("gemma4, keys as values", marks=pytest.mark.long),
+        pytest.param("gemma4, experts", marks=pytest.mark.long),
         pytest.param("mixtral", marks=pytest.mark.long),
     ],
 )
 def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
     """Value and gradient: prompt once with two branches against two rows that repeat it.
 
-    The second branch is further from the prompt by index than a window is wide, by position it is not.
+    The second branch is further from the prompt by index than a window is wide, by position it is not. The tree is
+    computed in loops over layers, which the backward pass computes again.
     """
     model, params = make(name)
+    looped = model.computing(remat="full")
     draw = np.random.default_rng(3)
     prompt, first, second = (draw.integers(0, 37, n).astype(np.int32) for n in (5, 3, 6))
     weight = draw.standard_normal((14, model.hidden_size)).astype(np.float32)
@@ -320,7 +325,7 @@ def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
     )
 
     def loss_packed(p: Any) -> jax.Array:
-        return (hidden(model, p, *packed)[0, 5:] * weight[5:]).sum()
+        return (hidden(looped, p, *packed)[0, 5:] * weight[5:]).sum()
 
     def loss_apart(p: Any) -> jax.Array:
         h = hidden(model, p, *apart)

@@ -46,6 +46,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCAB,
+        "rms_norm_eps": 0.01,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5": {
         "model_type": "qwen3_5_text",
@@ -140,6 +152,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"stop_token_ids": (5, 11)}),
     ("qwen3_5", {"repetition_penalty": 0.7, "top_p": 0.95}),
     ("lfm2", {"min_p": 0.05}),
+    ("gemma4", {"top_k": 12}),
 ]
 KEPT = ("gemma2", "qwen3_5")
 

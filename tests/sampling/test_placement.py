@@ -38,6 +38,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "query_pre_attn_scalar": 8,
     },  # windows and soft caps
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCAB,
+        "rms_norm_eps": 0.01,
+    },  # heads of two sizes, keys and values of other layers, inputs per layer
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     # Only experts are shared: with biases next to sinks, and next to layers with a state.
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},

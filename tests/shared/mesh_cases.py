@@ -43,6 +43,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi3, fused": SIZES | {"model_type": "phi3"},
     "olmo2, norms over all heads": SIZES | {"model_type": "olmo2"},
+    "gemma4": SIZES
+    | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 3,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 36,
+        "rms_norm_eps": 1.0,  # without it, norms of short vectors enlarge rounding
+    },
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama, adapters": SIZES | {"model_type": "llama"},
 }
