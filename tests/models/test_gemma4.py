@@ -1,0 +1,114 @@
+"""What is Gemma 4's alone: its files, its fields, and what of it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlhf_core.errors import InputError
+from rlhf_core.models import DECODER, fresh_model, load_model
+from rlhf_core.models.params import paths
+from rlhf_core.plugins.component import load_file as load_module
+from rlhf_core.state import fixed_parameters
+
+reference: Any = load_module(Path(__file__).with_name("test_models_reference.py"))
+DENSE, EXPERTS = (reference.CONFIGS[f"gemma4, {name}"] for name in ("shared keys", "experts"))
+
+
+def test_unused_projections_in_files_are_kept(tmp_path: Path) -> None:
+    """Published files have them for layers that attend to the keys and values of others."""
+    model = fresh_model(DENSE)
+    model.save(tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    unused = f"model.layers.{DENSE['num_hidden_layers'] - 1}.self_attn"
+    assert f"{unused}.q_proj.weight" in tensors
+    tensors[f"{unused}.k_proj.weight"] = np.full((3, 2), 7, np.float32)
+    tensors[f"{unused}.k_norm.weight"] = np.full(3, 8, np.float32)
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    again = load_model(tmp_path / "source")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    again.save(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, saved, tensors)
+    tensors["model.layers.0.self_attn.k_bias"] = np.zeros(3, np.float32)
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(InputError, match=r"'model\.layers\.0\.self_attn\.k_bias' is unexpected"):
+        load_model(tmp_path / "source")
+
+
+def test_names_of_experts_and_routers(tmp_path: Path) -> None:
+    model = fresh_model(EXPERTS)
+    model.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shapes = {
+        name.removeprefix("model.layers.3."): x.shape
+        for name, x in tensors.items()
+        if ".3." in name and ("router" in name or "experts" in name)
+    }
+    hidden, count, size = EXPERTS["hidden_size"], EXPERTS["num_experts"], EXPERTS["moe_intermediate_size"]
+    assert shapes == {
+        "experts.gate_up_proj": (count, 2 * size, hidden),
+        "experts.down_proj": (count, hidden, size),
+        "router.proj.weight": (count, hidden),
+        "router.scale": (hidden,),
+        "router.per_expert_scale": (count,),
+    }
+    moe = model.params["layers"]["full_attention"]["moe"]["experts"]
+    both = tensors["model.layers.1.experts.gate_up_proj"]
+    np.testing.assert_array_equal(both[:, :size].swapaxes(1, 2), moe["gate_proj"]["kernel"][0])
+    np.testing.assert_array_equal(both[:, size:].swapaxes(1, 2), moe["up_proj"]["kernel"][0])
+
+
+def test_no_update_changes_the_scalars_of_layers() -> None:
+    params = fresh_model(DENSE).params
+    fixed = fixed_parameters(params, None)
+    assert fixed == {path for path, _ in paths(params) if path[-1] == "layer_scalar"}
+    assert len(fixed) == 4
+
+
+def test_heads_of_single_layers_say_the_same_as_those_of_a_type() -> None:
+    """As transformers 5 writes what `global_head_dim` says."""
+    kinds = DENSE["layer_types"]
+    table = {str(i): {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
+    written = {name: value for name, value in DENSE.items() if name != "global_head_dim"}
+    assert DECODER.define(written | {"per_layer_config": table}, "lm") == DECODER.define(DENSE, "lm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"per_layer_config": {"1": {"head_dim": 16}}},
+            "must say the same of all layers of type full_attention",
+        ),
+        (
+            {"per_layer_config": {"1": {"window": 2}}},
+            "may have head_dim and num_key_value_heads of each layer",
+        ),
+        (
+            {"per_layer_config": {"0": {"head_dim": 0}}},
+            r"per_layer_config\.0\.head_dim must be a positive whole",
+        ),
+        ({"num_kv_shared_layers": 7}, "leaves no layer of type full_attention that has keys and values"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 4},
+            "layer_types must end with full_attention",
+        ),
+        ({"use_bidirectional_attention": "all"}, "the decoder is causal"),
+        ({"vocab_size_per_layer_input": 20}, "is less than vocab_size"),
+        ({"global_head_dim": 15}, "head_dim 15 of full_attention must be even"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "not a multiple of the 3 heads of keys",
+        ),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_honoured(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        DECODER.define(DENSE | changes, "lm")
