@@ -8,37 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import DECODER, fresh_model, load_model
+from rlhf_core.models import DECODER, fresh_model
 from rlhf_core.models.params import paths
 from rlhf_core.plugins.component import load_file as load_module
 from rlhf_core.state import fixed_parameters
 
 reference: Any = load_module(Path(__file__).with_name("test_models_reference.py"))
 DENSE, EXPERTS = (reference.CONFIGS[f"gemma4, {name}"] for name in ("shared keys", "experts"))
-
-
-def test_unused_projections_in_files_are_kept(tmp_path: Path) -> None:
-    """Published files have them for layers that attend to the keys and values of others."""
-    model = fresh_model(DENSE)
-    model.save(tmp_path / "source")
-    tensors = load_file(tmp_path / "source" / "model.safetensors")
-    unused = f"model.layers.{DENSE['num_hidden_layers'] - 1}.self_attn"
-    assert f"{unused}.q_proj.weight" in tensors
-    tensors[f"{unused}.k_proj.weight"] = np.full((3, 2), 7, np.float32)
-    tensors[f"{unused}.k_norm.weight"] = np.full(3, 8, np.float32)
-    save_file(tensors, tmp_path / "source" / "model.safetensors")
-    again = load_model(tmp_path / "source")
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-    again.save(tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, saved, tensors)
-    tensors["model.layers.0.self_attn.k_bias"] = np.zeros(3, np.float32)
-    save_file(tensors, tmp_path / "source" / "model.safetensors")
-    with pytest.raises(InputError, match=r"'model\.layers\.0\.self_attn\.k_bias' is unexpected"):
-        load_model(tmp_path / "source")
 
 
 def test_names_of_experts_and_routers(tmp_path: Path) -> None:

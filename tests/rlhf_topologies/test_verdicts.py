@@ -10,6 +10,7 @@ import pytest
 from rlhf_topologies.check import lines, program_table
 from rlhf_topologies.chips import CHIPS, parse
 from rlhf_topologies.hlo import Counts
+from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.roofline import bound, token_weights
 from rlhf_topologies.verdicts import judge_stage
 
@@ -83,6 +84,30 @@ def test_an_embedding_that_no_token_is_multiplied_with_does_not_count() -> None:
     assert language == weights("lm", tied=False)
     assert language - weights("score", tied=True) == 32 * 8 - 8
     assert weights("score", tied=True) == weights("score", tied=False)
+
+
+def test_inputs_per_layer_are_looked_up() -> None:
+    """Of Gemma 4, whose layers share keys and values: more words cost nothing, and two devices share its layers."""
+    table = {"model_type": "gemma4_text", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
+    table |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    table |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    table |= {"global_head_dim": 16, "hidden_size_per_layer_input": 4, "use_double_wide_mlp": True}
+
+    def described(words: int) -> Any:
+        hf_config = complete_table({**table, "vocab_size_per_layer_input": words}, None, None)
+        return describe(DECODER, hf_config, "lm", "model")
+
+    mlp, inputs = 3 * 16 * 32 * (2 + 2 * 2), 4 * 4 * (16 + 2 * 16)
+    attention = 16 * (8 + 16) * ((4 + 2 + 2 + 4) + (4 + 4))
+    norms = 4 * 5 * 16 + 2 * (8 + 16) + 8 + 16 + 4  # and scalars: their layers are stacked
+    assert (
+        token_weights(described(32))
+        == token_weights(described(64))
+        == 32 * 16 + mlp + inputs + attention + norms
+    )
+    one = {"data": 1, "fsdp": 1, "tensor": 1}
+    whole, half = (pass_bytes(described(32), (2, 64), one | {"tensor": n}, trains=True) for n in (1, 2))
+    assert half < whole
 
 
 def test_speed_at_most() -> None:

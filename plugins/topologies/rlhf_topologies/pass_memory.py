@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
 from rlhf_core.mesh import ROW_AXES
@@ -64,8 +65,10 @@ def _layer_bytes(part: Decoder, shape: tuple[int, int], remat: str, platform: st
 
     def saved(layers: int) -> int:
         c = part.config
-        windows, ropes = c.windows[:layers], c.layer_ropes[:layers]
-        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes)
+        windows, ropes = ((2 * each)[:layers] for each in (c.windows, c.layer_ropes))
+        # By itself, a layer that attends to keys and values of another one has its own.
+        own = c.gemma4 and c.gemma4._replace(source=None)
+        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes, gemma4=own)
         changed = replace(part, config=config).computing(remat=remat)
         return saved_bytes(changed, shape)
 
@@ -76,6 +79,12 @@ def _share_of(definition: Definition, tensor: int) -> Definition:
     """Return the model of one of `tensor` devices that share each layer."""
     if tensor == 1 or not isinstance(definition, Decoder):
         return definition
-    names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-    divided = {name: max(getattr(definition.config, name) // tensor, 1) for name in names}
-    return replace(definition, config=replace(definition.config, **divided))
+    names = ("num_heads", "num_kv_heads", "intermediate_size", "shared_size", "vocab_size")
+    c = definition.config
+
+    def divided(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: max(n // tensor, 1) if name in names and n else n for name, n in fields.items()}
+
+    variants = tuple((kind, tuple(divided(dict(fields)).items())) for kind, fields in c.variants)
+    whole = {name: getattr(c, name) for name in names}
+    return replace(definition, config=replace(c, **divided(whole), variants=variants))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core.mesh import ROW_AXES
+from rlhf_core.models import Decoder
 from rlhf_core.models.params import paths
 from rlhf_core.training.memory import remat_of
 from rlhf_topologies.chips import Chip, Topology
@@ -80,7 +81,7 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     rows = -(-shape.rows // (data * fsdp * expert))
     tokens = rows * shape.time
     logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
-    size = getattr(config, "head_dim", width // heads)
+    size = _head_size(shape.model)
     dense, experts = all_weights(shape.model)
     memory = (
         passes * 2 * (dense + experts / expert) / tensor
@@ -99,6 +100,15 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
         "data": 8 * (dense + experts) / tensor / (fsdp * expert) * _others(data) if trains else 0,
     }
     return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
+
+
+def _head_size(definition: Definition) -> float:
+    """Return the size of a head, on average over the layers."""
+    config: Any = getattr(definition, "config", None)
+    if not isinstance(definition, Decoder):
+        return getattr(config, "head_dim", definition.hidden_size // getattr(config, "num_heads", 1))
+    each = [stack.config.head_dim * len(stack.layers) for stack in config.stacks.values()]
+    return sum(each) / config.num_layers
 
 
 def _bound(
@@ -136,7 +146,7 @@ def all_weights(definition: Definition) -> tuple[int, int]:
 
 
 def token_weights(definition: Definition) -> int:
-    """Count the parameters that each token is multiplied with: all but the embedding table, unless that is the head's,
+    """Count the parameters that each token is multiplied with: all but tables of embeddings, unless one is the head's,
     too, and of experts those that a token is sent to.
     """
     config = getattr(definition, "config", None)
@@ -144,7 +154,7 @@ def token_weights(definition: Definition) -> int:
     experts, used = getattr(config, "experts", 0), getattr(config, "experts_per_token", 0)
     total = 0.0
     for path, leaf in paths(definition.abstract_params()):
-        if len(leaf.shape) < 2 or ("embed" in path[0] and not is_head):
+        if len(leaf.shape) < 2 or (path[-1] == "embedding" and not (is_head and path[0] == "embed_tokens")):
             continue
         share = used / experts if experts and "experts" in path else 1.0
         total += share * float(np.prod(leaf.shape))
