@@ -75,10 +75,11 @@ def train(source: str, tokenizer: str, directory: str, options: str) -> None:
 
     class Seen:
         def __init__(self) -> None:
-            self.first = 0.0
+            self.first = self.cpu = 0.0
             self.memory: list[int] = []
 
         def rlhf_step_end(self, step: int) -> None:
+            self.cpu = self.cpu or time.process_time()
             self.first = self.first or time.time() - begun
             if step % 100 == 0:
                 self.memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 10**6)
@@ -90,7 +91,7 @@ def train(source: str, tokenizer: str, directory: str, options: str) -> None:
     )
     model = {**MODEL, "tokenizer": tokenizer, "max_position_embeddings": 1024}
     RewardTrainer(config, model=model, train_dataset=data, callbacks=[seen]).train()
-    print(json.dumps({"first": seen.first, "memory": seen.memory}))
+    print(json.dumps({"first": seen.first, "cpu": seen.cpu, "memory": seen.memory}))
 
 
 def open_updates(source: Any, tokenizer: Any, workers: int, **options: Any) -> Any:
@@ -166,7 +167,9 @@ def time_file(scratch: Path, tokenizer: str) -> None:
     options = json.dumps({"max_training_steps": 20})
     for state in ("cold", "again"):
         found = child("train", str(path), tokenizer, str(scratch / state), options, cache=scratch / "first")
-        print(f"file, {state}: first update after {found['first']:.1f} s of the process")
+        print(
+            f"file, {state}: first update after {found['first']:.1f} s of the process, {found['cpu']:.1f} s of CPU"
+        )
     first, second = child("host", "file", str(path), tokenizer, "0", cache=scratch / "cache")
     entries = [entry.name[:5] for entry in (scratch / "cache" / "tokens").iterdir()]
     print(
@@ -177,7 +180,10 @@ def time_file(scratch: Path, tokenizer: str) -> None:
 def time_stream(scratch: Path, tokenizer: str) -> None:
     options = json.dumps({"max_training_steps": 1000})
     found = child("train", "made_up", tokenizer, str(scratch / "stream"), options, cache=scratch / "cache")
-    print(f"stream: first update after {found['first']:.1f} s; MB at updates 100, 200, …: {found['memory']}")
+    print(
+        f"stream: first update after {found['first']:.1f} s, {found['cpu']:.1f} s of CPU; MB at updates 100, 200, …: "
+        f"{found['memory']}"
+    )
 
 
 def time_kills(scratch: Path, tokenizer: str) -> None:

@@ -25,18 +25,13 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.options import is_parts, kwargs_problem, parts_problem, with_joined_parts
 
+ID_NAMES = ("input_ids_{}", "{}_ids", "{}_input_ids")
+MASK_NAMES = ("attention_mask_{}", "{}_attention_mask", "{}_mask")
+"""What columns of token ids, and of their masks, are called; {} is chosen, rejected or prompt."""
 COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
-    *("chat_template_kwargs", "input_ids_chosen", "input_ids_rejected", "attention_mask_chosen"),
-    *("attention_mask_rejected", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids"),
-    *("chosen_mask", "rejected_mask", "chosen_attention_mask", "rejected_attention_mask", "prompt_ids"),
-    *(
-        "prompt_input_ids",
-        "input_ids_prompt",
-        "attention_mask_prompt",
-        "prompt_attention_mask",
-        "prompt_mask",
-    ),
+    "chat_template_kwargs",
+    *(name.format(of) for name in ID_NAMES + MASK_NAMES for of in ("chosen", "rejected", "prompt")),
 )
 """The columns that this package reads; reward functions may read others."""
 

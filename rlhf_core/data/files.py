@@ -11,6 +11,7 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,14 +216,6 @@ def parse_line(line: bytes, kind: str, place: str) -> Row:
         raise InputError(f"{place}{_line_problem(error)}") from error
 
 
-def _read_jsonl(file: io.BufferedIOBase, name: str) -> Rows:
-    return _read_lines(file, name, _json_row)
-
-
-def _read_txt(file: io.BufferedIOBase, name: str) -> Rows:
-    return _read_lines(file, name, lambda line: {"text": line.removesuffix("\n").removesuffix("\r")})
-
-
 def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
     """Read a JSON array, holding all its rows in memory."""
     text = "".join(line for _, _, line in _lines(file, name))
@@ -231,7 +224,7 @@ def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # jsonl in a file named .json
             file.seek(0)
-            return _read_jsonl(file, name)
+            return _read_lines(file, name, _json_row)
         raise InputError(
             f"{name} line {error.lineno} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         ) from error
@@ -373,14 +366,6 @@ def _arrow_table(file: io.BufferedIOBase) -> Any:
     return opener(content).read_all()
 
 
-def _read_parquet(file: io.BufferedIOBase, name: str) -> Rows:
-    return _read_table(file, name, "parquet")
-
-
-def _read_arrow(file: io.BufferedIOBase, name: str) -> Rows:
-    return _read_table(file, name, "arrow")
-
-
 def array_records(path: Path, name: str) -> Any:
     """Open an ArrayRecord file, whose records are read by index. Raises InputError for another file."""
     from grain.sources import ArrayRecordDataSource
@@ -411,13 +396,13 @@ def _read_array_record(path: Path, name: str) -> Rows:
 
 
 FORMATS: dict[str, Callable[[Any, str], Rows]] = {
-    "jsonl": _read_jsonl,
+    "jsonl": partial(_read_lines, parse=_json_row),
     "json": _read_json,
     "csv": _read_csv,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
+    "parquet": partial(_read_table, kind="parquet"),
+    "arrow": partial(_read_table, kind="arrow"),
     "array_record": _read_array_record,
-    "txt": _read_txt,
+    "txt": partial(_read_lines, parse=lambda line: {"text": line.removesuffix("\n").removesuffix("\r")}),
 }
 
 

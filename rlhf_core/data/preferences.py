@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import columns as cells
+from rlhf_core.data.best_of_n import list_problem, mixture
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
-from rlhf_core.data.columns import COLUMNS
+from rlhf_core.data.columns import COLUMNS, ID_NAMES, MASK_NAMES
 from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
@@ -28,11 +28,7 @@ ACCEPTED = (
     "input_ids_chosen + input_ids_rejected, chosen_ids + rejected_ids, chosen_input_ids + rejected_input_ids"
 )
 FORMATS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-FAMILIES = (
-    ("input_ids_chosen", "input_ids_rejected"),
-    ("chosen_ids", "rejected_ids"),
-    ("chosen_input_ids", "rejected_input_ids"),
-)
+FAMILIES = tuple((name.format("chosen"), name.format("rejected")) for name in ID_NAMES)
 
 
 def read_margin(row: Mapping[str, Any], place: str, problems: Problems) -> float:
@@ -52,87 +48,124 @@ def read_number(row: Mapping[str, Any], column: str, place: str, problems: Probl
     return number
 
 
-class Preference(NamedTuple):
-    """A preference before tokenisation."""
+SIDES = ("chosen", "rejected")
 
+
+class Preference(NamedTuple):
+    """A prompt and its completions, before tokenisation."""
+
+    row: int
+    """Index of the row in its source."""
     prompt: Turns | None
-    """None if both sides contain the prompt."""
-    chosen: Turns
-    rejected: Turns
+    """None if the completions contain it."""
+    completions: Sequence[Turns]
+    """Those of `chosen` first; of a pair one each."""
     doubled: bool = False
     """Whether a completion repeats the prompt, which will be put before it."""
 
+    @property
+    def chosen(self) -> Turns:
+        return self.completions[0]
 
-def parse_pairs(source: Source, problems: Problems, prompt_repeated: bool | None = None) -> list[Preference]:
-    """Parse every row as a prompt and two completions; add invalid rows to `problems` and leave them out.
+    @property
+    def rejected(self) -> Turns:
+        return self.completions[-1]
+
+
+def parse_pairs(
+    source: Source,
+    problems: Problems,
+    prompt_repeated: bool | None = None,
+    *,
+    lists: bool = False,
+    complete: bool = False,
+) -> list[Preference]:
+    """Parse every row as a prompt and its completions; add invalid rows to `problems` and leave them out.
 
     prompt_repeated: as in `TextOptions`, for texts; the turns show whether a conversation contains its prompt.
+    lists: `chosen` and `rejected` hold lists of completions. complete: leave out rows in which one of them is null.
     """
     columns = set(source.columns)
     if not {"chosen", "rejected"} <= columns:
         raise cells.missing_columns(source, ("chosen", "rejected"), ACCEPTED, *FORMATS)
-    names = [name for name in ("prompt", "chosen", "rejected") if name in columns]
+    names = [name for name in ("prompt", *SIDES) if name in columns]
     chat = {name: cells.is_chat(source, name) for name in names}
-    if chat["chosen"] != chat["rejected"]:
+    if chat["chosen"] != chat["rejected"] and not lists:
         raise InputError(
             f"{source.where(0)}: one of 'chosen' and 'rejected' is a conversation, the other is not: make both "
             "texts or both lists of messages"
         )
-    whole: list[Mapping[str, Any]] = []
-    index: list[int] = []
-    for i, row in enumerate(source.rows):
-        row_problems = [p for p in (cells.cell_problem(row, name, chat[name]) for name in names) if p]
-        if not row_problems and chat["chosen"]:
-            row_problems = [p for p in map(cells.unanswered_problem, [row] * 2, ("chosen", "rejected")) if p]
-        if row_problems:
-            problems.add(f"{source.where(i)}: {'; '.join(row_problems)}")
-        else:
-            whole.append(row)
-            index.append(i)
-    if "prompt" not in columns:
-        return [Preference(None, row["chosen"], row["rejected"]) for row in whole]
-    if not chat["prompt"] and not chat["chosen"]:
-        rows = [(row["prompt"], row["chosen"], row["rejected"]) for row in whole]
-        split = strip_prompts(source, index, rows, ("chosen", "rejected"), prompt_repeated, problems)
-        return [Preference(*texts, doubled=not prompt_repeated and repeats_prompt(*texts)) for texts in split]
     parsed: list[Preference] = []
-    for i, row in zip(index, whole, strict=True):
-        sides = [split_prompt(row["prompt"], row[name], name) for name in ("chosen", "rejected")]
-        fine = [side for side in sides if not isinstance(side, Misfit)]
-        if misfits := [side.problem for side in sides if isinstance(side, Misfit)]:
-            problems.add(f"{source.where(i)}: {'; '.join(misfits)}")
-        if len(fine) == 2 and fine[0][0] != fine[1][0]:
-            problems.add(f"{source.where(i)}: 'chosen' and 'rejected' have different turns before the answer")
-        elif len(fine) == 2:
-            parsed.append(Preference(*fine[0], fine[1][1]))
+    for i, row in enumerate(source.rows):
+        if complete and any(name in row and row[name] is None for name in SIDES):
+            continue
+        wrong = [
+            cells.cell_problem(row, name, chat[name]) for name in names if not lists or name not in SIDES
+        ]
+        wrong += [list_problem(row, name) for name in SIDES] if lists else []
+        if not any(wrong):
+            wrong += [mixture(row)] if lists else []
+            wrong += [cells.unanswered_problem(row, n) for n in SIDES] if chat["chosen"] and not lists else []
+        found: Preference | str = "; ".join(filter(None, wrong))
+        if not found:
+            sides = [(name, each) for name in SIDES for each in (row[name] if lists else [row[name]])]
+            found = _split(i, row.get("prompt"), sides, prompt_repeated)
+        if isinstance(found, str):
+            problems.add(f"{source.where(i)}: {found}")
+        else:
+            parsed.append(found)
     return parsed
 
 
-T = TypeVar("T", bound=tuple[str, ...])
+def _split(
+    i: int, prompt: Turns | None, sides: Sequence[tuple[str, Turns]], repeated: bool | None
+) -> Preference | str:
+    """Take the prompt of row i from its completions; what is wrong is a text. sides: (column, completion)."""
+    completions = [side for _, side in sides]
+    if prompt is None:
+        return Preference(i, None, completions)
+    if isinstance(prompt, str) and isinstance(completions[0], str):
+        texts = [(prompt, name, side) for name, side in sides if isinstance(side, str)]
+        if repeated and (problem := next(filter(None, (_not_repeated(*each) for each in texts)), None)):
+            return problem
+        cut = len(prompt) if repeated else 0
+        doubled = not repeated and repeats_prompt(prompt, *completions)
+        return Preference(i, prompt, [side[cut:] for _, _, side in texts], doubled)
+    split = [split_prompt(prompt, side, name) for name, side in sides]
+    if misfits := [each for each in split if isinstance(each, str)]:
+        return "; ".join(dict.fromkeys(misfits))
+    (before, _), *others = fine = [each for each in split if not isinstance(each, str)]
+    if any(other != before for other, _ in others):
+        named = "'chosen' and 'rejected'" if len(sides) == 2 else "the completions"
+        return f"{named} have different turns before the answer"
+    return Preference(i, before, [side for _, side in fine])
+
+
+def _not_repeated(prompt: str, name: str, completion: str) -> str | None:
+    """Describe a text that does not begin with its prompt, where it should, or return None."""
+    if completion.startswith(prompt):
+        return None
+    return f"'prompt' is not the start of '{name}', as prompt_repeated = true says"
 
 
 def strip_prompts(
     source: Source,
-    index: Sequence[int],
-    rows: Sequence[T],
-    names: Sequence[str],
+    used: Sequence[int],
+    rows: Sequence[tuple[Any, Any]],
     repeated: bool | None,
     problems: Problems,
-) -> list[T]:
-    """Strip the prompt from the start of each completion if `repeated`. rows: texts (prompt, *completions).
+) -> list[tuple[Any, Any]]:
+    """Strip the prompt from the start of each completion if `repeated`. rows: texts (prompt, completion).
 
-    index: the rows' indices in the source. names: the columns of the completions. repeated:
-    `TextOptions.prompt_repeated`; if true, rows whose completions lack the prompt are added to `problems`.
+    used: the rows' indices in the source. repeated: `TextOptions.prompt_repeated`; if true, rows whose completion lacks
+    the prompt are added to `problems`.
     """
     if not repeated:
         return list(rows)
-    for i, (prompt, *sides) in zip(index, rows, strict=True):
-        odd = [name for name, side in zip(names, sides, strict=True) if not side.startswith(prompt)]
-        if odd:
-            problems.add(
-                f"{source.where(i)}: 'prompt' is not the start of '{odd[0]}', as prompt_repeated = true says"
-            )
-    return [(row[0], *(side[len(row[0]) :] for side in row[1:])) for row in rows]  # type: ignore[misc]
+    for i, (prompt, completion) in zip(used, rows, strict=True):
+        if problem := _not_repeated(prompt, "completion", completion):
+            problems.add(f"{source.where(i)}: {problem}")
+    return [(prompt, completion[len(prompt) :]) for prompt, completion in rows]
 
 
 def repeats_prompt(prompt: Turns | None, *completions: Turns) -> bool:
@@ -142,15 +175,11 @@ def repeats_prompt(prompt: Turns | None, *completions: Turns) -> bool:
     return any(isinstance(text, str) and text.lstrip().startswith(prompt.strip()) for text in completions)
 
 
-@dataclass(frozen=True)
-class Misfit:
-    """What keeps a prompt and a conversation apart."""
+def split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] | str:
+    """Split a side, a completion or a whole conversation with the prompt, into (prompt, completion).
 
-    problem: str
-
-
-def split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] | Misfit:
-    """Split a side, a completion or a whole conversation with the prompt, into (prompt, completion)."""
+    A text says what keeps them apart.
+    """
     if isinstance(side, str):
         return prompt, side
     before = (
@@ -167,11 +196,10 @@ def split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] |
         ]
         if matches:
             return turns[: matches[-1] + 1], turns[matches[-1] + 1 :]
-        return Misfit(f"'prompt' is not a user turn of '{name}', which is a whole conversation")
-    return Misfit(f"'prompt' is not the start of '{name}', which is a whole conversation")
+        return f"'prompt' is not a user turn of '{name}', which is a whole conversation"
+    return f"'prompt' is not the start of '{name}', which is a whole conversation"
 
 
-SIDES = ("chosen", "rejected")
 NOTES = ("doubled", "after_reply", "left_out")
 
 
@@ -342,7 +370,7 @@ def _split_shared_turns(preference: Preference) -> Preference:
         return preference
     most = min(len(chosen), len(rejected)) - 1
     same = next((k for k in range(most) if chosen[k] != rejected[k]), most)
-    return preference._replace(prompt=chosen[:same], chosen=chosen[same:], rejected=rejected[same:])
+    return preference._replace(prompt=chosen[:same], completions=(chosen[same:], rejected[same:]))
 
 
 def _arrays(
@@ -365,9 +393,7 @@ def read_token_ids(source: Source, column: str, tokenizer: Any, problems: Proble
     Prompt ids (`prompt_ids`, `prompt_input_ids`, `input_ids_prompt`) are put in front.
     Invalid rows are added to `problems` and returned empty.
     """
-    side = "chosen" if "chosen" in column else "rejected"
-    columns = source.columns
-    mask = _first_present(columns, f"attention_mask_{side}", f"{side}_attention_mask", f"{side}_mask")
+    mask = _first_present(source, MASK_NAMES, "chosen" if "chosen" in column else "rejected")
     prompts = read_prompt_ids(source, tokenizer, problems)
     ids = _read_column(source, column, mask, tokenizer, problems)
     return ids if prompts is None else [np.concatenate(parts) for parts in zip(prompts, ids, strict=True)]
@@ -375,9 +401,7 @@ def read_token_ids(source: Source, column: str, tokenizer: Any, problems: Proble
 
 def read_prompt_ids(source: Source, tokenizer: Any, problems: Problems) -> list[Ints] | None:
     """Read the column of prompt ids as `read_token_ids` does; None if there is none."""
-    columns = source.columns
-    prompt = _first_present(columns, "prompt_ids", "prompt_input_ids", "input_ids_prompt")
-    mask = _first_present(columns, "attention_mask_prompt", "prompt_attention_mask", "prompt_mask")
+    prompt, mask = (_first_present(source, names, "prompt") for names in (ID_NAMES, MASK_NAMES))
     return None if prompt is None else _read_column(source, prompt, mask, tokenizer, problems)
 
 
@@ -391,8 +415,8 @@ def _read_column(
     ]
 
 
-def _first_present(columns: Sequence[str], *names: str) -> str | None:
-    return next((name for name in names if name in columns), None)
+def _first_present(source: Source, names: Sequence[str], of: str) -> str | None:
+    return next((name for each in names if (name := each.format(of)) in source.columns), None)
 
 
 def _read_ids(

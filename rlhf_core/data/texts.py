@@ -178,7 +178,7 @@ def _encode_completions(source: Source, encoder: Encoder, notes: Notes) -> list[
     repeated = encoder.options.prompt_repeated
     if not any(chat.values()):
         problems = Problems()
-        rows = strip_prompts(source, range(len(rows)), rows, ["completion"], repeated, problems)
+        rows = strip_prompts(source, range(len(rows)), rows, repeated, problems)
         problems.raise_if_any()
     notes.rows["doubled"] = {i for i, row in enumerate(rows) if not repeated and repeats_prompt(*row)}
     return _encode_learned(source, encoder, rows, notes)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhf_core.data import columns as cells
-from rlhf_core.data.best_of_n import completion_lists, parse_candidates
+from rlhf_core.data.best_of_n import completion_lists
 from rlhf_core.data.encoded import Notes, refuse_repeats
 from rlhf_core.data.preferences import FAMILIES, parse_pairs, read_token_ids, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems, Report
@@ -49,10 +50,10 @@ def whole_parts(
     columns = set(records.columns)
     paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))
     sides: tuple[str, ...] = ("chosen_score", "rejected_score") if paired else ("score",)
-    encode = _encode_pairs if paired else _encode_texts
+    encode: Callable[..., EncodedRows] = _encode_pairs if paired else _encode_texts
     listed = paired and any(map(completion_lists, records.sources))
     if listed:
-        sides, encode = ("chosen_scores", "rejected_scores"), _encode_candidates
+        sides, encode = ("chosen_scores", "rejected_scores"), partial(_encode_pairs, lists=True)
     number = 0
     for source in records.sources:
         doubled: list[int] = []
@@ -78,29 +79,18 @@ EncodedRows = tuple[list[list[Ints] | None], list[int]]
 """The sequences of every row, and the rows whose completion repeats its prompt."""
 
 
-def _encode_pairs(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows:
+def _encode_pairs(source: Source, encoder: Encoder, notes: Notes, *, lists: bool = False) -> EncodedRows:
     problems = Problems()
     family = next((names for names in FAMILIES if set(names) <= set(source.columns)), None)
     if family is not None:
         sides = [read_token_ids(source, name, encoder.tokenizer, problems) for name in family]
         problems.raise_if_any()
         return [list(row) for row in zip(*sides, strict=True)], []
-    used = [i for i, row in enumerate(source.rows) if _may_have(row, "chosen") and _may_have(row, "rejected")]
-    complete = source.take(used, "complete")
-    parsed = parse_pairs(complete, problems, encoder.options.prompt_repeated) if used else []
+    parsed = parse_pairs(source, problems, encoder.options.prompt_repeated, lists=lists, complete=True)
     problems.raise_if_any()
-    rows = [[(p.prompt, p.chosen), (p.prompt, p.rejected)] for p in parsed]
-    doubled = [i for i, p in zip(used, parsed, strict=True) if p.doubled]
-    return _encode_rows(source, used, rows, encoder, notes), doubled
-
-
-def _encode_candidates(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows:
-    problems = Problems()
-    candidates = parse_candidates(source, problems, encoder.options.prompt_repeated)
-    problems.raise_if_any()
-    rows = [each.completions for each in candidates]
-    sequences = _encode_rows(source, [each.row for each in candidates], rows, encoder, notes)
-    return sequences, [each.row for each in candidates if each.doubled]
+    rows = [[(p.prompt, completion) for completion in p.completions] for p in parsed]
+    sequences = _encode_rows(source, [p.row for p in parsed], rows, encoder, notes)
+    return sequences, [p.row for p in parsed if p.doubled]
 
 
 def _encode_texts(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows:
@@ -123,7 +113,7 @@ def _encode_texts(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows
     repeated = encoder.options.prompt_repeated
     if prompted and not any(chat.values()):
         texts: list[Any] = rows
-        rows = strip_prompts(source, used, texts, [last], repeated, problems)
+        rows = strip_prompts(source, used, texts, repeated, problems)
         problems.raise_if_any()
     doubled = [i for i, row in zip(used, rows, strict=True) if not repeated and repeats_prompt(*row)]
     return _encode_rows(source, used, [[row] for row in rows], encoder, notes), doubled
