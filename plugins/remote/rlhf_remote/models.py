@@ -30,6 +30,8 @@ from rlhf_remote.service import (
     listed,
     model_cards,
     reach,
+    row_scores,
+    score_request,
     what_it_said,
 )
 
@@ -240,10 +242,7 @@ class RemoteScorer:
             )
         for start in range(skip * ROWS, len(records), ROWS):
             rows = records[start : start + ROWS]
-            body = {
-                "model": self.remote.name,
-                "rows": [{name: row[name] for name in READ if row.get(name) is not None} for row in rows],
-            }
+            body = score_request(self.remote.name, {name: [row.get(name) for row in rows] for name in READ})
             url = f"{self.remote.root}/score"
             places = [records.where(start + i) for i in range(len(rows))]
             try:
@@ -252,26 +251,9 @@ class RemoteScorer:
                 raise _said_of(
                     f"{places[0]} and the next {len(rows) - 1}" if rows[1:] else places[0], error
                 ) from None
-            unread = [place for i, place in enumerate(places) if any(np.isnan(x[i]) for x in scores.values())]
-            yield ScoredPart(scores, unread)
-
-
-def row_scores(count: int, answer: Any) -> dict[str, np.ndarray]:
-    """Read the answer of `/score` to `count` rows: {"score", or "chosen_score" and "rejected_score": float64 [count]},
-    NaN where it is null. Raises ValueError, with what it expects, for another answer.
-    """
-    try:
-        data = sorted(answer["data"], key=lambda each: each["index"])
-        names = ("chosen_score", "rejected_score") if "chosen_score" in data[0] else ("score",)
-        scores = {
-            name: np.array([np.nan if each[name] is None else each[name] for each in data], np.float64)
-            for name in names
-        }
-        if [each["index"] for each in data] != list(range(count)):
-            raise ValueError
-    except (LookupError, TypeError, ValueError):
-        raise ValueError(f"data with the scores of {count} rows") from None
-    return scores
+            table = {name: np.array(values, np.float64) for name, values in scores.items()}
+            unread = [place for i, place in enumerate(places) if any(np.isnan(x[i]) for x in table.values())]
+            yield ScoredPart(table, unread)
 
 
 def open_scorer(url: str, *, normalize: bool = False, base: str | None = None) -> RemoteScorer:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -25,6 +26,8 @@ from rlhf_remote.service import (
     listed,
     model_cards,
     reach,
+    row_scores,
+    score_request,
     shorten,
     what_it_said,
 )
@@ -48,7 +51,8 @@ Count = Annotated[int, Field(ge=0)]
 class Http:
     """Ask a service for the scores of completions: POST {prompts, completions, columns} → {scores}.
 
-    url: the service's address. columns: those sent along, {name: [values]}. batch_size: completions of a request.
+    url: the service's address. model: a reward model of `rlhf serve`, whose /score has a form of its own.
+    columns: those sent along, {name: [values]}. batch_size: completions of a request.
     concurrency: requests at a time. request_timeout: seconds that one may take. retries: of a failed request, with
     growing pauses. api_key: sent as `Authorization: Bearer …`. on_error: the reward's, see the trainer.
 
@@ -63,6 +67,7 @@ class Http:
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
+    model: str | None = None
     _service: Service = field(init=False, repr=False)
     _reached: bool = field(default=False, init=False, repr=False)
 
@@ -98,13 +103,16 @@ class Http:
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
 
         async def ask(rows: range) -> tuple[list[Any] | None, int]:
-            body = {
-                "prompts": [prompts[i] for i in rows],
-                "completions": [completions[i] for i in rows],
-                "columns": {name: [columns[name][i] for i in rows] for name in self.columns},
-            }
+            sent = {name: [columns[name][i] for i in rows] for name in self.columns}
+            texts = ([prompts[i] for i in rows], [completions[i] for i in rows])
+            if self.model is None:
+                body = {"prompts": texts[0], "completions": texts[1], "columns": sent}
+                read = partial(_scores, len(rows))
+            else:
+                body = score_request(self.model, {"prompt": texts[0], "completion": texts[1], **sent})
+                read = partial(_score_values, len(rows))
             try:
-                return await self._service.post(self.url, body, lambda answer: _scores(answer, len(rows)))
+                return await self._service.post(self.url, body, read)
             except RequestError as error:
                 if self.on_error == "stop":
                     raise RunError(f"{error}; {STOPS}") from error
@@ -345,11 +353,18 @@ class Judge:
             )
 
 
-def _scores(answer: Any, count: int) -> list[float | None]:
+def _scores(count: int, answer: Any) -> list[float | None]:
     scores = answer.get("scores") if isinstance(answer, Mapping) else None
     if not isinstance(scores, list) or len(scores) != count or not all(map(_is_score, scores)):
         raise ValueError(f'{{"scores": [{count} numbers or nulls]}}')
     return scores
+
+
+def _score_values(count: int, answer: Any) -> list[float | None]:
+    scores = row_scores(count, answer).get("score")
+    if scores is None:
+        raise ValueError(f"data with one score for each of {count} rows")
+    return [None if math.isnan(score) else score for score in scores]
 
 
 def _is_score(value: Any) -> bool:

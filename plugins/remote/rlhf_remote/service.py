@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import math
 import random
 import re
 import time
@@ -103,6 +104,32 @@ def model_cards(answer: httpx.Response) -> list[Mapping[str, Any]]:
         return [card for card in cards if "id" in card]
     except (ValueError, LookupError, TypeError):
         return []
+
+
+def score_request(model: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Make the body of a request to `/score` of `rlhf serve`; a row lacks the columns that are null in it."""
+    rows = [
+        {name: value for name, value in zip(columns, values, strict=True) if value is not None}
+        for values in zip(*columns.values(), strict=True)
+    ]
+    return {"model": model, "rows": rows}
+
+
+def row_scores(count: int, answer: Any) -> dict[str, list[float]]:
+    """Read the answer of `/score` to `count` rows: {"score", or "chosen_score" and "rejected_score": numbers},
+    NaN where one is null. Raises ValueError, with what it expects, for another answer.
+    """
+    try:
+        data = sorted(answer["data"], key=lambda each: each["index"])
+        names = ("chosen_score", "rejected_score") if "chosen_score" in data[0] else ("score",)
+        scores = {
+            name: [math.nan if each[name] is None else float(each[name]) for each in data] for name in names
+        }
+        if [each["index"] for each in data] != list(range(count)):
+            raise ValueError
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(f"data with the scores of {count} rows") from None
+    return scores
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,0 +1,112 @@
+"""The suite's own clients: with a URL, commands say what they say of the directory that is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_remote import Http
+from rlhf_reward.model_reward import ModelReward
+from typer.testing import CliRunner
+
+from rlhf_core import RewardInputs, cli, installed_registry, workers
+from rlhf_core.rewards.checks import set_up
+from rlhf_core.rewards.reward import score
+from rlhf_core.rollouts import Reward
+
+GREEDY = ("--temperature", 0, "--max_completion_length", 12)
+TEXTS = [{"prompt": "a b c"}, {"prompt": "d"}]
+CHATS = [{"messages": [{"role": "user", "content": word}], "id": i} for i, word in enumerate(("a b", "c"))]
+
+
+def say(*arguments: Any, typed: str = "") -> str:
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), input=typed, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def address(running: Any) -> str:
+    return str(running.client.base_url).rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags"),
+    [
+        (TEXTS, ()),
+        (CHATS, ("--system", "e f")),
+        (None, ("--prompt", "a b", "--prompt", "c d")),
+        (None, ("--prompt", "a b", "--raw")),
+    ],
+)
+def test_generate_writes_the_same(
+    rows: Any, flags: tuple[str, ...], running: Any, directory: Path, tmp_path: Path
+) -> None:
+    given: tuple[Any, ...] = flags
+    if rows:
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = (tmp_path / "in.jsonl", *flags)
+    texts = []
+    for model in (directory / "policy", address(running)):
+        say("generate", model, *given, *GREEDY, "-o", tmp_path / "out.jsonl")
+        texts.append((tmp_path / "out.jsonl").read_text())
+    assert texts[0] == texts[1]
+    assert len({json.loads(line)["completion"] for line in texts[0].splitlines()}) == len(
+        texts[0].splitlines()
+    )
+
+
+def test_chat_says_the_same(running: Any, directory: Path) -> None:
+    typed = "a b\nc d\n"
+    local, remote = (
+        say("chat", model, *GREEDY, typed=typed) for model in (directory / "policy", address(running))
+    )
+    assert local == remote
+    assert len(local.split()) > 4
+
+
+def test_score_writes_the_same_bits(running: Any, directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": "a b", "chosen": f" {x} c", "rejected": f" {x}"}) + "\n" for x in "defgh"
+        )
+    )
+    said, written = [], []
+    for model in (directory / "rm", address(running)):
+        said.append(say("score", model, file, "-o", tmp_path / "out.jsonl").splitlines())
+        written.append((tmp_path / "out.jsonl").read_text())
+    assert written[0] == written[1]
+    assert said[0] == said[1]
+    assert any(line.startswith("accuracy") for line in said[0])
+
+
+def test_the_reward_http_asks_for_the_same_scores(
+    running: Any, directory: Path, tmp_path: Path, tiny: Any
+) -> None:
+    chat = [{"role": "user", "content": "a b"}]
+    inputs = RewardInputs(
+        [chat] * 3,
+        [[{"role": "assistant", "content": text}] for text in ("c d", "e", "f g h")],
+        [[1]] * 3,
+        {},
+    )
+    stage = SimpleNamespace(
+        name="policy",
+        registry=installed_registry(),
+        mesh=None,
+        is_main=True,
+        dir=tmp_path,
+        devices=tiny.one_device,
+    )
+    served = Http(f"{address(running)}/score", model="rm")
+    rewards = [Reward("http", 1.0, served), Reward("model", 1.0, ModelReward(str(directory / "rm")))]
+    set_up(rewards, SimpleNamespace(columns={}, where=str), stage)  # type: ignore[arg-type]
+    try:
+        table = score(rewards, inputs)
+    finally:
+        workers.close()
+    assert table[:, 0] == pytest.approx(table[:, 1], rel=1e-6)
+    assert len(set(table[:, 0])) == 3
