@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 
 INPUT_FIELDS = {"chat_template", "tokenizer", "path"}
 INPUT_ENDINGS = ("_data", "_file")
+WRITTEN_FIELDS = {"save_directory", "directory"}
+"""Fields whose directories are written, not read."""
 
 
 def is_input_field(field: str) -> bool:
@@ -24,8 +26,8 @@ def is_model_field(field: str) -> bool:
 
 
 def names_remote_model(field: str, table: Mapping[str, Any]) -> bool:
-    """Check whether a field of a table names a model at the table's `url`: neither a path nor an artifact."""
-    return field == "model" and "url" in table
+    """Check whether a field of a table names a model at the table's `url` or `urls`: neither a path nor an artifact."""
+    return field == "model" and not table.keys().isdisjoint(("url", "urls"))
 
 
 def split_file_name(name: str) -> tuple[str, str] | None:

@@ -8,6 +8,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -29,6 +31,8 @@ class SamplerInputs:
     memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
     conversation_length: in tokens, of the longest conversation without its prompt; None: there are no conversations,
         and `converse` is not called.
+    model: the policy as it was opened, which a sampler elsewhere saves with other parameters. directory: the stage's,
+        for what a sampler writes.
     routes: whether `Rollouts.routes` are wanted; a sampler that does not have them leaves them out.
     """
 
@@ -43,6 +47,8 @@ class SamplerInputs:
     memory: int | None = None
     conversation_length: int | None = None
     routes: bool = False
+    model: Any | None = None
+    directory: Path | None = None
 
     @property
     def policy(self) -> Definition:
@@ -231,6 +237,11 @@ class SamplerFunction(Protocol):
     softmax(logits / temperature), before penalty and filters.
 
     An optional method `warm_up(params, lengths)` compiles for prompts of these lengths, or starts to in threads.
+    A sampler on other devices may have `publish(params, version)`, which the trainer calls when it may sample with a
+    policy: what it returns is then passed as `params`, perhaps from several threads, while the trainer learns. It also
+    has `published(version)`, the same for a version that was published before the run was stopped, and
+    `retire(before)`, called when no rollout needs versions below `before` any more; and may have `receipt(policy)`,
+    metrics of how it was proven that the policy is held.
     Another, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
     prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
     conversations take each turn together, in a call whose prompts are all that was said.

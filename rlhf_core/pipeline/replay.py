@@ -41,7 +41,7 @@ WITHOUT = {
     "training_time_limit": None,
 }
 """Settings of a replay, which only trains: what needs a sampler or a reward is left out."""
-_OF_MACHINE = ("time", "_per_second", "memory", "eval_")
+_OF_MACHINE = ("time", "_per_second", "memory", "eval_", "seconds")
 """Parts of the names of metrics that a replay does not compute, or that depend on the machine."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -68,11 +68,15 @@ class RolloutOptions:
 
 
 class Drawn(NamedTuple):
-    """Completions before they are scored; of an environment, its episodes. seconds: that sampling took."""
+    """Completions before they are scored; of an environment, its episodes. seconds: that sampling took.
+
+    receipt: metrics of how a sampler on other devices proved that it held the policy.
+    """
 
     samples: Rollouts
     run: Episodes | None
     seconds: float
+    receipt: Mapping[str, float]
 
 
 SCORING = threading.Lock()
@@ -208,12 +212,14 @@ class RolloutCollector:
                     "leave out replay_routes, or sample with sampler = 'jax'"
                 )
         self._require_tokens(samples)
+        receipt = getattr(self.sampler, "receipt", None)
         # Samples are NumPy arrays: nothing is still being computed.
-        return Drawn(samples, run, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Drawn(samples, run, seconds, {} if receipt is None else receipt(policy))
 
     def score(self, drawn: Drawn, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
         """Have the rewards score what was drawn; as in `sample`."""
-        samples, run, seconds = drawn
+        samples, run, seconds, receipt = drawn
         began = time.perf_counter()
         if run is None:
             assert not isinstance(self.prompts, EpisodeRows)
@@ -229,7 +235,7 @@ class RolloutCollector:
             inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
         with SCORING:
             rewards, total = measure(self.rewards, inputs, needed=required)
-            metrics = logged_metrics(self.rewards)
+            metrics = {**receipt, **logged_metrics(self.rewards)}
         timing = Timing(seconds, time.perf_counter() - began, int(np.sum(samples.mask)))
         made = Rollout(chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing)
         if run is None or self.episodes is None:

@@ -96,6 +96,8 @@ def open_collector(
         context.warn(*_position_warnings(model, prompts, options))
         context.warn(*system_prompt_warnings(config, rewards, stage))
         context.ahead(warm_up, function, model, prompts.sizes)
+    if context.shapes and field == "train_data":
+        _check_sampler(context, model, options)
     if not context.shapes and not replays:
         set_up(rewards, prompts, stage, field)
     absent, routes = model.definition.absent, route_shape(model.definition) if options.replay_routes else None
@@ -124,8 +126,7 @@ def open_sampler(
     memory: bytes per device that it may use. Raises InputError for a model without a stop token.
     """
     require_stop_token(model.stop_ids, options.sampling, context.name)
-    component = Component(name="jax") if options.sampler is None else options.sampler
-    make = context.registry.get(SAMPLER, component.name, **component.options)
+    make = _sampler_maker(context, options)
     length = None if episodes is None else episodes.length
     inputs = SamplerInputs(
         definition=model.definition,
@@ -139,6 +140,8 @@ def open_sampler(
         memory=memory,
         conversation_length=length,
         routes=options.replay_routes,
+        model=model,
+        directory=context.stage.dir,
     )
     made = make(inputs)
     if length is None or hasattr(made, "converse"):
@@ -206,6 +209,23 @@ def _count(prompts: AnyPrompts) -> int:
     return 0 if isinstance(prompts, PromptStream) else len(prompts)
 
 
+def _check_sampler(context: Context, model: Model, options: RolloutOptions) -> None:
+    """Have a sampler on other devices say what is wrong with it, in a stage that is only checked."""
+    made = _sampler_maker(context, options)
+    if not hasattr(made, "check"):
+        return
+    with error_context(context.stage, "sampler"):
+        forecast = _told(context, made.check(model, options.sampling))
+    if context.expected:
+        expected = context.expected[-1]
+        expected.later = [*expected.later, *forecast.lines]
+
+
+def _sampler_maker(context: Context, options: RolloutOptions) -> Any:
+    component = Component(name="jax") if options.sampler is None else options.sampler
+    return context.registry.get(SAMPLER, component.name, **component.options)
+
+
 def _check_stops(context: Context, options: RolloutOptions) -> None:
     """Raise InputError where no token could end a completion, or a text that ends one cannot be recognised."""
     tokenizer, sampling = context.tokenizer, options.sampling
@@ -254,6 +274,8 @@ def _expect(
         )
 
     def held(definition: Definition, parameters: int) -> Mapping[str, int]:
+        if getattr(_sampler_maker(context, options), "outside", False):
+            return {} if context.planned else {"reward models": _reward_models(context, parameters)}
         slots = min(rows_per_device(context.mesh, per_rollout) * group, most_slots(None))
         prompts = rows_per_device(context.mesh, per_rollout)
         whole = shares_prompts(definition) and slots == prompts * group

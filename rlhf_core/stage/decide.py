@@ -70,8 +70,11 @@ MAY_CHANGE = frozenset(
     }
 )
 """Fields that may change during a run, with a warning; all processes of a job must have the same."""
-_OF_CALLS = re.compile(r"(rewards\[\d+\]|environment)\.(timeout|processes|on_error|check)")
-"""How a reward or an environment is called, which may change as well: it changes no value."""
+_OF_CALLS = re.compile(
+    r"(rewards\[\d+\]|environment)\.(timeout|processes|on_error|check)"
+    r"|sampler\.(urls(\[\d+\])?|directory|timeout|patience|concurrency|probe_tolerance)"
+)
+"""How a reward, an environment or engines are called, which may change as well: it changes no value."""
 _REWARD = re.compile(r"rewards\[(\d+)\]")
 _EPISODES = ("max_turns", "max_tokens", "max_seconds", "weight", "history")
 """Options of an `environment` that say how episodes are held; changes of these cannot be accepted."""

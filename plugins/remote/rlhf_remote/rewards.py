@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from rlhf_core import REWARD, InputError, Registry, RunError, hookimpl
+from rlhf_core import REWARD, SAMPLER, InputError, Registry, RunError, hookimpl
 from rlhf_core.errors import suggest
 from rlhf_remote.answers import Answers, has_answers, question_key
 from rlhf_remote.rubric import Rubric, Scale, read_schema
+from rlhf_remote.sampler import RlhfSampler, SglangSampler, VllmSampler
 from rlhf_remote.service import (
     RequestError,
     Service,
@@ -389,3 +390,6 @@ def _key_hint(api_key: str | None) -> str:
 def rlhf_register(registry: Registry) -> None:
     registry.add(REWARD, "http", Http)
     registry.add(REWARD, "judge", Judge)
+    registry.add(SAMPLER, "vllm", VllmSampler)
+    registry.add(SAMPLER, "sglang", SglangSampler)
+    registry.add(SAMPLER, "rlhf", RlhfSampler)

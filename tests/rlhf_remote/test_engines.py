@@ -1,0 +1,216 @@
+"""GRPO with the sampler `rlhf`: a server in this process is given every policy, and proves that it holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import uvicorn
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+from rlhf_remote import engines, sampler
+from rlhf_serve.opening import Opening, open_model
+from rlhf_serve.running import Settings, application, make_server
+
+from rlhf_core import InputError, RunError
+from rlhf_core.errors import Stopped
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+class Server:
+    """`rlhf serve policy=DIR --control --adapters DIRECTORY` in a thread."""
+
+    def __init__(self, tiny: ModuleType, model: Path, adapters: Path) -> None:
+        opening = Opening(slots=16, length=64, mesh=tiny.one_device())
+        settings = Settings(models=(), control=True, adapters=adapters)
+        served = make_server({"policy": open_model("policy", str(model), opening)}, settings)
+        config = uvicorn.Config(
+            application(served, settings, opening), port=0, log_config=None, lifespan="on"
+        )
+        self.web = uvicorn.Server(config)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.web.serve()), daemon=True)
+        self.thread.start()
+        while not self.web.started:
+            assert self.thread.is_alive()
+        self.url = f"http://127.0.0.1:{self.web.servers[0].sockets[0].getsockname()[1]}"
+
+    def restore(self, model: Path) -> None:
+        engine = engines.Vllm(self.url, None, 60)
+        for name, served in engine.models().items():
+            if served.parent is not None:
+                engine.unload_adapter(name)
+        engine.load_weights(str(model), "0")
+
+    def close(self) -> None:
+        self.web.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType, place: Path) -> Path:
+    tiny.make_model(scale=8).save(place / "model")
+    return place / "model"
+
+
+@pytest.fixture(scope="module")
+def server(tiny: ModuleType, model: Path, place: Path) -> Iterator[Server]:
+    running = Server(tiny, model, place)
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def as_started(server: Server, model: Path) -> Iterator[None]:
+    yield
+    server.restore(model)
+
+
+@pytest.fixture
+def train(
+    tiny: ModuleType, model: Path, place: Path, tmp_path_factory: Any, server: Server
+) -> Callable[..., Any]:
+    def train(
+        directory: Path | None = None, steps: int = 3, **options: Any
+    ) -> tuple[Path, list[dict[str, Any]]]:
+        directory = directory or Path(tmp_path_factory.mktemp("run"))
+        options = {"weights": "adapter", "probe_tolerance": 1e-3, "timeout": 60.0, **options}
+        ahead, shared = (
+            options.pop("ahead", 1),
+            place / options.pop("place", f"{directory.parent.name}-{directory.name}"),
+        )
+        lora = options.pop("lora", LORA if options["weights"] == "adapter" else None)
+        engine = {"name": "rlhf", "urls": [server.url], "directory": str(shared), **options}
+        config = GRPOConfig(
+            total_batch_size=8,
+            num_generations=4,
+            learning_rate=1e-2,
+            max_training_steps=steps,
+            max_completion_length=6,
+            log_steps=1,
+            rollouts_ahead=ahead,
+            num_preview_samples=0,
+            save_directory=str(directory),
+            sampler=engine,
+            seed=1,
+            lora=lora,
+        )
+        GRPOTrainer(
+            config,
+            model=str(model),
+            train_dataset=tiny.prompts(8),
+            rewards=[lambda completion_ids: [float(ids[0] % 5) for ids in completion_ids]],
+        ).train()
+        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return directory, rows
+
+    return train
+
+
+@pytest.mark.parametrize("weights", ["adapter", "disk"])
+def test_every_policy_is_published_and_proven(train: Callable[..., Any], weights: str, place: Path) -> None:
+    directory, rows = train(weights=weights, ahead=1, steps=4)
+    assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["sync/probe_difference"] < 1e-4 for row in rows)
+    # The sampler's log-probabilities of the first rollout are the trainer's own.
+    assert rows[0]["sampling/logp_difference_max"] < 1e-4
+    assert max(row["sampling/logp_difference_max"] for row in rows[1:]) > 1e-3
+    kept = sorted(path.name for path in place.glob(f"*{directory.name}/policy-v*"))
+    assert kept[-1] == "policy-v2"
+    assert len(kept) <= 3
+
+
+@pytest.mark.parametrize("weights", ["adapter", "disk"])
+def test_an_engine_that_keeps_its_policy_is_caught(
+    train: Callable[..., Any], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers that it has loaded the second policy, and has not."""
+    load = {"adapter": "load_adapter", "disk": "load_weights"}[weights]
+    honest = getattr(engines.Vllm, load)
+
+    def forgets(self: Any, *arguments: str) -> None:
+        first = "v0" in "".join(arguments) or arguments[-1] == "0"
+        if weights == "adapter":
+            path = arguments[1] if first else arguments[1].replace(arguments[0], "policy-v0")
+            honest(self, arguments[0], path)
+        elif first:
+            honest(self, *arguments)
+
+    monkeypatch.setattr(engines.Vllm, load, forgets)
+    with pytest.raises(
+        RunError, match=r"does not hold the policy of update 1: .* of a probe are up to"
+    ) as error:
+        train(weights=weights, ahead=0)
+    assert "it holds older weights" in str(error.value)
+
+
+def test_a_run_that_no_engine_serves_stops_with_its_state_saved(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the same command continues it to the same weights, once an engine answers."""
+    whole, rows = train(ahead=1, steps=4)
+    honest = engines.Vllm.complete
+    gone = threading.Event()
+
+    def complete(self: Any, model: str, *arguments: Any) -> Any:
+        if model.endswith("v1") or gone.is_set():
+            gone.set()
+            raise engines.EngineDownError("no route to host")
+        return honest(self, model, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines.Vllm, "complete", complete)
+        patch.setattr(sampler, "FIRST_WAIT", 0.05)
+        with pytest.raises(Stopped, match=r"no engine has answered for 0.2 s: .*no route to host"):
+            train(tmp_path / "run", ahead=1, steps=4, patience=0.2)
+    kept = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert kept == ["2"]
+    _, again = train(tmp_path / "run", ahead=1, steps=4, patience=0.2)
+    clock = {"time", "step_time", "tokens_per_second", "sync/seconds"}
+    for row, other in zip(rows, again, strict=True):
+        names = {name for name in row if name not in clock and not name.startswith(("time/", "rollout/tok"))}
+        assert {name: row[name] for name in names} == {name: other[name] for name in names}
+
+
+def test_what_an_engine_cannot_do_exactly_is_refused(train: Callable[..., Any]) -> None:
+    with pytest.raises(
+        InputError, match=r'sampler.weights = "adapter": the model is trained without adapters'
+    ):
+        train(weights="adapter", lora=None)
+
+
+def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Path) -> None:
+    (place / "taken").mkdir()
+    (place / "taken" / "owner.json").write_text(json.dumps({"stage": "runs/other/policy"}))
+    with pytest.raises(InputError, match="has the policies of runs/other/policy; give another"):
+        train(place="taken")
+
+
+def test_probes_see_every_tensor(tiny: ModuleType) -> None:
+    """The difference that a receipt measures, for each tensor changed by a hundredth."""
+    model = tiny.make_model(scale=8)
+    ids = np.random.default_rng(0).integers(0, model.definition.vocab_size, sampler.PROBE)
+
+    def logps(changed: Any) -> Any:
+        logits = np.asarray(changed.logits(ids, np.ones_like(ids)), np.float64)
+        return np.take_along_axis(sampler.log_softmax(logits[:, :-1]), ids[:, 1:, None], -1)
+
+    before = logps(model)
+    leaves, tree = jax.tree.flatten(model.params)
+    for i, leaf in enumerate(leaves):
+        other = [each * 1.01 if k == i else each for k, each in enumerate(leaves)]
+        assert np.abs(logps(model.with_params(jax.tree.unflatten(tree, other))) - before).max() > 1e-3, (
+            leaf.shape
+        )
