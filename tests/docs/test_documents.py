@@ -37,7 +37,12 @@ PAGES = [
     Page("docs/explanation/update.md"),
     Page("docs/how-to/add_a_model_family.md"),
 ]
-SHOWN = [*(page.path for page in PAGES), "docs/how-to/write_an_environment.md", "docs/explanation/ahead.md"]
+SHOWN = [
+    *(page.path for page in PAGES),
+    "docs/how-to/write_an_environment.md",
+    "docs/explanation/ahead.md",
+    "docs/how-to/engines.md",
+]
 """Pages whose toml blocks, where they are no files, are fields of a trainer."""
 
 

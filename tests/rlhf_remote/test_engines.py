@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from rlhf_serve.opening import Opening, open_model
 from rlhf_serve.running import Settings, application, make_server
 
 from rlhf_core import InputError, RunError
+from rlhf_core.contracts import Forecast
 from rlhf_core.errors import Stopped
+from rlhf_core.sampling import SamplingOptions
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -214,3 +217,88 @@ def test_probes_see_every_tensor(tiny: ModuleType) -> None:
         assert np.abs(logps(model.with_params(jax.tree.unflatten(tree, other))) - before).max() > 1e-3, (
             leaf.shape
         )
+
+
+def test_a_check_asks_the_engines(server: Server, tiny: ModuleType) -> None:
+    model, sampling = tiny.make_model(), SamplingOptions(max_completion_length=8)
+    told = sampler.RlhfSampler((server.url,), weights="disk", model="policy").check(model, sampling)
+    assert told == Forecast(
+        ("sampled by 1 × rlhf, which read each policy (whole weights) from the stage's directory",)
+    )
+    (warning,) = sampler.VllmSampler(("http://127.0.0.1:9",), weights="disk").check(model, sampling).warnings
+    assert "http://127.0.0.1:9: " in warning
+    assert "start it: VLLM_SERVER_DEV_MODE=1" in warning
+    assert "--port 9 --logprobs-mode processed_logprobs" in warning
+    with pytest.raises(InputError) as error:
+        sampler.RlhfSampler((server.url,), weights="disk", model="other").check(
+            model, SamplingOptions(max_completion_length=64, top_p=0.9)
+        )
+    assert "sampling.top_p: the log-probabilities of sampler 'rlhf' would contain it" in str(error.value)
+    with pytest.raises(InputError) as error:
+        sampler.RlhfSampler((server.url,), weights="disk", model="other").check(model, sampling)
+    assert f"model: {server.url} serves policy, and not 'other'" in str(error.value)
+    with pytest.raises(InputError, match="has a context of 64, too short for completions of 64 tokens"):
+        sampler.RlhfSampler((server.url,), weights="disk", model="policy").check(
+            model, SamplingOptions(max_completion_length=64)
+        )
+
+
+class Scripted(httpx.BaseTransport):
+    """Answers requests from a table, and keeps their bodies."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers, self.asked = answers, list[tuple[str, Any]]()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.raw_path.decode()
+        self.asked.append((path, json.loads(request.content or b"null")))
+        status, body = self.answers.get(path, (404, {"detail": "Not Found"}))
+        return httpx.Response(status, json=body, request=request)
+
+
+def test_sglang_s_own_routes() -> None:
+    """By the shapes that its documentation and others' threads show; no server of it was asked."""
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 2, None]],
+        "input_token_logprobs": [[None, 5, None], [-0.25, 6, None]],
+    }
+    engine = engines.Sglang("http://engine", None, 60)
+    script = Scripted(
+        {
+            "/generate": (200, {"meta_info": meta}),
+            "/pause_generation": (200, {}),
+            "/update_weights_from_disk": (500, {"message": "disk"}),
+            "/continue_generation": (200, {}),
+        }
+    )
+    engine._client = httpx.Client(transport=script)
+    wanted = engines.Wanted(0.5, 8, (2,), ("\n",))
+    assert engine.complete("policy-v1", [1, 2], 1, 3, wanted) == [engines.Drawn([7, 2], [-0.5, -1.5], True)]
+    body = script.asked[-1][1]
+    assert (body["input_ids"], body["lora_path"], body["return_logprob"]) == ([1, 2], "policy-v1", True)
+    assert body["sampling_params"]["stop_token_ids"] == [2]
+    assert engine.logps("", [5, 6]) == [-0.25]
+    with pytest.raises(engines.EngineDownError, match="HTTP 500: disk"):
+        engine.load_weights("weights", "4")
+    assert [path for path, _ in script.asked[-3:]] == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        (engines.Drawn([3, 4], [-1.0], True), "2 ids with 1 log-probabilities"),
+        (
+            engines.Drawn([99], [-1.0], True),
+            r"token id 99 is out of range \(vocab_size 48\): it serves another model",
+        ),
+        (engines.Drawn([3], [float("nan")], True), "nan is not a log-probability"),
+    ],
+)
+def test_impossible_completions_are_refused(drawn: engines.Drawn, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        engines.require_logps(drawn, "http://engine", 48)
