@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, TypeAlias
 
 from jax.sharding import AbstractMesh
@@ -37,7 +37,11 @@ def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], buil
 
     config: the class of its options. outputs: {output name: artifact kind}.
     """
-    built = partial(_with_experts, build)
+
+    @wraps(build)  # a trainer's code is that of its own `build`
+    def built(config: Any, context: Context) -> Build:
+        return _with_experts(build, config, context)
+
     return Trainer(config, outputs, partial(run, built), built)
 
 
