@@ -34,11 +34,14 @@ MomentDtype = Literal["float32", "bfloat16"]
 
 
 def decay_mask(params: Any) -> Any:
-    """Mark the parameters that weight decay applies to: all but norms and biases, by the last two names of a path."""
+    """Mark the parameters that weight decay applies to: all but norms, biases and what has no gradient, by the last
+    two names of a path.
+    """
 
     def is_decayed(path: Any, _: Any) -> bool:
         names = [str(getattr(k, "key", k)) for k in path]
-        return not any("norm" in name or name == "bias" for name in names[-2:])
+        fixed = names[-1].endswith("bias") or names[-1] == "layer_scalar"
+        return not (fixed or any("norm" in name for name in names[-2:]))
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 

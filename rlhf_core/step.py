@@ -44,6 +44,8 @@ where the mesh has `data`, in another part of the same batch.
 
 It is traced once in a run: what it reads of globals and the environment is what they hold then.
 """
+Adjust: TypeAlias = Callable[[Any, Mapping[str, Metric]], Any]
+"""(trained parameters, the objective's metrics of an update) → the parameters."""
 Counts: TypeAlias = Mapping[str, Any]
 """Of every loss of several: what its sum is divided by, float32 []; the count of a `Balance`."""
 
@@ -163,13 +165,13 @@ def layer_norms(grads: Any, model: Any) -> dict[str, jax.Array]:
 
 
 def apply(
-    state: TrainState, done: Accumulated, *, by_layer: bool = False
+    state: TrainState, done: Accumulated, *, by_layer: bool = False, adjust: Adjust | None = None
 ) -> tuple[TrainState, dict[str, Metric]]:
     """Update the state by the mean gradient, unless a loss or gradient has not been finite.
 
     state: from `TrainState.trained`, so that all of its parameters are trained. Returns the next state, and the
     objective's metrics with `loss` and `grad_norm` (before the optimizer), and where `by_layer` with each of
-    `layer_norms` as `grad_norm/LAYER`.
+    `layer_norms` as `grad_norm/LAYER`. adjust: changes the parameters after the optimizer.
     """
     if isinstance(done.loss, Mean):
         total, scale = done.loss.total, _inverse(done.loss.count)
@@ -181,6 +183,7 @@ def apply(
     good = finite & (state.guard < 0)
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
+    params = params if adjust is None else adjust(params, done.metrics)
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     following = replace(
         state,
@@ -210,16 +213,23 @@ class Programs:
     """Compiled `accumulate` and `apply`, which donate the previous sums and the trained part of the state."""
 
     def __init__(
-        self, objective: Objective, state: TrainState, *, from_zero: bool = False, by_layer: bool = False
+        self,
+        objective: Objective,
+        state: TrainState,
+        *,
+        from_zero: bool = False,
+        by_layer: bool = False,
+        adjust: Adjust | None = None,
     ) -> None:
         """Shard gradients and the next state like `state`.
 
-        by_layer: also report the norm of each layer's gradient, see `apply`.
+        by_layer: also report the norm of each layer's gradient; adjust: see `apply`.
 
         from_zero: add the first micro-batch of an update to zeros. This takes one program per shape instead of two and
         an extra pass over the gradient, which pays for updates of several micro-batches.
         """
         self._objective, self._noise, self._by_layer = objective, has_noise(state.params), by_layer
+        self._adjust = adjust
         mesh: Mesh = state.step.sharding.mesh
         # Parts would all draw the same dropout masks; and adapters have small gradients.
         self._make(state, in_parts=mesh.shape["data"] > 1 and not self._noise)
@@ -237,10 +247,11 @@ class Programs:
         everywhere: Any = replicated_sharding(mesh)
         gradients = partial(_gradients, self._objective, state.fixed)
         step: Callable[..., Accumulated] = partial(_accumulate, gradients)
-        finish: Callable[..., Any] = partial(apply, by_layer=self._by_layer)
+        options: dict[str, Any] = {"by_layer": self._by_layer, "adjust": self._adjust}
+        finish: Callable[..., Any] = partial(apply, **options)
         placed = Accumulated(shardings.params, everywhere, everywhere)
         if in_parts:
-            finish = partial(apply_parts, by_layer=self._by_layer)
+            finish = partial(apply_parts, **options)
             step, placed = partial(accumulate_parts, step, mesh), _stacked(placed)
         self._in_parts, self._placed = in_parts, placed
         self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
@@ -380,7 +391,7 @@ def _stacked(shardings: Any) -> Any:
 
 
 def apply_parts(
-    state: TrainState, parts: Accumulated, *, by_layer: bool = False
+    state: TrainState, parts: Accumulated, **options: Any
 ) -> tuple[TrainState, dict[str, Metric]]:
     """Add up the sums that `accumulate_parts` stacked, and `apply` them."""
     grads = jax.tree.map(lambda x: x.sum(0), parts.grads)
@@ -389,7 +400,7 @@ def apply_parts(
     each = [jax.tree.map(lambda x, i=i: x[i], numbers) for i in range(count)]
     losses, metrics = zip(*each, strict=True)
     done = Accumulated(grads, reduce(_merge_losses, losses), reduce(merge, metrics))
-    return apply(state, done, by_layer=by_layer)
+    return apply(state, done, **options)
 
 
 def _zeros(tree: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> Accumulated:

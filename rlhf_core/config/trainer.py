@@ -460,6 +460,13 @@ class TrainerConfig(Options):
         "takes another forward pass; 'model': the weight of config.json; none: the same where config.json has "
         "output_router_logits = true, as transformers trains, else 0",
     )
+    router_bias_rate: float = Field(
+        0.0,
+        ge=0,
+        description="of models whose routers have a correction, such as glm4_moe: what each update adds to the "
+        "correction of experts with less load than their layer's mean, and takes from that of others (Wang et al. "
+        "2024); 0: it stays as loaded",
+    )
 
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:

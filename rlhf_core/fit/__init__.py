@@ -92,6 +92,7 @@ class Build:
     after_update: (updates done, state), called every `after_update_steps` updates, whose loss and gradients are known
         to be finite by then.
     stop_when: (metrics of a logged step) → a reason to give up, or None.
+    adjust: (parameters, metrics of an update) → parameters, a part of the update, after the optimizer's.
     held: {name: arrays or shapes} of what is in memory besides the state, such as a copy of what is trained.
     save: saves the outputs from the last state; None: the model, or the one called "policy", is the output `model`.
     """
@@ -108,6 +109,7 @@ class Build:
     stop_when: Callable[[Mapping[str, float]], str | None] | None = None
     held: Mapping[str, Any] = field(default_factory=dict)
     save: Callable[[TrainState], None] | None = None
+    adjust: Callable[[Any, Metrics], Any] | None = None
 
     def state(self, config: TrainerConfig, stage: Stage) -> tuple[TrainState, Schedule]:
         """Make the state that training starts from, of arrays or of shapes, and the learning rate's schedule."""
@@ -235,7 +237,13 @@ class _Run:
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
         several = uses_several_batches(updates, state)
-        steps = Programs(self.build.objective, state, from_zero=several, by_layer=config.log_grad_norms)
+        steps = Programs(
+            self.build.objective,
+            state,
+            from_zero=several,
+            by_layer=config.log_grad_norms,
+            adjust=self.build.adjust,
+        )
         if start < updates.total:
             self.stage.say(f"compiling, for update {start + 1} of {updates.total}")
             steps.compile(state, expected_calls(updates, start, 1, state))

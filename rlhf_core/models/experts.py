@@ -16,9 +16,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from rlhf_core.mesh import ROW_AXES, gathered, mesh_of_rows, param_spec, row_axes, sum_over_tensor
+from rlhf_core.mesh import ROW_AXES, gathered, mesh_of_rows, param_spec, row_axes, row_parts, sum_over_tensor
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
+from rlhf_core.runtime.devices import platform
 
 
 def expert_product(
@@ -29,7 +30,7 @@ def expert_product(
     x: [N, in], sorted by expert. kernel: [experts, in, out]. counts: int32 [experts], rows per expert. weights: the
     kernel in the dtype of `x`, where it is at hand; the kernel then only gets the gradient.
     """
-    if weights is None and x.dtype == kernel.dtype:
+    if weights is None and x.dtype == kernel.dtype and platform() != "gpu":
         return lax.ragged_dot(x, kernel, counts)
     weights = kernel.astype(x.dtype) if weights is None else weights
     return _rounded_expert_product(x, kernel, weights, counts)
@@ -39,18 +40,49 @@ def expert_product(
 def _rounded_expert_product(
     x: jax.Array, kernel: jax.Array, weights: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    return lax.ragged_dot(x, weights, counts)
+    return _rows_product(x, weights, counts)
 
 
 def _expert_forward(x: jax.Array, kernel: jax.Array, weights: jax.Array, counts: jax.Array) -> Any:
-    return lax.ragged_dot(x, weights, counts), (x, weights, counts)
+    return _rows_product(x, weights, counts), (x, weights, counts)
 
 
 def _expert_backward(residuals: tuple[jax.Array, ...], d_y: jax.Array) -> Any:
     x, weights, counts = residuals
+    d_kernel = _kernel_gradient(x, d_y, counts, platform())
+    return _rows_product(d_y, weights, counts, transposed=True), d_kernel, None, None
+
+
+def _kernel_gradient(
+    x: jax.Array, d_y: jax.Array, counts: jax.Array, on: str, *, interpret: bool = False
+) -> jax.Array:
+    """Compute x[rows of e]ᵀ · d_y[rows of e], float32 [experts, in, out]; XLA multiplies all rows for every expert."""
+    if on == "gpu":
+        return _kernels_for_gpus().expert_kernels(x, d_y, counts, interpret=interpret)
+    if on == "tpu":
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # Pallas takes a second to import
+
+        x, d_y = (jnp.pad(each, ((0, -len(each) % 128), (0, 0))) for each in (x, d_y))
+        tiles = (128, min(512, x.shape[1]), min(512, d_y.shape[1]))
+        made: jax.Array = tgmm(x.T, d_y, counts, jnp.float32, tiles, interpret=interpret)
+        return made
     rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-    d_kernel = lax.ragged_dot_general(x, d_y, counts, rows, preferred_element_type=jnp.float32)
-    return lax.ragged_dot(d_y, weights.swapaxes(1, 2), counts), d_kernel, None, None
+    return lax.ragged_dot_general(x, d_y, counts, rows, preferred_element_type=jnp.float32)
+
+
+def _kernels_for_gpus() -> Any:
+    from rlhf_core.models import experts_pallas_gpu  # Pallas takes a second to import
+
+    return experts_pallas_gpu
+
+
+def _rows_product(
+    x: jax.Array, weights: jax.Array, counts: jax.Array, *, transposed: bool = False
+) -> jax.Array:
+    """Multiply the rows of every expert by its weights, [experts, in, out], or by their transposes."""
+    if platform() == "gpu":
+        return _kernels_for_gpus().expert_rows(x, weights, counts, transposed=transposed)
+    return lax.ragged_dot(x, weights.swapaxes(1, 2) if transposed else weights, counts)
 
 
 _rounded_expert_product.defvjp(_expert_forward, _expert_backward)
@@ -181,6 +213,33 @@ def expert_layers(config: DecoderConfig) -> list[int]:
     return sorted(layer for stack in stacks for layer in stack.layers)
 
 
+def move_biases(definition: Any, params: Any, load: jax.Array, rate: float) -> dict[str, Any]:
+    """Add rate · sign(mean load of the layer - load) to the corrections of routers (Wang et al. 2024).
+
+    load: float32 [layers with experts, experts], tokens sent to each expert in an update.
+    """
+    every, stacks = expert_layers(definition.config), definition.config.stacks
+    layers = {**params["layers"]}
+    for kind, stack in stacks.items():
+        inside = {**(layers.get(kind, {}) if kind else layers)}
+        gate = {**inside.get("mlp", {}).get("gate", {})}
+        if not stack.config.experts or CORRECTION not in gate:  # frozen
+            continue
+        own = load[jnp.asarray([every.index(i) for i in stack.layers])]
+        gate[CORRECTION] = gate[CORRECTION] + rate * jnp.sign(own.mean(-1, keepdims=True) - own)
+        inside["mlp"] = {**inside["mlp"], "gate": gate}
+        layers = {**layers, kind: inside} if kind else inside
+    return {**params, "layers": layers}
+
+
+CORRECTION = "e_score_correction_bias"
+
+
+def has_corrections(definition: Any) -> bool:
+    """Tell whether the routers of a model with experts choose by a correction, too."""
+    return any(stack.config.router == "sigmoid" for stack in definition.config.stacks.values())
+
+
 def route_shape(definition: Any) -> jax.ShapeDtypeStruct | None:
     """Return shape and dtype of a token's routes, [layers, k]; None for a model without experts."""
     if not (count := expert_count(definition)):
@@ -220,6 +279,8 @@ class ExpertMLPs(nnx.Module):
         }
         arrays = {name: [p[...] for p in each] for name, each in params.items()}
         mesh = mesh_of_rows(x)
+        if row_parts() > 1:  # what is sent depends on the rows of a device
+            raise NotImplementedError("the exchange of tokens among experts is not mapped over parts")
         mix = functools.partial(_mixed, self.config)
         if mesh is None:
             return mix(None, x, weight, chosen, arrays)
@@ -357,6 +418,15 @@ class Exchange:
         there = at < ends[1:, None]
         return jnp.where(there, at, len(ids)).reshape(-1), there.reshape(-1)
 
+    def received(self, ids: jax.Array, number: jax.Array, back: jax.Array, whole: jax.Array) -> jax.Array:
+        """Put what came back in a round, [devices · capacity, D], in its place among all pairs, [N, D]."""
+        ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
+        device = ids // self.experts
+        rank = jnp.arange(len(ids)) - ends[device] - number * self.capacity
+        there = (rank >= 0) & (rank < self.capacity)
+        slot = jnp.where(there, device * self.capacity + rank, 0)
+        return jnp.where(there[:, None], back[slot], whole)
+
     def sent(self, x: jax.Array) -> jax.Array:
         """Send the parts of x, [devices · capacity, …], to the devices in order, and return what they sent."""
         return lax.all_to_all(x, "expert", 0, 0, tiled=True)
@@ -395,7 +465,7 @@ def exchanged(
         got = exchange.sent(jnp.where(there[:, None], x[token], 0))
         out = exchange.mlp(got[by_expert], counts, used, weights, biases, {})
         back = exchange.sent(out[jnp.argsort(by_expert)])
-        return number + 1, made.at[at].set(back, mode="drop")
+        return number + 1, exchange.received(ids, number, back, made)
 
     rounds = exchange.rounds(ids)
     start = jnp.zeros((len(ids), x.shape[1]), x.dtype)
@@ -439,7 +509,8 @@ def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -
         d_inputs, *more = pull(d_out)
         back = exchange.sent(d_inputs[jnp.argsort(by_expert)])
         add = functools.partial(jax.tree.map, jnp.add)
-        return number + 1, d_pairs.at[at].set(back, mode="drop"), *map(add, (d_kernels, d_biases), more)
+        d_pairs = exchange.received(ids, number, back, d_pairs)
+        return number + 1, d_pairs, *map(add, (d_kernels, d_biases), more)
 
     rounds = exchange.rounds(ids)
     start = (

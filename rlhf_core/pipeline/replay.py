@@ -18,7 +18,7 @@ from rlhf_core.config.trainer import COMPARING
 from rlhf_core.errors import InputError, RunError, Stopped, counted, suggest
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.mesh import make_mesh
-from rlhf_core.pipeline.plan import StagePlan, plan, read
+from rlhf_core.pipeline.plan import MESH, StagePlan, plan, read
 from rlhf_core.rollouts.journal import FOLDER, numbers
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.runtime.terminal import echo
@@ -94,7 +94,7 @@ def replay(
             chosen.name,
             Path(directory) / chosen.name,
             chosen.seed,
-            make_mesh(mesh.get("data", -1), mesh.get("fsdp", 1), mesh.get("tensor", 1)),
+            make_mesh(*(mesh.get(axis, -1 if axis == "data" else 1) for axis in MESH)),
             jax.process_index() == 0,
             host.registry,
             host.hook,

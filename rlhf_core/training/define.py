@@ -18,7 +18,7 @@ from rlhf_core.fit.progress import require_rest
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Model
-from rlhf_core.models.experts import expert_count
+from rlhf_core.models.experts import expert_count, has_corrections, move_biases
 from rlhf_core.objective import with_experts
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime.peak_memory import format_bytes
@@ -65,7 +65,36 @@ def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context)
             raise InputError(f"mesh.expert: {size} does not divide the model's {count} experts; {fits} do")
     weights = {name: _balance(configs[name], models[name]) for name in trained}
     definitions = {name: model.definition for name, model in trained.items()}
-    return replace(made, objective=with_experts(made.objective, definitions, weights))
+    objective = with_experts(made.objective, definitions, weights)
+    rates = {name: configs[name].router_bias_rate for name in trained}
+    if not any(rates.values()):
+        return replace(made, objective=objective)
+    for name, rate in rates.items():
+        if rate and not has_corrections(definitions[name]):
+            raise InputError(
+                f"stage '{context.name}'.router_bias_rate: the model's routers have no correction; leave it out, or "
+                "set router_aux_loss_coef"
+            )
+        if rate and definitions[name].lora is not None:
+            raise InputError(
+                f"stage '{context.name}'.router_bias_rate: adapters do not hold the routers' correction; leave it out"
+            )
+    several = not isinstance(made.models, Model)
+    return replace(made, objective=objective, adjust=partial(_move_biases, definitions, rates, several))
+
+
+def _move_biases(
+    definitions: Mapping[str, Any], rates: Mapping[str, float], several: bool, params: Any, metrics: Any
+) -> Any:
+    """Move the routers' corrections by the load of the update."""
+    params = {**params}
+    for name, definition in definitions.items():
+        load = metrics[f"experts/load_max{f'/{name}' if len(definitions) > 1 else ''}"].totals
+        if several:
+            params[name] = move_biases(definition, params[name], load, rates[name])
+        else:
+            params = move_biases(definition, params, load, rates[name])
+    return params
 
 
 def _balance(config: TrainerConfig, model: Model) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from rlhf_core.optimizers import adamw
 from rlhf_core.packing.rows import Layout, Packed, pack, tree
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
-from tests.shared.mesh_cases import FAMILIES
+from rlhf_core.training.define import _move_biases
+from tests.shared.mesh_cases import FAMILIES, SIZES
 
 WEIGHT = 0.7
 ROUTER = ("layers", "mlp", "gate", "kernel")
@@ -93,3 +95,39 @@ def test_the_balance_does_not_depend_on_how_an_update_is_split(mesh: dict[str, i
             leaf = leaf.sum(0) if leaf.ndim > wanted.ndim else leaf  # parts of `data`
             size = max(float(np.abs(wanted).max()), 1e-8)
             np.testing.assert_allclose(leaf, wanted, rtol=0, atol=2e-5 * size, err_msg=".".join(path))
+
+
+def test_only_its_rate_moves_a_routers_correction() -> None:
+    """Towards experts with less load than the mean of their layer, by a fixed step; not weight decay."""
+    config = SIZES | {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+    }
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(3, 36, n).astype(np.int32) for n in (11, 15, 7, 12)]
+    (batch,) = pack([tree([text]) for text in texts], Layout((48,), (1,), (4,), (48,)))
+
+    def moved(rate: float) -> tuple[Any, Any]:
+        model = fresh_model(config, seed=3, mesh=make_mesh(devices=jax.devices()[:1]))
+        definition = model.definition
+        loss = with_experts(lambda p, b: objective(definition, p, b), {"": definition}, {"": 0.0})
+        state = create_state(model, adamw(0.1, weight_decay=0.5))
+        adjust = partial(_move_biases, {"": definition}, {"": rate}, False)
+        programs = Programs(loss, state, adjust=adjust if rate else None)
+        done = programs.accumulate(state, put_rows(model.mesh, batch), None)
+        load = np.asarray(done.metrics["experts/load_max"].totals)
+        state, _ = programs.apply(state, done)
+        found = [leaf for path, leaf in paths(state.params) if path[-1] == "e_score_correction_bias"]
+        return np.concatenate([np.asarray(leaf) for leaf in found]), load
+
+    still, load = moved(0.0)
+    assert load.shape == still.shape == (2, 6)
+    np.testing.assert_array_equal(still, np.zeros((2, 6)))
+    np.testing.assert_allclose(
+        moved(0.25)[0], 0.25 * np.sign(load.mean(-1, keepdims=True) - load), rtol=0, atol=1e-7
+    )

@@ -14,9 +14,7 @@ from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import experts, fresh_model
 from rlhf_core.models.decoder import _parts
 from rlhf_core.models.params import paths
-from tests.shared.mesh_cases import FAMILIES, SIZES
-
-CLAMPED = SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+from tests.shared.mesh_cases import FAMILIES
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -39,7 +37,7 @@ def test_a_decoded_token_is_routed_in_float32(shared: bool) -> None:
 def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, with biases, where the router sends most tokens to one device: in several rounds."""
     monkeypatch.setattr(experts, "CAPACITY", 0.5)
-    model = fresh_model(CLAMPED, seed=3)
+    model = fresh_model(FAMILIES["gpt_oss"], seed=3)
     draw = np.random.default_rng(0)
     x = draw.normal(size=(8, 6, 16)).astype(dtype)
     graph = _parts(model.definition.config, False)[1][""]

@@ -19,7 +19,11 @@ FILE = Path(__file__).parents[1] / "shared" / "mesh_cases.py"
 cases: Any = load_file(FILE)
 processes: Any = load_file(FILE.parents[1] / "shared" / "processes.py")
 SPLIT = (1, 4, 2)
-MORE = {(8, 1, 1): ("gemma2",), (2, 2, 2): ("mixtral", "llama, adapters")}
+MORE: dict[tuple[int, ...], tuple[str, ...]] = {
+    (8, 1, 1): ("gemma2",),
+    (2, 2, 2): ("mixtral", "llama, adapters"),
+    (1, 2, 2, 2): ("mixtral", "gpt_oss"),
+}
 """Shapes on which few families are tried: all are on `SPLIT`, where nothing but the parameters differs in its place."""
 BOTH = [
     *((name, SPLIT) for name in cases.FAMILIES),
@@ -28,8 +32,9 @@ BOTH = [
 
 
 COVERING = [("llama, adapters", (2, 2, 2))]
-LONG = [("mixtral", SPLIT), ("gemma2", SPLIT), ("gemma4", SPLIT)]
-"""Experts; windows and soft caps, of which nothing is spread; layers of several kinds."""
+LONG = [("mixtral", SPLIT), ("gemma2", SPLIT), ("gemma4", SPLIT), ("gpt_oss", (1, 2, 2, 2))]
+"""Experts; windows and soft caps, of which nothing is spread; layers of several kinds; experts with biases over an axis
+of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +75,7 @@ def alone(written: Callable[[str], Path]) -> Callable[[str], Any]:
     ],
     ids=str,
 )
-def test_eight_devices_agree_with_one(
-    name: str, shape: tuple[int, int, int], written: Any, alone: Any
-) -> None:
+def test_eight_devices_agree_with_one(name: str, shape: tuple[int, ...], written: Any, alone: Any) -> None:
     """Logits, loss, and what one update changes."""
     model = cases.opened(name, written(name), make_mesh(*shape))
     if shape[0] < 8:  # else every device holds everything
@@ -84,7 +87,7 @@ def test_eight_devices_agree_with_one(
 
 @pytest.mark.parametrize(("name", "shape"), BOTH, ids=str)
 def test_what_a_mesh_saves_is_what_it_loaded(
-    name: str, shape: tuple[int, int, int], written: Any, tmp_path: Path
+    name: str, shape: tuple[int, ...], written: Any, tmp_path: Path
 ) -> None:
     load_model(written(name), mesh=make_mesh(*shape)).save(tmp_path)
     for file in ("model.safetensors", "config.json"):
@@ -106,20 +109,25 @@ from rlhf_core.plugins.component import load_file
 from rlhf_core.mesh import make_mesh
 file, source, out = map(Path, arguments)
 cases = load_file(file)
-sizes = {"data": 1, "fsdp": 2, "tensor": 2}
-model = cases.opened("gemma2", source, make_mesh(**sizes))
+model = cases.opened(FAMILY, source, make_mesh(*SHAPE))
 model.save(out / "saved")
 np.savez(out / f"{process}.npz", **cases.measured(model))
 """
 
 
 @pytest.mark.long
-def test_two_processes_agree_with_one(written: Any, tmp_path: Path) -> None:
-    """Each reads its own part of the files, and the first writes them all."""
-    source = written("gemma2")
+@pytest.mark.parametrize(
+    ("name", "shape"), [("gemma2", (1, 2, 2, 1)), ("gpt_oss", (1, 1, 2, 2))], ids=["gemma2", "experts"]
+)
+def test_two_processes_agree_with_one(
+    name: str, shape: tuple[int, ...], written: Any, tmp_path: Path
+) -> None:
+    """Each reads its own part of the files, and the first writes them all; the second case exchanges tokens."""
+    source = written(name)
     for count in "12":
         (tmp_path / count).mkdir()
-    processes.alone_and_in_two(PROGRAM, lambda i, n: [FILE, source, tmp_path / str(n)])
+    program = PROGRAM.replace("FAMILY", repr(name)).replace("SHAPE", repr(shape))
+    processes.alone_and_in_two(program, lambda i, n: [FILE, source, tmp_path / str(n)])
     alone, first, second = (dict(np.load(tmp_path / path)) for path in ("1/0.npz", "2/0.npz", "2/1.npz"))
     cases.assert_close(first, alone)
     for name, value in first.items():

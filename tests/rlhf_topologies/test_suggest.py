@@ -19,7 +19,7 @@ from rlhf_topologies.chips import CHIPS, Topology, machines, parse
 from rlhf_topologies.compile import describe
 from rlhf_topologies.description import Program, ProgramShape, StagePrograms
 from rlhf_topologies.pass_memory import pass_bytes
-from rlhf_topologies.roofline import expected
+from rlhf_topologies.roofline import all_weights, expected
 from rlhf_topologies.suggest import (
     COMPILED,
     STEPS,
@@ -132,6 +132,23 @@ def test_time_of_products_by_hand() -> None:
         assert bound.network == 0
     far = expected(program, shape, {"data": 2, "fsdp": 8, "tensor": 1}, parse("h100:2x8"))
     assert far.network == pytest.approx(8 * weights / 8 / 2 / 50e9, rel=0.01)
+
+
+def test_experts_are_gathered_or_tokens_are_sent_to_them() -> None:
+    sizes = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
+    shape = ProgramShape(model("none", **sizes), 512, 64)
+    program = Program("accumulate", lambda: None, "train", shape=shape)
+    config, topology = shape.model.config, parse("h100:8")
+    meshes = {"data": 1, "fsdp": 8, "tensor": 1}, {"data": 1, "fsdp": 1, "tensor": 1, "expert": 8}
+    gathering, sending = (expected(program, shape, mesh, topology) for mesh in meshes)
+    assert gathering.compute == sending.compute
+    experts = config.num_layers * 16 * 3 * config.hidden_size * config.intermediate_size
+    assert all_weights(shape.model)[1] == experts
+    pairs = 2 * config.num_layers * 512 * 64 / 8
+    saved = (
+        3 * 2 * experts - 7 * 2 * pairs * config.hidden_size
+    )  # 2 forward and again, 3 backward, of bfloat16
+    assert gathering.link - sending.link == pytest.approx(7 / 8 * saved / 450e9)
 
 
 def test_a_step_of_decoding_reads_weights_and_caches() -> None:

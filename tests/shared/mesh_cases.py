@@ -58,6 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1.0,  # without it, norms of short vectors enlarge rounding
     },
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": SIZES
+    | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "llama, adapters": SIZES | {"model_type": "llama"},
 }
 LAYOUT = Layout((24,), (8,), (4,), (20,))

@@ -190,7 +190,7 @@ class Cache:
         except UNREADABLE:
             say(f"compiling {stage}: {program.name}")
         try:
-            facts = program_facts(lowered.compile(), self.topology)
+            facts = program_facts(lowered.compile(), self.topology, decodes=program.steps > 0)
         except jax.errors.JaxRuntimeError as error:
             return {"error": " ".join(str(error).split())[:600]}
         with suppress(OSError):  # not writable: compile every time
@@ -199,10 +199,14 @@ class Cache:
         return facts
 
 
-def program_facts(compiled: Any, topology: Topology) -> dict[str, Any]:
-    """Return a compiled program's memory, bytes per device, and what it does."""
+def program_facts(compiled: Any, topology: Topology, *, decodes: bool = True) -> dict[str, Any]:
+    """Return a compiled program's memory, bytes per device, and what it does.
+
+    decodes: whether its loops without a known number of rounds decode tokens; others, which exchange tokens among
+    experts, have one round where the router is balanced.
+    """
     memory = compiled.memory_analysis()
-    once, loops = hlo.count_apart(compiled.as_text(), topology.machine)
+    once, loops = hlo.count_apart(compiled.as_text(), topology.machine, trips=None if decodes else 1.0)
     return {
         "memory": {
             "arguments": memory.argument_size_in_bytes,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 4
+VERSION = 5
 """Of what is counted; results that another version counted are counted again."""
 COLLECTIVES = (
     "all-reduce",
@@ -122,14 +122,18 @@ def count(text: str, trips: float = 1.0) -> Counts:
     return total
 
 
-def count_apart(text: str, machine: int | None = None) -> tuple[Counts, list[Counts]]:
+def count_apart(
+    text: str, machine: int | None = None, *, trips: float | None = None
+) -> tuple[Counts, list[Counts]]:
     """Count what one run of a program does outside of loops whose number of rounds depends on data, and a round of each
     such loop that no other one contains; nothing of those within them.
 
-    machine: devices of each machine; None: all are in one. Partitions are numbered machine by machine.
+    machine: devices of each machine; None: all are in one. Partitions are numbered machine by machine. trips: rounds of
+    these loops, which then count with the rest; None: they count apart.
     """
-    reader = Reader(text, None, machine)
-    return reader.of(reader.entry), [reader.of(body) for body in reader.outer_loops()]
+    reader = Reader(text, trips, machine)
+    loops = [] if trips is not None else [reader.of(body) for body in reader.outer_loops()]
+    return reader.of(reader.entry), loops
 
 
 class Reader:
