@@ -316,6 +316,7 @@ def _mixed(
         pairs = pairs - lax.axis_index("tensor") * own
         pairs = jnp.where((pairs >= 0) & (pairs < own), pairs, own)
     order = jnp.argsort(pairs, stable=True)  # by expert; pair n belongs to token n // k
+    place = jnp.argsort(order)
     if peers or own == config.experts:
         counts = jnp.bincount(pairs, length=own + 1)[:-1]
         used = (jnp.arange(len(pairs)) < counts.sum())[:, None] if peers else None
@@ -324,8 +325,8 @@ def _mixed(
         devices = config.experts // own
         room = 8 * math.ceil(CAPACITY * len(pairs) / (8 * devices))
         exchange = Exchange(mlp, devices, own, k, min(room, len(pairs)))
-        made = exchanged(exchange, tokens, order, pairs[order], kernels, biases, weights)
-    apart = made[jnp.argsort(order)].reshape(len(tokens), k, -1)
+        made = exchanged(exchange, tokens, (order, place, pairs[order]), kernels, biases, weights)
+    apart = made[place].reshape(len(tokens), k, -1)
     mixed = jnp.einsum("nkd,nk->nd", apart, weight.reshape(-1, k).astype(x.dtype))
     mixed = sum_over_tensor(mixed) if peers or down.shape[1] < config.intermediate_size else mixed
     return mixed.reshape(x.shape)
@@ -431,40 +432,47 @@ class Exchange:
         """Send the parts of x, [devices · capacity, …], to the devices in order, and return what they sent."""
         return lax.all_to_all(x, "expert", 0, 0, tiled=True)
 
-    def arrived(
-        self, ids: jax.Array, at: jax.Array, there: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sort what arrives by expert: int32 [rows], its order; rows per expert; bool [rows, 1], the used ones."""
+    def arrived(self, ids: jax.Array, at: jax.Array, there: jax.Array) -> tuple[jax.Array, ...]:
+        """Sort what arrives by expert: int32 [rows], its order, and where each row is in it; rows per expert; bool
+        [rows, 1], the used ones.
+        """
         own = self.sent(jnp.where(there, ids.at[at].get(mode="clip") % self.experts, self.experts))
-        counts = jnp.bincount(own, length=self.experts + 1)[:-1]
-        return jnp.argsort(own, stable=True), counts, (jnp.arange(len(own)) < counts.sum())[:, None]
+        each = own.reshape(self.devices, -1)  # of every device, sorted by expert
+        counts = (each[:, :, None] == jnp.arange(self.experts + 1)).sum(1, dtype=jnp.int32)
+        total = counts.sum(0)
+        # Before a row are those of lower experts, those of its expert from earlier devices, and some of its own device.
+        begin = (
+            (jnp.cumsum(total) - total) + (jnp.cumsum(counts, 0) - counts) - (jnp.cumsum(counts, 1) - counts)
+        )
+        place = jnp.take_along_axis(begin, each, 1) + jnp.arange(each.shape[1])
+        used = (jnp.arange(len(own)) < total[:-1].sum())[:, None]
+        return jnp.argsort(own, stable=True), place.reshape(-1), total[:-1], used
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def exchanged(
     exchange: Exchange,
     x: jax.Array,
-    order: jax.Array,
-    ids: jax.Array,
+    pairs: tuple[jax.Array, jax.Array, jax.Array],
     kernels: Any,
     biases: Any,
     weights: Any,
 ) -> jax.Array:
     """Compute the output of each pair's expert, [N · k, D], by expert, on the devices that have the experts.
 
-    x: [N, D]. order: int32 [N · k], the pairs by expert; ids: int32, their experts. kernels, biases, weights: of this
-    device's experts, as for `_mlp`.
+    x: [N, D]. pairs: int32 [N · k] each, the pairs by expert, where each is in this order, and their experts in it.
+    kernels, biases, weights: of this device's experts, as for `_mlp`.
     """
-    weights = weights or kernels
+    (order, _, ids), weights = pairs, weights or kernels
 
     def one(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, made = state
         at, there = exchange.slots(ids, number)
         token = order.at[at].get(mode="clip") // exchange.per_token
-        by_expert, counts, used = exchange.arrived(ids, at, there)
+        by_expert, place, counts, used = exchange.arrived(ids, at, there)
         got = exchange.sent(jnp.where(there[:, None], x[token], 0))
         out = exchange.mlp(got[by_expert], counts, used, weights, biases, {})
-        back = exchange.sent(out[jnp.argsort(by_expert)])
+        back = exchange.sent(out[place])
         return number + 1, exchange.received(ids, number, back, made)
 
     rounds = exchange.rounds(ids)
@@ -474,20 +482,14 @@ def exchanged(
 
 
 def _exchanged_forward(
-    exchange: Exchange,
-    x: jax.Array,
-    order: jax.Array,
-    ids: jax.Array,
-    kernels: Any,
-    biases: Any,
-    weights: Any,
+    exchange: Exchange, x: jax.Array, pairs: Any, kernels: Any, biases: Any, weights: Any
 ) -> tuple[jax.Array, Any]:
-    made = exchanged(exchange, x, order, ids, kernels, biases, weights)
-    return made, (x, order, ids, biases, weights or kernels)
+    made = exchanged(exchange, x, pairs, kernels, biases, weights)
+    return made, (x, pairs, biases, weights or kernels)
 
 
 def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -> Any:
-    x, order, ids, biases, weights = residuals
+    x, (order, place_of_pair, ids), biases, weights = residuals
     unused = jax.tree.map(
         lambda w: jnp.zeros(w.shape, jnp.float32), weights
     )  # kernels, which only get gradients
@@ -496,7 +498,7 @@ def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -
         number, d_pairs, d_kernels, d_biases = state
         at, there = exchange.slots(ids, number)
         token = order.at[at].get(mode="clip") // exchange.per_token
-        by_expert, counts, used = exchange.arrived(ids, at, there)
+        by_expert, place, counts, used = exchange.arrived(ids, at, there)
         both = jnp.concatenate([x[token], d_made.at[at].get(mode="clip")], 1)
         got = exchange.sent(jnp.where(there[:, None], both, 0))[by_expert]
         inputs, d_out = jnp.split(got, 2, axis=1)
@@ -507,7 +509,7 @@ def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -
             biases,
         )[1]
         d_inputs, *more = pull(d_out)
-        back = exchange.sent(d_inputs[jnp.argsort(by_expert)])
+        back = exchange.sent(d_inputs[place])
         add = functools.partial(jax.tree.map, jnp.add)
         d_pairs = exchange.received(ids, number, back, d_pairs)
         return number + 1, d_pairs, *map(add, (d_kernels, d_biases), more)
@@ -520,9 +522,9 @@ def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -
         jax.tree.map(jnp.zeros_like, biases),
     )
     _, d_pairs, d_kernels, d_biases = lax.while_loop(lambda state: state[0] < rounds, one, start)
-    apart = d_pairs[jnp.argsort(order)].reshape(len(x), exchange.per_token, -1)
+    apart = d_pairs[place_of_pair].reshape(len(x), exchange.per_token, -1)
     d_x = apart.astype(jnp.float32).sum(1).astype(x.dtype)
-    return d_x, None, None, d_kernels, d_biases, None
+    return d_x, None, d_kernels, d_biases, None
 
 
 exchanged.defvjp(_exchanged_forward, _exchanged_backward)
