@@ -330,7 +330,7 @@ class Model:
             (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         copied = [GENERATION]
-        if self.kept is not None and self.kept.carried:
+        if self.adapter is None and self.kept is not None and self.kept.carried:
             copied += PROCESSOR_FILES
         if tokenizer is not None and self.source is not None and _is_of(tokenizer, self.source):
             copied += TOKENIZER_FILES  # unchanged, rather than as transformers would write them
