@@ -126,7 +126,8 @@ def test_its_metadata(package: str, wheels: dict[str, zipfile.ZipFile], reposito
         required = [each for each in said.get_all("Requires-Dist", ()) if "extra ==" not in each]
         libraries = {
             "rlhf_report": ["bokeh>=3.9"],
-            "rlhf_serve": ["prometheus_client>=0.22", "starlette>=1.0", "uvicorn>=0.40"],
+            "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23"],
+            "rlhf_serve": ["prometheus-client>=0.22", "starlette>=1.0", "uvicorn>=0.40"],
         }
         assert sorted(required) == sorted([*libraries.get(package, ()), "rlhf-core<0.2,>=0.1"])
 
