@@ -281,7 +281,7 @@ class Judge:
             for vote, key in enumerate(each)
         }
         self._call += 1
-        asked = [self._vote(key, body, vote) for key, (body, vote) in questions.items()]
+        asked = [self._vote(self._call, key, body, vote) for key, (body, vote) in questions.items()]
         by_key = dict(zip(questions, await all_of(asked), strict=True))
         log_metric("failed_requests", sum(vote.failures for vote in by_key.values()))
         log_metric("unreadable", sum(vote.unreadable for vote in by_key.values()))
@@ -307,9 +307,9 @@ class Judge:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {**body, **(self.request or {})}
 
-    async def _vote(self, key: str, body: Mapping[str, Any], vote: int) -> Vote:
+    async def _vote(self, call: int, key: str, body: Mapping[str, Any], vote: int) -> Vote:
         """Return the kept answer to a question, or ask it; an unreadable answer is asked for again if that can help."""
-        answers, call = self._answers, self._call
+        answers = self._answers
         if answers is None:
             raise RuntimeError("call setup(stage) before the first call")
         record = answers.get(key)
