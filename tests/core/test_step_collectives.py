@@ -104,3 +104,20 @@ def test_what_cannot_be_cut_into_parts_is_summed_over_data_at_once(
     assert count_apart(text, 4)[0].network > 0
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("gradients are summed over data in every micro-batch (raised NotImplementedError")
+
+
+def test_devices_gather_their_own_experts_alone() -> None:
+    """Of eight experts two, once per pass, from the other device along `fsdp`; tokens are sent instead."""
+    programs, state, batch = described(
+        make_mesh(1, 2, 1, 4), model_type="mixtral", num_local_experts=8, num_experts_per_tok=2
+    )
+    counts = count(programs.lower(state, batch, False).compile().as_text())
+    layers = state.params["layers"]["mlp"]["experts"]
+    experts = sum(4.0 * math.prod(x.shape) for x in jax.tree.leaves(layers))
+    head = 4.0 * TABLE["vocab_size"] * TABLE["hidden_size"]
+    dense = spread(state) - experts - head
+    assert counts.collectives["all-gather"][1] == pytest.approx(2 * (dense + experts / 4) + head, rel=0.02)
+    # Forward and again: tokens, outputs; backward: tokens with their gradients, gradients. In float32, for two experts
+    # a token, with twice as much room as an even share.
+    pairs = 2 * 2 * 128 * 4 * TABLE["hidden_size"] * 3
+    assert counts.collectives["all-to-all"][1] == pytest.approx(7 * pairs, rel=0.15)
