@@ -144,9 +144,9 @@ def test_an_engine_that_keeps_its_policy_is_caught(
     honest = getattr(engines.Vllm, load)
 
     def forgets(self: Any, *arguments: str) -> None:
-        first = "v0" in "".join(arguments) or arguments[-1] == "0"
+        first = any(each.endswith("-v0") for each in arguments)
         if weights == "adapter":
-            path = arguments[1] if first else arguments[1].replace(arguments[0], "policy-v0")
+            path = arguments[1] if first else str(Path(arguments[1]).with_name("policy-v0"))
             honest(self, arguments[0], path)
         elif first:
             honest(self, *arguments)
@@ -157,6 +157,26 @@ def test_an_engine_that_keeps_its_policy_is_caught(
     ) as error:
         train(weights=weights, ahead=0)
     assert "it holds older weights" in str(error.value)
+
+
+def test_weights_of_another_run_are_noticed(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which reloads the engine after the receipt, with the same numbers, even."""
+    honest = engines.Vllm.complete
+    other = threading.Event()
+
+    def complete(self: Any, *arguments: Any) -> Any:
+        if arguments[-1].max_tokens > 1 and not other.is_set():
+            other.set()
+            self.post("/update_weight_version", {"new_version": "policy-other-v3"})
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    with pytest.raises(
+        RunError, match="its weights are now called 'policy-other-v3', and this run loaded 'policy-"
+    ):
+        train(weights="disk")
 
 
 def test_a_run_that_no_engine_serves_stops_with_its_state_saved(

@@ -24,11 +24,15 @@ class EngineDownError(Exception):
 
 
 class Drawn(NamedTuple):
-    """A completion: its ids, their log-probabilities at the request's temperature, and whether it ended by itself."""
+    """A completion: its ids, their log-probabilities at the request's temperature, and whether it ended by itself.
+
+    versions: what the engine calls the weights that wrote it, where it says so.
+    """
 
     ids: list[int]
     logps: list[float]
     finished: bool
+    versions: tuple[str, ...] = ()
 
 
 class Served(NamedTuple):
@@ -153,8 +157,9 @@ class Vllm(HttpEngine):
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise EngineDownError(f"{self.url}: ended a completion by '{reason}'")
-        logprobs = choice.get("logprobs") or {}
-        return Drawn(choice["token_ids"], logprobs.get("token_logprobs") or [], reason == "stop")
+        logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        versions = tuple(each["version"] for each in choice.get("weight_versions") or ())
+        return Drawn(choice["token_ids"], logps, reason == "stop", versions)
 
     def logps(self, model: str, ids: Sequence[int]) -> list[float]:
         body = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -46,7 +47,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy that was published. name: of its directory, and of the adapter."""
+    """A policy that was published. name: of the adapter, which no other run has on the same engine."""
 
     name: str
     path: Path
@@ -237,6 +238,7 @@ class Sampler:
         if key not in _STATIONS:
             _STATIONS[key] = [Station(kind(url, options.api_key, options.timeout)) for url in options.urls]
         self.stations = _STATIONS[key]
+        self._tag = hashlib.sha256(str(inputs.directory).encode()).hexdigest()[:8]
         self._names: dict[str, str] = {}
         self._choosing = threading.Lock()
         self._threads = ThreadPoolExecutor(options.concurrency * len(self.stations))
@@ -261,7 +263,7 @@ class Sampler:
         model = self.inputs.model.with_params(params)
         logits = np.asarray(model.logits(self.probe, np.ones_like(self.probe)), np.float64)
         own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
-        unfinished = policy.path.with_name(f".{policy.name}.tmp")
+        unfinished = policy.path.with_name(f".{policy.path.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(policy.path, ignore_errors=True)
         try:
@@ -340,6 +342,11 @@ class Sampler:
                     with station.holding(policy, partial(self._load, station, policy), exclusive=exclusive):
                         drawn = ask(station.engine, self._model(station, policy))
                     for each in drawn:
+                        if exclusive and {*each.versions} - {policy.name}:
+                            raise RunError(
+                                f"{station.url}: its weights are now called '{each.versions[-1]}', and this run loaded "
+                                f"'{policy.name}': give each run engines of its own, or publish adapters"
+                            )
                         require_logps(each, station.url, self.inputs.definition.vocab_size)
                         if len(each.ids) > self.wanted.max_tokens:
                             raise RunError(f"{station.url}: a completion is longer than it may be")
@@ -369,7 +376,7 @@ class Sampler:
         if self.options.weights == "adapter":
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
-            station.engine.load_weights(str(policy.path), str(policy.version))
+            station.engine.load_weights(str(policy.path), policy.name)
         held, model = np.load(policy.path / PROBE_FILE), self._model(station, policy)
         theirs = np.array([station.engine.logps(model, ids.tolist()) for ids in held["ids"]])
         difference = float(np.abs(theirs - held["logps"]).max())
@@ -406,8 +413,7 @@ class Sampler:
         return self._names[station.url]
 
     def _policy(self, version: int) -> Policy:
-        name = f"policy-v{version}"
-        return Policy(name, self.directory / name, version)
+        return Policy(f"policy-{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
 
     def _claim(self) -> None:
         """Make the directory this run's. Raises InputError where it is another run's."""
