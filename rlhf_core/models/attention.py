@@ -20,6 +20,7 @@ from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError
 from rlhf_core.models.attention_decode import MASKED as MASKED
 from rlhf_core.models.attention_decode import attend_visible, reads_visible
+from rlhf_core.runtime.devices import platform
 
 
 def query_block(time: int) -> int:
@@ -86,13 +87,56 @@ def attend_cached(
     seen: jax.Array,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    *,
+    in_order: bool = False,
 ) -> jax.Array:
     """Compute attention of the newest tokens of each row over a cache that holds them.
 
     q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; seen: bool [B, T, S], the entries that
-    each token sees; softcap and sinks as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
+    each token sees; softcap and sinks as in `attend`. in_order: whether tokens are in the entries of their positions,
+    so that the last ones may be empty. Returns [B, T, K·G·h] in the values' dtype.
     """
+    if in_order and sinks is None and platform() == "cpu" and keys.shape[3] % CACHED_BLOCK == 0:
+        return _attend_until(q, keys, values, seen, softcap)
     return _attend(q, keys, values, seen, softcap, sinks, order="bkhs")
+
+
+CACHED_BLOCK = 128
+"""Entries of a cache that one step of the loop over it reads, where its length is a multiple of them."""
+
+
+def _attend_until(
+    q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, softcap: float | None
+) -> jax.Array:
+    """Do what `attend_cached` does for one query per row, up to the last block that any row sees: a row that sees none
+    of a block gets the same bits with and without it.
+    """
+    batch, heads, _, _, size = q.shape
+    entries = jnp.arange(keys.shape[3], dtype=jnp.int32)
+    end = jnp.where(seen.any((0, 1)), entries + 1, 0).max()
+
+    def add(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        mixed, highest, total = carry
+        first = i * CACHED_BLOCK
+        k = lax.dynamic_slice_in_dim(keys, first, CACHED_BLOCK, 3)
+        v = lax.dynamic_slice_in_dim(values, first, CACHED_BLOCK, 2)
+        visible = lax.dynamic_slice_in_dim(seen, first, CACHED_BLOCK, 2)[:, None, None]
+        logits = jnp.einsum("bkgth,bkhs->bkgts", q, k, preferred_element_type=jnp.float32)
+        logits = jnp.where(visible, capped(logits, softcap), MASKED)
+        new = jnp.maximum(highest, logits.max(-1, keepdims=True))
+        weights, scale = jnp.where(visible, jnp.exp(logits - new), 0.0), jnp.exp(highest - new)
+        mixed = mixed * scale + _weighted(weights, v, "bkgts,bksh->bkgth")
+        return mixed, new, total * scale + weights.sum(-1, keepdims=True)
+
+    shape = (*q.shape[:4], 1)
+    start = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+    mixed, _, total = lax.fori_loop(0, -(-end // CACHED_BLOCK), add, start)
+    mixed = (mixed / jnp.where(total > 0, total, 1.0)).astype(values.dtype)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, 1, heads * q.shape[2] * size)
 
 
 def _attend(

@@ -493,6 +493,7 @@ class Decoder(Definition):
         def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
             seen = visible & (positions[:, None] - cache.positions < window) if window else visible
             cap = self.config.attention_softcap
+            more |= {"in_order": jnp.ndim(slot) > 0}
             return attend_cached(q, cache.keys[i], cache.values[i], seen[:, None], cap, **more)
 
         states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], slot, over)

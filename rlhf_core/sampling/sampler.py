@@ -21,6 +21,7 @@ from rlhf_core.contracts import OpenWorld, Rollouts, SamplerInputs, Weights, Wor
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
+from rlhf_core.models.attention import CACHED_BLOCK
 from rlhf_core.models.experts import route_shape
 from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.runtime.background import BackgroundCompiler
@@ -324,6 +325,8 @@ class ConversationSampler(_PlacedModel):
         assert inputs.conversation_length is not None
         definition, options = inputs.policy, inputs.options
         length = cache_length(inputs.max_prompt_length + inputs.conversation_length)
+        if alternatives is not None:  # the conversations of an open world are short more often than not
+            length = -(-length // CACHED_BLOCK) * CACHED_BLOCK
         room = plan_conversations(
             definition,
             inputs.mesh,

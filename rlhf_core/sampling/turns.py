@@ -384,7 +384,7 @@ def _decode(
     def step(carry: _Carry) -> _Carry:
         slots: Any = carry.slots
         # Slots that pause write their last token to its own entry, again and again, and keep their states.
-        visible = place <= slots.position[:, None]
+        visible = (place <= slots.position[:, None]) & slots.active[:, None]
         hidden, cache = model.decode(
             weights, carry.cache, slots.last, slots.position, visible, slots.position
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.attention import attend_cached
+from rlhf_core.models.attention import CACHED_BLOCK, attend_cached
 from rlhf_core.sampling.loop import empty_cache, time_axes
 
 VOCAB, LENGTH = 40, 64
@@ -121,3 +122,23 @@ def test_attention_is_that_of_its_formula(window: int | None, softcap: float | N
     arrays = (jnp.asarray(x, jnp.float32) for x in (q, keys, values))
     found = attend_cached(*arrays, jnp.asarray(seen), softcap)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_up_to_the_last_token_of_any_row(softcap: float | None) -> None:
+    """To the bit the same for a row, however long the others are; and that of the formula."""
+    rng = np.random.default_rng(2)
+    shapes = ((3, 2, 2, 1, 8), (3, 2, 8, 2 * CACHED_BLOCK), (3, 2, 2 * CACHED_BLOCK, 8))
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    place = np.arange(2 * CACHED_BLOCK)
+    over = jax.jit(partial(attend_cached, softcap=softcap, in_order=True))
+    first = None
+    for last in ([30, -1, 7], [30, CACHED_BLOCK + 40, 7]):  # -1: a row that sees nothing
+        seen = jnp.asarray(place <= np.array(last)[:, None])[:, None]
+        found = np.asarray(over(*arrays, seen))
+        dense = np.asarray(attend_cached(*arrays, seen, softcap))
+        rows = np.array(last) >= 0
+        np.testing.assert_allclose(found[rows], dense[rows], atol=1e-5)
+        assert np.isfinite(found).all()
+        first = found if first is None else first
+        np.testing.assert_array_equal(found[[0, 2]], first[[0, 2]])

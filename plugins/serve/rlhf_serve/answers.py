@@ -161,6 +161,8 @@ class Prepared:
     reads_prompt: bool = False
     per_token: bool = False
     """Whether the text after every token is wanted."""
+    streams: bool = False
+    """Whether the text is sent while it grows."""
 
     @property
     def count(self) -> int:
@@ -185,6 +187,7 @@ class Prepared:
                     group=None if self.reads_prompt else (self.target.weights.number, prompt.tobytes()),
                     reads_prompt=self.reads_prompt,
                     per_token=self.per_token or self.wish.likeliest is not None,
+                    streams=self.streams,
                 )
                 for k in range(self.n)
             ]
@@ -206,7 +209,7 @@ def prepare_completions(body: Completion, target: Target) -> Prepared:
     wish = make_wish(body, target, max(limit, 1), body.logprobs)
     reads = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-    return Prepared(name, target, prompts, n, wish, texts, reads)
+    return Prepared(name, target, prompts, n, wish, texts, reads, streams=bool(body.stream))
 
 
 def token_text(call: Call, token: int, as_id: bool) -> str:
@@ -442,6 +445,7 @@ def prepare_generate(body: Generate, target: Target) -> Prepared:
         wish,
         [False],
         reads_prompt=reads,
+        streams=bool(body.stream),
     )
 
 

@@ -174,6 +174,7 @@ def prepare_chat(body: Chat, target: Target) -> Prepared:
         [body.continue_final_message],
         reads_prompt=body.prompt_logprobs is not None,
         per_token=bool(body.tools),
+        streams=bool(body.stream),
     )
 
 

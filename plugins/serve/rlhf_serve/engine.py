@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from rlhf_core.models import Model
     from rlhf_core.sampling import ConversationSampler
 
-STEPS = 8
-"""Tokens of each completion that are sampled before the event loop sees them, and new requests begin."""
+STEPS = (4, 32)
+"""The fewest and most tokens of each completion that are sampled before the event loop sees them and requests begin."""
+STEP_SECONDS = 0.1
+"""How long that may take, where the fewest take less."""
 IDLE_SECONDS = 60.0
 FIRST_VERSION = "default"
 """What the weights are called until somebody names them, as in vLLM."""
@@ -33,8 +36,6 @@ FIRST_VERSION = "default"
 
 class Policy:
     """A language model that completes: the `OpenWorld` of its sampler. Belongs to the engine's thread."""
-
-    steps = STEPS
 
     def __init__(self, model: Model, sampler: ConversationSampler) -> None:
         """model: with its parameters, which are laid out for the sampler here."""
@@ -46,6 +47,9 @@ class Policy:
         self.incoming: deque[Flight] = deque()
         self.admitted: deque[Flight] = deque()
         self.ending: deque[int] = deque()
+        self.steps = STEPS[0]
+        self._tokens = 0
+        """Of the completion that got the most, in the current step."""
         self.holds = False
         """Whether flights that arrive have to wait."""
         self.events: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -96,6 +100,7 @@ class Policy:
 
     def sampled(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, likeliest: Any) -> None:
         """Pass tokens on."""
+        self._tokens = max(self._tokens, len(tokens))
         if flight := self.running.get(conversation):
             self.events.append((flight.receive, (tokens, logps, likeliest, self.version)))
 
@@ -115,6 +120,15 @@ class Policy:
         self.ending.append(conversation)
         if flight := self.running.get(conversation):
             self.events.append((flight.finish, ("stop" if finished else "length",)))
+
+    def step(self) -> bool:
+        """Sample a little, about as long as `STEP_SECONDS`; return whether there was anything to do."""
+        self._tokens, start = 0, time.monotonic()
+        busy = self.schedule.step()
+        if self._tokens:
+            fitting = int(STEP_SECONDS * self._tokens / (time.monotonic() - start))
+            self.steps = max(STEPS[0], min(fitting, STEPS[1]))
+        return busy or bool(self.ending)
 
     def failed(self, conversation: int) -> None:
         """Note that a completion cannot go on."""
@@ -261,7 +275,7 @@ class Engine:
 
     def _step(self, policy: Policy) -> bool:
         try:
-            return policy.schedule.step() or bool(policy.ending)
+            return policy.step()
         except (
             Exception
         ) as error:  # of the device, such as too little memory: what ran is lost, the rest is not

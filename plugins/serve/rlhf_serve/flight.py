@@ -111,6 +111,8 @@ class Flight:
     """When the first token came, of `time.monotonic`."""
     per_token: bool = False
     """Whether the text after every single token is wanted."""
+    streams: bool = False
+    """Whether the text is sent while it grows."""
 
     @property
     def over(self) -> bool:
@@ -120,6 +122,11 @@ class Flight:
         """Take what the policy thinks of the prompt's next tokens."""
         columns = (each.tolist() for each in (logps, ranks, ids, best))
         self.prompt_logps += zip(*columns, strict=True)
+
+    @property
+    def reads_along(self) -> bool:
+        """Whether the text is wanted before the end."""
+        return self.streams or self.per_token or bool(self.wish.stop)
 
     def receive(self, tokens: np.ndarray, logps: np.ndarray, likeliest: Any, version: str) -> None:
         """Take the next tokens from the engine, up to the one that completes a stop string."""
@@ -137,7 +144,7 @@ class Flight:
                 self.likeliest.append((likeliest[0][i, :count].tolist(), likeliest[1][i, :count].tolist()))
             if one_by_one and self._read([token]):
                 break
-        if not one_by_one:
+        if not one_by_one and self.streams:
             self._read(self.tokens[start:])
         self._count(version, start)
         if self.stop_reason is not None:
@@ -168,7 +175,7 @@ class Flight:
         if self.over:
             return
         if self.stop_reason is None:
-            self._read([], last=True)
+            self._read([] if self.reads_along else self.tokens, last=True)
         self.finish_reason = "stop" if self.stop_reason is not None else reason
         last = self.tokens[-1] if self.tokens else None
         if reason == "stop" and self.stop_reason is None and last not in self.wish.end_ids:

@@ -1,0 +1,45 @@
+"""docs/how-to/serve.md: its tables name the fields and routes that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rlhf_serve import app, control
+from rlhf_serve.fields import NEUTRAL, Chat, Completion
+from rlhf_serve.scores import Score
+
+from rlhf_core.plugins.component import load_file
+
+documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+PAGE = documents.REPOSITORY / "docs/how-to/serve.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def cells(heading: str) -> set[str]:
+    """Names in backticks of the first column of the table that begins so."""
+    table = TEXT[TEXT.index(f"| {heading} |") :].split("\n\n")[0]
+    return {name for line in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+
+
+def test_every_field_is_in_the_table() -> None:
+    written = {*cells("field"), "model", "modalities"}
+    there = {*Completion.model_fields, *Chat.model_fields}
+    assert there - written == {"logprob_token_ids", "spaces_between_special_tokens"}  # of vLLM alone, refused
+    assert written - there <= {"weight_versions"}
+    assert set(NEUTRAL) <= there
+
+
+def test_every_route_is_in_a_table() -> None:
+    written = {re.sub(r"\?.*", "", name) for name in cells("route") if name.startswith("/")}
+    own = {route.path for route in app.routes()}
+    controls = {route.path for route in control.Control(None, None, None).routes()}  # type: ignore[arg-type]
+    assert own | controls <= written | set(re.findall(r"`(/[a-z_/0-9]+)", TEXT))
+    assert {"rows", "chat", "text_1", "text_2"} <= set(Score.model_fields)
+
+
+def test_its_script_parses() -> None:
+    scripts = [text for language, text in documents.blocks(PAGE) if language == "python"]
+    for script in scripts:
+        compile(script, "ask.py", "exec")
