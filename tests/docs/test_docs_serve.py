@@ -6,14 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import typer
 from rlhf_serve import app, control
+from rlhf_serve.commands import serve
 from rlhf_serve.fields import NEUTRAL, Chat, Completion
 from rlhf_serve.scores import Score
 
 from rlhf_core.plugins.component import load_file
 
 documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
-PAGE = documents.REPOSITORY / "docs/how-to/serve.md"
+PAGES = ("docs/how-to/serve.md", "plugins/serve/README.md")
+PAGE = documents.REPOSITORY / PAGES[0]
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
@@ -43,3 +46,20 @@ def test_its_script_parses() -> None:
     scripts = [text for language, text in documents.blocks(PAGE) if language == "python"]
     for script in scripts:
         compile(script, "ask.py", "exec")
+
+
+def test_the_flags_that_pages_type_exist() -> None:
+    command = typer.main.get_command(app_of(serve))
+    for page in PAGES:
+        text = (documents.REPOSITORY / page).read_text(encoding="utf-8")
+        lines = re.findall(r"^(?:\$ )?rlhf serve (.*)$", text, re.MULTILINE)
+        assert lines
+        for line in lines:
+            context = command.make_context("serve", line.split(), resilient_parsing=False)
+            assert all("=" in model for model in context.params["models"])
+
+
+def app_of(function: Any) -> typer.Typer:
+    made = typer.Typer(add_completion=False)
+    made.command("serve")(function)
+    return made
