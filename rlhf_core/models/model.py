@@ -296,8 +296,8 @@ class Model:
 
     def storing(self, dtype: str) -> Model:
         """Return the model that `save` writes in this dtype, as `stored_dtype`, which its config.json then names."""
-        text = text_config(self.hf_config)
-        names = [name for name in ("dtype", "torch_dtype") if name in text] or ["torch_dtype"]
+        named = {**self.hf_config, **text_config(self.hf_config)}
+        names = [name for name in ("dtype", "torch_dtype") if name in named] or ["torch_dtype"]
         return dataclasses.replace(
             self,
             stored_dtype=dtype,

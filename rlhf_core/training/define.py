@@ -163,7 +163,12 @@ def carried_lines(made: Build) -> Iterator[str]:
                 format_bytes(model.kept.carried_bytes),
             )
             whose = f"{name}: " if name else ""
-            yield f"{whose}{tensors} of {', '.join(parts)}, {size}, not loaded, and saved with the model unchanged"
+            kept = (
+                "and saved with the model unchanged"
+                if model.definition.lora is None
+                else "and not saved again"
+            )
+            yield f"{whose}{tensors} of {', '.join(parts)}, {size}, not loaded, {kept}"
 
 
 def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, int]:

@@ -177,7 +177,7 @@ def test_every_parameter_keeps_its_dtype(text: Path, tmp_path: Path) -> None:
         for name, value in tensors.items()
     }
     save_file(lower, mixed / "model.safetensors")
-    whole = contain(mixed, tmp_path / "whole", {"model_type": "llava"}, OLD)
+    whole = contain(mixed, tmp_path / "whole", {"model_type": "llava", "dtype": "bfloat16"}, OLD)
     model = load_model(whole)
     assert model.stored_dtype == "bfloat16"
     model.with_params(model.as_stored(model.params)).save(tmp_path / "saved")
@@ -190,7 +190,8 @@ def test_every_parameter_keeps_its_dtype(text: Path, tmp_path: Path) -> None:
     model.storing("float16").save(tmp_path / "half")
     dtypes = {name: dtype for name, (dtype, _, _) in contents(tmp_path / "half").items()}
     assert {dtypes[name] for name in dtypes if name not in TOWER} == {"F16"}
-    assert config_of(tmp_path / "half")["text_config"]["torch_dtype"] == "float16"
+    config = config_of(tmp_path / "half")
+    assert (config["dtype"], config["text_config"]["torch_dtype"]) == ("float16", "float16")
 
 
 def test_a_reward_model_of_the_whole(llava: Path, tmp_path: Path) -> None:
@@ -397,3 +398,5 @@ def test_check_says_what_is_carried(rlhf: Any, llava: Path, tiny: Any, tmp_path:
     said = " ".join(rlhf("check", str(tmp_path / "one.toml")).out.split())
     assert "5 tensors of vision_tower, multi_modal_projector, 313 B, not loaded, and saved" in said
     assert "parameters 23.9 kB" in said  # of the text model alone
+    said = rlhf("check", str(tmp_path / "one.toml"), "--set", "s.lora={}").out
+    assert "not loaded, and not saved again" in " ".join(said.split())
