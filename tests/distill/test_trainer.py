@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rlhf_distill import DistillConfig
 
-from rlhf_core import hookimpl
+from rlhf_core import hookimpl, load_model
 from rlhf_core.testing import MODEL_TABLE, check_trainer, texts, tokenizer
 
 SHORT: dict[str, Any] = {
@@ -42,6 +42,42 @@ def kit_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = {**MODEL_TABLE, "hidden_size": 24, "num_hidden_layers": 1}
     fresh_model(table, "lm", tokenizer=tokenizer(), seed=3).save(path)
     return path
+
+
+class StopAt:
+    @hookimpl
+    def rlhf_step_end(self, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.long
+def test_a_stream_is_sampled_and_given_and_continues_with_the_same_bits(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    """Killed within a rollout that serves two updates; prompts and given rows are two readings of the stream."""
+    tiny.make_model(seed=5).save(tmp_path / "teacher")
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from tiny.texts(40)
+
+    def run(at: str, *listeners: Any) -> dict[str, Any]:
+        config = DistillConfig(
+            **SHORT,
+            teacher_model=str(tmp_path / "teacher"),
+            on_policy_fraction=0.5,
+            steps_per_generation=2,
+            save_steps=1,
+            shuffle_buffer=4,
+        )
+        given = {"model": tiny.make_model(scale=4.0), "train_dataset": rows, "listeners": listeners}
+        return dict(tiny.leaves(load_model(tiny.run("distill", config, tmp_path / at, **given).path).params))
+
+    straight = run("straight")
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", StopAt())
+    parts = run("parts")
+    assert all(np.array_equal(parts[name], straight[name]) for name in straight)
 
 
 @pytest.mark.long
