@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import mesh_of_rows, row_axes
-from rlhf_core.models.attention import Blocks, attend, filled
+from rlhf_core.models.attention import Blocks, attend, attend_blocks, filled
 from rlhf_core.runtime.devices import platform
 
 PLATFORMS = ("gpu", "tpu")
@@ -49,13 +49,14 @@ def attend_pallas(
     softcap: float | None = None,
     kernels: Kernels | None = None,
 ) -> jax.Array:
-    """Compute `attention.attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic): heads
-    of at most 256 dimensions. Queries that see no key get 0, and give no gradient.
+    """Compute `attention.attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads
+    of more than 256 dimensions, which no kernel holds, are computed by `attention.attend_blocks`. Queries that see no
+    key get 0, and give no gradient.
 
     On a mesh each device computes its rows, and with `tensor` its heads; rows that the mesh does not divide are
     computed by `attention.attend`.
 
-    Raises InputError on CPUs and for larger heads.
+    Raises InputError on CPUs.
     """
     kernels = kernels or Kernels(platform())
     time, size = q.shape[3:]
@@ -65,10 +66,7 @@ def attend_pallas(
             'to "blocks" or "auto"'
         )
     if size > LARGEST_HEAD:
-        raise InputError(
-            f"attention 'pallas': head size must be at most {LARGEST_HEAD}, not {size}; set attention to "
-            '"xla"'
-        )
+        return attend_blocks(q, k, v, positions, visible_until, window=window, softcap=softcap)
     mesh = mesh_of_rows(q)
     if mesh is None and not _is_local(q):
         return attend(q, k, v, positions, visible_until, window=window, softcap=softcap)

@@ -470,7 +470,9 @@ class Decoder(Definition):
             cast = jax.tree.map_with_path(self._cast, self._merged(params, i))
             return _joined(cast) if join else cast
 
-        return {**params, "layers": tuple(map(one, range(self.config.num_layers)))}
+        around = {"per_layer_inputs"} & set(params)  # a large table, of which rows are read
+        cast = {name: jax.tree.map_with_path(self._cast, params[name]) for name in around}
+        return {**params, **cast, "layers": tuple(map(one, range(self.config.num_layers)))}
 
     def _cast(self, path: Any, x: jax.Array) -> jax.Array:
         return x if any(part.key in EXACT for part in path) else x.astype(self.compute_dtype)

@@ -91,9 +91,11 @@ def choose_attention(
 
 def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | None:
     """Return why rows of this layout take the kernels `pallas` on an accelerator; None: dense attention suits them."""
-    if not isinstance(definition, Decoder) or definition.config.head_dim > LARGEST_HEAD:
+    if not isinstance(definition, Decoder):
         return None
     config = definition.config
+    if all(stack.config.head_dim > LARGEST_HEAD for stack in config.stacks.values()):
+        return None
     heads = -(-config.num_heads // mesh.shape["tensor"])
     layers = config.num_layers if remat_of(definition, (max(layout.rows), max(layout.time))) == "none" else 1
     logits = max(
