@@ -40,7 +40,7 @@ from rlhf_core.models.definition import Definition
 from rlhf_core.models.experts import Experts, recorder_of
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
-from rlhf_core.models.recurrence import MIXERS, Order, previous_tokens
+from rlhf_core.models.recurrence import MIXERS, Order, chunk_paths, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import device_count, platform
@@ -291,7 +291,10 @@ class Decoder(Definition):
             return one, (nnx.to_pure_dict(state), kinds)
 
         stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
-        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
+        states = any(
+            map(self._has_state, range(c.num_layers))
+        )  # which take long to compile, and little to copy
+        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS and not states
         if at is None or not unroll or c.kinds or recorder:
             kinds = c.kinds or ("",) * c.num_layers
             x, outputs = run_layers(kinds[:own], stacks, x, unroll=unroll)
@@ -325,7 +328,7 @@ class Decoder(Definition):
         over, cap = self.attention or attend, self.config.attention_softcap
         order: Order | None = None
         if any(map(self._has_state, range(self.config.num_layers))):
-            order = Order(positions, visible_until, previous_tokens(positions, visible_until))
+            order = Order(previous_tokens(positions, visible_until), chunk_paths(positions, visible_until))
 
         def mix(kept: list[Any], rope: Any, window: Any, mixer: Any, x: jax.Array) -> jax.Array:
             if not isinstance(mixer, Attention):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -21,14 +22,6 @@ from rlhf_core.models.layers import Linear, RMSNorm
 
 CHUNK = 64
 """Tokens whose products are computed together. Work per token grows with it, the number of steps in a row shrinks."""
-
-
-class Order(NamedTuple):
-    """The order of tokens in rows, int32 [B, T] each; see `rlhf_core.contracts.Rows` and `previous_tokens`."""
-
-    positions: jax.Array
-    visible_until: jax.Array
-    previous: jax.Array
 
 
 def previous_tokens(positions: jax.Array, visible_until: jax.Array) -> jax.Array:
@@ -58,23 +51,28 @@ def short_convolution(x: jax.Array, kernel: jax.Array, previous: jax.Array) -> j
     return y
 
 
-class _Paths(NamedTuple):
-    """Which tokens of a chunk precede which, and which states they start from; n chunks of C tokens.
+class Paths(NamedTuple):
+    """Which tokens of a chunk precede which, and which states they start from; n chunks of C tokens, a power of 2.
 
     precedes: bool [B, n, C, C]: whether token j is token i, or before it in its sequence. carried, branched: bool
     [B, n, C]: whether the last token before the chunk in a token's sequence is the one right before the chunk, or an
-    earlier end of a prefix. fork: bool [B, n, C]: the last end of a prefix in the chunk.
+    earlier end of a prefix. last, fork: bool [B, n, C]: the chunk's last token, and the last end of a prefix in it.
     """
 
     precedes: jax.Array
     carried: jax.Array
     branched: jax.Array
+    last: jax.Array
     fork: jax.Array
 
 
-def _paths(positions: jax.Array, visible_until: jax.Array, chunk: int) -> _Paths:
-    rows, time = positions.shape
-    index = jnp.arange(time, dtype=jnp.int32).reshape(-1, chunk)
+def chunk_paths(positions: jax.Array, visible_until: jax.Array, chunk: int = CHUNK) -> Paths:
+    """Find the paths of tokens in rows, int32 [B, T] as for `previous_tokens`, in chunks of at most `chunk` tokens."""
+    time = positions.shape[1]
+    chunk = min(chunk, 1 << (time - 1).bit_length())
+    positions, visible_until = (jnp.pad(x, ((0, 0), (0, -time % chunk))) for x in (positions, visible_until))
+    rows = len(positions)
+    index = jnp.arange(positions.shape[1], dtype=jnp.int32).reshape(-1, chunk)
     until = visible_until.reshape(rows, -1, chunk)
     sees = (index[:, None, :] < index[:, :, None]) & (until[:, :, None, :] > index[:, :, None])
     precedes = sees | jnp.eye(chunk, dtype=bool)
@@ -86,11 +84,19 @@ def _paths(positions: jax.Array, visible_until: jax.Array, chunk: int) -> _Paths
     ends = (jnp.roll(previous, -1, 1) == index.reshape(-1)) & (jnp.roll(visible_until, -1, 1) < visible_until)
     ends = ends.reshape(rows, -1, chunk)
     fork = ends & (jnp.flip(jnp.cumsum(jnp.flip(ends, 2), 2), 2) == 1)
+    last = jnp.broadcast_to(index == jnp.minimum(index[:, -1:], time - 1), fork.shape)
 
     def inherited(flag: jax.Array) -> jax.Array:
         return (precedes & flag[:, :, None, :]).any(-1)
 
-    return _Paths(precedes, inherited(carried & outside), inherited(outside & ~carried), fork)
+    return Paths(precedes, inherited(carried & outside), inherited(outside & ~carried), last, fork)
+
+
+class Order(NamedTuple):
+    """The order of tokens in rows: what `previous_tokens` and `chunk_paths` return."""
+
+    previous: jax.Array
+    paths: Paths
 
 
 class Inputs(NamedTuple):
@@ -108,110 +114,155 @@ class Inputs(NamedTuple):
 
 
 def gated_delta_rule(
-    inputs: Inputs,
-    positions: jax.Array,
-    visible_until: jax.Array,
-    *,
-    state: jax.Array | None = None,
-    chunk: int = CHUNK,
+    inputs: Inputs, paths: Paths, state: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Compute o_t = S_t q_t with S_t = e^{g_t} S (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, where S is the state before t.
 
-    positions, visible_until: int32 [B, T]. state: float32 [B, K, G, d, e], from which rows of one sequence each
-    continue; None: every tree starts from zero.
+    paths: of the rows. state: float32 [B, K, G, d, e], from which rows of one sequence each continue; None: every tree
+    starts from zero.
     Returns (float32 [B, T, K, G, e], the state after the last token, float32 [B, K, G, d, e]). Yang et al. 2024, "Gated
     Delta Networks", in chunks: within a chunk, the corrections δ_t = β_t (v_t − S k_t) solve one triangular system; a
     loop over chunks carries two states, after the last token and at the end of the last prefix. Memory grows with
-    T · chunk. chunk: a power of 2.
+    T · C.
     """
-    q, k, v, log_decay, beta = inputs
-    time = q.shape[1]
-    chunk = min(chunk, 1 << (time - 1).bit_length())
-    if padding := -time % chunk:
-        q, k, v, log_decay, beta, positions, visible_until = (
-            jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-            for x in (q, k, v, log_decay, beta, positions, visible_until)
-        )
-    paths = _paths(positions, visible_until, chunk)
-    if state is not None:
-        paths = paths._replace(carried=jnp.ones_like(paths.carried))
-    split = (q.shape[0], -1, chunk)
-    q, k, v = (x.astype(jnp.float32).reshape(*split, *x.shape[2:]) for x in (q, k, v))
-    g, beta = (x.astype(jnp.float32).reshape(*split, *x.shape[2:]) for x in (log_decay, beta))
-    precedes = paths.precedes[:, :, None, None]  # [B, n, 1, 1, C, C]
-    total = jnp.einsum("bnij,bnjkg->bnkgi", paths.precedes.astype(jnp.float32), g, precision="highest")
-    between = jnp.exp(jnp.where(precedes, total[..., :, None] - total[..., None, :], -jnp.inf))
-    system = jnp.einsum("bnikd,bnjkd->bnkij", k, k)[:, :, :, None] * between
-    system *= beta.transpose(0, 1, 3, 4, 2)[..., None]
-    carried, branched = (jnp.exp(total) * flag[:, :, None, None] for flag in (paths.carried, paths.branched))
-    # Both states are read as one, [2d, e]: a token starts from one of them, or from neither.
-    starts = jnp.stack([carried, branched], -1)[..., None]  # [B, n, K, G, C, 2, 1]
+    time = inputs.q.shape[1]
+    chunks, size = paths.last.shape[1:]
 
-    def from_states(x: jax.Array) -> jax.Array:
-        each = starts * x.transpose(0, 1, 3, 2, 4)[:, :, :, None, :, None]
-        return each.reshape(*each.shape[:5], -1)
+    def split(x: jax.Array) -> jax.Array:
+        """[B, T, …] → float32 [B, n, C, …]."""
+        padding = [(0, 0), (0, chunks * size - time)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x.astype(jnp.float32), padding).reshape(len(x), chunks, size, *x.shape[2:])
 
-    values = v.transpose(0, 1, 3, 4, 2, 5)
-    right = jnp.concatenate([values, from_states(k)], -1) * beta.transpose(0, 1, 3, 4, 2)[..., None]
-    solved = _inverse(system) @ right
-    own, read = jnp.split(solved, [v.shape[-1]], -1)
-    queries, keys = from_states(q), k.transpose(0, 1, 3, 2, 4)
-    attention = jnp.einsum("bnikd,bnjkd->bnkij", q, k)[:, :, :, None] * between
-
-    def ends_at(token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return how much of (each token's correction, both states) a state after `token`, bool [B, n, C], has."""
-        chosen = token[:, :, None, None].astype(jnp.float32)
-        return jnp.einsum("bnkgi,bnkgij->bnkgj", jnp.broadcast_to(chosen, total.shape), between), jnp.einsum(
-            "bnkgi,bnkgis->bnkgs", jnp.broadcast_to(chosen, total.shape), starts[..., 0]
-        )
-
-    ends_of_chunks = jnp.minimum(jnp.arange(chunk - 1, time + padding, chunk), time - 1)
-    last = jnp.arange(time + padding).reshape(-1, chunk) == ends_of_chunks[:, None]
-    last = jnp.broadcast_to(last, paths.fork.shape)
-    kept = jnp.stack([jnp.ones_like(paths.fork[..., 0]), paths.fork.any(-1)], -1)
-
-    def step(states: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        own, read, queries, attention, keys, ends, kept = x
-        flat = states.reshape(*states.shape[:3], -1, states.shape[-1])  # [B, K, G, 2d, e]
-        delta = own - read @ flat
-        out = queries @ flat + attention @ delta
-        weights, sources = ends
-        made = jnp.einsum("bkgsj,bkjd,bkgje->bkgsde", weights, keys, delta)
-        made += jnp.einsum("bkgst,bkgtde->bkgsde", sources, states)
-        return jnp.where(kept[:, None, None, :, None, None], made, states), out
-
-    ends = tuple(jnp.stack(each, -2) for each in zip(ends_at(last), ends_at(paths.fork), strict=True))
-    xs = (own, read, queries, attention, keys, ends, kept)
-    xs = jax.tree.map(lambda x: x.swapaxes(0, 1), xs)
-    first = jnp.zeros((*values.shape[:1], *values.shape[2:4], 2, k.shape[-1], v.shape[-1]), jnp.float32)
-    if state is not None:
-        first = first.at[:, :, :, 0].set(state)
-    states, out = lax.scan(step, first, xs)  # out: [n, B, K, G, C, e]
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(q.shape[0], -1, *v.shape[3:])
-    return out[:, :time], states[:, :, :, 0]
+    q, k = (jnp.moveaxis(split(x), 2, 3) for x in (inputs.q, inputs.k))  # [B, n, K, C, d]
+    v, g, beta = (jnp.moveaxis(split(x), 2, 4) for x in (inputs.v, inputs.log_decay, inputs.beta))
+    total = jnp.einsum("bnij,bnkgj->bnkgi", paths.precedes.astype(jnp.float32), g, precision="highest")
+    between = total[..., :, None] - total[..., None, :]
+    between = jnp.exp(jnp.where(paths.precedes[:, :, None, None], between, -jnp.inf))
+    system = jnp.einsum("bnkid,bnkjd->bnkij", k, k)[:, :, :, None] * between * beta[..., None]
+    attention = jnp.einsum("bnkid,bnkjd->bnkij", q, k)[:, :, :, None] * between
+    # A token starts from one of the two states, or from neither.
+    starts = jnp.stack([paths.carried, paths.branched], 2)[:, :, None, None] * jnp.exp(total)[..., None, :]
+    ends = jnp.stack([paths.last, paths.fork], 2).astype(jnp.float32)
+    kept = jnp.einsum("bnsi,bnkgti->bnkgst", ends, starts)  # the share of state t that state s keeps
+    kept = kept.at[..., 1, 1].add(1.0 - paths.fork.any(-1)[:, :, None, None])
+    chunk = _Chunk(
+        k,
+        v,
+        _inverse(system) * beta[..., None, :],
+        starts,
+        jnp.einsum("bnsi,bnkgij->bnkgsj", ends, between),
+        kept,
+    )
+    empty = jnp.zeros((len(q), *v.shape[2:4], 2, k.shape[-1], v.shape[-1]), jnp.float32)
+    first = empty if state is None else empty.at[:, :, :, 0].set(state)
+    chunk = jax.tree.map(lambda x: x.swapaxes(0, 1), chunk)
+    states, last = _run_chunks(first, chunk)
+    q, attention, starts = (x.swapaxes(0, 1) for x in (q, attention, starts))
+    read = _read(states, q, starts)
+    out = read + attention @ jax.vmap(_corrections)(states, chunk)  # [n, B, K, G, C, e]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(len(read[0]), -1, *read.shape[2:4], read.shape[-1])
+    return out[:, :time], last[:, :, :, 0]
 
 
+class _Chunk(NamedTuple):
+    """A chunk of C tokens: k [B, K, C, d], v [B, K, G, C, e], the inverse of its system times β, [B, K, G, C, C]; how
+    much of each of the two states its tokens start from, [B, K, G, 2, C], how much of its corrections the next states
+    have, likewise, and how much of the states, [B, K, G, 2, 2].
+    """
+
+    k: jax.Array
+    v: jax.Array
+    inverse: jax.Array
+    starts: jax.Array
+    weights: jax.Array
+    kept: jax.Array
+
+
+def _read(states: jax.Array, x: jax.Array, starts: jax.Array) -> jax.Array:
+    """Multiply x, [..., K, C, d], by the states that tokens start from, [..., K, G, 2, d, e]: [..., K, G, C, e]."""
+    both = jnp.einsum("...kcd,...kgsde->...kgsce", x, states)
+    return both[..., 0, :, :] * starts[..., 0, :, None] + both[..., 1, :, :] * starts[..., 1, :, None]
+
+
+def _corrections(states: jax.Array, chunk: _Chunk) -> jax.Array:
+    """Compute the corrections of a chunk's tokens, [B, K, G, C, e], from the states before it."""
+    return chunk.inverse @ (chunk.v - _read(states, chunk.k, chunk.starts))
+
+
+def _next_states(states: jax.Array, chunk: _Chunk) -> jax.Array:
+    """Compute the states after a chunk, [B, K, G, 2, d, e], affine in those before it."""
+    delta = _corrections(states, chunk)
+    # Not by broadcasting, whose gradient is a sum over two that crashes XLA (of jaxlib 0.10) on CPUs next to a product.
+    added = jnp.stack([chunk.weights[..., i, :, None] * delta for i in range(2)], axis=3)
+    made = jnp.einsum("bkcd,bkgsce->bkgsde", chunk.k, added)
+    for i in range(2):
+        made += chunk.kept[..., i, None, None] * states[:, :, :, i, None]
+    return made
+
+
+@jax.custom_vjp
+def _run_chunks(first: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array]:
+    """Return the states before every chunk, [n, …], and after the last."""
+    last, states = lax.scan(lambda states, chunk: (_next_states(states, chunk), states), first, chunks)
+    return states, last
+
+
+def _run_forward(first: jax.Array, chunks: _Chunk) -> tuple[Any, Any]:
+    states, last = _run_chunks(first, chunks)
+    return (states, last), (states, chunks)
+
+
+def _run_backward(kept: Any, slopes: Any) -> tuple[jax.Array, Any]:
+    """Loop over states alone; the slopes of all chunks are then computed together."""
+    states, chunks = kept
+
+    def step(after: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
+        own, chunk, slope = x
+        return slope + jax.vjp(lambda states: _next_states(states, chunk), own)[1](after)[0], after
+
+    first, after = lax.scan(step, slopes[1], (states, chunks, slopes[0]), reverse=True)
+
+    def of_chunk(states: jax.Array, chunk: _Chunk, after: jax.Array) -> Any:
+        return jax.vjp(lambda chunk: _next_states(states, chunk), chunk)[1](after)[0]
+
+    return first, jax.vmap(of_chunk)(states, chunks, after)
+
+
+_run_chunks.defvjp(_run_forward, _run_backward)
+
+
+@jax.custom_vjp
 def _inverse(system: jax.Array) -> jax.Array:
     """Invert lower triangular matrices with ones on the diagonal, [..., C, C], C a power of 2; what is on and above the
     diagonal is not read.
 
     Blocks of twice the size are inverted from those on their diagonal: [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0],
-    [−D⁻¹ B A⁻¹, D⁻¹]]. This is as stable as substitution, and all products of one size are one product.
+    [−D⁻¹ B A⁻¹, D⁻¹]]. This is as stable as substitution, and takes two products for each size.
     """
-    size = system.shape[-1]
-    inverse = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
-    half = 1
-    while half < size:
-        pairs = size // (2 * half)
-        blocks = system.reshape(*system.shape[:-2], pairs, 2 * half, pairs, 2 * half)
-        below = jnp.einsum("...pipj->...pij", blocks)[..., half:, :half]
-        upper, lower = (
-            inverse.reshape(*system.shape[:-2], pairs, 2, half, half)[..., i, :, :] for i in (0, 1)
-        )
-        across = -jnp.matmul(jnp.matmul(lower, below, precision="highest"), upper, precision="highest")
-        rows = (jnp.concatenate([upper, jnp.zeros_like(upper)], -1), jnp.concatenate([across, lower], -1))
-        inverse, half = jnp.concatenate(rows, -2), 2 * half
-    return inverse[..., 0, :, :]
+    index = np.arange(system.shape[-1])
+    inverse, half = jnp.broadcast_to(jnp.eye(len(index), dtype=system.dtype), system.shape), 1
+    while half < len(index):
+        block = index // half
+        below = jnp.where((block[:, None] == block + 1) & (block % 2 == 0), system, 0)
+        inverse, half = inverse - _exact_product(_exact_product(inverse, below), inverse), 2 * half
+    return inverse
+
+
+def _exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _inverse_forward(system: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = _inverse(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
+    turned = inverse.swapaxes(-1, -2)
+    return (-jnp.tril(_exact_product(_exact_product(turned, slope), turned), -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def next_state(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -312,7 +363,7 @@ class DeltaNet(nnx.Module):
     def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after each row's last token."""
         mixed, kept = self.conv1d.over_rows(self.in_proj_qkv(x), order)
-        out, state = gated_delta_rule(self._inputs(mixed, x), order.positions, order.visible_until)
+        out, state = gated_delta_rule(self._inputs(mixed, x), order.paths)
         return self._output(out, x), (kept, state)
 
     def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
@@ -325,7 +376,9 @@ class DeltaNet(nnx.Module):
             log_decay=jnp.where(used, inputs.log_decay, 0), beta=jnp.where(used, inputs.beta, 0)
         )
         positions = jnp.broadcast_to(place.astype(jnp.int32), x.shape[:2])
-        out, after = gated_delta_rule(inputs, positions, jnp.full_like(positions, x.shape[1]), state=state[1])
+        paths = chunk_paths(positions, jnp.full_like(positions, x.shape[1]))
+        paths = paths._replace(carried=jnp.ones_like(paths.carried))
+        out, after = gated_delta_rule(inputs, paths, state[1])
         return self._output(out, x), (kept, after)
 
     def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from rlhf_core.models.recurrence import (
     Inputs,
+    chunk_paths,
     gated_delta_rule,
     next_state,
     previous_tokens,
@@ -18,7 +20,11 @@ from rlhf_core.models.recurrence import (
 )
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 2, 5, 7
-rule = jax.jit(gated_delta_rule, static_argnames="chunk")
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def rule(inputs: Inputs, positions: Any, until: Any, chunk: int) -> Any:
+    return gated_delta_rule(inputs, chunk_paths(positions, until, chunk))
 
 
 def row(
@@ -95,7 +101,7 @@ def test_gradients_are_those_of_each_sequence_alone() -> None:
     weight = np.random.default_rng(2).normal(size=values["v"].shape).astype(np.float32)
 
     def packed(values: dict[str, jax.Array]) -> jax.Array:
-        out = gated_delta_rule(Inputs(**values), positions, until, chunk=16)[0]
+        out = rule(Inputs(**values), positions, until, chunk=16)[0]
         return sum((out[b, s] * weight[b, s]).sum() for b, several in enumerate(sequences) for s in several)
 
     def stepped(values: dict[str, jax.Array]) -> jax.Array:
