@@ -296,6 +296,15 @@ def test_a_resumed_run_asks_for_nothing_again_and_scores_the_same(tmp_path: Path
         assert len(service.requests) >= asked + 6
 
 
+def test_a_key_that_the_judge_repeats_is_in_no_file(tmp_path: Path) -> None:
+    with services.serve(lambda _: said(f"Your key {KEY} scores: 4. Score: 5")) as service:
+        assert scored(*opened(tmp_path, **judge(tmp_path, service.url, api_key=KEY))) == [5.0, 5.0, None]
+        assert {key for _, key, _ in service.requests} == {f"Bearer {KEY}"}
+    files = [path.read_text() for path in (tmp_path / "answers").glob("??/*.json")]
+    assert len(files) == 2
+    assert not any(KEY in text for text in files)
+
+
 def test_a_judge_that_is_gone_is_a_warning_where_answers_are_kept(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_directory": str(tmp_path / "mine"), "retries": 0}
     with services.serve(lambda _: said("Score: 4")) as service:

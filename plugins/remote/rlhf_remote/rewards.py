@@ -15,6 +15,7 @@ from pydantic import Field
 
 from rlhf_core import REWARD, SAMPLER, InputError, Registry, RunError, hookimpl
 from rlhf_core.errors import suggest
+from rlhf_core.hidden import scrub_all
 from rlhf_remote.answers import Answers, has_answers, question_key
 from rlhf_remote.rubric import Rubric, Scale, read_schema
 from rlhf_remote.sampler import RlhfSampler, SglangSampler, VllmSampler
@@ -324,7 +325,7 @@ class Judge:
                     raise RunError(f"{error}; {STOPS}") from error
                 answers.note_unanswered(call, key, error.failures)
                 return Vote(None, error.failures, 0, answered=False)
-            record = {"request": body, "vote": vote, **record}
+            record = scrub_all({"request": body, "vote": vote, **record})  # a server may repeat the key
             await answers.keep(key, record)
         number = self._scale.read(record["answer"])
         if number is None:
