@@ -26,9 +26,16 @@ TEMPLATE = (
 )
 
 
-def chat(typed: str, *arguments: Any) -> str:
-    result = CliRunner().invoke(cli.app, ["chat", *map(str, arguments)], input=typed, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+def chat(typed: str, *arguments: Any, fails: str | None = None) -> str:
+    """What is printed; where a line has no reply, the command ends with an error that says so."""
+    result = CliRunner().invoke(
+        cli.app, ["chat", *map(str, arguments)], input=typed, catch_exceptions=fails is not None
+    )
+    if fails is None:
+        assert result.exit_code == 0, result.output
+    else:
+        assert isinstance(result.exception, RunError)
+        assert str(result.exception) == fails
     return result.output
 
 
@@ -63,7 +70,9 @@ def test_a_local_model_says_what_generate_says(model: Path, tmp_path: Path, tiny
 
 def test_a_conversation_that_is_too_long_and_one_that_ends_early(model: Path) -> None:
     long = " ".join("abcdefgh" * 40)
-    printed = chat(f"{long}\nb c\n/undo\n/undo\n", model / "model", "--max_completion_length", 3)
+    typed = f"{long}\nb c\n/undo\n/undo\n"
+    fails = "1 of 2 lines had no reply"
+    printed = chat(typed, model / "model", "--max_completion_length", 3, fails=fails)
     assert "tokens, and 128 are possible: type /undo or /reset" in printed
     assert printed.endswith("0 exchanges left\n0 exchanges left\n")
 
@@ -100,6 +109,8 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
     bodies: list[Any] = []
 
     def reply(body: Any) -> Any:
+        if "max_tokens" not in body:  # /tokenize
+            return {"tokens": [1]}
         bodies.append(body)
         if "fail" in body["messages"][-1]["content"]:
             return (400, {"error": {"message": "too long"}}, {})
@@ -111,7 +122,7 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
 
     with services.serve(reply) as service:
         typed = "one\nfail\nbreak\ntwo\n/reset\n/system S\nthree\n/what\n/save\n/help\n/exit\nnever\n"
-        printed = chat(typed, service.url, "--seed", 3, "--top_k", 5)
+        printed = chat(typed, service.url, "--seed", 3, "--top_k", 5, fails="2 of 5 lines had no reply")
     assert printed.count("so\\x1b[2J said\n") == 3
     assert "HTTP 400: too long" in printed
     assert "half\n" in printed
@@ -131,6 +142,11 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
     }
     with pytest.raises(InputError, match="--chat_template: has no effect"):
         chat("", service.url, "--chat_template", "x")
+    with (
+        services.serve(lambda _: (400, {"error": {"message": "no template"}}, {})) as service,
+        pytest.raises(InputError, match=r"gpt-9.5 has no chat template; complete texts with rlhf generate"),
+    ):
+        chat("", service.url)
 
 
 class Slow:

@@ -154,6 +154,9 @@ def test_which_model_a_url_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 continue
             with pytest.raises(InputError, match=wanted):
                 run("generate", url + at, "--prompt", "x", "--raw")
+        service.models = SERVED
+        with pytest.raises(InputError, match="'rm' is not a language model; such are: policy"):
+            run("generate", f"{url}#rm", "--prompt", "x")
         service.models = (401, {"error": {"message": "who are you?"}}, {})
         with pytest.raises(InputError, match=r"HTTP 401: who are you\?; export the key as RLHF_API_KEY"):
             run("generate", url, "--prompt", "x")

@@ -333,18 +333,22 @@ class Terminal:
             self.console.print(" (stopped)", style="dim", end="")
         finally:
             parts.close()  # type: ignore[attr-defined]
-            self.console.print()
+            if said or self.pressed:
+                self.console.print()
         return said
 
 
 def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None = None) -> None:
-    """Let a person and a model talk until the person leaves."""
+    """Let a person and a model talk until the person leaves.
+
+    Raises RunError at the end of piped input of which a line had no reply.
+    """
     terminal = terminal or Terminal()
     with suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited and called back)
     if sys.stdin.isatty():
         terminal.note(f"{speaker.name}: /help lists the commands, /exit leaves")
-    number = 0
+    number = failed = 0
     try:
         while (line := terminal.line()) is not None and line != "/exit":
             if line.startswith("/") and not line.startswith("//"):
@@ -359,6 +363,7 @@ def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None
                     said = terminal.write(parts, waits=speaker.waits)
                 except (InputError, RunError) as error:
                     terminal.error(str(error))
+                    failed += 1
                     continue
                 number += 1
                 if said:
@@ -367,6 +372,8 @@ def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None
                     terminal.note("no reply; the question is forgotten")
     except KeyboardInterrupt:  # the second one during a reply
         terminal.console.print()
+    if failed and not sys.stdin.isatty():
+        raise RunError(f"{failed} of {number + failed} lines had no reply")
 
 
 def obey(line: str, conversation: Conversation, terminal: Terminal) -> None:

@@ -44,14 +44,17 @@ def chat(
     from rlhf_core.errors import InputError
     from rlhf_core.plugins.urls import is_url
     from rlhf_remote.chat import Conversation, Local, Settings, Streamed, talk
-    from rlhf_remote.models import Remote, refuse_flags
+    from rlhf_remote.models import Remote, refuse_flags, takes_chats
 
     if not 0 < top_p <= 1:
         raise InputError(f"--top_p {top_p:g}: give a number above 0, at most 1")
     settings = Settings(max_completion_length, temperature, top_p, top_k, min_p, seed)
     if is_url(model):
         refuse_flags({"--chat_template": chat_template, "--base": base, "--plugin": plugin})
-        speaker: Local | Streamed = Streamed(Remote.open(model, "language_model"), settings)
+        remote = Remote.open(model, "language_model")
+        if not takes_chats(remote):
+            raise InputError(f"{remote.name} has no chat template; complete texts with rlhf generate")
+        speaker: Local | Streamed = Streamed(remote, settings)
     else:
         speaker = Local.open(model, settings, chat_template=chat_template, base=base, plugins=plugin or ())
     talk(Conversation(system), speaker)

@@ -83,6 +83,10 @@ class Remote:
             raise InputError(f"{api}: lists no models ({what_it_said(answer)}); name one: {url}#NAME")
         if wanted and names and wanted not in names:
             raise InputError(f"{api} has no model '{wanted}'.{suggest(wanted, names)} It has {listed(names)}")
+        if wanted in names and wanted not in fitting:
+            raise InputError(
+                f"{api}: '{wanted}' is not a {kind.replace('_', ' ')}; such are: {listed(fitting) or 'none'}"
+            )
         if not wanted and len(fitting) != 1:
             of_kind = f"{len(fitting)} models of kind {kind}" if fitting else f"no {kind.replace('_', ' ')}"
             raise InputError(f"{api} has {of_kind}: {listed(fitting or names)}; name one: {url}#NAME")
