@@ -17,7 +17,8 @@ from rlhf_remote import service as sending
 from rlhf_remote.rewards import rlhf_register
 from rlhf_remote.rubric import Scale
 
-from rlhf_core import InputError, Registry, RewardInputs, RunError, workers
+from rlhf_core import InputError, Registry, RewardInputs, RunError, plugins, workers
+from rlhf_core.pipeline.plan import plan, read
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rewards.reward import logged_metrics, open_rewards, restore, score, snapshots
@@ -392,3 +393,33 @@ def test_conversations_are_written_by_role(tmp_path: Path) -> None:
         'System:\nBe brief.\n\nUser:\nHi {completion}|Assistant:\n[{"function": {"name": "add"}}]\n\n'
         "User:\nHi {completion}",
     ]
+
+
+def test_paths_and_names_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge's model is a name, though a directory is called so; the rubric is an input, kept answers are not."""
+    (tmp_path / "pipe/gpt-4.1").mkdir(parents=True)
+    (tmp_path / "pipe/kept").mkdir()
+    (tmp_path / "pipe/rubric.txt").write_text("{completion}")
+    (tmp_path / "pipe/prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "pipe/pipeline.toml").write_text("""
+dir = "run"
+[[stage]]
+name = "policy"
+trainer = "grpo"
+model = { model_type = "llama" }
+train_data = "prompts.jsonl"
+rewards = [
+    { name = "judge", url = "http://h", model = "gpt-4.1", rubric_file = "rubric.txt", save_directory = "kept" },
+    { name = "judge", label = "other", url = "http://h", model = "org/a/b", rubric_file = "rubric.txt" },
+]
+""")
+    monkeypatch.chdir(tmp_path)
+    (stage,) = plan(read("pipe/pipeline.toml"), plugins.load()).stages
+    first, second = (reward.options for reward in stage.config.rewards)  # type: ignore[attr-defined]
+    assert (first["model"], second["model"]) == ("gpt-4.1", "org/a/b")
+    assert first["save_directory"] == str(tmp_path / "pipe/kept")
+    assert first["rubric_file"] == str(tmp_path / "pipe/rubric.txt")
+    assert {field for field in stage.inputs if field.startswith("rewards")} == {
+        "rewards[0].rubric_file",
+        "rewards[1].rubric_file",
+    }
