@@ -11,13 +11,16 @@ from pydantic.fields import FieldInfo
 
 INPUT_FIELDS = {"chat_template", "tokenizer", "path"}
 INPUT_ENDINGS = ("_data", "_file")
-WRITTEN_FIELDS = {"save_directory", "directory"}
-"""Fields whose directories are written, not read."""
 
 
 def is_input_field(field: str) -> bool:
     """Check whether strings in this field may be paths, as in a trainer's own `replay_data` or `words_file`."""
     return field in INPUT_FIELDS or field.endswith(INPUT_ENDINGS) or is_model_field(field)
+
+
+def is_written(dotted: str) -> bool:
+    """Check whether the field at a dotted path names a directory that is written, not read."""
+    return f".{dotted}".endswith((".save_directory", ".sampler.directory"))
 
 
 def is_model_field(field: str) -> bool:

@@ -17,6 +17,7 @@ from rlhf_core.config.paths import (
     artifact_kinds,
     is_input_field,
     is_model_field,
+    is_written,
     names_remote_model,
     noted_kinds,
     split_file_name,
@@ -144,7 +145,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         if is_input_field(field):
             problems.append(f"{where}: is empty; give a path or a name, or leave it out")
         return value
-    if field == "save_directory":
+    if is_written(where):
         return _absolute(value, base)
     if field in ("name", "rewards", "environment", "tools", "scheduler"):
         if (parts := split_file_name(value)) is None:
@@ -508,7 +509,7 @@ class _Fields:
         if is_model_field(key):
             return self._model(value, dotted, of_reward=inside and key == "model")
         path = Path((split_file_name(value) or [value])[0])
-        if path.is_absolute() and exists(path) and key != "save_directory":
+        if path.is_absolute() and exists(path) and not is_written(dotted):
             self.inputs[dotted] = Input(path)
         return value
 
