@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
+from rlhf_core.rewards.checks import set_up
 from rlhf_core.rewards.reward import logged_metrics, open_rewards, parts, score
 from rlhf_core.rollouts import Reward, WeightedReward
 
@@ -518,3 +520,41 @@ def test_the_config_says_timeout_and_policy():
         InputError, match=r"stage 'policy'.rewards: 'mesh' is an object with `setup`.*`timeout`"
     ):
         made(name="mesh", timeout=1.0)
+
+
+@dataclass
+class Asks:
+    """Waits for something that it opens first, and leaves out single completions itself."""
+
+    on_error: str = "stop"
+    opened: list = field(default_factory=list)
+    checked: list = field(default_factory=list)
+
+    def check(self, columns, stage):
+        self.checked.append(stage.name)
+        return {}
+
+    def setup(self, stage):
+        self.opened.append(stage.name)
+
+    async def __call__(self, completions):
+        await asyncio.sleep(0)
+        return [float(bool(self.opened))] * len(completions)
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_an_asynchronous_object_is_set_up_where_it_is_called(is_main):
+    """On no mesh: it may have a timeout, and only the first process opens what it waits for."""
+    registry = Registry()
+    registry.add(REWARD, "asks", Asks)
+    stage = SimpleNamespace(**vars(stage_with(registry)), mesh=None, is_main=is_main)
+    (reward,) = open_rewards([WeightedReward(name="asks", timeout=5.0, on_error="skip")], stage)
+    assert (reward.function.on_error, reward.collective) == ("skip", False)
+    prompts = SimpleNamespace(columns={}, where=str)
+    set_up([reward], prompts, stage)
+    set_up([reward], prompts, stage, "eval_data")
+    assert reward.function.opened == ["policy"] * is_main
+    assert reward.function.checked == ["policy", "policy"]
+    if is_main:
+        assert score([reward], INPUTS)[:, 0].tolist() == [1.0] * 3
+    workers.close()
