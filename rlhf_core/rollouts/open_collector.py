@@ -265,6 +265,7 @@ def _expect(
         f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),
         f"the journal takes at most {format_bytes(sampled * length * BYTES_PER_TOKEN)}"
+        + (", and the routes of its tokens" if options.replay_routes else "")
         + (", less with checkpoints" if options.journal == "until_checkpoint" else ""),
     ]
     if options.ahead:

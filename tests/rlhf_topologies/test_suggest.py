@@ -151,6 +151,23 @@ def test_experts_are_gathered_or_tokens_are_sent_to_them() -> None:
     assert gathering.link - sending.link == pytest.approx(7 / 8 * saved / 450e9)
 
 
+def test_a_mesh_with_experts_is_suggested_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of `fsdp`, with sizes that divide the experts; never for a model without any."""
+
+    def best(**sizes: Any) -> Candidate:
+        wide = model("none", hidden_size=2048, intermediate_size=4096, **sizes)
+        shape = ProgramShape(wide, 640, 512, memory=GB)
+        programs = StagePrograms((Program("accumulate", lambda: None, "train", 1, shape=shape),))
+        search = Search(job("h100:8"), here)
+        monkeypatch.setattr(search, "_describe", lambda *_: {"base": (1, programs)})
+        return search.candidates(parse("h100:8"))[0]
+
+    found = best(model_type="mixtral", num_local_experts=256, num_experts_per_tok=1)
+    assert found.mesh["expert"] in (4, 8)
+    assert f"mesh.expert={found.mesh['expert']}" in found.sets
+    assert "expert" not in best().mesh
+
+
 def test_a_step_of_decoding_reads_weights_and_caches() -> None:
     shape = ProgramShape(model(), 512, 64, tensor=2, memory=GB)
     program = Program("generate", lambda: None, "sample", steps=100, shape=shape)

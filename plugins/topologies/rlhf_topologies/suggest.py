@@ -203,7 +203,9 @@ class Search:
             if not found or time.monotonic() < until:
                 found.append(self.candidate(topology, mesh))
         found.sort(key=lambda each: each.order)
-        for first in found[:REFINED]:
+        spread = max(found, key=lambda each: each.mesh["fsdp"])
+        best = found[:REFINED]
+        for first in best if spread in best else [*best, spread]:
             found += self._exchanging(topology, first, until)
         found.sort(key=lambda each: each.order)
         for first in found[:REFINED]:
