@@ -14,7 +14,7 @@ from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions
+from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh, SamplingOptions
 from rlhf_core.sampling.filters import top_k_filter, top_k_rows_filter
 
 VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
@@ -211,6 +211,25 @@ def test_ends_new_weights_and_forgotten_prompts(
         pass
     fresh = run(sampler, [weights[1]], {1: Wish([5, 6, 7], settings={"temperature": 0.0})})
     assert world.result(1)[1].tobytes() == fresh.result(1)[1].tobytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any]) -> None:
+    """`test_settings_per_turn` has the assertions."""
+    mesh = make_mesh(devices=jax.devices()[:4])
+    inputs = SamplerInputs(
+        definition=DEFINITION,
+        options=SamplingOptions(max_completion_length=64, mesh=SamplingMesh(tensor=tensor)),
+        mesh=mesh,
+        stop_ids=(3,),
+        prompts_per_call=8,
+        max_prompt_length=30,
+        conversation_length=40,
+    )
+    spread = ConversationSampler(inputs, alternatives=4)
+    placed = [jax.device_put(each, DEFINITION.shardings(mesh)) for each in params]
+    test_settings_per_turn(spread, [spread.place(each) for each in placed], placed)
 
 
 def test_weights_that_change_in_the_middle(
