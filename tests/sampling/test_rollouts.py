@@ -1,4 +1,4 @@
-"""`Rollouts`: four fields that every sampler gives, two that are filled in, and a named tuple all the same."""
+"""`Rollouts`: four fields that every sampler gives, three that are filled in, and a named tuple all the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rows_are_taken_from_every_field(samples: Rollouts) -> None:
     samples = samples._replace(mask=samples.mask & False, version=np.arange(3, dtype=np.int32))
     rows = np.array([2, 0])
     part = Rollouts(*(values[rows] for values in samples))
-    assert Rollouts._fields == ("tokens", "lengths", "logps", "finished", "mask", "version")
+    assert Rollouts._fields == ("tokens", "lengths", "logps", "finished", "mask", "version", "routes")
     for name in Rollouts._fields:
         np.testing.assert_array_equal(getattr(part, name), getattr(samples, name)[rows])
     assert not part.mask.any()
@@ -46,7 +46,8 @@ def test_rows_are_taken_from_every_field(samples: Rollouts) -> None:
 
 
 def test_rollouts_are_a_named_tuple_and_a_pytree(samples: Rollouts) -> None:
-    tokens, lengths, logps, finished, mask, version = samples
+    tokens, lengths, logps, finished, mask, version, routes = samples
+    assert routes is samples.routes
     assert (tokens, lengths, logps, finished) == samples[:4]
     assert mask is samples.mask
     later = samples._replace(version=version + 1)
@@ -56,7 +57,7 @@ def test_rollouts_are_a_named_tuple_and_a_pytree(samples: Rollouts) -> None:
     assert type(doubled) is Rollouts
     np.testing.assert_array_equal(doubled.lengths, 2 * LENGTHS)
     np.testing.assert_array_equal(doubled.mask, samples.mask)
-    assert len(jax.tree.leaves(samples)) == 6
+    assert len(jax.tree.leaves(samples)) == 7
     again = pickle.loads(pickle.dumps(later))
     assert type(again) is Rollouts
     np.testing.assert_array_equal(again.version, 1)

@@ -93,7 +93,7 @@ PROMPTS = [np.array([5, 9, 7], np.int32), np.array([11], np.int32), np.array([40
 
 def test_a_strangers_sampler_by_name_with_options(model: Any) -> None:
     registry = plugins.load(objects=[Stranger()]).registry
-    assert registry.names(SAMPLER) == ["jax", "last_token"]
+    assert {"jax", "last_token"} <= {*registry.names(SAMPLER)}
     assert registry.check(SAMPLER, "last_token", {"halt": "often"}) == [
         ("halt", "expected a whole number, got 'often'")
     ]

@@ -105,7 +105,7 @@ SHOWN_BY = {
     "tests/data/test_data_pairs.py": "max_sequence_length",
     "tests/fit/test_weights.py": "weight_distribution_log_steps weight_distribution_pattern",
     "tests/fit/test_lazy_updates.py": "dataloader_num_workers dataset_num_proc",
-    "tests/config/test_options_seed.py": """attn_mechanism model_parameters per_epoch_evaluation_steps
+    "tests/config/test_options_seed.py": """attn_mechanism aux_loss_enabled model_parameters per_epoch_evaluation_steps
         per_epoch_training_steps performance_mode process_zero_is_admin report_metrics verbose""",
     "tests/config/test_options.py": "extra_optimizer_kwargs use_wandb wandb_entity wandb_name",
     "tests/loggers/test_loggers.py": "log_all_workers",
