@@ -28,6 +28,7 @@ DEFAULT_JOIN_SECONDS = 300.0
 WARN_AFTER_SECONDS = 20.0
 HEARTBEAT_SECONDS = 20
 POLL_SECONDS = 0.5
+PORT_SECONDS = 20.0
 GRACE_SECONDS = 5.0
 """How long this process may go on after another one failed: time to fail by itself, for the same reason."""
 WRITING_SECONDS, STOPPING_SECONDS = 15.0, 600.0
@@ -125,12 +126,23 @@ def join_seconds() -> float:
 
 
 def _require_free_port(address: str) -> None:
-    """Raise RunError where the port is taken, which jax answers with a segmentation fault."""
+    """Raise RunError where the port stays taken, which jax answers with a segmentation fault.
+
+    A run that has lost its connections, and is started again, may still be saving its state on this machine.
+    """
     port, both = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
+    until = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+            return
+        except OSError as failed:
+            error = failed
+        signals.stop_if_asked(f"while port {port} was taken")
+        if time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+            continue
         raise RunError(
             f"port {port} of {socket.gethostname()}, where the other processes expect this one, cannot be opened "
             f"({error.strerror}); wait for the run that has it to end, or give another one in JAX_COORDINATOR_ADDRESS"
