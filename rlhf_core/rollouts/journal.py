@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhf_core.errors import UNREADABLE, InputError
-from rlhf_core.rollouts.rollout import Rollout
+from rlhf_core.rollouts.rollout import Rollout, scrubbed
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
 from rlhf_core.stage.decide import compare
@@ -83,7 +83,7 @@ class Journal:
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
             file.writestr("rollout.json", json.dumps(facts))
-            file.writestr("samples.json", json.dumps(rollout.rows(rewards), default=str))
+            file.writestr("samples.json", json.dumps(rollout.rows(rewards), default=scrubbed))
             for name, array in rollout.arrays().items():
                 with file.open(f"{name}.npy", "w") as out:
                     np.lib.format.write_array(out, np.asarray(array), allow_pickle=False)

@@ -380,7 +380,7 @@ class Rollout:
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
         """Write one JSON line per completion, with the values of `rows`."""
-        lines = (json.dumps(row, ensure_ascii=False, default=_text) + "\n" for row in self.rows(rewards))
+        lines = (json.dumps(row, ensure_ascii=False, default=scrubbed) + "\n" for row in self.rows(rewards))
         write_atomic(path, "".join(lines))
 
     def rows(self, rewards: Sequence[Reward]) -> list[dict[str, Any]]:
@@ -455,14 +455,15 @@ def mean_advantage(rollout: Rollout, i: int) -> float:
     return float(advantage[rollout.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
 
 
-def _text(value: Any) -> str:
+def scrubbed(value: Any) -> str:
+    """Return what JSON cannot hold as a text without secrets."""
     return scrub(str(value))
 
 
 def _cut(value: Any) -> Any:
     """Return a value that JSON can hold, as a text cut to LONGEST_CELL characters where it is longer."""
     value = scrub_all(value)
-    written = json.dumps(value, ensure_ascii=False, default=_text, skipkeys=True)
+    written = json.dumps(value, ensure_ascii=False, default=scrubbed, skipkeys=True)
     text = value if isinstance(value, str) else written
     if len(text) <= LONGEST_CELL:
         return json.loads(written, parse_constant=lambda _: None)

@@ -16,12 +16,12 @@ from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
 from rlhf_grpo.train import GRPOSteps, PolicyReader, _sampled, with_kept
 
-from rlhf_core import data
+from rlhf_core import data, hidden
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing.rows import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
-from rlhf_core.rollouts.journal import Journal
+from rlhf_core.rollouts.journal import Entry, Journal
 from rlhf_core.sampling import Rollouts
 from rlhf_core.training import Context, Reference
 
@@ -641,6 +641,24 @@ def test_a_damaged_journal_is_named(make):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"rollout-000000.zip is damaged .* delete it to sample"):
         make(place=first.stage.dir).update(0, state(0))
+
+
+def test_the_journal_hides_secrets(make, monkeypatch):
+    """Also in what JSON cannot hold, such as an object among a tool's arguments."""
+    hidden.remember("s3cret-value")
+
+    class Says:
+        def __str__(self):
+            return "the key s3cret-value"
+
+    feed = make()
+    feed.update(0, state(0))
+    monkeypatch.setattr(type(feed.rollout), "rows", lambda rollout, rewards: [{"completion": Says()}])
+    journal = Journal(feed.stage.dir / "journal", [0], writes=True)
+    journal.write(Entry(feed.rollout, [0], {}), [])
+    (row,) = journal.read(0).rollout.samples_read
+    assert row["completion"].startswith("the key ")
+    assert "s3cret" not in row["completion"]
 
 
 def test_the_journal_is_pruned_to_what_checkpoints_need(make):
