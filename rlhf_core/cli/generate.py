@@ -132,7 +132,7 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
     """Sample completions of the prompts: their rows with `completion` and `finished`."""
     import jax
 
-    from rlhf_core.rollouts.updates import empty_warning
+    from rlhf_core.rollouts.rollout_warnings import empty_warning
     from rlhf_core.tokenizer.encoding import continuations
 
     model = _open(given, registry)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.contracts import all_equal
-from rlhf_core.data import PromptStream, batch_rows, count_updates
-from rlhf_core.data.columns import is_blank
-from rlhf_core.errors import RunError, Stopped, counted, warn
+from rlhf_core.data import PromptStream
+from rlhf_core.errors import RunError, Stopped, counted
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Layout, Packed, empty_batches
@@ -24,94 +20,15 @@ from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.flights import Flight, Order
 from rlhf_core.rollouts.journal import Entry, Journal, numbers
+from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
+from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
 from rlhf_core.stage import identity
 from rlhf_core.training.context import Context
 from rlhf_core.training.reference import Reference
 
 if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
-    from rlhf_core.tokenizer.encoding import Turns
-
-
-FLAT_ROLLOUTS = 3
-"""Rollouts in a row without a difference within any group before the warning."""
-FIRST_ROLLOUTS = 3
-"""Rollouts whose empty completions are counted: later a policy may have learned to say nothing."""
-
-
-class PromptOrder:
-    """Shuffled epochs over the prompts, or a stream of them, cut into rounds of `prompts_per_rollout`, which rollouts
-    reserve.
-
-    A rollout reserves as many rounds as it may take, of the lowest numbers, and gives back those that it did not need
-    when it is trained on. So its prompts are a function of its number, and of the rollouts trained on before it was
-    sampled, however long anything takes.
-
-    epoch_rounds: rounds in the config's epochs. extra_rounds: rounds after the first, summed over the rollouts trained
-    on so far. rounds: of the newest of these. following, returned: the rounds that are still to be reserved: all from
-    the number `following` on, and those that were given back.
-    """
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        count: int,
-        *,
-        prompts_per_rollout: int,
-        updates_per_rollout: int,
-        seed: int,
-    ) -> None:
-        """count: prompts of the dataset; 0: a stream, which has an order of its own. seed: used where the config has no
-        shuffle_seed_train.
-        """
-        self.count, self.prompts_per_rollout = count, prompts_per_rollout
-        self.updates_per_rollout = updates_per_rollout
-        self.shuffle = config.shuffle_train_dataset
-        self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
-        self.epoch_rounds = count_updates(count, prompts_per_rollout, config.num_train_epochs, None)
-        self.updates = config.max_training_steps
-        self.extra_rounds, self.rounds = 0, 1
-        self.following, self.returned = 0, list[int]()
-
-    def reserve(self, rounds: int) -> list[int]:
-        """Reserve the next rounds, and return their numbers."""
-        taken, self.returned = self.returned[:rounds], self.returned[rounds:]
-        first = self.following
-        self.following += rounds - len(taken)
-        return [*taken, *range(first, self.following)]
-
-    def settle(self, taken: Sequence[int], rounds: int) -> None:
-        """Count the rounds of a rollout that is trained on now, and give back the others of those it had reserved."""
-        self.returned = sorted([*self.returned, *taken[rounds:]])
-        self.extra_rounds, self.rounds = self.extra_rounds + rounds - 1, rounds
-
-    def prompts(self, number: int) -> NDArray[np.int64]:
-        """Return the rows of round `number`, int64 [P]."""
-        size = self.prompts_per_rollout
-        if not self.count:
-            return np.arange(number * size, (number + 1) * size)
-        rounds = batch_rows(self.count, size, seed=self.seed, shuffle=self.shuffle, start=number)
-        return np.asarray(next(rounds), np.int64)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all prompts of all epochs are reserved."""
-        return min([self.following, *self.returned[:1]]) >= self.epoch_rounds
-
-    def epochs(self, step: int) -> float:
-        """Return how many passes over the prompts the first `step` updates make, of the newest rollout or later.
-
-        Of a stream, whose length is not known, it is the share of the run.
-        """
-        if not self.count:
-            return step / (self.updates or 1)
-        number, within = divmod(step - 1, self.updates_per_rollout)
-        before = number + self.extra_rounds - (self.rounds - 1)  # rounds of the rollouts before this one
-        rounds = before + self.rounds * (within + 1) / self.updates_per_rollout
-        return rounds * self.prompts_per_rollout / self.count
 
 
 class RolloutSteps(Protocol):
@@ -515,75 +432,3 @@ def _update_metrics(metrics: Mapping[str, float], *, first: bool) -> dict[str, f
             if np.isfinite(value):
                 out[name] = Min(value) if "/min_" in name else Max(value)
     return out
-
-
-class RolloutWarnings:
-    """Checks every rollout of a stage; the first process warns, once per kind of warning."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.flat = 0  # rollouts in a row with nothing to compare
-        self.given: set[str] = set()
-
-    def check(self, number: int, rollout: Rollout) -> None:
-        """Warn about empty completions in the first rollouts, and about groups without a difference, or one
-        that float32 loses.
-
-        number: of the rollout, from 0.
-        """
-        completions, metrics = [rollout.said(i)[1] for i in range(len(rollout.total))], rollout.metrics
-        if (
-            rollout.conversations is not None and rollout.inputs is not None
-        ):  # failed ones have a warning of their own
-            failures = rollout.conversations.failures
-            completions = [said for said, why in zip(completions, failures, strict=True) if why is None]
-        if number < FIRST_ROLLOUTS and (line := empty_warning(completions)) is not None:
-            self._warn("empty", line)
-        if (pair := lost_difference(rollout)) is not None:
-            self._warn(
-                "float32",
-                f"rewards of a group, such as {pair[0]!r} and {pair[1]!r}, differ by less than float32 holds: the "
-                "built-in advantages compare them in float64, but losses, and advantages that read `rewards`, "
-                "see them as equal. Subtract a constant in the reward",
-            )
-        share = metrics.get("frac_reward_zero_std", 0.0)  # absent where a group is one completion
-        self.flat = self.flat + 1 if share == 1 or math.isnan(share) else 0
-        if self.flat != FLAT_ROLLOUTS:
-            return
-        result = (
-            "no group had two completions that a reward scored"
-            if math.isnan(share)
-            else f"every group got the same reward, {metrics['reward']:.4g} on average"
-        )
-        self._warn(
-            "flat",
-            f"in {self.flat} consecutive rollouts, {result}: nothing is learned. Read the completions in "
-            f"{self.stage.dir / 'samples'}; the prompts may be too hard or too easy, or the reward too coarse",
-        )
-
-    def _warn(self, kind: str, line: str) -> None:
-        if self.stage.is_main and kind not in self.given:
-            warn(f"stage '{self.stage.name}': {line}")
-        self.given.add(kind)
-
-
-def lost_difference(rollout: Rollout) -> tuple[float, float] | None:
-    """Find a group whose rewards differ, but by less than float32 holds at their size: (lowest, highest)."""
-    total = rollout.total.reshape(len(rollout.prompts), -1)
-    for values in total[~all_equal(total)]:
-        low, high = float(np.nanmin(values)), float(np.nanmax(values))
-        if high - low < np.spacing(np.float32(max(abs(low), abs(high)))):
-            return low, high
-    return None
-
-
-def empty_warning(completions: Sequence[Turns]) -> str | None:
-    """Return a warning if more than half of the completions, texts or message lists, are empty, else None."""
-    empty = sum(map(is_blank, completions))
-    if empty * 2 <= len(completions):
-        return None
-    return (
-        f"{empty:,} of {len(completions):,} completions are empty: the model stops immediately, as chat models do "
-        'after plain text; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is '
-        "used"
-    )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlhf_core import cli, data, sampling
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
-from rlhf_core.rollouts.updates import empty_warning
+from rlhf_core.rollouts.rollout_warnings import empty_warning
 from rlhf_core.sampling import Rollouts
 
 TEMPLATE = (

@@ -13,7 +13,7 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import RolloutOptions, open_collector
-from rlhf_core.rollouts.updates import RolloutWarnings, empty_warning
+from rlhf_core.rollouts.rollout_warnings import RolloutWarnings, empty_warning
 from rlhf_core.training import Context, open_rewards
 
 WORLDS = '''

@@ -12,7 +12,7 @@ from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.collector import rollout_metrics
 from rlhf_core.rollouts.rollout import advantage_inputs
-from rlhf_core.rollouts.updates import RolloutWarnings
+from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4

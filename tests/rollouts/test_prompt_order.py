@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_core import TrainerConfig
-from rlhf_core.rollouts.updates import PromptOrder
+from rlhf_core.rollouts.prompt_order import PromptOrder
 
 
 @pytest.fixture
