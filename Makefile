@@ -13,6 +13,8 @@ GPU_PYTHON ?= $(COMPILERS)/gpu/bin/python
 TPU_PYTHON ?= $(COMPILERS)/tpu/bin/python
 # The environment of the launchers that pip installs, about 400 MB; made where it is missing.
 LAUNCHERS ?= $(CURDIR)/.launchers
+# The environment of what makes the site, about 300 MB; made where it is missing.
+SITE := .site/venv
 JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the distributions; the rest checks them.
@@ -22,7 +24,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill p
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test test-long test-accelerators test-launchers torture real reproduce bench bench-peers
+.PHONY: help env demo lint test test-long test-accelerators test-launchers site torture real reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
@@ -31,6 +33,7 @@ help:
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
+	@echo "make site [VERSION=0.2]                  the documentation as a site in .site/html, opened in a browser; a minute"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
@@ -80,6 +83,16 @@ test-launchers: env $(LAUNCHERS)/bin/ray
 	@for name in srun munged mpirun sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || \
 		{ echo "no $$name; for all of it: apt-get install slurm-wlm munge openmpi-bin openssh-server"; break; }; done
 	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/launchers
+
+$(SITE)/installed: constraints.txt
+	@echo "Installing zensical, mkdocstrings and playwright into $(SITE), which takes a minute."
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -c constraints.txt zensical mkdocstrings-python latex2mathml playwright
+	@touch $@
+
+site: $(SITE)/installed
+	$(SITE)/bin/python docs/build_site.py --version $(or $(VERSION),latest)
+	$(SITE)/bin/python tests/docs/open_site.py .site/html/$(or $(VERSION),latest)
 
 # These three install nothing more than `make env`; torture says which programs of the system its experiments need.
 test-long: env
