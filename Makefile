@@ -15,16 +15,18 @@ TPU_PYTHON ?= $(COMPILERS)/tpu/bin/python
 LAUNCHERS ?= $(CURDIR)/.launchers
 # The environment of what makes the site, about 300 MB; made where it is missing.
 SITE := .site/venv
+# What builds and checks distributions, about 60 MB; made where it is missing.
+PACKAGING ?= $(CURDIR)/.packaging
 JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
-PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill plugins/rewards plugins/remote plugins/topologies plugins/report plugins/serve plugins/testing
+PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill plugins/rewards plugins/remote plugins/topologies plugins/report plugins/serve plugins/testing plugins/tools plugins/suite
 
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test test-long test-accelerators test-launchers site torture real reproduce bench bench-peers
+.PHONY: help env demo dist lint test test-long test-accelerators test-launchers site torture real reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
@@ -36,6 +38,7 @@ help:
 	@echo "make site [VERSION=0.2]                  the documentation as a site in .site/html, opened in a browser; a minute"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
+	@echo "make dist [QUICK=1]                     wheels and sdists in dist/, tried in an empty environment; about 15 minutes"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
@@ -52,7 +55,7 @@ $(VENV)/installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@touch $@
 
 demo: env
-	@$(BIN)/python examples/quickstart/demo.py --seed $(SEED) $(if $(filter 1,$(SHUFFLE_LABELS)),--shuffle-labels)
+	@$(BIN)/rlhf demo --seed $(SEED) $(if $(filter 1,$(SHUFFLE_LABELS)),--shuffle-labels)
 
 lint: env
 	$(BIN)/ruff check .
@@ -93,6 +96,20 @@ $(SITE)/installed: constraints.txt
 site: $(SITE)/installed
 	$(SITE)/bin/python docs/build_site.py --version $(or $(VERSION),latest)
 	$(SITE)/bin/python tests/docs/open_site.py .site/html/$(or $(VERSION),latest)
+
+$(PACKAGING)/bin/twine:
+	@echo "Installing build, twine and check-wheel-contents into $(PACKAGING)."
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip install --quiet -c constraints.txt hatchling build twine check-wheel-contents || \
+		{ rm -rf $(PACKAGING); exit 1; }
+
+# A wheel is built from its source distribution. The environments of .ci/stranger.py, 1.4 GB each, are deleted again.
+dist: $(PACKAGING)/bin/twine
+	rm -rf dist
+	for each in . $(PLUGINS); do $(PACKAGING)/bin/python -m build --quiet --no-isolation --outdir dist $$each || exit 1; done
+	$(PACKAGING)/bin/twine check --strict dist/*
+	$(PACKAGING)/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) .ci/stranger.py dist $(if $(QUICK),--quick)
 
 # These three install nothing more than `make env`; torture says which programs of the system its experiments need.
 test-long: env

@@ -121,7 +121,8 @@ def between_marks(name: str, text: str) -> str:
 def ours(host: Host) -> dict[str, dict[str, list[str]]]:
     """{distribution: {kind: [names]}} of this repository."""
     files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
-    names = [tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"] for file in files]
+    projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+    names = [project["name"] for project in projects if "entry-points" in project]  # rlhf-suite has no code
     infos = extensions.with_commands(host.plugins)
     loaded = {info.distribution: dict(info.components) for info in infos if info.state == "loaded"}
     if missing := [name for name in names if name not in loaded]:

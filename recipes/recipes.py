@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import data
 
 HERE = Path(__file__).resolve().parent
-QUICKSTART = HERE.parent / "examples" / "quickstart"
+QUICKSTART = HERE.parent / "plugins/tools/rlhf_tools/demo"
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ class Recipe:
 
 def quickstart_data(directory: Path, seed: int) -> None:
     """The quickstart's data at a quarter, and the right replies to its held-out orders."""
-    sys.path.append(str(QUICKSTART))
-    from generate import Sizes, generate
-    from judge import parse_order
+    from rlhf_tools.demo.generate import Sizes, generate
+    from rlhf_tools.demo.judge import parse_order
 
     sizes = Sizes(2048, 4096, 512, 64, 16, 64)
     generate(directory, seed=seed, sizes=sizes)

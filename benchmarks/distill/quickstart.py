@@ -4,7 +4,7 @@
 
 Both students start from the same SFT and see the same prompts, with 128 completions per update and the same number
 of updates. GRPO uses the quickstart's reward model; distillation uses the quickstart's policy as teacher. Success,
-as `examples/quickstart/judge.py` defines it, is measured on sampled completions of held-out prompts, ten times in a
+as `rlhf_tools/demo/judge.py` defines it, is measured on sampled completions of held-out prompts, ten times in a
 run. Prints a row of JSON for each seed and way, then a table. A finished run is found again and not repeated.
 --small tries it out.
 """
@@ -14,15 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
-
-HERE = Path(__file__).resolve().parent
-EXAMPLE = HERE.parent.parent / "examples" / "quickstart"
-sys.path.insert(0, str(EXAMPLE))
 
 STUDENT = """
 [[stage]]
@@ -100,14 +95,15 @@ def main() -> None:
 
 def run(directory: Path, seed: int, updates: int, divergence: str, *, small: bool) -> None:
     """Run the quickstart and both students, or find them."""
-    from generate import Sizes, generate
+    from rlhf_tools.demo.generate import Sizes, generate
+    from rlhf_tools.demo.run import HERE
 
     from rlhf_core import run_pipeline
 
     sizes = Sizes(256, 256, 128, 64, 32, 32, 1024) if small else Sizes()
     if not (directory / "data" / "data.json").exists():
         generate(directory / "data", seed=seed, sizes=sizes)
-    text = (EXAMPLE / "quickstart.toml").read_text(encoding="utf-8")
+    text = (HERE / "quickstart.toml").read_text(encoding="utf-8")
     batch = 16 if small else 128
     shared = SHARED.format(
         batch=batch, updates=updates, every=max(updates // 10, 1), prompts=sizes.heldout_prompts
@@ -126,7 +122,7 @@ def run(directory: Path, seed: int, updates: int, divergence: str, *, small: boo
 
 def success(stage: Path) -> dict[int, float]:
     """Return {updates: share of the held-out prompts with a right completion}."""
-    from judge import judge
+    from rlhf_tools.demo.judge import judge
 
     shares = {}
     for file in sorted((stage / "samples").glob("evaluation-*.jsonl")):

@@ -9,8 +9,8 @@ import argparse
 import tomllib
 
 import task
-from generate import generate
 from rlhf_sft import SFTConfig, SFTTrainer
+from rlhf_tools.demo.generate import generate
 
 
 def prepare(seed: int) -> None:

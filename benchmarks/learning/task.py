@@ -14,12 +14,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-QUICKSTART = REPOSITORY / "examples" / "quickstart"
+QUICKSTART = REPOSITORY / "plugins/tools/rlhf_tools/demo"
 RUNS = REPOSITORY / "runs" / "learning"
 RESULTS = HERE / "results"
-sys.path.append(str(QUICKSTART))
+sys.path.append(str(REPOSITORY / "plugins/tools"))
 
-from judge import judge  # noqa: E402  (after its directory is on the path)
+from rlhf_tools.demo.judge import judge  # noqa: E402  (after its directory is on the path)
 
 SEEDS = (0, 1, 2)
 UPDATES = 60

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import warnings
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent / "examples" / "quickstart"))
 STAGES = ("base", "rm", "policy")
 # The first stage starts from nothing, where adapters on random weights would learn little.
 ADAPTED = ("rm", "policy")
@@ -39,7 +36,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--dir", type=Path, default=Path("runs/compute"))
     arguments = parser.parse_args()
-    from demo import demo
+    from rlhf_tools.demo.run import demo
 
     warnings.simplefilter("ignore")
     found = []

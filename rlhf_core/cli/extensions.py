@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "chat": "rlhf-remote",
     "compare": "rlhf-report",
     "data": "rlhf-report",
+    "demo": "rlhf-tools",
     "new": "rlhf-testing",
     "report": "rlhf-report",
     "score": "rlhf-rewards",

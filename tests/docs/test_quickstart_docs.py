@@ -15,6 +15,7 @@ DOCUMENTS = (
     "plugins/sft/README.md",
     "plugins/reward/README.md",
     "plugins/grpo/README.md",
+    "plugins/suite/README.md",
     "docs/tutorial/first_run.md",
     "examples/plugins/rlhf-tanh-loss/README.md",
 )
@@ -44,17 +45,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory where everything is that the documents name: small, but the real thing."""
-    import runpy
+    from rlhf_tools.demo.generate import write_tokenizer
 
     from rlhf_core.models import fresh_model
     from rlhf_core.tokenizer import load_tokenizer
 
     directory = tmp_path_factory.mktemp("documents")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "examples/quickstart"))
-        runpy.run_path(str(REPOSITORY / "examples/quickstart/generate.py"))["write_tokenizer"](
-            directory / "words"
-        )
+    write_tokenizer(directory / "words")
     table = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     table |= {"intermediate_size": 24, "max_position_embeddings": 64}
     tokenizer = load_tokenizer(directory / "words")

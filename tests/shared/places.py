@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rlhf_tools.demo.generate import write_tokenizer
 
 from rlhf_core.models import fresh_model
 from rlhf_core.tokenizer import load_tokenizer
@@ -39,12 +39,7 @@ def good_files(repository: Path, directory: Path) -> dict[str, bytes]:
     """{name: content} of all that the pipelines name: data, pipelines, rewards.py, a language model in model/, a reward
     model in scorer/, and in small/ a language model that has fewer embeddings than its tokenizer has tokens.
     """
-    sys.path.insert(0, str(repository / "examples/quickstart"))
-    try:
-        generate = runpy.run_path(str(repository / "examples/quickstart/generate.py"))
-    finally:
-        sys.path.pop(0)
-    generate["write_tokenizer"](directory / "words")
+    write_tokenizer(directory / "words")
     tokenizer = load_tokenizer(directory / "words")
     fresh_model(MODEL, "lm", tokenizer=tokenizer).save(directory / "model")
     fresh_model(MODEL, "score", tokenizer=tokenizer).save(directory / "scorer")

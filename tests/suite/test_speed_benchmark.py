@@ -44,7 +44,7 @@ def test_a_work_runs(work: str, runner: str, tmp_path: Path, monkeypatch: pytest
 def test_what_scripts_import_of_ours_exists() -> None:
     missing = [
         f"{file.relative_to(REPOSITORY)}: {module}.{name}"
-        for folder in ("benchmarks", "recipes", "docs", "examples/quickstart")
+        for folder in ("benchmarks", "recipes", "docs")
         for file in (REPOSITORY / folder).rglob("*.py")
         for module, name in _imports(file)
         if not _exists(module, name)

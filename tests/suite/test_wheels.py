@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -17,21 +18,28 @@ from pathlib import Path
 import pytest
 from rlhf_testing import tokenizer
 
-DISTRIBUTIONS = {
-    "rlhf_core": ".",
-    "rlhf_sft": "plugins/sft",
-    "rlhf_reward": "plugins/reward",
-    "rlhf_grpo": "plugins/grpo",
-    "rlhf_dpo": "plugins/dpo",
-    "rlhf_distill": "plugins/distill",
-    "rlhf_rewards": "plugins/rewards",
-    "rlhf_remote": "plugins/remote",
-    "rlhf_topologies": "plugins/topologies",
-    "rlhf_report": "plugins/report",
-    "rlhf_serve": "plugins/serve",
-    "rlhf_testing": "plugins/testing",
+from rlhf_core.plugins.component import load_file
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DISTRIBUTIONS = {"rlhf_core": "."} | {
+    f"rlhf_{path.parent.name}": str(path.parent.relative_to(REPOSITORY))
+    for path in sorted(REPOSITORY.glob("plugins/*/pyproject.toml"))
 }
 """{package: directory}; a distribution is called as its package, with "-"."""
+
+BUILD = """
+import os, sys, tarfile
+from pathlib import Path
+from hatchling.build import build_sdist, build_wheel
+out, *directories = map(Path, sys.argv[1:])
+for directory in directories:
+    os.chdir(directory)
+    source = build_sdist(str(out / "sources"))
+    with tarfile.open(out / "sources" / source) as archive:
+        archive.extractall(out / "sources", filter="data")
+    os.chdir(out / "sources" / source.removesuffix(".tar.gz"))
+    build_wheel(str(out / "wheels"))
+"""
 
 
 def command(
@@ -50,12 +58,11 @@ def command(
 
 @pytest.fixture(scope="module")
 def wheels(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFile]:
-    """{package: its wheel}, built with the installed hatchling."""
+    """{package: its wheel}, built with the installed hatchling from its source distribution."""
     out = tmp_path_factory.mktemp("wheels")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out]
-    for directory in DISTRIBUTIONS.values():
-        done = command(build, repository / directory)
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = command([sys.executable, "-c", BUILD, out, *(repository / d for d in DISTRIBUTIONS.values())], out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = out / "wheels"
     assert len(list(out.iterdir())) == len(DISTRIBUTIONS)
     return {package: zipfile.ZipFile(next(out.glob(f"{package}-*.whl"))) for package in DISTRIBUTIONS}
 
@@ -103,33 +110,52 @@ def test_a_wheel_has_every_file_of_its_package(
     if listed.returncode:
         pytest.skip("not a git repository, so nothing says which files belong to a package")
     wanted = {name for name in listed.stdout.splitlines() if (root / name).is_file()}
-    assert {f"{package}/__init__.py", f"{package}/py.typed"} <= wanted
+    assert {f"{package}/__init__.py", f"{package}/py.typed"} <= wanted or package == "rlhf_suite"
     assert {name for name in wheels[package].namelist() if ".dist-info/" not in name} == wanted
+
+
+LIBRARIES = {
+    "rlhf_report": ["bokeh>=3.9"],
+    "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23"],
+    "rlhf_serve": ["prometheus-client>=0.22", "starlette>=1.0", "uvicorn>=0.40"],
+}
+"""{package: what it needs besides core}."""
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS)
 def test_its_metadata(package: str, wheels: dict[str, zipfile.ZipFile], repository: Path) -> None:
+    """The source distribution was built without the hook of the repository."""
     said: Message = message_from_bytes(metadata(wheels[package], "METADATA"))
     project = tomllib.loads((repository / DISTRIBUTIONS[package] / "pyproject.toml").read_text())["project"]
     assert (said["Name"], said["Version"]) == (package.replace("_", "-"), version("rlhf-core"))
     assert (said["Requires-Python"], said["License-Expression"]) == (">=3.11", "Apache-2.0")
     assert metadata(wheels[package], "licenses/LICENSE") == (repository / "LICENSE").read_bytes()
-    readme = (repository / DISTRIBUTIONS[package] / "README.md").read_bytes()
-    assert metadata(wheels[package], "METADATA").strip().endswith(readme.strip())
+    assert "Typing :: Typed" in said.get_all("Classifier", ())
+    hook = load_file(repository / "hatch_build.py")
+    assert {
+        line.partition(", ")[2].startswith(hook.REPOSITORY) for line in said.get_all("Project-URL", ())
+    } == {True}
+    readme = (repository / DISTRIBUTIONS[package] / "README.md").read_text()
+    text = metadata(wheels[package], "METADATA").decode()
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme):  # links lead to the repository
+        path = os.path.relpath((repository / DISTRIBUTIONS[package] / target).resolve(), repository)
+        readme = readme.replace(
+            f"]({target}", f"]({hook.REPOSITORY}/{'raw' if '.png' in path else 'blob'}/main/{path}"
+        )
+    assert text.strip().endswith(readme.strip())
+    required = [each for each in said.get_all("Requires-Dist", ()) if "extra ==" not in each]
+    if package == "rlhf_suite":
+        others = {name.replace("_", "-") for name in DISTRIBUTIONS} - {"rlhf-suite"}
+        assert set(required) == {f"{name}=={version('rlhf-core')}" for name in others}
+        return
     points = metadata(wheels[package], "entry_points.txt").decode()
     for group, named in project["entry-points"].items():
         assert all(f"{name} = {module}\n" in points for name, module in named.items())
         assert f"[{group}]\n" in points
     if package == "rlhf_core":
         assert "[console_scripts]\nrlhf = rlhf_core.cli:main\n" in points
-    else:  # a plugin needs core, of versions that it knows, and no other plugin
-        required = [each for each in said.get_all("Requires-Dist", ()) if "extra ==" not in each]
-        libraries = {
-            "rlhf_report": ["bokeh>=3.9"],
-            "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23"],
-            "rlhf_serve": ["prometheus-client>=0.22", "starlette>=1.0", "uvicorn>=0.40"],
-        }
-        assert sorted(required) == sorted([*libraries.get(package, ()), "rlhf-core<0.2,>=0.1"])
+    else:  # a plugin needs core of its own version, and no other plugin
+        assert sorted(required) == sorted([*LIBRARIES.get(package, ()), f"rlhf-core=={version('rlhf-core')}"])
 
 
 DEMONSTRATIONS = """

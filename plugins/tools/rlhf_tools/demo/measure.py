@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from generate import KINDS
-from judge import Verdict, judge, parse_order
 
 from rlhf_core import SamplerInputs, data, load_model
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import Encoder
+from rlhf_tools.demo.generate import KINDS
+from rlhf_tools.demo.judge import Verdict, judge, parse_order
 
 if TYPE_CHECKING:
     from rlhf_core.models import Model

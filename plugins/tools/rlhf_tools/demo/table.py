@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from generate import KINDS
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from rlhf_tools.demo.generate import KINDS
 
 _MISTAKES = {
     "well_formed": "malformed or unfinished",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order
+from rlhf_tools.demo.words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order
 
 _PARTS = {
     "name": "|".join(NAMES),

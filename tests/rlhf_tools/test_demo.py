@@ -1,14 +1,11 @@
-"""`make demo` in miniature: run, found again, measured and shown. How well it learns, `make demo` says."""
+"""`rlhf demo` in miniature: run, found again, measured and shown. How well it learns, `make demo` says."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import shutil
-import sys
 import zipfile
-from collections.abc import Iterator
 from io import BytesIO, StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_tools.demo import measure
+from rlhf_tools.demo.generate import KINDS, Sizes
+from rlhf_tools.demo.run import HERE, demo
+from rlhf_tools.demo.table import closing_table
 
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline.replay import Replayed, replay
 
-MODULES = ("words", "generate", "judge", "measure", "table", "demo")
 SETS = (
     "base.model.hidden_size=16",
     "base.model.num_hidden_layers=1",
@@ -33,34 +33,23 @@ SETS = (
 )
 
 
-@pytest.fixture(scope="module")
-def quickstart(repository: Path) -> Iterator[SimpleNamespace]:
-    """The example's own modules, imported as a script in its directory would."""
-    directory = str(repository / "examples" / "quickstart")
-    sys.path.insert(0, directory)
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(directory)
-
-
-def run(quickstart: SimpleNamespace, directory: Path, **options: Any) -> dict[str, Any]:
-    sizes = quickstart.generate.Sizes(128, 96, 16, 16, 4, 16, 512)
-    found: dict[str, Any] = quickstart.demo.demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
+def run(directory: Path, **options: Any) -> dict[str, Any]:
+    sizes = Sizes(128, 96, 16, 16, 4, 16, 512)
+    found: dict[str, Any] = demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
     return found
 
 
 @pytest.fixture(scope="module")
-def finished(quickstart: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = tmp_path_factory.mktemp("runs") / "quickstart-seed0"
-    return SimpleNamespace(summary=run(quickstart, directory), directory=directory)
+    return SimpleNamespace(summary=run(directory), directory=directory)
 
 
-def shown(quickstart: SimpleNamespace, summary: dict[str, Any], directory: Path) -> str:
+def shown(summary: dict[str, Any], directory: Path) -> str:
     from rich.console import Console
 
     out = StringIO()
-    Console(file=out, width=80, highlight=False).print(quickstart.table.closing_table(summary, directory))
+    Console(file=out, width=80, highlight=False).print(closing_table(summary, directory))
     return out.getvalue()
 
 
@@ -87,23 +76,23 @@ def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace,
 
 
 @pytest.mark.long
-def test_a_second_run_trains_nothing(quickstart: SimpleNamespace, finished: SimpleNamespace) -> None:
+def test_a_second_run_trains_nothing(finished: SimpleNamespace) -> None:
     assert finished.summary["found"] is False
     before = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
-    again = run(quickstart, finished.directory)
+    again = run(finished.directory)
     after = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
     rewritten = {p.name for p in after if after[p] != before.get(p)}
     assert rewritten <= {"quickstart.toml", "pipeline.resolved.toml", ".lock"}
     assert again == {**finished.summary, "found": True}
-    text = shown(quickstart, again, finished.directory)
+    text = shown(again, finished.directory)
     assert "nothing was trained" in " ".join(text.split())
 
 
 @pytest.mark.long
-def test_the_summary_is_complete(quickstart: SimpleNamespace, finished: SimpleNamespace) -> None:
+def test_the_summary_is_complete(finished: SimpleNamespace) -> None:
     summary = json.loads((finished.directory / "summary.json").read_text())
     assert {**summary, "found": False} == finished.summary
-    assert set(summary["pair_accuracy"]) == {"all", *quickstart.generate.KINDS}
+    assert set(summary["pair_accuracy"]) == {"all", *KINDS}
     shares = [
         *summary["pair_accuracy"].values(),
         *(summary[s][k] for s in ("before", "after") for k in ("success", "best_of_8")),
@@ -117,17 +106,15 @@ def test_the_summary_is_complete(quickstart: SimpleNamespace, finished: SimpleNa
         summary["after"]["length"],
     ):
         assert estimate["low"] <= estimate["value"] <= estimate["high"]
-    assert 1 <= summary["after"]["length"]["value"] <= quickstart.measure.LONGEST_REPLY
+    assert 1 <= summary["after"]["length"]["value"] <= measure.LONGEST_REPLY
     assert len(summary["examples"]) == 3
     assert set(summary["seconds"]) == {"base", "rm", "policy", "measuring"}
     assert all(seconds > 0 for seconds in summary["seconds"].values())
 
 
 @pytest.mark.long
-def test_the_table_fits_80_columns_without_colour(
-    quickstart: SimpleNamespace, finished: SimpleNamespace
-) -> None:
-    text = shown(quickstart, finished.summary, finished.directory)
+def test_the_table_fits_80_columns_without_colour(finished: SimpleNamespace) -> None:
+    text = shown(finished.summary, finished.directory)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     for words in ("before (SFT)", "after (GRPO)", "right, best of 8", "KL to SFT", "unfinished", "Wall time"):
@@ -137,17 +124,13 @@ def test_the_table_fits_80_columns_without_colour(
 
 
 @pytest.mark.long
-def test_other_data_in_the_run_directory_is_refused(
-    quickstart: SimpleNamespace, finished: SimpleNamespace
-) -> None:
+def test_other_data_in_the_run_directory_is_refused(finished: SimpleNamespace) -> None:
     with pytest.raises(InputError, match="other settings"):
-        run(quickstart, finished.directory, shuffle_labels=True)
+        run(finished.directory, shuffle_labels=True)
 
 
 @pytest.mark.long
-def test_log_probabilities_of_replies_do_not_depend_on_padding(
-    quickstart: SimpleNamespace, finished: SimpleNamespace
-) -> None:
+def test_log_probabilities_of_replies_do_not_depend_on_padding(finished: SimpleNamespace) -> None:
     from rlhf_core import load_model
 
     model = load_model(finished.directory / "policy/artifacts/model")
@@ -163,15 +146,13 @@ def test_log_probabilities_of_replies_do_not_depend_on_padding(
         logits = np.asarray(model.logits([whole], [[1] * len(whole)]), np.float64)[0]
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         expected.append(sum(logps[t - 1, whole[t]] for t in range(len(head), len(whole))))
-    found = quickstart.measure.sequence_logps(model, prompts, tokens, lengths)
+    found = measure.sequence_logps(model, prompts, tokens, lengths)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (250, 512), (512, 512)])
-def test_the_interval_of_a_share_solves_wilsons_equation(
-    quickstart: SimpleNamespace, successes: int, trials: int
-) -> None:
-    found = quickstart.measure.proportion(successes, trials)
+def test_the_interval_of_a_share_solves_wilsons_equation(successes: int, trials: int) -> None:
+    found = measure.proportion(successes, trials)
     share = successes / trials
     assert found["value"] == share
     for end in (found["low"], found["high"]):
@@ -180,21 +161,19 @@ def test_the_interval_of_a_share_solves_wilsons_equation(
     assert 0 <= found["low"] <= share <= found["high"] <= 1 + 1e-12
 
 
-def test_the_interval_of_a_mean_covers_19_times_in_20(quickstart: SimpleNamespace) -> None:
+def test_the_interval_of_a_mean_covers_19_times_in_20() -> None:
     rng = np.random.default_rng(0)
-    found = [quickstart.measure.mean(rng.normal(3.0, 2.0, 200)) for _ in range(2000)]
+    found = [measure.mean(rng.normal(3.0, 2.0, 200)) for _ in range(2000)]
     assert np.mean([f["low"] <= 3.0 <= f["high"] for f in found]) == pytest.approx(0.95, abs=0.015)
 
 
-def test_the_stopwatch_adds_up_the_attempts(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stopwatch_adds_up_the_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_core import plugins
 
     stage = SimpleNamespace(name="base", dir=tmp_path, is_main=True)
     now = iter([100.0, 103.0, 500.0, 501.5, 502.0])
     for attempt in ("killed", "finished"):
-        host = plugins.load(files=[repository / "examples/quickstart/stopwatch.py"])
+        host = plugins.load(files=[HERE / "stopwatch.py"])
         with monkeypatch.context() as patch:
             patch.setattr("time.monotonic", lambda: next(now))
             host.hook.rlhf_stage_start(stage=stage, config=None)

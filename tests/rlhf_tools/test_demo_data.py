@@ -1,41 +1,28 @@
-"""The quickstart's generator, tokenizer and judge."""
+"""The demo's generator, tokenizer and judge."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import json
-import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_tools.demo import words
+from rlhf_tools.demo.generate import KINDS, PAIRS, Sizes, generate
+from rlhf_tools.demo.judge import judge, parse_order
 
-PARTS = ("words", "generate", "judge")
-
-
-@pytest.fixture(scope="module")
-def quickstart(repository: Path) -> Iterator[SimpleNamespace]:
-    """The example's own modules, imported as a script in its directory would."""
-    import importlib
-
-    sys.path.insert(0, str(repository / "examples" / "quickstart"))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in PARTS})
-    finally:
-        sys.path.remove(str(repository / "examples" / "quickstart"))
+HERE = Path(words.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def data(quickstart: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data of `make demo`, in full size."""
     directory = tmp_path_factory.mktemp("quickstart")
-    quickstart.generate.generate(directory, seed=0)
+    generate(directory, seed=0)
     return directory
 
 
@@ -43,8 +30,8 @@ def rows(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def small(quickstart: SimpleNamespace) -> Any:
-    return quickstart.generate.Sizes(
+def small() -> Sizes:
+    return Sizes(
         demonstrations=50,
         pairs=60,
         prompts=20,
@@ -61,8 +48,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_words_are_distinct_and_take_the_article_a(quickstart: SimpleNamespace) -> None:
-    words = quickstart.words
+def test_words_are_distinct_and_take_the_article_a() -> None:
     slots = [*words.NAMES, *words.COLOURS, *words.ITEMS]
     assert len(set(slots)) == len(slots)
     assert all(colour[0] not in "aeiou" for colour in words.COLOURS)
@@ -70,8 +56,7 @@ def test_words_are_distinct_and_take_the_article_a(quickstart: SimpleNamespace) 
     assert len(set(words.vocabulary())) == len(words.vocabulary())
 
 
-def test_the_judge_accepts_exactly_one_reply(quickstart: SimpleNamespace) -> None:
-    judge = quickstart.judge.judge
+def test_the_judge_accepts_exactly_one_reply() -> None:
     prompt, good = "Mia wants a red kite .", "Dear Mia , here is your red kite . Thank you !"
     assert judge(prompt, good).success
     assert judge(prompt, f" {good}").success, "a completion starts with the space after its prompt"
@@ -98,17 +83,17 @@ def test_the_judge_accepts_exactly_one_reply(quickstart: SimpleNamespace) -> Non
         judge("Mia wants a kite .", good)
 
 
-def test_the_judge_knows_only_the_words(repository: Path) -> None:
-    tree = ast.parse((repository / "examples/quickstart/judge.py").read_text(encoding="utf-8"))
+def test_the_judge_knows_only_the_words() -> None:
+    tree = ast.parse((HERE / "judge.py").read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    assert imported == {"__future__", "re", "typing", "words"}
+    assert imported == {"__future__", "re", "typing", "rlhf_tools.demo.words"}
 
 
 def test_no_trainer_and_no_reward_sees_the_judge(repository: Path) -> None:
     sources = [
         *(repository / "rlhf_core").rglob("*.py"),
-        *(p for p in (repository / "plugins").rglob("*.py") if ".venv" not in p.parts),
+        *(p for p in (repository / "plugins").rglob("*.py") if "rlhf_tools" not in p.parts),
     ]
     assert len(sources) > 20
     for source in sources:
@@ -116,15 +101,14 @@ def test_no_trainer_and_no_reward_sees_the_judge(repository: Path) -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             for name in [*names, module]:
-                assert not {"judge", "examples"} & set(name.split(".")), f"{source}: {name}"
-    pipeline = tomllib.loads((repository / "examples/quickstart/quickstart.toml").read_text(encoding="utf-8"))
+                assert not {"judge", "examples", "rlhf_tools"} & set(name.split(".")), f"{source}: {name}"
+    pipeline = tomllib.loads((HERE / "quickstart.toml").read_text(encoding="utf-8"))
     rewards = [reward for stage in pipeline["stage"] for reward in stage.get("rewards", [])]
     assert rewards == [{"name": "model", "model": "rm.model"}]
     assert "judge" not in json.dumps(pipeline)
 
 
-def test_half_of_the_demonstrations_are_right(quickstart: SimpleNamespace, data: Path) -> None:
-    judge = quickstart.judge.judge
+def test_half_of_the_demonstrations_are_right(data: Path) -> None:
     verdicts = [judge(row["prompt"], row["completion"]) for row in rows(data / "corpus.jsonl")]
     assert len(verdicts) == 8192
     assert np.mean([v.success for v in verdicts]) == pytest.approx(0.5, abs=0.02)
@@ -139,10 +123,8 @@ def test_half_of_the_demonstrations_are_right(quickstart: SimpleNamespace, data:
 
 
 @pytest.mark.parametrize("file", ["pairs.jsonl", "pairs.heldout.jsonl"])
-def test_a_rejected_reply_has_the_one_mistake_it_names(
-    quickstart: SimpleNamespace, data: Path, file: str
-) -> None:
-    judge, seen = quickstart.judge.judge, Counter()
+def test_a_rejected_reply_has_the_one_mistake_it_names(data: Path, file: str) -> None:
+    seen: Counter[str] = Counter()
     for row in rows(data / file):
         assert judge(row["prompt"], row["chosen"]).success
         mistake = row["mistake"]
@@ -151,8 +133,8 @@ def test_a_rejected_reply_has_the_one_mistake_it_names(
         seen[mistake] += 1
         good, bad = row["chosen"].split(), row["rejected"].split()
         assert (bad == good[: len(bad)]) == (mistake == "unfinished"), row
-    assert set(seen) == set(quickstart.generate.KINDS)
-    wanted = quickstart.generate.KINDS if "heldout" in file else quickstart.generate.PAIRS
+    assert set(seen) == set(KINDS)
+    wanted = KINDS if "heldout" in file else PAIRS
     assert all(
         abs(seen[kind] / len(rows(data / file)) - wanted.count(kind) / len(wanted)) < 0.001 for kind in seen
     )
@@ -169,9 +151,8 @@ def test_malformed_replies_come_in_every_form(data: Path) -> None:
     )
 
 
-def test_held_out_orders_are_in_no_stage(quickstart: SimpleNamespace, data: Path) -> None:
-    words, parse = quickstart.words, quickstart.judge.parse_order
-    held_out = {parse(row["prompt"]) for file in data.glob("*.heldout.jsonl") for row in rows(file)}
+def test_held_out_orders_are_in_no_stage(data: Path) -> None:
+    held_out = {parse_order(row["prompt"]) for file in data.glob("*.heldout.jsonl") for row in rows(file)}
     assert len(held_out) > 1500
     names, colours, items = set(words.NAMES), set(words.COLOURS), set(words.ITEMS)
     for file in ("corpus.jsonl", "pairs.jsonl", "prompts.jsonl"):
@@ -191,8 +172,8 @@ def test_orders_are_distinct_within_a_file(data: Path) -> None:
         assert len(set(prompts)) == len(prompts), file
 
 
-def test_a_seed_decides_every_byte(quickstart: SimpleNamespace, tmp_path: Path) -> None:
-    generate, sizes = quickstart.generate.generate, small(quickstart)
+def test_a_seed_decides_every_byte(tmp_path: Path) -> None:
+    sizes = small()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         generate(tmp_path / name, seed=seed, sizes=sizes)
     a, b, c = (contents(tmp_path / name) for name in "abc")
@@ -201,11 +182,8 @@ def test_a_seed_decides_every_byte(quickstart: SimpleNamespace, tmp_path: Path) 
     assert differing == {name for name in a if not name.startswith("tokenizer")}
 
 
-def test_shuffled_labels_flip_half_of_the_training_pairs_only(
-    quickstart: SimpleNamespace, tmp_path: Path
-) -> None:
-    generate, judge = quickstart.generate.generate, quickstart.judge.judge
-    sizes = quickstart.generate.Sizes(pairs=1200, demonstrations=50, prompts=20)
+def test_shuffled_labels_flip_half_of_the_training_pairs_only(tmp_path: Path) -> None:
+    sizes = Sizes(pairs=1200, demonstrations=50, prompts=20)
     generate(tmp_path / "true", sizes=sizes)
     generate(tmp_path / "shuffled", sizes=sizes, shuffle_labels=True)
     true, shuffled = (contents(tmp_path / name) for name in ("true", "shuffled"))
@@ -218,11 +196,11 @@ def test_shuffled_labels_flip_half_of_the_training_pairs_only(
         assert {true_row["chosen"], true_row["rejected"]} == {row["chosen"], row["rejected"]}
 
 
-def test_the_tokenizer_is_read_by_transformers(quickstart: SimpleNamespace, data: Path) -> None:
+def test_the_tokenizer_is_read_by_transformers(data: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    assert len(tokenizer) == len(quickstart.words.vocabulary())
+    assert len(tokenizer) == len(words.vocabulary())
     special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
     assert special == (0, 1, 2, 3)
     for row in rows(data / "pairs.jsonl")[:300]:
@@ -239,10 +217,8 @@ def test_the_tokenizer_is_read_by_transformers(quickstart: SimpleNamespace, data
             assert tokenizer(row["prompt"] + said)["input_ids"] == whole
 
 
-def test_everything_fits_the_lengths_of_the_pipeline(
-    quickstart: SimpleNamespace, data: Path, repository: Path
-) -> None:
-    pipeline = tomllib.loads((repository / "examples/quickstart/quickstart.toml").read_text(encoding="utf-8"))
+def test_everything_fits_the_lengths_of_the_pipeline(data: Path) -> None:
+    pipeline = tomllib.loads((HERE / "quickstart.toml").read_text(encoding="utf-8"))
     base, rm, policy = pipeline["stage"]
     longest = max(
         len(row["prompt"].split()) + len(row[column].split()) + 2  # <bos> and <eos>
@@ -257,19 +233,3 @@ def test_everything_fits_the_lengths_of_the_pipeline(
         max(len(row["prompt"].split()) + 1 for row in rows(data / "prompts.jsonl"))
         <= policy["max_prompt_length"]
     )
-
-
-def test_the_command_writes_to_the_given_place(repository: Path, tmp_path: Path) -> None:
-    import subprocess
-
-    script = repository / "examples/quickstart/generate.py"
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "new" / "data", "--seed", "3", "--shuffle-labels"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert str(tmp_path / "new" / "data") in done.stdout
-    settings = json.loads((tmp_path / "new" / "data" / "data.json").read_text())
-    assert settings["seed"] == 3
-    assert settings["shuffle_labels"] is True

@@ -20,14 +20,13 @@ The same seed writes the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order, vocabulary
+from rlhf_tools.demo.words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order, vocabulary
 
 KINDS = ("name", "colour", "item", "close", "malformed", "unfinished")
 PAIRS = ("name", "item", "colour", "malformed") * 2 + ("name", "item", "colour", "close", "unfinished")
@@ -231,19 +230,3 @@ def generate(
     )
     text = json.dumps(settings(seed, shuffle_labels, sizes), indent=2)
     (directory / "data.json").write_text(text + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the quickstart's tokenizer and data.")
-    parser.add_argument("directory", type=Path, help="where to; made if it does not exist")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--shuffle-labels", action="store_true", help="preference labels at random: a control"
-    )
-    arguments = parser.parse_args()
-    generate(arguments.directory, seed=arguments.seed, shuffle_labels=arguments.shuffle_labels)
-    print(f"wrote the quickstart's data to {arguments.directory}")
-
-
-if __name__ == "__main__":
-    main()

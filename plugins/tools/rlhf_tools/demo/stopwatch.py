@@ -1,4 +1,4 @@
-"""Print how long each stage ran: a plugin in one file, `rlhf run --plugin stopwatch.py`.
+"""Record how long each stage ran: a plugin in one file, `rlhf run --plugin stopwatch.py`.
 
 Writes `wall_time.json` into the stage's directory: the seconds of all its attempts, should there be several.
 """

@@ -1,0 +1,1 @@
+"""The commands `rlhf demo`, `rlhf doctor` and `rlhf schema`."""
