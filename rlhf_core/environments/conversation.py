@@ -25,8 +25,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
 from rlhf_core.tokenizer.options import TextOptions
 
-WORD, FIRST, LAST = "qzxreply", "qzxfirst", "qzxlast"
-"""What dummies say: a reply's text, and the arguments of its calls. No template contains them."""
+WORD, FIRST, LAST, RESULT = "qzxreply", "qzxfirst", "qzxlast", "qzxresult"
+"""What dummies say: a reply's text, the arguments of its calls, and their result. No template contains them."""
 DUMMIES: tuple[Mapping[str, str], ...] = (
     {"content": WORD},
     {"content": f"<think>\nqzxthought\n</think>\n\n{WORD}"},
@@ -36,13 +36,23 @@ DUMMIES: tuple[Mapping[str, str], ...] = (
 
 
 class CallStyle(NamedTuple):
-    """How a template takes tool calls. as_text: arguments as JSON text. most: calls per reply; None: any number."""
+    """How a template takes tool calls. as_text: arguments as JSON text. most: calls per reply; None: any number.
+    alone: whether a text next to calls would come after their results.
+    """
 
     as_text: bool = False
     most: int | None = None
+    alone: bool = False
 
 
-STYLES = (CallStyle(), CallStyle(True), CallStyle(False, 1), CallStyle(True, 1), CallStyle(False, 0))
+STYLES = (
+    CallStyle(),
+    CallStyle(alone=True),
+    CallStyle(True),
+    CallStyle(False, 1),
+    CallStyle(True, 1),
+    CallStyle(False, 0),
+)
 
 
 class Tail(NamedTuple):
@@ -236,7 +246,7 @@ class ConversationEncoder:
             function = {"name": name, "arguments": {"argument": LAST if k == len(results) - 1 else FIRST}}
             call = {"type": "function", "function": function, "id": result["tool_call_id"]}
             calls.append(_as_text(call) if style.as_text else call)
-        return {"role": "assistant", **self._dummy, "tool_calls": calls}
+        return {"role": "assistant", **({"content": ""} if style.alone else self._dummy), "tool_calls": calls}
 
     def _with_arguments(self, call: Message) -> Message:
         return _as_text(call) if self._style.as_text else call
@@ -260,15 +270,16 @@ class ConversationEncoder:
         asked = {"role": "user", "content": "a"}
         for style in STYLES:
             results = [
-                {"role": "tool", "name": "call", "content": "b", "tool_call_id": f"{k:09d}"}
+                {"role": "tool", "name": "call", "content": RESULT, "tool_call_id": f"{k:09d}"}
                 for k in range(2 if style.most is None else 1)
             ]
             reply = self._dummy_reply({}, results, style)
             try:
-                self.write([asked, reply, *results], open_turn=True)
+                text = self.write([asked, reply, *results], open_turn=True)
             except InputError:
                 continue
-            return style
+            if text.rfind(WORD) < text.rfind(RESULT) or RESULT not in text:
+                return style
         return STYLES[-1]
 
     @cached_property

@@ -82,9 +82,10 @@ class Trial:
                 continue
             if self.tools and "qzxvalue1" not in self.written(messages[:2]):
                 return f"{name} omits the tool calls of replies. Give a chat template that writes them"
-            if "qzxadded1" not in text:
+            if "qzxadded1" in text:
+                return None
+            if form.call or self.role != "tool":  # Gemma 4 writes results after calls alone
                 return f"{name} omits '{self.role}' messages. Give a chat template that writes them"
-            return None
         what = "tool calls, or " if self.tools else ""
         return f"{name} refuses {what}'{self.role}' messages after a reply: {refusals[0]}"
 
@@ -117,6 +118,8 @@ class Trial:
                 later = self.written([*messages, *self.added(1)], open_turn=True)
             except InputError:
                 continue  # what the template refuses is no part of a conversation
+            if self.role == "tool" and not form.call and "qzxadded1" not in later:
+                continue
             if not (later.startswith(opened) or closed.startswith(opened)):
                 changes.append(self.encoder.rewrites(opened, later))
             elif self._has_place_for(form, closed):
@@ -130,8 +133,12 @@ class Trial:
         if form.call and "qzxvalue1" not in closed:
             return False
         if form.call and (form.text or form.thought):
-            # Where a text next to calls is left out, `CallParser` makes no such replies.
-            return "qzxtext1" in self.written([_user(0), _reply(Form(call=True), 1)])
+            # Where a text next to calls is left out, `CallParser` makes no such replies; where it would come after
+            # their results, what the policy wrote stands elsewhere.
+            messages = [_user(0), _reply(Form(call=True), 1)]
+            later = self.written([*messages, *self.added(1)])
+            displaced = later.find("qzxtext1") > later.find("qzxadded1")
+            return "qzxtext1" in self.written(messages) and not displaced
         return True
 
     def growth(self, messages: Sequence[Message], replies: Sequence[Form]) -> str | None:

@@ -4,6 +4,8 @@ json    <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, or a list o
 named   [TOOL_CALLS]f[ARGS]{"x": 1}
 tags    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
 python  <|tool_call_start|>[f(x=1)]<|tool_call_end|>
+braces  <|tool_call>call:f{x:1,s:<|"|>a<|"|>}<tool_call|>
+harmony <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 PYTHON_TAG = "<|python_tag|>"
 """What Llama may write before calls."""
 CONSTANTS = {"True": True, "False": False, "None": None}
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+"""What gpt-oss writes before a message's role, its channel, and what it says."""
+THOUGHT = "<|channel>", "<channel|>"
+"""What Gemma 4 writes around a thought, which begins with the word "thought"."""
 TEXT, NAME, ARGUMENTS = "qzxtext", "qzxname", {"qzxfirst": "qzxone", "qzxsecond": "qzxtwo"}
 """A call that a template is given to find its format, and the text before it."""
 
@@ -37,11 +43,11 @@ class CallFormat:
 
     opening, closing: marks around each call. name_end: mark between the name and the arguments (named) or after the
     name (tags). parameter: marks before a key, between it and its value, and after that, with the line ends that are
-    no part of the value (tags). alone: whether the template leaves out a text next to calls, so that a reply is the
-    one or the other.
+    no part of the value (tags); the mark around a text (braces). alone: whether the template leaves out a text next to
+    calls, so that a reply is the one or the other.
     """
 
-    way: Literal["json", "named", "tags", "python"]
+    way: Literal["json", "named", "tags", "python", "braces", "harmony"]
     opening: str = ""
     closing: str = ""
     name_end: str = ""
@@ -74,6 +80,8 @@ FORMATS = (
     CallFormat("json", "<|tool_call|>", "<|/tool_call|>"),  # Phi 4 mini
     CallFormat("json", "<|tool_call|>"),  # Granite
     CallFormat("python", "<|tool_call_start|>", "<|tool_call_end|>"),  # LFM 2
+    CallFormat("braces", "<|tool_call> call:", "<tool_call|>", parameter=('<|"|>', "", "")),  # Gemma 4
+    CallFormat("harmony", "to=functions.", "<|call|>", "<|message|>"),  # gpt-oss
     CallFormat("json", alone=True),  # Llama 3
 )
 """The formats that are known, in the order in which a template's is looked for."""
@@ -99,18 +107,21 @@ class CallParser:
 
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Any] | None = None) -> None:
         """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them; without
-        any, a reply is its text.
+        any, a reply is its text, except for a thought in a channel of its own (gpt-oss, Gemma 4).
 
         Raises InputError if there are tools, and the template writes calls in none of `FORMATS`.
         """
         self.encoder = encoder
+        self._calls = bool(tools)
         self.format = call_format(encoder) if tools else None
+        if not tools and _opened(encoder).endswith(f"{START}assistant"):
+            self.format = next(form for form in FORMATS if form.way == "harmony")
         self._schemas = dict(map(_parameters, tools or ()))
         added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         marks = "" if self.format is None else "".join(self.format.marks) + PYTHON_TAG
-        self._marks_are_special = self._special.search(marks) is not None
+        self._marks_are_special = self._special.search(marks + THOUGHT[0]) is not None
         self._thinks = _opened(encoder).rstrip().endswith("<think>")
 
     def message(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
@@ -125,19 +136,41 @@ class CallParser:
         )
 
     def parse(self, text: str) -> dict[str, Any]:
-        """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any.
+        """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any. A
+        thought in a channel of its own is the message's `reasoning_content` (Gemma 4) or `thinking` (gpt-oss; left out
+        where a call has a text next to it, since the template takes one of them).
 
         A call is {"type": "function", "function": {"name", "arguments"}}, with an "id" if the policy wrote one.
         `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought do not count.
         Never raises.
         """
-        calls = [] if self.format is None else self._read(self.format, text)
-        message: dict[str, Any] = {"role": "assistant", "content": self._content(text, calls)}
+        if self.format is not None and self.format.way == "harmony":
+            message, calls = self._read_harmony(text)
+        else:
+            thoughts, text = _without_thoughts(text)
+            calls = [] if self.format is None else self._read(self.format, text)
+            message = {"role": "assistant", "content": self._content(text, calls)}
+            if thoughts:
+                message["reasoning_content"] = self._special.sub("", thoughts)
         if made := [_as_message(call) for call in calls if call.error is None]:
             message["tool_calls"] = made
         if errors := [call.error for call in calls if call.error is not None]:
             message["call_errors"] = errors
         return message
+
+    def _read_harmony(self, text: str) -> tuple[dict[str, Any], list[Call]]:
+        calls = [_checked(call) for call in _harmony_calls(text)] if self._calls else []
+        said: dict[str, list[str]] = {"thinking": [], "content": []}
+        for header, body in _harmony_messages(text):
+            channel = header.partition(CHANNEL)[2].split()[:1]
+            if not (self._calls and _RECIPIENT.search(header)):
+                said["thinking" if channel == ["analysis"] else "content"].append(body)
+        if MESSAGE not in text:
+            said["content"] = [text]
+        words = {name: self._special.sub("", "\n".join(parts)) for name, parts in said.items()}
+        thinking = words["thinking"] and not (calls and words["content"])
+        message = {"role": "assistant", "content": words["content"]}
+        return message | ({"thinking": words["thinking"]} if thinking else {}), calls
 
     def _thought_end(self, text: str) -> int:
         """Return where calls may begin: after the last thought, or at the end of a text that is all thought."""
@@ -180,7 +213,8 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     opened = _opened(encoder)
     shared = closed[: shared_length(opened, closed)]
     start = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # marks stay whole
-    text = closed[start:].rpartition(TEXT)[2]
+    before, _, text = closed[start:].rpartition(TEXT)
+    text = text if NAME in text else before  # Gemma 4 writes a text after the calls
     last = max(text.rfind(word) for word in (NAME, *ARGUMENTS.values()))
     stops = [at for stop in encoder.stops.values() if (at := text.find(stop, last)) >= 0]
     written = text[: min(stops, default=len(text))]
@@ -246,6 +280,9 @@ def _checked(call: Call) -> Call:
 
 def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) -> Iterator[Call]:
     """Yield the calls of a format in `text` from `start` on, malformed ones too; none if no mark opens one."""
+    if form.way == "harmony":
+        yield from _harmony_calls(text[start:])
+        return
     if not form.opening:
         yield from _unmarked(text, start)
         return
@@ -301,6 +338,35 @@ def _skip_blanks(text: str, at: int) -> int:
     while at < len(text) and text[at].isspace():
         at += 1
     return at
+
+
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]*)")
+
+
+def _harmony_messages(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (role, recipient and channel; what it says) of each of a reply's messages, the last perhaps cut."""
+    for part in text.split(START):
+        header, mark, body = part.partition(MESSAGE)
+        if mark:
+            yield header, re.split(r"<\|(?:end|call|return)\|>", body)[0]
+
+
+def _harmony_calls(text: str) -> Iterator[Call]:
+    for header, body in _harmony_messages(text):
+        if recipient := _RECIPIENT.search(header):
+            yield Call(0, len(text), recipient[1], body)
+
+
+def _without_thoughts(text: str) -> tuple[str, str]:
+    """Split a text into its thoughts between the marks of `THOUGHT`, without their first word, and the rest."""
+    opening, closing = THOUGHT
+    rest, *parts = text.split(opening)
+    thoughts = []
+    for part in parts:
+        thought, _, after = part.partition(closing)
+        thoughts.append(thought.removeprefix("thought").strip())
+        rest += after
+    return "\n".join(filter(None, thoughts)), rest
 
 
 # Read what stands after the mark that opens a call: name, arguments and id of each call, and where they end.
@@ -385,6 +451,34 @@ def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
     return ast.unparse(node.func), values, None
 
 
+_BRACES = re.compile(r'<\|"\|>(.*?)<\|"\|>|([{}\[\],:])|([^{}\[\],:<]+)', re.DOTALL)
+
+
+def _read_braces(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    """Read f{x:1,s:<|"|>a<|"|>}, whose keys have no quotes: its parts are written as JSON, and that is read."""
+    end = max(text.find("{", at), at)
+    name, written, depth = text[at:end].strip(), "", 0
+    for part in _BRACES.finditer(text, end):
+        if part.start() != end:
+            break
+        end, (quoted, mark, bare) = part.end(), part.groups()
+        if mark:
+            written += mark
+            depth += (mark in "{[") - (mark in "}]")
+        elif bare is None or text.startswith(":", end):
+            written += json.dumps(quoted if bare is None else bare.strip())
+        elif bare.strip():
+            written += json.dumps(_read_value(bare, {}))
+        if not depth:
+            break
+    try:
+        if depth or not re.fullmatch(r"[\w.:/-]+", name):
+            raise CallError
+        return [(name, _read_json(written), None)], end
+    except CallError:
+        raise CallError("the call is not written as call:name{key:value}") from None
+
+
 class _Constants(ast.NodeTransformer):
     """Replace JSON's names of constants by Python's."""
 
@@ -446,4 +540,5 @@ _READERS = {
     "named": _read_named,
     "tags": _read_tags,
     "python": _read_python,
+    "braces": _read_braces,
 }

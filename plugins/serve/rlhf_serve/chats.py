@@ -95,6 +95,8 @@ class Calling:
         form, text = self.parser.format, flight.text
         if form is None:
             return len(text)
+        if form.way == "harmony":  # which part of the text is the reply is known at its end
+            return 0
         if not form.opening:  # a call is the whole reply
             start = text.lstrip()[: len(PYTHON_TAG)]
             return 0 if not start or start[0] in "{[" or PYTHON_TAG.startswith(start) else len(text)
@@ -114,7 +116,11 @@ class Calling:
         if not self.parses:
             return {"role": "assistant", "content": flight.text}
         cut = isinstance(flight.stop_reason, str)
-        found = self.parser.parse(flight.text) if cut else self.parser.message(flight.tokens)
+        harmony = self.parser.format is not None and self.parser.format.way == "harmony"
+        whole = harmony or not cut  # the text lacks the marks of channels
+        found = self.parser.message(flight.tokens) if whole else self.parser.parse(flight.text)
+        thought = found.get("thinking") or found.get("reasoning_content")
+        thoughts = {"reasoning_content": thought} if thought else {}
         calls = [
             {
                 "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
@@ -127,11 +133,12 @@ class Calling:
             for call in found.get("tool_calls", ())
         ]
         if not calls:
-            return {"role": "assistant", "content": flight.text}
+            return {"role": "assistant", "content": found["content"] if harmony else flight.text, **thoughts}
         content = found["content"] or None
         return {
             "role": "assistant",
             "content": content,
+            **thoughts,
             "tool_calls": calls if self.at_once else calls[:1],
         }
 
@@ -257,9 +264,11 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
             message = tools.message(flight)
             whole = message["content"] or ""
             delta = {"content": whole[len(before) :]} if whole.startswith(before) else {"content": ""}
+            if "reasoning_content" in message:
+                delta["reasoning_content"] = message["reasoning_content"]
             if calls := message.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
-                delta = delta if delta["content"] else {"tool_calls": delta["tool_calls"]}
+                delta = {name: value for name, value in delta.items() if value}
         else:
             end = min(flight.settled, tools.holds_from(flight)) if tools.parses else flight.settled
             text = flight.text[len(before) : end]

@@ -1,0 +1,192 @@
+"""Replies with channels: gpt-oss's harmony format, and Gemma 4's thoughts, calls and results in one turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.environments.parsing import CallParser
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"s": {"type": "string", "description": "What."}}},
+    },
+}
+HARMONY = """
+{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if not (loop.previtem.tool_calls or loop.previtem.role == 'tool') %}{{ raise_exception('no call') }}{% endif -%}
+<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>
+{{- m.content | tojson }}<|end|>
+{%- elif m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>
+{%- elif m.tool_calls %}
+{%- if m.content or m.thinking %}<|start|>assistant<|channel|>analysis<|message|>
+{{- m.content or m.thinking }}<|end|>{% endif -%}
+<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>
+{{- m.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+GEMMA4 = """
+{%- macro written(x) -%}
+{%- if x is string -%}<|"|>{{ x }}<|"|>
+{%- elif x is boolean -%}{{ 'true' if x else 'false' }}
+{%- elif x is mapping -%}{{ '{' }}
+{%- for k, v in x | dictsort -%}{{ ',' if not loop.first }}{{ k }}:{{ written(v) }}{%- endfor -%}{{ '}' }}
+{%- elif x is iterable -%}[{%- for v in x -%}{{ ',' if not loop.first }}{{ written(v) }}{%- endfor -%}]
+{%- else -%}{{ x }}
+{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}<|turn>system\n
+{%- for t in tools -%}<|tool>{{ written(t.function) }}<tool|>{%- endfor -%}<turn|>\n
+{%- endif -%}
+{%- set ns = namespace(last='') -%}
+{%- for m in messages -%}
+{%- if m.role != 'tool' -%}
+{%- if not (m.role == 'assistant' and ns.last == 'results') -%}
+<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n
+{%- endif -%}
+{%- set ns.last = 'calls' if m.tool_calls else '' -%}
+{%- for c in m.tool_calls or [] -%}
+<|tool_call>call:{{ c.function.name }}{{ written(c.function.arguments) }}<tool_call|>
+{%- endfor -%}
+{%- if m.tool_calls -%}
+{%- for r in messages[loop.index:] -%}
+{%- if r.role != 'tool' -%}{%- break -%}{%- endif -%}
+<|tool_response>response:{{ r.name }}{value:{{ written(r.content) }}}<tool_response|>{%- set ns.last = 'results' -%}
+{%- endfor -%}
+{%- endif -%}
+{{- m.content -}}
+{%- if ns.last == 'calls' -%}<|tool_response>
+{%- elif ns.last == '' or m.content -%}<turn|>\n
+{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.last == '' -%}<|turn>model\n{%- endif -%}"""
+GEMMA4 = GEMMA4.replace("\\n", "{{ '\\n' }}")
+MARKS = {
+    HARMONY: (("<|return|>", "<|call|>"), ("<|constrain|>",)),
+    GEMMA4: (
+        ("<turn|>", "<|tool_response>"),
+        ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    ),
+}
+"""The stop tokens of a template's models, and other special tokens."""
+
+
+def encoder_of(template: str, make_tokenizer: Any) -> ConversationEncoder:
+    stops, marks = MARKS[template]
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*stops, *marks]})
+    tokenizer.chat_template = template
+    return ConversationEncoder(tokenizer, None, tokenizer.convert_tokens_to_ids(stops))
+
+
+def calls_of(message: dict[str, Any]) -> list[Any]:
+    return [list(call["function"].values()) for call in message.get("tool_calls", ())]
+
+
+ADD = [["add", {"s": "a"}]]
+SAID = "<|channel|>analysis<|message|>hm to=functions.no<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (HARMONY, SAID + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"s": "a"}<|call|>',
+         {"content": "", "thinking": "hm to=functions.no", "calls": ADD}),
+        (HARMONY, ' to=functions.add<|channel|>commentary json<|message|>{"s": "a"}', {"content": "", "calls": ADD}),
+        (HARMONY, SAID + "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+         'to=functions.add<|message|>{"s": "a"}<|call|>', {"content": "I add.", "calls": ADD}),
+        (HARMONY, SAID + "<|channel|>final<|message|>3<|return|>", {"content": "3", "thinking": "hm to=functions.no"}),
+        (HARMONY, "<|channel|>analysis<|message|>cut", {"content": "", "thinking": "cut"}),
+        (HARMONY, "no marks", {"content": "no marks"}),
+        (HARMONY, '<|channel|>commentary to=functions.add<|message|>{"s"<|call|>',
+         {"content": "", "error": "the call's arguments are not JSON"}),
+        (GEMMA4, "<|channel>thought\nhm <|tool_call>call:no{}<tool_call|><channel|>So: "
+         '<|tool_call>call:add{s:<|"|>a<|"|>}<tool_call|><|tool_call>call:add{}<tool_call|><|tool_response>',
+         {"content": "So:", "reasoning_content": "hm call:no{}", "calls": [*ADD, ["add", {}]]}),
+        (GEMMA4, '<|tool_call>call:add{s:<|"|>a, "b" {:}<|"|>,n:-1.5e-3, l:[1,true,null,[]],o:{<|"|>k<|"|>:{b:False}}}'
+         "<tool_call|>", {"content": "", "calls": [["add", {"s": 'a, "b" {:}', "n": -0.0015, "l": [1, True, None, []],
+                                                           "o": {"k": {"b": False}}}]]}),
+        (GEMMA4, "3<turn|>", {"content": "3"}),
+        *((GEMMA4, f"<|tool_call>call:{wrong}<tool_call|>", {"content": "", "error": "the call is not written as"})
+          for wrong in ("add{s:}", 'add{s:<|"|>a}', "add{s:1", "add", "{}", "add{" + "[" * 9999)),
+    ],
+)  # fmt: skip
+def test_replies(template: str, text: str, expected: dict[str, Any], make_tokenizer: Any) -> None:
+    encoder = encoder_of(template, make_tokenizer)
+    message = CallParser(encoder, [TOOL]).message(encoder.tokenizer.encode(text, add_special_tokens=False))
+    error = expected.get("error")
+    assert [each[: len(error or "")] for each in message.get("call_errors", ())] == ([error] if error else [])
+    assert calls_of(message) == expected.get("calls", [])
+    for name in ("content", "thinking", "reasoning_content"):
+        assert message.get(name) == expected.get(name)
+
+
+@pytest.mark.parametrize("template", [HARMONY, GEMMA4], ids=["harmony", "gemma4"])
+def test_what_the_template_writes_is_read_back(template: str, make_tokenizer: Any) -> None:
+    encoder = encoder_of(template, make_tokenizer)
+    parser, draw, asked = (
+        CallParser(encoder, [TOOL]),
+        np.random.default_rng(0),
+        {"role": "user", "content": "a"},
+    )
+    texts = ["", "<", '"', "{a:1}", "é漢\n", "[,]", "to=functions.f", "true", "1"]
+    for _ in range(50):
+        some = [texts[i] for i in draw.integers(0, len(texts), 4)]
+        arguments = {"b": bool(draw.integers(2)), "n": int(draw.integers(-9, 9)), "x": float(draw.normal())}
+        arguments |= {"s": some[0], "l": [some[1], [draw.normal() * 1e-9], []], "o": {"k": {"m": some[2:]}}}
+        function = {"name": "add", "arguments": arguments}
+        reply = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        opened = encoder.write([asked], [TOOL], open_turn=True)
+        text = encoder.write(encoder.with_call_ids([asked, reply]), [TOOL]).removeprefix(opened)
+        ids = encoder.tokenizer.encode(text, add_special_tokens=False)
+        assert calls_of(parser.message(ids)) == [["add", arguments]]
+    # Without tools, a thought is still no part of the reply.
+    said = {HARMONY: SAID + "<|channel|>final<|message|>3", GEMMA4: "<|channel>thought\nhm<channel|>3"}[
+        template
+    ]
+    ids = encoder.tokenizer.encode(said, add_special_tokens=False)
+    assert CallParser(encoder).message(ids)["content"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("template", "ending", "result"),
+    [
+        (
+            HARMONY,
+            "<|call|>",
+            '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>',
+        ),
+        (GEMMA4, "<|tool_response>", 'response:add{value:<|"|>3<|"|>}<tool_response|>'),
+    ],
+    ids=["harmony", "gemma4"],
+)
+def test_what_follows_a_call(template: str, ending: str, result: str, make_tokenizer: Any) -> None:
+    """Also of a call that could not be read, of one that was cut, and of one with a text before it."""
+    encoder = encoder_of(template, make_tokenizer)
+    assert encoder.problem(tools=[TOOL], roles=["tool"]) is None
+    call = {"type": "function", "function": {"name": "add", "arguments": {"s": "a"}}}
+    answer, stop = (
+        {"role": "tool", "name": "add", "content": "3"},
+        encoder.tokenizer.convert_tokens_to_ids(ending),
+    )
+    opening = "<|start|>assistant" if template == HARMONY else ""
+    for more in ({"tool_calls": [call]}, {"content": "So:", "tool_calls": [call]}, {"call_errors": ["no"]}):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", **more}]
+        for ended_by, before in ((stop, ""), (None, ending)):
+            found = encoder.observation(messages, [answer], ended_by=ended_by, tools=[TOOL])
+            assert encoder.tokenizer.decode(found) == before + result + opening
