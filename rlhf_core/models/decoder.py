@@ -423,7 +423,7 @@ class Decoder(Definition):
 
         weights: from `prepare`. rotations: from `_rotations`.
         """
-        fused = any("qkv_proj" in layer.get("self_attn", {}) for layer in weights["layers"])
+        fused = any(map(_is_joined, weights["layers"]))
         around, blocks = _parts(self.config, fused)
         parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
@@ -726,7 +726,16 @@ def _joined(layer: Params) -> Params:
         if len(each) > 1:  # absent in experts
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
             layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
+    if shared := layer.get("mlp", {}).get("shared_expert"):
+        layer["mlp"] = {**layer["mlp"], "shared_expert": _joined({"mlp": shared})["mlp"]}
     return layer
+
+
+def _is_joined(layer: Params) -> bool:
+    """Tell whether a layer's parameters are from `_joined`."""
+    mlp = layer.get("mlp", {})
+    inside = (layer.get("self_attn", {}), mlp, mlp.get("shared_expert", {}))
+    return any(together in each for each in inside for _, together, _ in JOINED)
 
 
 def _zero_where(rows: jax.Array, x: jax.Array) -> jax.Array:

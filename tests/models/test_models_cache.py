@@ -153,22 +153,28 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
             np.testing.assert_allclose(np.stack(each, 1)[row], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2 with windows", "mixtral"])
+STATES = FAMILIES["qwen3_5"] | {"model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention"]}
+STATES |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+STATES |= {"shared_expert_intermediate_size": 12}
+
+
+@pytest.mark.parametrize("table", [FAMILIES["qwen2 with windows"], STATES], ids=["attention", "states"])
 def test_projections_that_one_device_joins_compute_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels and biases of one input; experts stay apart."""
-    model = DECODER.define(SIZES | FAMILIES[name] | {"num_hidden_layers": 1}, "lm")
+    """Kernels and biases of one input, those of shared experts too; other experts stay apart."""
+    model = DECODER.define(SIZES | table | {"num_hidden_layers": 1}, "lm")
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
     apart = model.prepare(params)
     monkeypatch.setattr(decoder, "device_count", lambda: 1)
     joined = model.prepare(params)
     (before,), (layer,) = apart["layers"], joined["layers"]
-    assert set(layer["self_attn"]) == {"qkv_proj", "o_proj"}
-    if name == "mixtral":
-        jax.tree.map(np.testing.assert_array_equal, layer["mlp"], before["mlp"])
+    if table is STATES:
+        assert set(layer["mlp"]["shared_expert"]) == {"gate_up_proj", "down_proj"}
+        jax.tree.map(np.testing.assert_array_equal, layer["mlp"]["experts"], before["mlp"]["experts"])
     else:
+        assert set(layer["self_attn"]) == {"qkv_proj", "o_proj"}
         assert set(layer["mlp"]) == {"gate_up_proj", "down_proj"}
     tokens, until = draw.integers(0, 31, (2, 5)).astype(np.int32), np.full((2, 5), 5, np.int32)
     positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
