@@ -73,12 +73,14 @@ class DecoderConfig:
     windows: per layer, how many positions back a query sees; None: all of them.
     ropes, layer_ropes: the rotary embeddings, and the index of each layer's among them; empty: the first for all.
     experts: MLPs per layer; `experts_per_token` of them compute a token; 0: one plain MLP. They are weighted by the
-        router's probabilities, divided by their sum with `normalise_experts`, times `expert_scale`.
+        router's probabilities, divided by their sum plus `normalise_floor` with `normalise_experts`, times
+        `expert_scale`.
     router: probabilities are a softmax over all experts, a softmax over the chosen ones ("chosen"), or sigmoids, with a
         correction that is not trained and counts for the choice alone.
     expert_groups: (groups of experts, groups that a token's experts may come from).
-    mixer: what mixes tokens: attention; "conv", a gated convolution over `taps` tokens (LFM2); "linear_attn", the gated
-        delta rule, with `linear_heads`: (key heads, value heads, size of keys, size of values) (Qwen3.5).
+    mixer: what mixes tokens: attention; "conv", a gated convolution over `taps` tokens (LFM2), with biases or without,
+        `taps_bias`; "linear_attn", the gated delta rule, with `linear_heads`: (key heads, value heads, size of keys,
+        size of values) (Qwen3.5).
     attention_gate: attention's output is multiplied by a sigmoid that the query's projection computes, too.
     sinks: each head's softmax has one more logit, a parameter, for nothing to attend to (gpt-oss).
     swiglu: (slope, limit) of experts with biases, (up + 1) · gate · sigmoid(slope · gate) of clamped values, where gate
@@ -130,8 +132,10 @@ class DecoderConfig:
     router: Literal["softmax", "chosen", "sigmoid"] = "softmax"
     expert_groups: tuple[int, int] = (1, 1)
     expert_scale: float = 1.0
+    normalise_floor: float = 0.0
     mixer: Literal["self_attn", "conv", "linear_attn"] = "self_attn"
     taps: int = 0
+    taps_bias: bool = False
     linear_heads: tuple[int, int, int, int] = (0, 0, 0, 0)
     attention_gate: bool = False
     sinks: bool = False

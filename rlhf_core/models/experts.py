@@ -580,7 +580,7 @@ class Experts(nnx.Module):
         probability = jax.nn.sigmoid(logits) if c.router == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         weight = jnp.take_along_axis(probability, chosen, axis=1)
         if c.normalise_experts:
-            weight = weight / weight.sum(-1, keepdims=True)
+            weight = weight / (weight.sum(-1, keepdims=True) + c.normalise_floor)
         return weight if c.expert_scale == 1 else weight * c.expert_scale
 
     def __call__(self, x: jax.Array, seen: jax.Array | None = None) -> jax.Array:

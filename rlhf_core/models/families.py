@@ -109,6 +109,13 @@ def rotated_layers(read: Fields, layers: int) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(layers)]
 
 
+_LLAMA_7B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 _QWEN = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
@@ -116,6 +123,8 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_MROPE = ("mrope_section", "mrope_interleaved")
+"""What only images need: text has one position per token."""
 _GEMMA = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -140,7 +149,7 @@ _QWEN_3_5 = Architecture(
     qk_norm="head",
     norm_offset=1.0,
     partial_rotary=True,
-    rope_fields=("mrope_section", "mrope_interleaved"),  # text has one position per token
+    rope_fields=_MROPE,
     other_layers=("linear_attention",),
     details=qwen3_5.details,
     weight_names=qwen3_5.WEIGHT_NAMES,
@@ -152,14 +161,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
+        left_out=_LLAMA_7B,
     ),
     "mistral": Architecture(
         "MistralForCausalLM",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         layer_types=every_layer,
+        left_out=_LLAMA_7B | {"intermediate_size": 14336},
     ),
     "qwen2": Architecture(
-        "Qwen2ForCausalLM", _QWEN, qkv_bias=True, layer_types=upper_layers, layer_types_decide=True
+        "Qwen2ForCausalLM",
+        _QWEN,
+        qkv_bias=True,
+        layer_types=upper_layers,
+        layer_types_decide=True,
+        rope_fields=_MROPE,
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
@@ -169,6 +185,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qk_norm="head",
         layer_types=upper_layers,
         layer_types_decide=True,
+        rope_fields=_MROPE,
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
@@ -302,6 +319,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "rms_norm_eps": 1e-5,
             "attention_bias": False,
             "use_qk_norm": False,
+            "partial_rotary_factor": 0.5,
             **glm4_moe.DEFAULTS,
         },
         qkv_bias="attention_bias",
@@ -349,6 +367,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qk_norm="head",
         other_layers=("conv",),
         details=lfm2.details,
+        weight_names=lfm2.WEIGHT_NAMES,
+    ),
+    "lfm2_moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "tie_word_embeddings": True,
+            **lfm2.MOE_DEFAULTS,
+        },
+        qk_norm="head",
+        normalise_experts="norm_topk_prob",
+        other_layers=("conv",),
+        details=lfm2.moe_details,
         weight_names=lfm2.WEIGHT_NAMES,
     ),
     "qwen3_5_text": _QWEN_3_5,

@@ -55,7 +55,8 @@ _RUN = """
 _TASKS_AND_TOKENS = """
     id2label label2id num_labels problem_type finetuning_task task_specific_params bos_token_id eos_token_id
     pad_token_id sep_token_id cls_token_id unk_token_id mask_token_id decoder_start_token_id forced_bos_token_id
-    forced_eos_token_id prefix pad_token image_token_id video_token_id audio_token_id
+    forced_eos_token_id prefix pad_token image_token_id video_token_id audio_token_id vision_token_id
+    vision_start_token_id vision_end_token_id
 """
 _GENERATION = """
     max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -294,6 +295,8 @@ def _tables(read: Fields, rules: Architecture) -> dict[str, tuple[str, dict[str,
 
 def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], head_dim: int) -> Rope:
     named: Any = table.get("rope_type", table.get("type")) or "default"
+    # One position per token is all that text has of the three of multimodal rotary embeddings.
+    named = "default" if named == "mrope" and "mrope_section" in rules.rope_fields else named
     kind: RopeKind = "longrope" if named in rules.longrope else named
     known = [name for name in NEEDED if name != "longrope" or rules.longrope]
     if kind not in known:

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions between gates in place of most attention layers."""
+"""LFM2: short convolutions between gates in place of most attention layers; and LFM2 with experts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ DEFAULTS: Mapping[str, Any] = {
     "full_attn_idxs": None,
     "tie_embedding": None,
 }
+MOE_DEFAULTS: Mapping[str, Any] = {
+    "norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "tie_embedding": None,
+    "num_dense_layers": 2,
+    "moe_intermediate_size": 1792,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+}
 _LAYER = "model.layers.{layer}"
 WEIGHT_NAMES = {
     "norm": "model.embedding_norm",
@@ -32,26 +46,56 @@ WEIGHT_NAMES = {
     "layers.self_attn.q_norm": f"{_LAYER}.self_attn.q_layernorm",
     "layers.self_attn.k_norm": f"{_LAYER}.self_attn.k_layernorm",
     "layers.self_attn.o_proj": f"{_LAYER}.self_attn.out_proj",
+    "layers.mlp.gate": f"{_LAYER}.feed_forward.gate",
+    "layers.mlp.gate.e_score_correction_bias": f"{_LAYER}.feed_forward.expert_bias",
+    "layers.mlp.experts.gate_proj": f"{_LAYER}.feed_forward.experts.{{expert}}.w1",
+    "layers.mlp.experts.up_proj": f"{_LAYER}.feed_forward.experts.{{expert}}.w3",
+    "layers.mlp.experts.down_proj": f"{_LAYER}.feed_forward.experts.{{expert}}.w2",
 }
 
 
 def details(read: Fields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
-    if read.switch("conv_bias"):
-        read.problem("conv_bias true is not supported; the decoder has convolutions without biases")
-    kinds = read.get("layer_types")
-    if kinds is None:
-        attention = read.get("full_attn_idxs")
-        kinds = ["full_attention" if attention is None or i in attention else "conv" for i in range(layers)]
+    found = _mixers(read, layers)
     size = read.whole("block_ff_dim" if read.get("block_ff_dim") is not None else "intermediate_size")
     if read.switch("block_auto_adjust_ff_dim"):
         factor, step = read.number("block_ffn_dim_multiplier", 1.0), read.whole("block_multiple_of")
         size = step * -(-int(factor * int(2 * size / 3)) // step)
+    return found | {"intermediate_size": size}
+
+
+def moe_details(read: Fields, layers: int) -> dict[str, Any]:
+    """Read what differs from a plain decoder, of the models with experts."""
+    if read.get("use_expert_bias") is False:
+        read.problem("use_expert_bias false is not supported; routers have a correction")
+    found, dense = _mixers(read, layers), read.whole("num_dense_layers", least=0)
+    plain = {"experts": 0, "experts_per_token": 0, "intermediate_size": read.whole("intermediate_size")}
+    (conv, mixer), kinds = found["variants"][0], found["kinds"]
+    return found | {
+        "intermediate_size": read.whole("moe_intermediate_size"),
+        "router": "sigmoid",
+        "expert_scale": read.positive("routed_scaling_factor") or 1.0,
+        "normalise_floor": 1e-6,
+        "kinds": tuple(f"dense_{kind}" if i < dense else kind for i, kind in enumerate(kinds)),
+        "variants": (
+            (conv, mixer),
+            (f"dense_{conv}", (*mixer, *plain.items())),
+            ("dense_full_attention", tuple(plain.items())),
+        ),
+    }
+
+
+def _mixers(read: Fields, layers: int) -> dict[str, Any]:
+    """Read which layers are convolutions, and what all layers have in common."""
+    kinds = read.get("layer_types")
+    if kinds is None:
+        attention = read.get("full_attn_idxs")
+        kinds = ["full_attention" if attention is None or i in attention else "conv" for i in range(layers)]
     tied = read.get("tie_embedding")
     return {
         "norm_eps": read.number("norm_eps", 1e-5),
-        "intermediate_size": size,
-        "taps": read.whole("conv_L_cache"),
+        "taps": read.whole("conv_L_cache", least=2),
+        "taps_bias": read.switch("conv_bias"),
         "tied": read.switch("tie_word_embeddings" if tied is None else "tie_embedding"),
         "kinds": tuple(kinds),
         "variants": (("conv", (("mixer", "conv"),)),),

@@ -228,6 +228,7 @@ def define(
     if contained is not None:
         left_out = ARCHITECTURES[contained].left_out if contained in ARCHITECTURES else {}
         described = {**left_out, **text_config(hf_config), "model_type": contained}
+        described.pop("vision_config", None)
         file = f"{file}: text_config"
     family = find_family(described.get("model_type"), registry, where=file)
     definition = describe(family, described, head, file, dtype=dtype, remat=remat)
@@ -236,16 +237,23 @@ def define(
     return untied(definition, hf_config, directory)
 
 
+SAME_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""The families that compute what the text models of these do where there are no images."""
+
+
 def find_text_family(hf_config: Mapping[str, Any], registry: Registry | None = None) -> str | None:
     """Find the `model_type` of the text model of a config.json that describes more; None where it does not.
 
-    A `text_config` may have the model_type of the whole, as in `"qwen3_5"`, without its ending `_text`, or none.
+    A `text_config` may have the model_type of the whole, as in `"qwen3_5"`, without its ending `_text`, or none. Older
+    files of Qwen2-VL have its fields among those of the whole.
     """
     inner, outer = hf_config.get("text_config"), hf_config.get("model_type")
     known = known_types(registry)
-    if not isinstance(inner, Mapping) or outer in known:
+    if outer in known or (not isinstance(inner, Mapping) and "vision_config" not in hf_config):
         return None
-    named = inner.get("model_type") or outer
+    named = (inner or {}).get("model_type") or outer
+    if same := SAME_TEXT.get(str(named).removesuffix("_text")):
+        return same
     return next((name for name in (named, f"{named}_text", f"{outer}_text") if name in known), str(named))
 
 

@@ -40,7 +40,7 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
             f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
     return {
-        "taps": read.whole("linear_conv_kernel_dim"),
+        "taps": read.whole("linear_conv_kernel_dim", least=2),
         "linear_heads": (
             key_heads,
             value_heads,

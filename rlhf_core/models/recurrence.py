@@ -282,7 +282,7 @@ class Convolution(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
-        linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
+        linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=c.taps_bias)
         self.in_proj = linear((c.hidden_size, 3 * c.hidden_size), axes=("layers", "embed", None))
         self.conv = Taps(c, c.hidden_size, rngs)
         self.out_proj = linear((c.hidden_size, c.hidden_size), axes=("layers", None, "embed"))
@@ -313,6 +313,8 @@ class Taps(nnx.Module):
         shape, bound = (config.num_layers, channels, 1, config.taps), config.taps**-0.5
         start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
         self.weight = nnx.Param(start, axes=("layers", None, None, None))
+        zero = jnp.zeros((config.num_layers, channels), jnp.float32)
+        self.bias = nnx.Param(zero, axes=("layers", None)) if config.taps_bias else None
 
     def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array]:
         """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]."""
@@ -322,19 +324,24 @@ class Taps(nnx.Module):
             read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
             kept.append(jnp.where(at[..., None] < 0, 0, read))
             at = jnp.where(at < 0, -1, jnp.take_along_axis(order.previous, jnp.maximum(at, 0), 1))
-        return short_convolution(x, kernel, order.previous), jnp.concatenate(kept[::-1], 1)
+        y = short_convolution(x, kernel, order.previous)
+        return self._biased(y), jnp.concatenate(kept[::-1], 1)
 
     def extend(self, x: jax.Array, kept: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, T, channels] → the same, and the last inputs after the first `count` tokens, int32 [B]."""
         window, kernel = jnp.concatenate([kept, x], 1), self.weight[...][:, 0].T.astype(x.dtype)
         y = sum(window[:, i : i + x.shape[1]] * tap for i, tap in enumerate(kernel))
         at = count[:, None] + jnp.arange(kept.shape[1])
-        return y, jnp.take_along_axis(window, at[..., None], 1)
+        return self._biased(y), jnp.take_along_axis(window, at[..., None], 1)
 
     def next(self, x: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, channels] → the same, and the next last inputs."""
         window = jnp.concatenate([kept, x[:, None]], 1)
-        return jnp.einsum("btc,ct->bc", window, self.weight[...][:, 0].astype(x.dtype)), window[:, 1:]
+        y = jnp.einsum("btc,ct->bc", window, self.weight[...][:, 0].astype(x.dtype))
+        return self._biased(y), window[:, 1:]
+
+    def _biased(self, y: jax.Array) -> jax.Array:
+        return y if self.bias is None else (y + self.bias[...]).astype(y.dtype)
 
 
 class DeltaNet(nnx.Module):

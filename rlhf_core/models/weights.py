@@ -267,7 +267,7 @@ def module_prefix(config: DecoderConfig) -> str:
 
     Older files of models with a vision tower have other names, which transformers changes when it loads them.
     """
-    old = config.prefix in ("language_model.", "language_model.model.")
+    old = config.prefix in ("language_model.", "language_model.model.", "model.")
     return "model.language_model." if old else config.prefix or "model."
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rlhf_sft import SFTConfig
 from safetensors.numpy import load_file, save_file
-from transformers import Gemma3Config
+from transformers import Gemma3Config, LlavaConfig
 
 from rlhf_core import load_model
 from rlhf_core.cli.export import export
@@ -165,6 +165,44 @@ def test_sizes_that_published_files_leave_out(tmp_path: Path) -> None:
         ours = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}.get(name, name)
         assert getattr(decoder.config, ours) == getattr(theirs, name)
     assert decoder.config.tied
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_llava_names_what_is_not_the_size_of_seven_billions(family: str, tmp_path: Path) -> None:
+    inner = {"model_type": family, "vocab_size": 32064, "torch_dtype": "float16"}
+    decoder: Any = define({"model_type": "llava", "text_config": inner, "vision_config": {}}, "lm", tmp_path)[
+        0
+    ]
+    theirs = LlavaConfig(text_config=inner).text_config
+    names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    names |= {"num_kv_heads": "num_key_value_heads"}
+    for ours in ("vocab_size", "hidden_size", "intermediate_size", *names):
+        assert getattr(decoder.config, ours) == getattr(theirs, names.get(ours, ours))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["text_config", "older"])
+def test_the_text_models_of_qwen_vl(flat: bool, tmp_path: Path) -> None:
+    """Text has one position per token, whose rotary embedding is the plain one; older files have no `text_config`."""
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e6}
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = fresh_model({"model_type": "qwen2", "intermediate_size": 24, "rope_theta": 1e6, **sizes})
+    made.save(tmp_path / "text")
+    outer: dict[str, Any] = {"model_type": "qwen2_5_vl", "vision_start_token_id": 5}
+    source = contain(tmp_path / "text", tmp_path / "whole", outer, {} if flat else NEW)
+    config = config_of(source)
+    inner = config.pop("text_config") | rope
+    whole = (
+        {**inner, **config} if flat else {**config, "text_config": {**inner, "model_type": "qwen2_5_vl_text"}}
+    )
+    (source / "config.json").write_text(json.dumps(whole))
+    model = load_model(source)
+    assert model.definition.config.ropes == made.definition.config.ropes
+    jax.tree.map(np.testing.assert_array_equal, model.params, made.params)
+    names = model.definition.module_names()["self_attn.q_proj"]
+    assert names == ["model.language_model.layers.0.self_attn.q_proj"]
+    model.save(tmp_path / "saved")
+    assert contents(tmp_path / "saved") == contents(source)
+    assert config_of(tmp_path / "saved") == whole
 
 
 def test_every_parameter_keeps_its_dtype(text: Path, tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ def test_no_update_changes_the_scalars_of_layers() -> None:
 
 
 def test_heads_of_single_layers_say_the_same_as_those_of_a_type() -> None:
-    """As transformers 5 writes what `global_head_dim` says."""
+    """As transformers 5 writes what `global_head_dim` says: numbers have as many digits as the largest."""
     kinds = DENSE["layer_types"]
-    table = {str(i): {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
+    table = {f"{i:02}": {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
     written = {name: value for name, value in DENSE.items() if name != "global_head_dim"}
     assert DECODER.define(written | {"per_layer_config": table}, "lm") == DECODER.define(DENSE, "lm")
 

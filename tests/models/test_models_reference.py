@@ -181,12 +181,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "swiglu_alpha": 1.5,
         "swiglu_limit": 0.5,
     },
-    "lfm2": BASE
+    "lfm2_moe": BASE
     | {
-        "model_type": "lfm2",
+        "model_type": "lfm2_moe",
         "norm_eps": 1e-5,
+        "conv_bias": True,
         "layer_types": ["conv", "full_attention", "conv"],
-        "block_auto_adjust_ff_dim": False,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
     },
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5

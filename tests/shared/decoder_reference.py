@@ -41,7 +41,9 @@ def kinds_of(hf: dict[str, Any]) -> list[str]:
         return [
             "dense" if i < hf["first_k_dense_replace"] else "experts" for i in range(hf["num_hidden_layers"])
         ]
-    return hf["layer_types"] if hf["model_type"] in ("lfm2", "qwen3_5_text", "qwen3_5_moe_text") else []
+    if hf["model_type"] == "lfm2_moe":
+        return ["dense_" * (i < hf["num_dense_layers"]) + kind for i, kind in enumerate(hf["layer_types"])]
+    return hf["layer_types"] if hf["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text") else []
 
 
 def turns(hf: dict[str, Any], layer: int) -> bool:
@@ -181,7 +183,7 @@ def hidden(
         for t in range(len(x)):
             before = np.flatnonzero(seen[t])[-kernel.shape[1] :]
             out[t] = (x[before].T * kernel[:, kernel.shape[1] - len(before) :]).sum(-1)
-        return out
+        return out + (group["bias"][i] if "bias" in group else 0.0)
 
     def convolve(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
         before, after, inner = np.split(linear(x, group["in_proj"], i), 3, -1)
@@ -255,18 +257,19 @@ def hidden(
         return out
 
     def grouped(x: np.ndarray, group: dict[str, Any], i: int) -> np.ndarray:
-        """GLM-4.5: the experts of the groups with the best two; the correction counts for the choice alone."""
+        """GLM-4.5, LFM2: the experts of the groups with the best two; the correction counts for the choice alone."""
         share, out = 1 / (1 + np.exp(-linear(x, group["gate"], i))), np.zeros_like(x)
         for t in range(len(x)):
-            score = (share[t] + group["gate"]["e_score_correction_bias"][i]).reshape(hf["n_group"], -1)
-            allowed = np.argsort(-np.sort(score, -1)[:, -2:].sum(-1))[: hf["topk_group"]]
+            score = (share[t] + group["gate"]["e_score_correction_bias"][i]).reshape(hf.get("n_group", 1), -1)
+            allowed = np.argsort(-np.sort(score, -1)[:, -2:].sum(-1))[: hf.get("topk_group", 1)]
             score = np.where(np.isin(np.arange(len(score)), allowed)[:, None], score, -np.inf).reshape(-1)
             taken = np.argsort(-score)[: hf["num_experts_per_tok"]]
             for e in taken:
                 one = {part: {"kernel": g["kernel"][:, e]} for part, g in group["experts"].items()}
-                weight = hf["routed_scaling_factor"] * share[t, e] / share[t, taken].sum()
+                floor = 1e-6 * hf["model_type"].startswith("lfm2")
+                weight = hf["routed_scaling_factor"] * share[t, e] / (share[t, taken].sum() + floor)
                 out[t] += weight * gated(x[t : t + 1], one, i)[0]
-        return out + gated(x, group["shared_expert"], i)
+        return out + gated(x, group["shared_expert"], i) if "shared_expert" in group else out
 
     x = p["embed_tokens"]["embedding"][tokens]
     x = x * (math.sqrt(hf["hidden_size"]) if gemma else hf.get("embedding_multiplier", 1.0))
@@ -274,7 +277,7 @@ def hidden(
         stack, i = p["layers"], number
         if kinds := kinds_of(hf):
             stack, i = stack[kinds[number]], kinds[:number].count(kinds[number])
-        mlp = gated if "experts" not in stack["mlp"] else grouped if "n_group" in hf else routed
+        mlp = gated if "experts" not in stack["mlp"] else grouped if "routed_scaling_factor" in hf else routed
         mlp = clamped if "swiglu_limit" in hf else mlp
         first, second = stack.get("input_layernorm"), stack["post_attention_layernorm"]
         if olmo:
