@@ -167,7 +167,9 @@ def _heads_of(read: Fields, types: list[str], kind: str) -> dict[str, int]:
 def _override(read: Fields, table: Any, layer: int) -> dict[str, int]:
     # transformers writes the numbers of layers with equal widths: "05".
     named = (str(layer).zfill(width) for width in range(1, 6))
-    one = next((table[key] for key in named if key in table), {}) if isinstance(table, Mapping) else None
+    one: Any = None
+    if isinstance(table, Mapping):
+        one = next((table[key] for key in named if key in table), {})
     if not isinstance(one, Mapping) or not set(one) <= set(HEADS):
         read.problem(f"per_layer_config may have {' and '.join(HEADS)} of each layer; it is {table!r}")
         return {}
