@@ -76,7 +76,9 @@ def test_a_resumed_run_has_the_same_previews(short: Any, tmp_path: Path) -> None
     assert files(tmp_path / "again/sft") == files(tmp_path / "whole/sft")
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2}, {"tensor": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 2, "fsdp": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.long)]
+)
 def test_previews_on_a_mesh(short: Any, tmp_path: Path, mesh: dict[str, int]) -> None:
     greedy = {**SHOWN, "temperature": 0.0, "num_return": 1, "every": 6}
     short.train("sft", at="one", previews=greedy, max_training_steps=1)

@@ -242,8 +242,11 @@ class Falling:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(lambda rate: partial(scaled, rate=rate), "scaled"), (Falling, "Falling")],
-    ids=["partial", "object"],
+    [
+        (Falling, "Falling"),
+        pytest.param(lambda rate: partial(scaled, rate=rate), "scaled", marks=pytest.mark.long),
+    ],
+    ids=["object", "partial"],
 )
 def test_a_partial_and_an_object_are_schedules(short: Any, make: Any, name: str) -> None:
     assert SFTConfig(scheduler=make(1e-2)).to_dict()["scheduler"] == f"{__name__}:{name}"

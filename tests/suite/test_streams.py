@@ -36,7 +36,7 @@ class StopAt:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["stream", "large file"])
+@pytest.mark.parametrize("kind", ["stream", pytest.param("large file", marks=pytest.mark.long)])
 def test_an_interrupted_stage_ends_as_one_that_was_not(
     kind: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_an_interrupted_stage_ends_as_one_that_was_not(
     assert "eval_loss" in steps[-1]
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_dpo_on_a_stream_is_dpo_on_the_rows(adapters: bool, tiny: ModuleType, tmp_path: Path) -> None:
     """The references of an update are computed when it is made, under the model that training started from."""
     path = tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(13))
@@ -86,7 +86,7 @@ def test_dpo_on_a_stream_is_dpo_on_the_rows(adapters: bool, tiny: ModuleType, tm
     assert all(np.array_equal(parts[name], straight[name]) for name in whole)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_rollouts_take_the_next_prompts_of_a_stream(
     dynamic: bool, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

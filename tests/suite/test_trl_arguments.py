@@ -94,7 +94,7 @@ def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType, tmp_path: Pat
     assert "eval_eval_gap" not in result.metrics
 
 
-@pytest.mark.parametrize("trainer", ["reward", "dpo"])
+@pytest.mark.parametrize("trainer", ["reward", pytest.param("dpo", marks=pytest.mark.long)])
 def test_a_function_of_metrics_that_fails_later_does_not_lose_the_model(short: Any, trainer: str) -> None:
     calls: list[int] = []
 
@@ -161,7 +161,9 @@ def test_arguments_without_a_counterpart_say_what_to_do() -> None:
         SFTTrainer(data_collator=lambda rows: rows)
 
 
-@pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "grpo"])
+@pytest.mark.parametrize(
+    "trainer", ["reward", "grpo", *(pytest.param(each, marks=pytest.mark.long) for each in ("sft", "dpo"))]
+)
 def test_several_evaluation_sets(short: Any, tiny: ModuleType, tmp_path: Path, trainer: str) -> None:
     rows = {"sft": tiny.texts, "reward": tiny.pairs, "dpo": tiny.pairs, "grpo": tiny.prompts}[trainer]
     easy, hard = rows(4, seed=5), rows(5, seed=6)
