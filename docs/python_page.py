@@ -53,8 +53,8 @@ TASKS = (
     Task(
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
-        "open_rewards open_collector RolloutCollector RolloutOptions RolloutSteps RolloutUpdates Reading Rollout "
-        "FixedPrompts open_previews choose_rollout_rows "
+        "open_rewards open_collector RolloutCollector RolloutConfig RolloutOptions RolloutSteps RolloutUpdates Reading "
+        "Rollout FixedPrompts open_previews choose_rollout_rows "
         "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
         "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins import installed_registry as installed_registry
     from rlhf_core.plugins.hooks import hookimpl as hookimpl
     from rlhf_core.plugins.registry import Registry as Registry
+    from rlhf_core.rollouts.config import RolloutConfig as RolloutConfig
     from rlhf_core.stage import Stage as Stage
     from rlhf_core.state import TrainState as TrainState
     from rlhf_core.state import create_state as create_state
@@ -72,6 +73,7 @@ _HOMES = {
     "Stage": "stage",
     "hookimpl": "plugins.hooks",
     **dict.fromkeys(("load_model", "nnx_family", "nnx_model"), "models"),
+    "RolloutConfig": "rollouts.config",
     "run_pipeline": "pipeline",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

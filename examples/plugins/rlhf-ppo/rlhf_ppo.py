@@ -17,7 +17,7 @@ from rlhf_core import (
     Component,
     PolicyInputs,
     Registry,
-    TrainerConfig,
+    RolloutConfig,
     TrainState,
     hookimpl,
 )
@@ -30,13 +30,11 @@ from rlhf_core.rollouts import (
     FixedPrompts,
     Reading,
     Rollout,
-    RolloutOptions,
     RolloutUpdates,
     WeightedReward,
     choose_rollout_rows,
     open_collector,
 )
-from rlhf_core.sampling import SamplingOptions
 from rlhf_core.step import Objective
 from rlhf_core.training import Build, Context, Reference, define_trainer, open_rewards
 
@@ -44,15 +42,13 @@ KEPT = ("advantages", "old_logps", "old_values", "returns")
 """What every trained token carries."""
 
 
-class PPOConfig(TrainerConfig):
-    """The fields that every trainer has, and those of sampling, scoring, the critic and the clipped updates."""
+class PPOConfig(RolloutConfig):
+    """The fields of every trainer that samples, and those of scoring, the critic and the clipped updates."""
 
     learning_rate: float = Field(1e-6, gt=0, description="the policy's, at its peak")
     critic_learning_rate: float = Field(1e-5, gt=0, description="the critic's, at its peak")
     num_generations: int = Field(4, ge=1, description="completions per prompt")
     num_iterations: int = Field(2, ge=1, description="updates per rollout")
-    max_prompt_length: int = Field(512, ge=1, description="tokens; longer prompts are dropped or cut")
-    sampling: SamplingOptions = Field(SamplingOptions(), description="how completions are sampled")
     rewards: list[Annotated[WeightedReward, REWARD]] = Field([], description="reward functions")
     loss: Annotated[Component, POLICY_LOSS] = Field(Component(name="dapo"), description="the policy loss")
     kl_coefficient: float = Field(0.05, ge=0, description="weight of the KL penalty in each token's reward")
@@ -163,7 +159,7 @@ def build(config: PPOConfig, context: Context) -> Build:
     rewards = open_rewards(config.rewards, context.stage)
     group, serves = config.num_generations, config.num_iterations
     size = config.total_batch_size // group
-    options = RolloutOptions(config.max_prompt_length, group, config.sampling, size, serves, policy="policy")
+    options = config.rollout_options(group, size, updates_per_rollout=serves, policy="policy")
     collector = open_collector(context, sampled, rewards, options)
     assert collector is not None
     held_out = open_collector(context, sampled, rewards, options, "eval_data")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from rlhf_core import SAMPLER, Component, TrainerConfig
-from rlhf_core.sampling import SamplingOptions
+from rlhf_core import Component, RolloutConfig
 from rlhf_distill.divergences import DIVERGENCE
 
 
-class DistillConfig(TrainerConfig):
+class DistillConfig(RolloutConfig):
     """On-policy distillation (Agarwal et al. 2024): a student learns its teacher's next-token distributions, on
     completions that it samples itself.
     """
@@ -42,21 +41,6 @@ class DistillConfig(TrainerConfig):
     )
     steps_per_generation: int = Field(
         default=1, ge=1, description="updates made from the completions of one sampling round"
-    )
-    max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
-    sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
-    sampler: Annotated[Component, SAMPLER] = Field(
-        default=Component(name="jax"), description="what samples completions"
-    )
-    rollouts_ahead: int = Field(
-        default=0,
-        ge=0,
-        description="rollouts sampled before they are due: rollout r by the policy after the updates of rollout "
-        "r - rollouts_ahead - 1",
-    )
-    journal: Literal["keep", "until_checkpoint"] = Field(
-        default="keep",
-        description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
     divergence: Annotated[Component, DIVERGENCE] = Field(
         default=Component(name="jsd"), description="between teacher and student, with its options"

@@ -13,7 +13,6 @@ from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
     Rollout,
-    RolloutOptions,
     RolloutUpdates,
     choose_rollout_rows,
     open_collector,
@@ -60,17 +59,7 @@ def build(config: DistillConfig, context: Context) -> Build:
 
     sampled = context.by(config.replace(total_batch_size=config.sampled_per_update, on_policy_fraction=1.0))
     size = config.sampled_per_update * config.steps_per_generation
-    options = RolloutOptions(
-        config.max_prompt_length,
-        1,
-        config.sampling,
-        size,
-        config.steps_per_generation,
-        sampler=config.sampler,
-        policy=STUDENT,
-        ahead=config.rollouts_ahead,
-        journal=config.journal,
-    )
+    options = config.rollout_options(1, size, updates_per_rollout=config.steps_per_generation, policy=STUDENT)
     collector = open_collector(sampled, student, [], options, others=[models[TEACHER]])
     assert collector is not None
     evaluated = replace(options, prompts_per_rollout=config.eval_batch_size or size)

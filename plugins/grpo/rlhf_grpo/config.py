@@ -12,11 +12,10 @@ from rlhf_core import (
     ENVIRONMENT,
     POLICY_LOSS,
     REWARD,
-    SAMPLER,
     Component,
     Ignored,
     Options,
-    TrainerConfig,
+    RolloutConfig,
 )
 from rlhf_core.rollouts import EnvironmentOptions, WeightedReward
 from rlhf_core.sampling import SamplingOptions
@@ -84,7 +83,7 @@ class Evaluation(Options):
     )
 
 
-class GRPOConfig(TrainerConfig):
+class GRPOConfig(RolloutConfig):
     """Group relative policy optimization (Shao et al. 2024) and its descendants, by the name of the loss."""
 
     OTHER_NAMES: ClassVar[Mapping[str, Any]] = {
@@ -114,8 +113,6 @@ class GRPOConfig(TrainerConfig):
         default=1, ge=1, description="passes over the prompts, those that dynamic_sampling draws included"
     )
     num_generations: int = Field(default=8, ge=2, description="completions per prompt (a group)")
-    max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
-    sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
     rewards: list[Annotated[WeightedReward, REWARD]] = Field(
         default=[], description="reward functions by name, `module:function` or `file.py:function`"
     )
@@ -151,23 +148,10 @@ class GRPOConfig(TrainerConfig):
     dynamic_sampling: DynamicSampling | None = Field(
         default=None, description="replace groups whose rewards are all equal; none: keep them"
     )
-    sampler: Annotated[Component, SAMPLER] = Field(
-        default=Component(name="jax"), description="what samples completions"
-    )
     sampler_correction: SamplerCorrection | None = Field(
         default=None,
         description="importance correction for a sampler that differs from the policy; none: no correction, and with "
         'rollouts_ahead { level = "token", mode = "truncate", max = 2.0 }',
-    )
-    rollouts_ahead: int = Field(
-        default=0,
-        ge=0,
-        description="rollouts sampled before they are due: rollout r by the policy after the updates of rollout "
-        "r - rollouts_ahead - 1",
-    )
-    journal: Literal["keep", "until_checkpoint"] = Field(
-        default="keep",
-        description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
     replay_routes: bool = Field(
         default=False,

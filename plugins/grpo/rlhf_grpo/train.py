@@ -102,17 +102,12 @@ def build(config: GRPOConfig, context: Context) -> Build:
 
 
 def _sampled(config: GRPOConfig) -> RolloutOptions:
-    return RolloutOptions(
-        config.max_prompt_length,
+    return config.rollout_options(
         config.num_generations,
-        config.sampling,
         config.prompts_per_rollout,
-        config.updates_per_rollout,
+        updates_per_rollout=config.updates_per_rollout,
         max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
-        sampler=config.sampler,
         environment=config.environment,
-        ahead=config.rollouts_ahead,
-        journal=config.journal,
         replay_routes=config.replay_routes,
     )
 
