@@ -8,9 +8,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -32,6 +33,10 @@ PROBE = (2, 24)
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds before an engine that failed is tried again, doubled each time up to the second number."""
 ASK_SECONDS = 10.0
+POLL_SECONDS = 0.02
+"""Between two looks at requests while environments answer."""
+PREFIX = "policy-"
+"""Begins the name of every policy that a run publishes."""
 PROBE_FILE = "probe.npz"
 OWNER_FILE = "owner.json"
 CAUSES = (
@@ -303,6 +308,7 @@ class Sampler:
                         EngineDownError, RunError
                     ):  # it has forgotten it by itself, or will be loaded anew
                         station.engine.unload_adapter(policy.name)
+            (policy.path / PROBE_FILE).unlink(missing_ok=True)  # without it, what a kill leaves is no policy
             shutil.rmtree(policy.path, ignore_errors=True)
 
     def __call__(
@@ -323,6 +329,47 @@ class Sampler:
         drawn = [each for group in self._threads.map(of_prompt, range(len(prompts))) for each in group]
         return self._rollouts(drawn)
 
+    def converse(
+        self, params: Policy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray, world: Any
+    ) -> None:
+        """Sample the turns of conversations with `world`, each as soon as its own conversation is ready.
+
+        A turn's random numbers go by the number of its conversation and its own. Arguments as of `SamplerFunction`.
+        """
+        words = np.asarray(jax.random.key_data(key)).reshape(-1).tolist()
+        contexts, turns = [np.asarray(prompt, np.int32) for prompt in prompts], [0] * len(prompts)
+        asked: dict[Future[list[Drawn]], int] = {}
+        answering = set[int]()
+
+        def ask(number: int, limit: int) -> None:
+            entropy = [*words, int(ids[number]), *([turns[number]] if turns[number] else [])]
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+            prompt, wanted = contexts[number].tolist(), replace(self.wanted, max_tokens=limit)
+            request = self._threads.submit(
+                self._anywhere, params, lambda engine, model: engine.complete(model, prompt, 1, seed, wanted)
+            )
+            asked[request] = number
+
+        first = min(self.wanted.max_tokens, self.inputs.conversation_length or self.wanted.max_tokens)
+        for number in range(len(prompts)):
+            ask(number, first)
+        while asked or answering:
+            done, _ = futures.wait(asked, POLL_SECONDS if answering else None, futures.FIRST_COMPLETED)
+            for request in done:
+                number = asked.pop(request)
+                (drawn,) = request.result()
+                tokens = np.array(drawn.ids, np.int32)
+                contexts[number] = np.concatenate([contexts[number], tokens])
+                answering.add(number)
+                world.submit(number, tokens, np.array(drawn.logps, np.float32), drawn.finished)
+            for reply in world.replies(wait=not asked):
+                answering.remove(number := reply.conversation)
+                if reply.tokens is not None:
+                    before = contexts[number][:0] if reply.replaces else contexts[number]
+                    contexts[number] = np.concatenate([before, reply.tokens])
+                    turns[number] += 1
+                    ask(number, reply.limit)
+
     def _rollouts(self, drawn: Sequence[Drawn]) -> Rollouts:
         width = self.wanted.max_tokens
         tokens, logps = np.zeros((len(drawn), width), np.int32), np.zeros((len(drawn), width), np.float32)
@@ -340,9 +387,12 @@ class Sampler:
             if station is not None:
                 try:
                     with station.holding(policy, partial(self._load, station, policy), exclusive=exclusive):
-                        drawn = ask(station.engine, self._model(station, policy))
+                        drawn = self._ask(station, policy, ask)
                     for each in drawn:
-                        if exclusive and {*each.versions} - {policy.name}:
+                        others = {*each.versions} - {policy.name} if exclusive else ()
+                        if any(not name.startswith(PREFIX) for name in others):
+                            raise EngineDownError(f"{station.url}: was restarted")
+                        if others:
                             raise RunError(
                                 f"{station.url}: its weights are now called '{each.versions[-1]}', and this run loaded "
                                 f"'{policy.name}': give each run engines of its own, or publish adapters"
@@ -362,6 +412,15 @@ class Sampler:
                 )
             else:
                 time.sleep(0.05)
+
+    def _ask(self, station: Station, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
+        """Ask an engine. Raises EngineDownError also where it was restarted, and has lost the policy."""
+        try:
+            return ask(station.engine, self._model(station, policy))
+        except RunError as error:
+            if self.options.weights == "adapter" and policy.name not in station.engine.models():
+                raise EngineDownError(f"{station.url}: was restarted ({error})") from error
+            raise
 
     def _choose(self) -> Station | None:
         """Return the engine that answers with the fewest requests; None if none is to be tried now."""
@@ -413,7 +472,7 @@ class Sampler:
         return self._names[station.url]
 
     def _policy(self, version: int) -> Policy:
-        return Policy(f"policy-{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
+        return Policy(f"{PREFIX}{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
 
     def _claim(self) -> None:
         """Make the directory this run's. Raises InputError where it is another run's."""
