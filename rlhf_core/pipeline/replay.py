@@ -18,11 +18,13 @@ from rlhf_core.config.trainer import COMPARING
 from rlhf_core.errors import InputError, RunError, Stopped, counted, suggest
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.mesh import make_mesh
-from rlhf_core.pipeline.plan import MESH, StagePlan, plan, read
+from rlhf_core.pipeline import stage_requests
+from rlhf_core.pipeline.plan import MESH, Plan, StagePlan, plan, read
 from rlhf_core.rollouts.journal import FOLDER, numbers
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.runtime.terminal import echo
 from rlhf_core.stage import Stage
+from rlhf_core.stage.decide import compare
 from rlhf_core.stage.execute import execute
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.text_settings import day_begun
@@ -49,13 +51,14 @@ _OF_MACHINE = ("time", "_per_second", "memory", "eval_", "seconds")
 class Replayed:
     """What a replay found. updates: made again. differences: lines, none where everything logged and saved is equal.
 
-    model: whether the saved model was compared.
+    model: whether the saved model was compared. changes: lines, where something differs: what is not as it was then.
     """
 
     stage: str
     updates: int
     differences: Sequence[str]
     model: bool
+    changes: Sequence[str] = ()
 
 
 @runtime.session()
@@ -113,7 +116,8 @@ def replay(
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
-        return Replayed(chosen.name, max(steps), differences, compares)
+        changes = _changes(planned, chosen, host) if differences else ()
+        return Replayed(chosen.name, max(steps), differences, compares, changes)
 
 
 def report(found: Replayed) -> None:
@@ -121,6 +125,8 @@ def report(found: Replayed) -> None:
     updates = counted(found.updates, "updates")
     if found.differences:
         lines = "".join(f"\n  {line}" for line in found.differences)
+        if found.changes:
+            lines += "\nwhat has changed:" + "".join(f"\n  {line}" for line in found.changes)
         raise RunError(f"stage '{found.stage}': {updates} trained again from the journal differ:{lines}")
     what = "every logged metric and the saved weights are" if found.model else "every logged metric is"
     echo(f"stage '{found.stage}': {updates} trained again from the journal: {what} the same, bit for bit")
@@ -137,6 +143,16 @@ def _choose(stages: Sequence[StagePlan], name: str | None, run: Path) -> StagePl
         which = f"stage '{name}'" if name else f"{run}: no stage"
         raise InputError(f"{which} has a journal: only stages that sample completions have one")
     return journalled[-1]
+
+
+def _changes(planned: Plan, chosen: StagePlan, host: plugin_loading.Host) -> list[str]:
+    """Say what is not as it was when the stage ran: data, code and versions, and what was accepted on the way."""
+    then = StageRecord(chosen.dir, chosen.name).then
+    (now,) = (each.now for each in stage_requests(planned, host) if each.name == chosen.name)
+    accepted = [
+        f"{each['change']}, accepted after update {each['after_update']}" for each in then.get("accepted", ())
+    ]
+    return [*accepted, *(str(each) for part in compare(then, now) for each in part)]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def shown(summary: dict[str, Any], directory: Path) -> str:
 
 
 def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace, tmp_path: Path) -> None:
-    """To the same bits; and where a rollout was changed, the metrics and the weights are other ones."""
+    """To the same bits; and where a rollout or the data were changed, the metrics and the weights are other ones."""
     found = replay(finished.directory)
     assert found == Replayed("policy", 1, [], model=True)
     other = tmp_path / "other"
@@ -67,9 +67,16 @@ def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace,
     with zipfile.ZipFile(path, "w") as file:
         for name, content in {**contents, "total.npy": out.getvalue()}.items():
             file.writestr(name, content)
-    differs = replay(other).differences
-    assert differs[0].startswith("loss: first at update 1, ")
-    assert differs[-1] == "model/model.safetensors: other weights"
+    prompts = finished.directory / "data" / "prompts.jsonl"
+    before = prompts.read_text()
+    try:
+        prompts.write_text(before.replace("red", "blue"))
+        found = replay(other)
+    finally:
+        prompts.write_text(before)
+    assert found.differences[0].startswith("loss: first at update 1, ")
+    assert found.differences[-1] == "model/model.safetensors: other weights"
+    assert [line.partition(" ")[0] for line in found.changes] == ["train_data"]
     path.unlink()
     with pytest.raises(InputError, match="no stage has a journal"):
         replay(other)
