@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -286,6 +287,7 @@ class PromptStream:
         self._first = 0
         self._read: list[tuple[Any, Example]] = []
         """Positions with the rows after them, from row `_first` on."""
+        self._lock = threading.RLock()  # rollouts that are sampled ahead read in threads of their own
         self.ids = _OfRows(self, lambda example: example.tree.prefix)
         self.raw = _OfRows(self, lambda example: self.sample.raw_of(example.row))
         self.columns = {name: _OfRows(self, partial(_cell, name)) for name in self.sample.columns}
@@ -318,12 +320,13 @@ class PromptStream:
             at = int(self._stream.sample_order[i])
             ids = self.sample.ids[at] if isinstance(self.sample, Prompts) else np.zeros(0, np.int32)
             return Example(self.sample.where(at), Tree(ids, ()), self.sample.row(at))
-        if self._reading is None:
-            self._first, position = self._start
-            self._reading = Reading(self._stream, self._encoding, position)
-        while self._first + len(self._read) <= i:
-            self._read.append((self._reading.state, next(self._reading)))
-        example = self._read[i - self._first][1]
+        with self._lock:
+            if self._reading is None:
+                self._first, position = self._start
+                self._reading = Reading(self._stream, self._encoding, position)
+            while self._first + len(self._read) <= i:
+                self._read.append((self._reading.state, next(self._reading)))
+            example = self._read[i - self._first][1]
         if self.vocabulary is not None:
             require_vocabulary([example.tree], lambda _: example.where, self.vocabulary)
         return example
@@ -332,9 +335,10 @@ class PromptStream:
         """Forget the rows before row `i`, but for those of the sample."""
         if i < len(self.sample):
             return
-        self.example(i)
-        self._read = self._read[i - self._first :]
-        self._first, self._start = i, (i, self._read[0][0])
+        with self._lock:
+            self.example(i)
+            self._read = self._read[i - self._first :]
+            self._first, self._start = i, (i, self._read[0][0])
 
     def snapshot(self) -> list[Any]:
         """Return the newest `begin`, with the position of the stream there, as JSON."""

@@ -8,8 +8,9 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,7 +84,8 @@ class Reward:
     tried: whether `rlhf check` may call it. installed: whether it is registered by name.
     unreadable: places of rows that its `check` rejected, which it does not score.
     failures: calls skipped so far. logged: metrics of the last call, {name: values}.
-    told: what was warned about, once each. ready: whether it has loaded what it needs.
+    told: what was warned about, once each. ready: whether it has loaded what it needs. settled: its state after the
+    rollout that is trained on, which evaluations see; None: as it is.
     """
 
     label: str
@@ -99,6 +101,7 @@ class Reward:
     logged: dict[str, list[float]] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     ready: bool = False
+    settled: Any = field(default=None, init=False, repr=False, compare=False)
     _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -250,14 +253,25 @@ def episode_rewards(environment_rewards: Sequence[float | None]) -> Sequence[flo
 
 def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:
     """Return {label: its state for a checkpoint} of functions that are objects with `snapshot`."""
-    return {r.label: r.function.snapshot() for r in rewards if hasattr(r.function, "snapshot")}
+    return {r.label: copy.deepcopy(r.function.snapshot()) for r in rewards if hasattr(r.function, "snapshot")}
 
 
 def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
     """Restore each reward's state from what `snapshots` returned."""
     for reward in rewards:
         if reward.label in kept:
-            reward.function.restore(kept[reward.label])
+            reward.function.restore(copy.deepcopy(kept[reward.label]))
+
+
+@contextmanager
+def as_settled(rewards: Sequence[Reward]) -> Iterator[None]:
+    """Give rewards their `settled` states inside the block, and then those that they had before."""
+    before = snapshots(rewards)
+    restore(rewards, {reward.label: reward.settled for reward in rewards if reward.settled is not None})
+    try:
+        yield
+    finally:
+        restore(rewards, before)
 
 
 def parts(inputs: RewardInputs, count: int) -> list[RewardInputs]:

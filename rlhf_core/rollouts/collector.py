@@ -17,7 +17,7 @@ from rlhf_core.data import EpisodeRows, Prompts, PromptStream
 from rlhf_core.data.prompts import AnyPrompts
 from rlhf_core.environments import Episode, Episodes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
-from rlhf_core.rewards.reward import OF_EPISODES, Reward, logged_metrics, score
+from rlhf_core.rewards.reward import OF_EPISODES, Reward, as_settled, logged_metrics, score
 from rlhf_core.rollouts.environment import run_episodes
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS, Conversations, Rollout, Timing
 from rlhf_core.rollouts.rollout_rows import tree_sizes
@@ -79,7 +79,7 @@ class Drawn(NamedTuple):
     receipt: Mapping[str, float]
 
 
-SCORING = threading.Lock()
+SCORING = threading.RLock()
 """Held by a thread that calls rewards: rollouts that are sampled ahead are scored in threads of their own."""
 
 
@@ -135,7 +135,7 @@ class RolloutCollector:
         next round, int64 [P]. version: the updates applied to the policy. drawn: returns the completions of the first
         round, sampled before; None: they are sampled now. may_score: called before the rewards are; may wait.
         """
-        failed = {reward.label: reward.failures for reward in self.rewards if reward.on_error == "skip"}
+        failed = {reward.label: 0 for reward in self.rewards if reward.on_error == "skip"}
         parts: list[Rollout] = []
         wanted = kept = 0
         while len(parts) < self.options.max_rounds and (not parts or kept < wanted):
@@ -149,13 +149,16 @@ class RolloutCollector:
             ids = np.arange(first, first + n)
             made = drawn() if drawn and not parts else self.draw(policy, chosen, key, ids)
             may_score()
-            parts.append(self.score(made, chosen))
+            with SCORING:
+                before = {reward.label: reward.failures for reward in self.rewards}
+                parts.append(self.score(made, chosen))
+                for reward in self.rewards:
+                    if reward.label in failed:
+                        failed[reward.label] += reward.failures - before[reward.label]
             kept += int((~_without_difference(parts[-1])).sum())
         whole = Rollout.join(parts)
         metrics = self.metrics(whole)
-        for reward in self.rewards:
-            if reward.label in failed:
-                metrics[f"rewards/{reward.label}/failed"] = float(reward.failures - failed[reward.label])
+        metrics |= {f"rewards/{label}/failed": float(count) for label, count in failed.items()}
         if self.options.max_rounds > 1:
             equal, filled_up = _without_difference(whole), max(wanted - kept, 0)
             metrics |= {
@@ -186,12 +189,14 @@ class RolloutCollector:
         *,
         required: bool = True,
     ) -> Rollout:
-        """Sample and score completions of the `chosen` prompts, int64 [P].
+        """Sample and score completions of the `chosen` prompts, int64 [P]; rewards with a state keep it.
 
         ids: int64 [N], the number that each completion's random numbers are derived from. required: whether to raise
         RunError where no reward applies to any completion.
         """
-        return self.score(self.draw(policy, chosen, key, ids), chosen, required=required)
+        drawn = self.draw(policy, chosen, key, ids)
+        with SCORING, as_settled(self.rewards):
+            return self.score(drawn, chosen, required=required)
 
     def draw(self, policy: Any, chosen: NDArray[np.int64], key: jax.Array, ids: NDArray[np.int64]) -> Drawn:
         """Sample completions of the `chosen` prompts, or run episodes that begin with these rows; as in `sample`."""

@@ -54,7 +54,7 @@ class Flight:
         before: Flight | None,
     ) -> None:
         """policy: as `RolloutCollector.hand_over` returned it. rounds: the prompts of each round. before: the flight
-        whose rewards come first.
+        whose rewards come first; where that fails, this one does.
         """
         self.order, self._journal, self._collector = order, journal, collector
         batches = iter(rounds)
@@ -81,7 +81,7 @@ class Flight:
             self._first = in_thread(lambda: collector.draw(policy, rounds[0], key, ids))
         else:
             turn = None if before is None else before._whole
-            self._whole = in_thread(lambda: collect(None, lambda: turn is None or turn.exception()))
+            self._whole = in_thread(lambda: collect(None, lambda: turn is None or turn.result()))
 
     def land(self) -> Entry:
         """Wait for the whole rollout. Raises what sampling or scoring raised, and Stopped after a signal."""

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 
 FOLDER = "journal"
 RECORD = "record.json"
-BYTES_PER_TOKEN = 9
-"""Of a completion before compression: its id, its log-probability, whether the policy wrote it."""
+BYTES = {"token": 9, "completion": 200, "rollout": 4000}
+"""On disk, at most: of a token its id, its log-probability, whether the policy wrote it, and its text."""
+
+
+def most_bytes(*, rollouts: int, completions: int, tokens: int) -> int:
+    """Forecast the size of a journal, without the columns of the prompts. tokens: those of the prompts, too."""
+    return rollouts * BYTES["rollout"] + completions * BYTES["completion"] + tokens * BYTES["token"]
 
 
 class Entry(NamedTuple):
@@ -122,6 +127,14 @@ class Journal:
             )
         return entry
 
+    def require_rounds(self, entry: Entry, due: Sequence[int]) -> None:
+        """Raise InputError unless a rollout has the rounds of prompts that are due."""
+        if [*entry.taken] != [*due]:
+            raise InputError(
+                f"{self._path(entry.rollout.number)} has the prompts of rounds {_listed(entry.taken)}, and "
+                f"{_listed(due)} are due: it is of another run; delete it to sample this rollout again"
+            )
+
     def keep(self, first: int = 0, before: int | None = None) -> None:
         """Delete the rollouts before number `first`, and from number `before` on."""
         for number, path in _files(self.directory).items() if self.writes else ():
@@ -130,6 +143,10 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self.directory / f"rollout-{number:06d}.zip"
+
+
+def _listed(rounds: Sequence[int]) -> str:
+    return ", ".join(map(str, rounds))
 
 
 def numbers(directory: Path) -> list[int]:

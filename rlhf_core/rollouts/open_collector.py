@@ -24,7 +24,7 @@ from rlhf_core.models.experts import route_shape
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.environment import forecast_episodes, open_environment
-from rlhf_core.rollouts.journal import BYTES_PER_TOKEN
+from rlhf_core.rollouts.journal import most_bytes
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
@@ -255,6 +255,11 @@ def _expect(
     rollouts = data.count_updates(count, per_rollout, config.num_train_epochs, None)
     total = rollouts * serves if config.max_training_steps is None else config.max_training_steps
     sampled = -(-total // serves) * per_rollout * group
+    journal = most_bytes(
+        rollouts=-(-total // serves),
+        completions=sampled,
+        tokens=sampled * length + sampled // group * longest,
+    )
     lines = [
         report,
         f"a rollout is {counted(per_rollout, 'prompts')} × {counted(group, 'completions')} = {per_rollout * group:,}"
@@ -264,7 +269,7 @@ def _expect(
         + (f"{sampled // group / count:.2f} epochs" if count else "the length of the data is not known"),
         f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),
-        f"the journal takes at most {format_bytes(sampled * length * BYTES_PER_TOKEN)}"
+        f"the journal takes at most {format_bytes(journal)}, and what the prompts' columns take"
         + (", and the routes of its tokens" if options.replay_routes else "")
         + (", less with checkpoints" if options.journal == "until_checkpoint" else ""),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -123,6 +123,8 @@ class RolloutUpdates:
         """Rollouts sampled so far, those that are ready included."""
         self._rewards: Mapping[str, Any] = {}
         """The states of the rewards after the newest whole rollout."""
+        self._settled: Mapping[str, Any] = {}
+        """Those after the rollout that is trained on."""
         self.flights: dict[int, Flight] = {}
         """Rollouts that are being sampled, by number."""
         self._unfinished: list[Order] = []
@@ -150,13 +152,20 @@ class RolloutUpdates:
     def update(self, step: int, state: TrainState) -> Update:
         if step == self.stage.inputs.get("until"):
             raise Stopped(f"stage '{self.stage.name}': replayed {step} updates")
+        number, within = divmod(step, self.updates_per_rollout)
         if self._needs_rollout(step):
             self._begin_rollout(step, state)
         assert self.rollout is not None
-        within, minibatches = step % self.updates_per_rollout, len(self.packed)
+        if within == 0:
+            self._sample(number, state)  # the last rollouts may need prompts that this one has given back
+            self._end_with_epochs(number)
+        minibatches = len(self.packed)
         minibatch, groups = within % minibatches, len(self.rollout.prompts) // minibatches
         batches = self.packed[minibatch]
         chosen = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
+        if within < minibatches:
+            self.ledger.use(groups)
+        self._count_groups()
         rows = self.rollout.prompts[np.asarray(chosen, np.int64)]
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
         metrics = _update_metrics(self.rollout.metrics, first=within == 0)
@@ -174,6 +183,7 @@ class RolloutUpdates:
         number = step // self.updates_per_rollout
         if self.rollout is None and self.sampled_rollouts < number:  # the updates before it are passed over
             self.sampled_rollouts = self.order.following = number
+            self.ledger.passed_over = number * self.order.prompts_per_rollout
         if (
             self.rollout is None and not self.ready and "journal" not in self.stage.inputs
         ):  # the sampler compiles
@@ -182,36 +192,36 @@ class RolloutUpdates:
         self._sample(number, state)
         if number in self.flights:
             self._land(number)
-        rollout, taken, _ = self.ready.pop(number)
-        self.order.settle(taken, rollout.rounds)
-        if self.stream is not None:
-            waiting = (each for entry in self.ready.values() for each in entry.taken)
-            first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
-            self.stream.begin(first * self.order.prompts_per_rollout)
-        self._sample(number, state)  # the last rollouts may need prompts that this one has given back
-        ready = sum(len(entry.rollout.prompts) for entry in self.ready.values())
-        self.ledger.begin(len(rollout.prompts), ready)
-        self.timing = rollout.timing
-        self._end_with_epochs(number)
-        self.warnings.check(number, rollout)
-        self.rollout = self.steps.prepare(rollout, state)
-        self.packed = self.steps.minibatches(self.rollout)
+        rollout, taken, states = self.ready[number]
+        prepared = self.steps.prepare(rollout, state)
+        packed = self.steps.minibatches(prepared)
         logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
         if self.stage.is_main and (number == 0 or logged):
-            self.rollout.write(
-                self.stage.dir / "samples" / f"update-{step:06d}.jsonl", self.collector.rewards
-            )
-            for lines in completion_lines(self.rollout, self.collector.rewards, self.completions_to_print):
+            prepared.write(self.stage.dir / "samples" / f"update-{step:06d}.jsonl", self.collector.rewards)
+            for lines in completion_lines(prepared, self.collector.rewards, self.completions_to_print):
                 self.stage.say(f"update {step + 1:,}, {lines}")
+        # What may fail has happened: a state that is saved holds the rollout before, or this one.
+        del self.ready[number]
+        self._settle(states)
+        self.order.settle(taken, rollout.rounds)
+        before = min(step % self.updates_per_rollout, len(packed)) * len(rollout.prompts) // len(packed)
+        self.ledger.begin(rollout, passed_over=before)
+        self.rollout, self.packed, self.timing = prepared, packed, rollout.timing
+        if self.stream is not None:
+            others = [*self.ready.values(), *(flight.order for flight in self.flights.values())]
+            waiting = [each for other in others for each in other.taken]
+            first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
+            self.stream.begin(first * self.order.prompts_per_rollout)
+        self.warnings.check(number, rollout)
 
     def _sample(self, number: int, state: TrainState) -> None:
         """Sample the rollouts that are due before the updates of rollout `number`, as far as there are prompts."""
         if self.journal is None:
             self.journal = self._open_journal()
-        for order in self._unfinished:  # when the run was killed
+        while self._unfinished:  # when the run was killed
             publisher: Any = self.collector.sampler
-            self._launch(order, publisher.published(order.version), state)
-        self._unfinished = []
+            self._launch(self._unfinished[0], publisher.published(self._unfinished[0].version), state)
+            del self._unfinished[0]
         while self.sampled_rollouts <= number or (
             self.sampled_rollouts <= number + self.options.ahead and self._goes_on
         ):
@@ -221,7 +231,7 @@ class RolloutUpdates:
                     break
                 raise Stopped(f"stage '{self.stage.name}': the journal ends before rollout {number}")
             if entry is not None:
-                self.order.reserve(len(entry.taken))
+                self.journal.require_rounds(entry, self.order.reserve(len(entry.taken)))
                 restore(self.collector.rewards, entry.rewards)
                 self._put(entry)
             else:
@@ -232,7 +242,21 @@ class RolloutUpdates:
         """Take a whole rollout."""
         self._rewards = entry.rewards
         self.ready[entry.rollout.number] = entry
-        self.ledger.plan(entry.rollout, self.order.prompts_per_rollout)
+
+    def _settle(self, states: Mapping[str, Any]) -> None:
+        """Have evaluations score with these states of the rewards."""
+        self._settled = states
+        for reward in self.collector.rewards:
+            reward.settled = states.get(reward.label)
+
+    def _count_groups(self) -> None:
+        """Compare the groups whose prompts are reserved with those that there are. Raises RunError for a difference."""
+        size, order = self.order.prompts_per_rollout, self.order
+        flying = sum(len(flight.order.taken) for flight in self.flights.values())
+        waiting = sum(len(entry.taken) for entry in self.ready.values())
+        self.ledger.compare(
+            (order.following - len(order.returned)) * size, sampling=flying * size, ready=waiting * size
+        )
 
     @property
     def _goes_on(self) -> bool:
@@ -259,19 +283,18 @@ class RolloutUpdates:
                 lambda: self.order.prompts(next(rounds)),
                 version=order.version,
             )
+            entry = Entry(rollout, taken, snapshots(self.collector.rewards))
+            assert self.journal is not None
+            self.journal.write(entry, self.collector.rewards)
         except BaseException:  # the state is saved, and continues with these prompts
             self.order.following, self.order.returned = before
             raise
-        entry = Entry(rollout, taken, snapshots(self.collector.rewards))
-        assert self.journal is not None
-        self.journal.write(entry, self.collector.rewards)
         self._put(entry)
 
     @property
     def _flies(self) -> bool:
         """Whether rollouts are sampled in threads."""
-        outside = hasattr(self.collector.sampler, "publish") and jax.process_count() == 1
-        return outside and self.stream is None
+        return hasattr(self.collector.sampler, "publish") and jax.process_count() == 1
 
     def _launch(self, order: Order, policy: Any, state: TrainState) -> None:
         assert self.journal is not None
@@ -324,9 +347,10 @@ class RolloutUpdates:
             "following": self.order.following,
             "returned": self.order.returned,
             "extra_rounds": self.order.extra_rounds,
-            "flying": [flight.order for flight in self.flights.values()],
-            "ledger": asdict(self.ledger.ended() if self._needs_rollout(step) else self.ledger),
-            "rewards": self._rewards if self._flies else snapshots(self.collector.rewards),
+            "flying": [*(flight.order for flight in self.flights.values()), *self._unfinished],
+            "ledger": asdict(self.ledger),
+            "rewards": self._rewards,
+            "settled": self._settled,
         }
         if self.stream is not None:
             host["prompts"] = self.stream.snapshot()
@@ -350,6 +374,8 @@ class RolloutUpdates:
         order.extra_rounds, order.rounds = host["extra_rounds"], host.get("rounds", 1)
         self.journal = self._open_journal()
         restore(self.collector.rewards, host["rewards"])
+        self._rewards = host["rewards"]
+        self._settle(host["settled"])
         flying = {order[0]: Order(*order) for order in host["flying"]}
         for number in range(-(-step // self.updates_per_rollout), self.sampled_rollouts):
             entry = self.journal.read(number)
@@ -374,40 +400,49 @@ class RolloutUpdates:
 
 @dataclass
 class Ledger:
-    """The groups of a stage so far: every one that was planned is ready, in training, used, or dropped.
+    """Where the groups of a stage are whose prompts were reserved.
 
-    planned: groups that were sampled. training: of the rollout that is trained on. used: of those before it.
-    equal, surplus: dropped by dynamic sampling, since their rewards are equal, or since the rollout was full.
+    training: in the rollout that is trained on, and not in an update yet. used: that an update had. equal, surplus:
+    dropped by dynamic sampling, since their rewards are equal, or since the rollout was full. passed_over: of updates
+    that `checkpoints.start` skipped.
     """
 
-    planned: int = 0
     training: int = 0
     used: int = 0
     equal: int = 0
     surplus: int = 0
+    passed_over: int = 0
 
-    def plan(self, rollout: Rollout, per_round: int) -> None:
-        """Enter a rollout with all of its rounds. per_round: groups."""
-        self.planned += rollout.rounds * per_round
+    def begin(self, rollout: Rollout, passed_over: int) -> None:
+        """Enter the rollout that is trained on next, `passed_over` of whose groups no update will have.
+
+        Raises RunError where updates did not have all groups of the one before.
+        """
+        if self.training:
+            raise RunError(
+                f"{self.training:,} groups of the rollout before rollout {rollout.number} were in no update"
+            )
+        self.training = len(rollout.prompts) - passed_over
+        self.passed_over += passed_over
         self.equal += int(rollout.metrics.get("dynamic_sampling/dropped", 0))
         self.surplus += int(rollout.metrics.get("dynamic_sampling/surplus", 0))
 
-    def begin(self, groups: int, ready: int) -> None:
-        """Enter the rollout that is trained on next. ready: groups of rollouts that wait.
+    def use(self, groups: int) -> None:
+        """Enter groups that an update trains on for the first time."""
+        self.training, self.used = self.training - groups, self.used + groups
 
-        Raises RunError if groups are missing, or are there twice.
+    def compare(self, planned: int, *, sampling: int, ready: int) -> None:
+        """Compare with what the rollouts hold. Raises RunError if groups are missing, or are there twice.
+
+        planned: groups whose prompts are reserved. sampling, ready: of rollouts that are being sampled, and that wait.
         """
-        self.used, self.training = self.used + self.training, groups
-        dropped = self.equal + self.surplus
-        if self.planned != ready + self.training + self.used + dropped:
+        known = {"being sampled": sampling, "ready": ready, "in training": self.training, "used": self.used}
+        known |= {"dropped": self.equal + self.surplus, "passed over": self.passed_over}
+        if planned != sum(known.values()):
+            found = ", ".join(f"{count:,} {where}" for where, count in known.items() if count)
             raise RunError(
-                f"{self.planned:,} groups were sampled, but {ready:,} are ready, {self.training:,} in training, "
-                f"{self.used:,} used and {dropped:,} dropped: report this as a bug"
+                f"{planned:,} groups were planned, and these are known: {found}: report this as a bug"
             )
-
-    def ended(self) -> Ledger:
-        """Return the ledger after the last update of the rollout in training."""
-        return replace(self, used=self.used + self.training, training=0)
 
 
 def without_reference(batch: Packed) -> Packed:

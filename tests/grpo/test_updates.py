@@ -21,7 +21,7 @@ from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing.rows import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
-from rlhf_core.rollouts.journal import Entry, Journal
+from rlhf_core.rollouts.journal import Entry, Journal, most_bytes, numbers
 from rlhf_core.sampling import Rollouts
 from rlhf_core.training import Context, Reference
 
@@ -568,6 +568,31 @@ def test_what_an_outside_sampler_raises_is_raised_where_the_rollout_is_needed(ma
     feed.update(1, state(1))
     with pytest.raises(RunError, match="the engine is gone"):
         feed.update(2, state(2))
+    with pytest.raises(
+        RunError, match="the engine is gone"
+    ):  # its rewards come after those of the one that failed
+        feed.flights[3].land()
+    assert numbers(feed.stage.dir / "journal") == [0, 1]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_evaluations_leave_the_state_of_rewards_as_it_was(make, outside):
+    """And see that of the rollout that is trained on, however many were scored since."""
+    feed = make(rollouts_ahead=2, reward=Rising)
+    if outside:
+        feed.collector = replace(feed.collector, sampler=Outside())
+    (reward,) = feed.collector.rewards
+    for n in range(2):
+        feed.update(n, state(n))
+    for flight in feed.flights.values():
+        flight.land()
+    before = reward.function.calls
+    assert before == 4
+    held_out = replace(feed.collector, sampler=sampler)
+    for _ in range(2):
+        found = held_out.sample(0, np.arange(2), jax.random.key(9), np.arange(6))
+        assert found.total.tolist() == (found.samples.lengths > 3).tolist()
+    assert reward.function.calls == before
 
 
 class Calls:
@@ -611,17 +636,69 @@ def test_rounds_that_were_not_needed_are_sampled_before_the_epochs_end(make):
     assert sum(rounds) - rounds[-1] < 12 <= sum(rounds)
     assert feed.epochs(n) == sum(rounds) / 4
     ledger = feed.ledger
-    assert (ledger.planned, ledger.used + ledger.training) == (2 * sum(rounds), 2 * n)
+    assert (ledger.training, ledger.used) == (0, 2 * n)
+    assert ledger.used + ledger.equal + ledger.surplus == 2 * sum(rounds)
 
 
-def test_a_rollout_that_is_lost_is_noticed(make):
-    feed = make(rollouts_ahead=2)
-    feed.update(0, state(0))
+def loses_a_rollout(feed):
     del feed.ready[2]
-    with pytest.raises(
-        RunError, match="8 groups were sampled, but 2 are ready, 2 in training, 2 used and 0 dropped"
+
+
+def loses_a_minibatch(feed):
+    feed.ledger.use(1)
+
+
+def takes_a_round_twice(feed):
+    feed.order.returned.append(0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (loses_a_rollout, "12 groups were planned, and these are known: 4 ready, 4 used"),
+        (loses_a_minibatch, "-1 groups of the rollout before rollout 1 were in no update"),
+        (takes_a_round_twice, "8 groups were planned, and these are known: 8 ready, 4 used"),
+    ],
+)
+def test_groups_that_are_lost_or_there_twice_are_noticed(make, damage, said):
+    feed = make(rollouts_ahead=2, steps_per_generation=2, max_training_steps=8)
+    feed.update(0, state(0))
+    damage(feed)
+
+    def update_twice():
+        for n in (1, 2):
+            feed.update(n, state(n))
+
+    with pytest.raises(RunError, match=said):
+        update_twice()
+
+
+def test_a_state_that_is_saved_after_an_error_continues_with_the_same_updates(make):
+    """Of an advantage, after its rollout was scored; of the journal's disk; and of a sampler."""
+    options = {"rollouts_ahead": 1, "reward": Rising, **ROUNDS}
+    whole = make(**options)
+    expected = [whole.update(n, state(n)) for n in range(5)]
+
+    def broken(*arguments, **options):
+        raise RunError("broken")
+
+    for breaks in (
+        lambda feed: setattr(feed.steps, "advantage", broken),
+        lambda feed: setattr(feed.journal, "write", broken),
+        lambda feed: setattr(feed, "collector", replace(feed.collector, sampler=broken)),
     ):
-        feed.update(1, state(1))
+        feed = make(**options)
+        for n in range(2):
+            feed.update(n, state(n))
+        breaks(feed)
+        with pytest.raises(RunError, match="broken"):
+            feed.update(2, state(2))
+        host, arrays = feed.snapshot(2)
+        again = make(place=feed.stage.dir, **options)
+        again.restore(2, json.loads(json.dumps(host)), arrays)
+        for n in range(2, 5):
+            update = again.update(n, state(n))
+            jax.tree.map(np.testing.assert_array_equal, list(update.batches), list(expected[n].batches))
 
 
 def test_the_journal_of_another_experiment_is_not_used(make):
@@ -662,9 +739,13 @@ def test_the_journal_hides_secrets(make, monkeypatch):
 
 
 def test_the_journal_is_pruned_to_what_checkpoints_need(make):
+    """And is not larger than forecast."""
     feed = make(journal="until_checkpoint", max_training_steps=8)
     for n in range(6):
         feed.update(n, state(n))
+    size = sum(path.stat().st_size for path in (feed.stage.dir / "journal").glob("rollout-*"))
+    tokens = 6 * (2 * int(feed.prompts.sizes.max()) + 2 * G * C)
+    assert size <= most_bytes(rollouts=6, completions=6 * 2 * G, tokens=tokens) < 3 * size
     (feed.stage.dir / "checkpoints" / "000004").mkdir(parents=True)
     feed.snapshot(6)
     assert sorted(path.name for path in (feed.stage.dir / "journal").glob("rollout-*")) == [
@@ -682,8 +763,9 @@ def test_a_checkpoint_between_rollouts_holds_nothing(make):
             "returned": [],
             "extra_rounds": 0,
             "flying": [],
-            "ledger": {"planned": 2, "training": 0, "used": 2, "equal": 0, "surplus": 0},
+            "ledger": {"training": 0, "used": 2, "equal": 0, "surplus": 0, "passed_over": 0},
             "rewards": {},
+            "settled": {},
         },
         {},
     )

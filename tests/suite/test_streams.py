@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig
@@ -16,6 +18,7 @@ from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig
 
 from rlhf_core import InputError, hookimpl, load_model
+from rlhf_core.sampling import Sampler
 
 SETTINGS: dict[str, Any] = {
     "total_batch_size": 4,
@@ -86,11 +89,28 @@ def test_dpo_on_a_stream_is_dpo_on_the_rows(adapters: bool, tiny: ModuleType, tm
     assert all(np.array_equal(parts[name], straight[name]) for name in whole)
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("outside", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rollouts_take_the_next_prompts_of_a_stream(
-    dynamic: bool, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outside: bool, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed within a rollout or between two, each prompt comes once, in the order of the run that was not killed."""
+    """Killed within a rollout or between two, each prompt comes once, in the order of the run that was not killed.
+
+    outside: rollouts are sampled ahead, in threads; else several rounds of them when they are due.
+    """
+    policies: dict[int, Any] = {}
+    if outside:
+
+        def publish(self: Any, params: Any, version: int) -> int:
+            policies.setdefault(version, jax.tree.map(jnp.copy, params))
+            return version
+
+        def sample(self: Any, version: int, *arguments: Any) -> Any:
+            return honest(self, policies[version], *arguments)
+
+        honest = Sampler.__call__
+        monkeypatch.setattr(Sampler, "publish", publish, raising=False)
+        monkeypatch.setattr(Sampler, "published", lambda self, version: version, raising=False)
+        monkeypatch.setattr(Sampler, "__call__", sample)
     monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 4)
     monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 3)
     letters = [f"{a} {b}" for a in "abcdefgh" for b in "abcdefg"]
@@ -109,7 +129,9 @@ def test_rollouts_take_the_next_prompts_of_a_stream(
             sampling={"max_completion_length": 4},
             max_prompt_length=12,
             max_training_steps=8,
-            dynamic_sampling={"max_rounds": 2} if dynamic else None,
+            dynamic_sampling=None if outside else {"max_rounds": 2},
+            rollouts_ahead=int(outside),
+            num_preview_samples=0,
         )
         given = {"train_dataset": rows, "rewards": [reward]}
         model = tiny.make_model(scale=4.0)
