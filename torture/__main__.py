@@ -37,8 +37,9 @@ EXPERIMENTS = (
     "workers",
     "mutants",
     "soak",
+    "rollouts",
 )
-"""In the order of their numbers, T1 to T14."""
+"""In the order of their numbers, T1 to T15."""
 SHOWN = 10
 
 

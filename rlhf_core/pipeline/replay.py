@@ -116,8 +116,8 @@ def replay(
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
-        changes = _changes(planned, chosen, host) if differences else ()
-        return Replayed(chosen.name, max(steps), differences, compares, changes)
+        since = _changes(planned, chosen, host) if differences else ()
+        return Replayed(chosen.name, max(steps), differences, compares, since)
 
 
 def report(found: Replayed) -> None:

@@ -208,8 +208,8 @@ class RolloutUpdates:
         self.ledger.begin(rollout, passed_over=before)
         self.rollout, self.packed, self.timing = prepared, packed, rollout.timing
         if self.stream is not None:
-            others = [*self.ready.values(), *(flight.order for flight in self.flights.values())]
-            waiting = [each for other in others for each in other.taken]
+            waiting = [each for entry in self.ready.values() for each in entry.taken]
+            waiting += [each for flight in self.flights.values() for each in flight.order.taken]
             first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
             self.stream.begin(first * self.order.prompts_per_rollout)
         self.warnings.check(number, rollout)

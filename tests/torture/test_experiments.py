@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from torture.__main__ import EXPERIMENTS, load, names
@@ -29,5 +33,14 @@ def test_mutants_have_names_of_their_own() -> None:
 
 def test_experiments_go_by_number_and_name() -> None:
     assert names(["t3", "saves"]) == ["crash_states", "saves"]
-    with pytest.raises(ValueError, match="T1 to T14"):
-        names(["T15"])
+    with pytest.raises(ValueError, match="T1 to T15"):
+        names(["T16"])
+
+
+@pytest.mark.long
+def test_a_run_and_its_engine_are_killed(repository: Path) -> None:
+    """Conversations with an engine, a rollout ahead: afterwards the run has the bits of one that was not killed."""
+    command = [sys.executable, "-m", "torture", "T15", "--case", "adapters turns 1"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failures in 1 cases" in done.stdout
