@@ -21,7 +21,7 @@ JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
-PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill plugins/rewards plugins/remote plugins/topologies plugins/report plugins/serve plugins/testing plugins/tools plugins/suite
+PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill plugins/rewards plugins/remote plugins/topologies plugins/report plugins/serve plugins/testing plugins/tools plugins/trackers plugins/suite
 
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
@@ -51,7 +51,7 @@ $(VENV)/installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@echo "Installing into $(VENV), which takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TOOLS)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e . $(PLUGINS:%=-e %) math-verify
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e . $(PLUGINS:%=-e %) math-verify trackio mlflow-skinny
 	@touch $@
 
 demo: env
@@ -108,7 +108,8 @@ dist: $(PACKAGING)/bin/twine
 	rm -rf dist
 	for each in . $(PLUGINS); do $(PACKAGING)/bin/python -m build --quiet --no-isolation --outdir dist $$each || exit 1; done
 	$(PACKAGING)/bin/twine check --strict dist/*
-	$(PACKAGING)/bin/check-wheel-contents dist/*.whl
+	ls dist/*.whl | grep -v rlhf_suite | xargs $(PACKAGING)/bin/check-wheel-contents
+	$(PACKAGING)/bin/check-wheel-contents --ignore W007,W008 dist/rlhf_suite-*.whl  # it is meant to be empty
 	$(PYTHON) .ci/stranger.py dist $(if $(QUICK),--quick)
 
 # These three install nothing more than `make env`; torture says which programs of the system its experiments need.

@@ -118,7 +118,14 @@ class Commands(TyperGroup):
         except typer.Abort:
             code = FAILED
         except SystemExit as error:
-            if getattr(error.__context__, "errno", None) == errno.EPIPE:  # typer's, of a reader that is gone
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            own = frame.f_globals["__name__"].partition(".")[0] in (
+                "typer",
+                "click",
+            )  # shell completion has ended
+            if (
+                own or getattr(error.__context__, "errno", None) == errno.EPIPE
+            ):  # typer's, of a reader that is gone
                 raise
             # A loss or a logger may call exit().
             raise RunError(

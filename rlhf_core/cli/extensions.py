@@ -26,8 +26,10 @@ DISTRIBUTIONS = {
     "compare": "rlhf-report",
     "data": "rlhf-report",
     "demo": "rlhf-tools",
+    "doctor": "rlhf-tools",
     "new": "rlhf-testing",
     "report": "rlhf-report",
+    "schema": "rlhf-tools",
     "score": "rlhf-rewards",
     "serve": "rlhf-serve",
 }

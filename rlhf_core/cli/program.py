@@ -103,7 +103,6 @@ app = typer.Typer(
     cls=exits.Commands,
     help="Train a better policy from preference data: SFT, reward models and RL as stages of one pipeline.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -62,6 +62,13 @@ class JsonLines:
         after = b"".join(kept)
         if after != before:
             write_atomic(path, after)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the complete rows of metrics.jsonl."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        if _row(line) is not None:
+            yield json.loads(line)
 
 
 def strict(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ import netrc
 import os
 import secrets
 import shlex
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from rlhf_core.config.secrets import public_table
 from rlhf_core.errors import warn
+from rlhf_core.loggers.jsonl import FILE, read_rows
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import write_atomic
 
@@ -36,8 +38,9 @@ class Wandb:
     project, entity, name: as in wandb; name's default is the config's `run_name`, else "RUN_DIRECTORY/STAGE". With
     `log_all_workers` each process has its own run, whose name ends with its number.
     mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
-    without a key or where wandb cannot go online, which is said. A resumed stage keeps its wandb id. Errors in wandb
-    become warnings.
+    without a key or where wandb cannot go online, which is said. A resumed stage keeps its wandb id; a step that was
+    logged before it was killed is not logged again, and one that wandb had not written yet is taken from metrics.jsonl.
+    Errors in wandb become warnings.
     """
 
     project: str = "rlhf"
@@ -45,6 +48,7 @@ class Wandb:
     name: str | None = None
     mode: Mode | None = None
     _run: Any = field(default=None, init=False, repr=False)
+    _logged: int = field(default=-1, init=False, repr=False)
 
     @hookimpl
     def rlhf_stage_start(self, stage: Stage, config: TrainerConfig) -> None:
@@ -75,33 +79,42 @@ class Wandb:
     def _begin(self, wandb: Any, stage: Stage, config: TrainerConfig, mode: Any) -> Any:
         worker = "" if stage.is_main else f"-{jax.process_index()}"
         name = self.name or config.full_name or f"{stage.dir.parent.name}/{stage.name}"
-        return wandb.init(
+        begun, run_id = _id_file(stage, worker).exists(), _run_id(stage, worker)
+        written = _last_written(stage.dir, run_id)
+        run = wandb.init(
             project=self.project,
             entity=self.entity,
             name=name + worker,
             group=stage.dir.parent.name,
             job_type=stage.name,
-            id=_run_id(stage, worker),
+            id=run_id,
             resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
             mode=mode,
             dir=str(stage.dir),
             config={**public_table(config, stage.registry), "stage": stage.name, "seed": stage.seed},
             settings=wandb.Settings(silent=True, console="off"),
         )
+        if begun and stage.is_main and (stage.dir / FILE).exists():
+            written = run.step - 1 if run.resumed else written
+            for row in read_rows(stage.dir / FILE):
+                self._logged = step = row.pop("step")
+                if step > written:
+                    run.log({k: v for k, v in row.items() if k != "time" and v is not None}, step=step)
+        return run
 
     @hookimpl
     def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._run is not None:
+        if self._run is not None and step > self._logged:
             self._guarded(lambda: self._run.log(dict(metrics), step=step))
 
     @hookimpl
     def rlhf_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._run is not None:
+        if self._run is not None and step > self._logged:
             self._guarded(lambda: self._run.log({f"samples/{name}": _table(step, rows)}, step=step))
 
     @hookimpl
     def rlhf_weights(self, step: int, weights: Mapping[str, Mapping[str, Any]]) -> None:
-        if self._run is not None:
+        if self._run is not None and step > self._logged:
             self._guarded(lambda: self._run.log(_histograms(weights), step=step))
 
     @hookimpl
@@ -152,10 +165,42 @@ def _histograms(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _run_id(stage: Stage, worker: str) -> str:
     """Return the stage's wandb run id, created once and stored in its directory so that a resumed run keeps it."""
-    path = stage.dir / f"wandb_run_id{worker}.txt"
+    path = _id_file(stage, worker)
     if not path.exists():
         write_atomic(path, secrets.token_hex(8) + "\n")
     return path.read_text().strip()
+
+
+def _id_file(stage: Stage, worker: str) -> Path:
+    return stage.dir / f"wandb_run_id{worker}.txt"
+
+
+def _last_written(directory: Path, run_id: str) -> int:
+    """Return the last step in the files of offline runs of one id, in a stage's directory; −1 without one.
+
+    A file is a LevelDB log behind 7 bytes of wandb's: blocks of 2**15 bytes, of parts of records. A part is 4 bytes of
+    check sum, its length in 2, its kind in 1 (1 whole, 2 first, 3 middle, 4 last), and itself.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    last = -1
+    for file in directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb"):
+        content, at, record = file.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            size, kind = struct.unpack_from("<HB", content, at + 4)
+            part = content[at + 7 : at + 7 + size]
+            if not kind or len(part) < size:  # of a process that was killed while it wrote
+                break
+            record += part
+            at += 7 + size
+            at += -at % 2**15 if -at % 2**15 < 7 else 0  # the rest of a block is empty
+            if kind in (1, 4):
+                history = Record.FromString(record).history
+                last = max(
+                    [last, *(int(i.value_json) for i in history.item if "_step" in (i.key, *i.nested_key))]
+                )
+                record = b""
+    return last
 
 
 def _has_key() -> bool:

@@ -410,3 +410,21 @@ def test_dir_and_mesh_of_flags(fake: ModuleType, tmp_path: Path) -> None:
     assert file("--dir", "x", "--mesh.fsdp", "2").dir == tmp_path / "x"
     assert file("--dir", "x", "--mesh.fsdp", "2").mesh == {"fsdp": 2}
     assert file("--save_directory", "y").dir == tmp_path / "y"
+
+
+def test_a_shell_completes_commands_and_flags() -> None:
+    """Also those of other distributions, as a shell asks for them."""
+    asked = {"rlhf de": {"demo"}, "rlhf demo --sh": {"--shuffle-labels"}}
+    for words, expected in asked.items():
+        variables = {
+            "_RLHF_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }
+        done = subprocess.run(
+            [Path(sys.executable).with_name("rlhf")],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+        )
+        assert (set(done.stdout.split()), done.stderr) == (expected, "")

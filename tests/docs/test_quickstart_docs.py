@@ -16,6 +16,7 @@ DOCUMENTS = (
     "plugins/reward/README.md",
     "plugins/grpo/README.md",
     "plugins/suite/README.md",
+    "plugins/trackers/README.md",
     "docs/tutorial/first_run.md",
     "examples/plugins/rlhf-tanh-loss/README.md",
 )

@@ -18,7 +18,7 @@ from rlhf_core.plugins.component import load_file
 
 packages: Any = load_file(Path(__file__).parents[1] / "shared" / "packages.py")
 LIST = "from rlhf_core.cli import main; import sys; sys.argv = ['rlhf', 'plugins', '--json']; main()"
-EXAMPLES = ("rlhf-spo", "rlhf-tensorboard")
+EXAMPLES = ("rlhf-spo",)
 
 
 def name_of(kind: str) -> str:
@@ -60,7 +60,6 @@ def test_a_scaffolded_component_is_listed(kind: str, listed: Mapping[str, Any]) 
 @pytest.mark.long
 def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
     assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
-    assert listed["tensorboard"]["components"] == {"logger": ["tensorboard"]}
 
 
 @pytest.mark.long

@@ -45,3 +45,46 @@ def demo(
     directory = dir or Path("runs") / name
     summary = run.demo(directory, seed=seed, shuffle_labels=shuffle_labels)
     Console(highlight=False).print(closing_table(summary, directory))
+
+
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: standard output.")
+]
+
+
+def schema(output: Output = None) -> None:
+    """Print a JSON schema of pipeline files, for editors. With the components of the installed plugins.
+
+    A pipeline whose first line is `#:schema pipeline.schema.json` is completed and checked by editors that use taplo.
+    """
+    import json
+
+    from rlhf_core import plugins
+    from rlhf_core.artifacts import write_atomic
+    from rlhf_core.runtime.terminal import echo
+    from rlhf_tools.schema import pipeline_schema
+
+    text = json.dumps(pipeline_schema(plugins.load().registry), indent=2)
+    if output is None:
+        echo(text)
+        return
+    write_atomic(output, text + "\n")
+    echo(f"{output}: put `#:schema {output}` on the first line of a pipeline, relative to it", err=True)
+
+
+def doctor() -> None:
+    """Print what is installed and what is wrong. Exit code 1 if something is.
+
+    Versions, devices, memory, plugins, commands, the cache of compiled programs, disk.
+    """
+    from rlhf_core import RunError
+    from rlhf_core.runtime.terminal import echo
+    from rlhf_tools.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        echo(f"{finding.name:<18} {finding.value}")
+    problems = [finding.problem for finding in findings if finding.problem]
+    if problems:
+        raise RunError("\n".join(["", *problems]))
+    echo("\nnothing is wrong")

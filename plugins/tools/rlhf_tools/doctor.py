@@ -1,0 +1,189 @@
+"""Say what is installed, what a run would compute on, and what is wrong, with what to type."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rlhf_core import plugins, runtime
+from rlhf_core.errors import error_line
+from rlhf_core.runtime.distributions import owner
+from rlhf_core.runtime.peak_memory import available_memory, format_bytes, machine_memory
+
+LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "datasets",
+)
+LITTLE = 2 * 10**9
+"""Bytes of disk or memory below which a small run may fail."""
+GPUS = ("/dev/nvidia0", "/dev/kfd")
+TPUS = ("/dev/accel0", "/dev/vfio/0")
+
+
+class Finding(NamedTuple):
+    """A line of the report; problem: what is wrong, and what to type."""
+
+    name: str
+    value: str
+    problem: str = ""
+
+
+def examine() -> list[Finding]:
+    """Examine this environment."""
+    return [*software(), *devices(), *memory(), *extensions(), *disks()]
+
+
+def software() -> Iterator[Finding]:
+    """Versions, and requirements of this suite's distributions that are not met."""
+    yield Finding("Python", f"{platform.python_version()}, {platform.platform()}")
+    ours = sorted({d.name for d in distributions() if d.name and d.name.startswith("rlhf-")})
+    yield Finding(
+        "rlhf", ", ".join(f"{name.removeprefix('rlhf-')} {distribution(name).version}" for name in ours)
+    )
+    yield Finding("libraries", ", ".join(f"{name} {version_of(name) or 'missing'}" for name in LIBRARIES))
+    for name in ours:
+        for requirement in unmet(distribution(name)):
+            installed = version_of(requirement.name)
+            yield Finding(
+                name,
+                f"needs {requirement}",
+                f"{name} needs {requirement}, and {installed or 'none'} is installed: pip install '{requirement}'",
+            )
+
+
+def unmet(dist: Distribution) -> Iterator[Requirement]:
+    """Yield the requirements of a distribution, without its extras, that what is installed does not meet."""
+    for text in dist.requires or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        installed = version_of(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            yield requirement
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return distribution(canonicalize_name(name)).version
+    except PackageNotFoundError:
+        return None
+
+
+def devices() -> Iterator[Finding]:
+    """What jax finds, and an accelerator that it does not use."""
+    import jax
+
+    try:
+        found: Sequence[Any] = jax.devices()
+    except Exception as error:
+        yield Finding(
+            "devices",
+            "none",
+            f"jax finds no device: {error}; JAX_PLATFORMS=cpu computes on the CPU",
+        )
+        return
+    kinds = [device.device_kind for device in found]
+    text = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+    sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
+    yield Finding("devices", text + (f", {format_bytes(min(sizes))} each" if all(sizes) else ""))
+    asked = os.environ.get("JAX_PLATFORMS")
+    if asked:
+        yield Finding("JAX_PLATFORMS", asked)
+    elif found[0].platform == "cpu":
+        for what, files, extra in (("GPU", GPUS[:1], "cuda"), ("TPU", TPUS, "tpu")):
+            if any(os.path.exists(file) for file in files):
+                advice = f"pip install 'rlhf-core[{extra}]'"
+                yield Finding(
+                    what, "not used", f"this machine has a {what}, and jax computes on the CPU: {advice}"
+                )
+
+
+def memory() -> Iterator[Finding]:
+    total, free = machine_memory(), available_memory()
+    if total is None or free is None:
+        return
+    low = f"only {format_bytes(free)} of memory is free: end other programs" if free < LITTLE else ""
+    yield Finding("memory", f"{format_bytes(free)} free of {format_bytes(total)}", low)
+
+
+def extensions() -> Iterator[Finding]:
+    """Plugins by state, and commands that cannot be loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        infos = plugins.load().plugins
+    for info in infos:
+        name = info.distribution or info.name
+        if info.state == "failed":
+            yield Finding(name, "failed", str(info.error))
+        elif info.state == "disabled":
+            yield Finding(name, f"disabled by {plugins.DISABLE}")
+    loaded = [info.distribution or info.name for info in infos if info.state == "loaded"]
+    yield Finding("plugins", ", ".join(loaded))
+    names: dict[str, str] = {}
+    for point in sorted(entry_points(group="rlhf.commands"), key=lambda point: point.name):
+        if point.name in names:
+            both = f"{names[point.name]} and {owner(point)}"
+            yield Finding(
+                point.name, "twice", f"{both} both have the command rlhf {point.name}: uninstall one"
+            )
+        names[point.name] = owner(point)
+        try:
+            point.load()
+        except Exception as error:
+            why = f"the command rlhf {point.name} cannot be loaded: {error_line(error)}"
+            yield Finding(point.name, "failed", f"{why}; update or uninstall {owner(point)}")
+    yield Finding("commands", ", ".join(names))
+
+
+def disks() -> Iterator[Finding]:
+    """The cache of compiled programs, and the room where runs and downloads are written."""
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    cache = Path(given) if given else runtime.cache_directory()
+    files = [file for file in cache.glob("*") if file.is_file()] if cache.is_dir() else []
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    broken = (
+        ""
+        if writable(cache)
+        else f"{cache} cannot be written, so every run compiles again: set XDG_CACHE_HOME"
+    )
+    yield Finding("compiled programs", f"{cache}, {len(files)} files, {size}", broken)
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    for name, place in (
+        ("here", Path.cwd()),
+        ("hub cache", hub),
+        ("temporary files", Path(tempfile.gettempdir())),
+    ):
+        there = next(each for each in (place, *place.parents) if each.exists())
+        free = shutil.disk_usage(there).free
+        problem = (
+            f"only {format_bytes(free)} of disk is free in {place}: delete something" if free < LITTLE else ""
+        )
+        if not problem and not writable(place):
+            problem = f"{place} cannot be written: " + (
+                "set HF_HOME to another directory" if name == "hub cache" else "use another directory"
+            )
+        yield Finding(name, f"{place}, {format_bytes(free)} free", problem)
+
+
+def writable(place: Path) -> bool:
+    """Return whether a file can be made in a directory, which may still have to be made."""
+    there = next(each for each in (place, *place.parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

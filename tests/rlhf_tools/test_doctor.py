@@ -1,0 +1,88 @@
+"""`rlhf doctor`: what it lists, and each thing that can be wrong, with what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_tools import commands, doctor
+
+from rlhf_core import RunError, plugins
+from rlhf_core.plugins import PluginInfo
+
+
+def test_it_lists_what_is_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "LITTLE", 0)
+    monkeypatch.setattr(doctor, "GPUS", ())
+    monkeypatch.setattr(doctor, "TPUS", ())
+    commands.doctor()
+    said = capsys.readouterr().out
+    lines = {line[:18].strip(): line[19:] for line in said.splitlines()}
+    assert {"core 0.1.0", "grpo 0.1.0"} <= set(lines["rlhf"].split(", "))
+    assert lines["devices"].startswith("8 × cpu")
+    assert "rlhf-sft" in lines["plugins"]
+    assert "doctor" in lines["commands"].split(", ")
+    assert said.endswith("\nnothing is wrong\n")
+
+
+def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = PluginInfo("mine", "rlhf-mine", "1.0", "failed", error="it raised; uninstall it")
+    monkeypatch.setattr(plugins, "load", lambda: SimpleNamespace(plugins=[info]))
+
+
+def old_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: "0.1" if name == "flax" else found(name))
+
+
+def idle_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(doctor, "GPUS", (str(tmp_path),))
+
+
+def no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> Any:
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr("jax.devices", fail)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=10**6))
+
+
+def cache_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "file/cache"))
+
+
+def broken_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from importlib.metadata import EntryPoint
+
+    point = EntryPoint("mine", "no_such_package:run", "rlhf.commands")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [point])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (broken_plugin, "it raised; uninstall it"),
+        (old_library, "rlhf-core needs flax>=0.12.8, and 0.1 is installed: pip install 'flax>=0.12.8'"),
+        (idle_gpu, "has a GPU, and jax computes on the CPU: pip install 'rlhf-core[cuda]'"),
+        (no_device, "Unable to initialize backend 'tpu'; JAX_PLATFORMS=cpu computes on the CPU"),
+        (full_disk, "of disk is free in "),
+        (cache_in_a_file, "cannot be written, so every run compiles again: set XDG_CACHE_HOME"),
+        (broken_command, "rlhf mine cannot be loaded"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_to_type(
+    break_it: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    break_it(monkeypatch, tmp_path)
+    with pytest.raises(RunError) as error:
+        commands.doctor()
+    assert said in str(error.value)
