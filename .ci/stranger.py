@@ -121,6 +121,8 @@ def suite(stranger: Stranger, *, quick: bool) -> None:
     stranger.run("python", "-c", "import rlhf_core")
     stranger.run("rlhf", "--help")
     stranger.run("rlhf", "plugins")
+    print(stranger.run("rlhf", "doctor"))
+    stranger.run("rlhf", "schema", "-o", "pipeline.schema.json")
     stranger.run("rlhf", "demo", "--write", "quickstart")
     stranger.run("rlhf", "check", "quickstart/quickstart.toml")
     if not quick:

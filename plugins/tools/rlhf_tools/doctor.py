@@ -102,7 +102,7 @@ def devices() -> Iterator[Finding]:
         return
     kinds = [device.device_kind for device in found]
     text = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-    sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
+    sizes = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
     yield Finding("devices", text + (f", {format_bytes(min(sizes))} each" if all(sizes) else ""))
     asked = os.environ.get("JAX_PLATFORMS")
     if asked:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from rlhf_core.config import Component, Ignored, Options, TrainerConfig
 from rlhf_core.config.other_names import Refused
@@ -129,7 +128,7 @@ class Schemas:
             schema = either([schema, {"type": "string"}])  # it reads texts of its own, such as 2h30m
         default = field.get_default(call_default_factory=True)
         default = default.to_dict() if isinstance(default, Options) else default
-        if isinstance(default, bool | int | float | str) and default is not PydanticUndefined:
+        if isinstance(default, bool | int | float | str):
             schema = {**schema, "default": default}
         return {**schema, "description": field.description} if field.description else schema
 
