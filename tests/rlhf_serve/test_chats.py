@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,34 @@ def bytewise() -> Any:
     return made
 
 
+def answered(tokenizer: Any, reply: str, step: int) -> tuple[dict[str, Any], list[Any]]:
+    """The message of a reply, and its streamed parts, of which each has at most `step` tokens."""
+    body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL]}).encode())
+    parser = CallParser(ConversationEncoder(tokenizer), body.tools)
+    tools = chats.Calling(parser, True)
+    wish = Wish(
+        1000, 1.0, 1.0, None, 0.0, 0, stop_ids=(tokenizer.eos_token_id,), end_ids=(tokenizer.eos_token_id,)
+    )
+    reader = TextReader(tokenizer, [], True)
+    flight = Flight(0, np.zeros(1, np.int32), wish, 0, None, reader, lambda _: None, per_token=True)
+    call = Call("x", Target("m", None, None), [flight.prompt], 1, [flight])  # type: ignore[arg-type]
+    ids = np.array([*tokenizer(reply)["input_ids"], tokenizer.eos_token_id])
+
+    async def stream() -> list[Any]:
+        parts = []
+        made = chats.chat_stream(body, call, tools)
+        parts.append(await anext(made))
+        for start in range(0, len(ids), step):
+            chunk = ids[start : start + step]
+            flight.receive(chunk, np.zeros(len(chunk), np.float32), None, "v")
+            await asyncio.sleep(0)
+        flight.finish("stop")
+        return [*parts, *[part async for part in made]]
+
+    parts = [part["choices"][0] for part in asyncio.run(stream())]
+    return tools.message(flight), parts
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
 
 
@@ -137,30 +166,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
 def test_tool_calls_whole_and_streamed(
     bytewise: Any, reply: str, content: str | None, calls: int, step: int
 ) -> None:
-    body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL]}).encode())
-    parser = CallParser(ConversationEncoder(bytewise), body.tools)
-    tools = chats.Calling(parser, True)
-    wish = Wish(
-        1000, 1.0, 1.0, None, 0.0, 0, stop_ids=(bytewise.eos_token_id,), end_ids=(bytewise.eos_token_id,)
-    )
-    reader = TextReader(bytewise, [], True)
-    flight = Flight(0, np.zeros(1, np.int32), wish, 0, None, reader, lambda _: None, per_token=True)
-    call = Call("x", Target("m", None, None), [flight.prompt], 1, [flight])  # type: ignore[arg-type]
-    ids = np.array([*bytewise(reply)["input_ids"], bytewise.eos_token_id])
-
-    async def stream() -> list[Any]:
-        parts = []
-        made = chats.chat_stream(body, call, tools)
-        parts.append(await anext(made))
-        for start in range(0, len(ids), step):
-            chunk = ids[start : start + step]
-            flight.receive(chunk, np.zeros(len(chunk), np.float32), None, "v")
-            await asyncio.sleep(0)
-        flight.finish("stop")
-        return [*parts, *[part async for part in made]]
-
-    parts = [part["choices"][0] for part in asyncio.run(stream())]
-    whole = tools.message(flight)
+    whole, parts = answered(bytewise, reply, step)
     assert whole["content"] == content
     assert len(whole.get("tool_calls", ())) == calls
     assert "".join(each["delta"].get("content", "") for each in parts) == (content or "")
@@ -170,3 +176,32 @@ def test_tool_calls_whole_and_streamed(
         assert one["function"]["name"] == "f"
         assert json.loads(one["function"]["arguments"]) == {"x": [1, "é"]}
     assert parts[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+HARMONY = """
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}<|start|>
+{%- if m.tool_calls %}assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>
+{{- m.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- else %}{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+@pytest.mark.parametrize("step", [1, 500])
+def test_a_thought_in_a_channel_is_no_part_of_the_reply(bytewise: Any, step: int) -> None:
+    """gpt-oss: a thought, and then a call, or what it says."""
+    tokenizer = copy.deepcopy(bytewise)
+    marks = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "call")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = HARMONY
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>"
+    for said, content, calls in (
+        ("final<|message|>So.", "So.", []),
+        ('commentary to=functions.f<|message|>{"x": 1}', None, [{"x": 1}]),
+    ):
+        whole, parts = answered(tokenizer, thought + said, step)
+        assert (whole["content"], whole["reasoning_content"]) == (content, "hm")
+        assert [json.loads(one["function"]["arguments"]) for one in whole.get("tool_calls", ())] == calls
+        assert "".join(each["delta"].get("content", "") for each in parts) == (content or "")
+        assert parts[-1]["delta"]["reasoning_content"] == "hm"
+        assert parts[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
