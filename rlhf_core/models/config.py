@@ -81,6 +81,7 @@ class DecoderConfig:
     mixer: what mixes tokens: attention; "conv", a gated convolution over `taps` tokens (LFM2), with biases or without,
         `taps_bias`; "linear_attn", the gated delta rule, with `linear_heads`: (key heads, value heads, size of keys,
         size of values) (Qwen3.5).
+    apart: projections of layers with a state to several kinds of channels are kept apart, as devices share them.
     attention_gate: attention's output is multiplied by a sigmoid that the query's projection computes, too.
     sinks: each head's softmax has one more logit, a parameter, for nothing to attend to (gpt-oss).
     swiglu: (slope, limit) of experts with biases, (up + 1) · gate · sigmoid(slope · gate) of clamped values, where gate
@@ -136,6 +137,7 @@ class DecoderConfig:
     mixer: Literal["self_attn", "conv", "linear_attn"] = "self_attn"
     taps: int = 0
     taps_bias: bool = False
+    apart: bool = False
     linear_heads: tuple[int, int, int, int] = (0, 0, 0, 0)
     attention_gate: bool = False
     sinks: bool = False

@@ -40,7 +40,7 @@ from rlhf_core.models.definition import Definition
 from rlhf_core.models.experts import Experts, recorder_of
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
-from rlhf_core.models.recurrence import MIXERS, Order, chunk_paths, previous_tokens
+from rlhf_core.models.recurrence import MIXERS, Order, apart, chunk_paths, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import device_count, platform
@@ -148,11 +148,11 @@ def _tree(config: DecoderConfig, head: Head, lora: Lora | None) -> tuple[Any, Pa
 
 
 @cached
-def _parts(config: DecoderConfig, fused: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _parts(config: DecoderConfig, fused: bool, apart: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the parts around the layers, by name, and one layer of each kind, without their arrays. fused: whether
-    projections are joined.
+    projections are joined. apart: as in the config.
     """
-    prepared = replace(config, fused=fused)
+    prepared = replace(config, fused=fused, apart=apart)
     whole = nnx.eval_shape(lambda: Trunk(prepared, "lm", None, nnx.Rngs(0)))
     layers = {kind: nnx.split(_stack(whole.layers, kind))[0] for kind in config.stacks}
     around = [name for name in ("embed_tokens", "per_layer_inputs", "norm") if hasattr(whole, name)]
@@ -424,7 +424,9 @@ class Decoder(Definition):
         weights: from `prepare`. rotations: from `_rotations`.
         """
         fused = any(map(_is_joined, weights["layers"]))
-        around, blocks = _parts(self.config, fused)
+        separate = any("in_proj_q" in layer.get("linear_attn", {}) for layer in weights["layers"])
+        separate |= any("in_proj_inner" in layer.get("conv", {}) for layer in weights["layers"])
+        around, blocks = _parts(self.config, fused, separate)
         parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
         given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
@@ -594,16 +596,23 @@ class Decoder(Definition):
     def tensor_parallel(self) -> TensorParallel:
         # A norm over all heads would need the sum of squares of every device.
         c = self.config
-        whole = c.qk_norm == "projection" or c.sinks or any(map(self._has_state, range(c.num_layers)))
         each = [stack.config for stack in c.stacks.values()]
-        sizes = [
-            n for of in each for n in (of.num_kv_heads, of.experts or of.intermediate_size, of.shared_size)
+        # Models with a state and experts have few heads for their many experts.
+        states, experts = any(map(self._has_state, range(c.num_layers))), any(of.experts for of in each)
+        whole = c.qk_norm == "projection" or (states and experts)
+        heads = [
+            {"self_attn": of.num_kv_heads, "linear_attn": of.linear_heads[0], "conv": of.hidden_size}[
+                of.mixer
+            ]
+            for of in each
         ]
+        sizes = [n for of in each for n in (of.experts or of.intermediate_size, of.shared_size)]
         # Experts are shared in any case, by their number: a device computes the tokens that are sent to its own.
-        divides = (math.gcd(*(of.experts for of in each)) or 1) if whole else math.gcd(*sizes)
-        return TensorParallel(divides, self._prepare_shards, self._shard_axes(whole), not whole)
+        divides = (math.gcd(*(of.experts for of in each)) or 1) if whole else math.gcd(*heads, *sizes)
+        prepare = functools.partial(self._prepare_shards, not whole)
+        return TensorParallel(divides, prepare, self._shard_axes(whole), not whole)
 
-    def _prepare_shards(self, params: Params) -> Params:
+    def _prepare_shards(self, shares_heads: bool, params: Params) -> Params:
         """Lay the parameters out as `prepare` does, but with separate projections, whose columns belong to heads in
         order, and in the compute dtype throughout, except for norms and routers.
         """
@@ -612,7 +621,13 @@ class Decoder(Definition):
             return jax.tree.map_with_path(lambda path, x: self._cast(path, x) if x.ndim > 1 else x, tree)
 
         layers = (self._merged(params, i) for i in range(self.config.num_layers))
-        separate = (self._separated(layer) if self.config.fused else layer for layer in layers)
+        separate = [self._separated(layer) if self.config.fused else layer for layer in layers]
+        if shares_heads:
+            kinds = (self.config.at(i)[0] for i in range(self.config.num_layers))
+            separate = [
+                apart(layer, self.config.stacks[kind].config)
+                for kind, layer in zip(kinds, separate, strict=True)
+            ]
         return {**cast(params), "layers": tuple(map(cast, separate))}
 
     def _separated(self, layer: Params) -> Params:
@@ -636,7 +651,8 @@ class Decoder(Definition):
 
         whole_layers: whether every device has the whole layers, their experts excepted.
         """
-        names = replace(self, lora=None, config=replace(self.config, fused=False)).logical_axes()
+        laid_out = replace(self.config, fused=False, apart=not whole_layers)
+        names = replace(self, lora=None, config=laid_out).logical_axes()
 
         def shared(path: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
             if any(part.key == "experts" for part in path):

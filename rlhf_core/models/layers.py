@@ -177,7 +177,8 @@ class Attention(nnx.Module):
     @property
     def options(self) -> dict[str, jax.Array]:
         """Return the further arguments of attention: of a layer with sinks, {"sinks": float32 [K, G]}."""
-        return {"sinks": self.sinks[...].reshape(self.config.num_kv_heads, -1)} if self.config.sinks else {}
+        c = self.config
+        return {"sinks": self.sinks[...].reshape(-1, c.num_heads // c.num_kv_heads)} if c.sinks else {}
 
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, ...], over: Callable[..., jax.Array]

@@ -176,7 +176,7 @@ def _target_modules(modules: Sequence[str]) -> list[str] | str:
     if prefix == "model.":
         return words
     inner = re.escape(prefix.removeprefix("model."))
-    return rf"model\.({inner})?layers\.\d+\..*\.({'|'.join(words)})"
+    return rf"model\.({inner})?layers\.\d+\.(.*\.)?({'|'.join(words)})"
 
 
 def save(

@@ -7,7 +7,7 @@ Positions of a tree count from 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -277,31 +277,82 @@ def next_state(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return jnp.einsum("bkgde,bkd->bkge", state, q), state
 
 
+PARTS = {"conv": ("in_proj", ("before", "after", "inner")), "linear_attn": ("in_proj_qkv", ("q", "k", "v"))}
+"""A mixer's projection to several kinds of channels, and the names of the projections to each of them."""
+
+
+def part_sizes(config: DecoderConfig) -> tuple[int, ...]:
+    """Count the channels of each kind."""
+    if config.mixer == "conv":
+        return (config.hidden_size,) * 3
+    key_heads, value_heads, size, width = config.linear_heads
+    return (key_heads * size, key_heads * size, value_heads * width)
+
+
+def _shared(config: DecoderConfig) -> str | None:
+    """Return the logical axis of channels and heads: devices share them while they sample."""
+    return "heads" if config.apart else None
+
+
+def make_parts(module: nnx.Module, config: DecoderConfig, linear: Any) -> tuple[str, ...]:
+    """Set a mixer's projection, or with `config.apart` its projections, and return their names."""
+    (together, names), sizes = PARTS[config.mixer], part_sizes(config)
+    parts = {together: sum(sizes)}
+    if config.apart:
+        parts = {f"in_proj_{name}": size for name, size in zip(names, sizes, strict=True)}
+    for name, size in parts.items():
+        setattr(module, name, linear((config.hidden_size, size), axes=("layers", "embed", _shared(config))))
+    return tuple(parts)
+
+
+def projected(module: Any, x: jax.Array) -> list[jax.Array]:
+    """Project to the channels of each kind."""
+    made = [getattr(module, name)(x) for name in module.parts]
+    if len(made) > 1:
+        return made
+    return jnp.split(made[0], np.cumsum(module.sizes)[:-1], axis=-1)
+
+
+def apart(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Split the parameters of one layer's mixer as its module has them with `config.apart`."""
+    if config.mixer not in PARTS:
+        return layer
+    together, names = PARTS[config.mixer]
+    ends = np.cumsum(part_sizes(config))[:-1]
+    inside = {name: value for name, value in layer[config.mixer].items() if name != together}
+    pieces = {name: jnp.split(x, ends, axis=-1) for name, x in layer[config.mixer][together].items()}
+    inside |= {f"in_proj_{part}": {name: x[i] for name, x in pieces.items()} for i, part in enumerate(names)}
+    if "conv1d" in inside:
+        weights = jnp.split(inside["conv1d"]["weight"], ends)
+        inside["conv1d"] = {f"weight_{i}": weight for i, weight in enumerate(weights)}
+    return {**layer, config.mixer: inside}
+
+
 class Convolution(nnx.Module):
     """A short convolution between two gates (LFM2). Its state: the last inputs of the convolution, [B, taps - 1, D]."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
         linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=c.taps_bias)
-        self.in_proj = linear((c.hidden_size, 3 * c.hidden_size), axes=("layers", "embed", None))
-        self.conv = Taps(c, c.hidden_size, rngs)
-        self.out_proj = linear((c.hidden_size, c.hidden_size), axes=("layers", None, "embed"))
+        self.parts, self.sizes = make_parts(self, c, linear), part_sizes(c)
+        self.conv = Taps(c, (c.hidden_size,), rngs)
+        self.out_proj = linear((c.hidden_size, c.hidden_size), ("layers", _shared(c), "embed"), sums=True)
 
     def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after each row's last token."""
-        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        before, after, x = projected(self, x)
         mixed, kept = self.conv.over_rows(before * x, order)
         return self.out_proj(after * mixed), (kept, None)
 
     def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after the first `count` tokens, int32 [B]."""
-        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        before, after, x = projected(self, x)
         mixed, kept = self.conv.extend(before * x, state[0], count)
         return self.out_proj(after * mixed), (kept, None)
 
     def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """[B, D] → the same, and the next state."""
-        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        before, after, x = projected(self, x)
         mixed, kept = self.conv.next(before * x, state[0])
         return self.out_proj(after * mixed), (kept, None)
 
@@ -309,16 +360,26 @@ class Convolution(nnx.Module):
 class Taps(nnx.Module):
     """A convolution of every channel with the tokens before it; parameters as in Hugging Face's files."""
 
-    def __init__(self, config: DecoderConfig, channels: int, rngs: Any) -> None:
-        shape, bound = (config.num_layers, channels, 1, config.taps), config.taps**-0.5
-        start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
-        self.weight = nnx.Param(start, axes=("layers", None, None, None))
-        zero = jnp.zeros((config.num_layers, channels), jnp.float32)
-        self.bias = nnx.Param(zero, axes=("layers", None)) if config.taps_bias else None
+    def __init__(self, config: DecoderConfig, channels: Sequence[int], rngs: Any) -> None:
+        """channels: of each kind. With `config.apart`, each kind has weights of its own, weight_0 and so on."""
+        parts = {"weight": sum(channels)}
+        if config.apart and len(channels) > 1:
+            parts = {f"weight_{i}": size for i, size in enumerate(channels)}
+        for name, size in parts.items():
+            shape, bound = (config.num_layers, size, 1, config.taps), config.taps**-0.5
+            start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+            setattr(self, name, nnx.Param(start, axes=("layers", _shared(config), None, None)))
+        zero = jnp.zeros((config.num_layers, sum(channels)), jnp.float32)
+        self.bias = nnx.Param(zero, axes=("layers", _shared(config))) if config.taps_bias else None
+        self.parts = tuple(parts)
+
+    def kernel(self, dtype: Any) -> jax.Array:
+        """Return the taps, [taps, channels]."""
+        return jnp.concatenate([getattr(self, name)[...][:, 0] for name in self.parts]).T.astype(dtype)
 
     def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array]:
         """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]."""
-        kernel = self.weight[...][:, 0].T.astype(x.dtype)
+        kernel = self.kernel(x.dtype)
         at, kept = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32), []
         for _ in range(len(kernel) - 1):
             read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
@@ -329,7 +390,7 @@ class Taps(nnx.Module):
 
     def extend(self, x: jax.Array, kept: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, T, channels] → the same, and the last inputs after the first `count` tokens, int32 [B]."""
-        window, kernel = jnp.concatenate([kept, x], 1), self.weight[...][:, 0].T.astype(x.dtype)
+        window, kernel = jnp.concatenate([kept, x], 1), self.kernel(x.dtype)
         y = sum(window[:, i : i + x.shape[1]] * tap for i, tap in enumerate(kernel))
         at = count[:, None] + jnp.arange(kept.shape[1])
         return self._biased(y), jnp.take_along_axis(window, at[..., None], 1)
@@ -337,7 +398,7 @@ class Taps(nnx.Module):
     def next(self, x: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, channels] → the same, and the next last inputs."""
         window = jnp.concatenate([kept, x[:, None]], 1)
-        y = jnp.einsum("btc,ct->bc", window, self.weight[...][:, 0].astype(x.dtype))
+        y = jnp.einsum("btc,tc->bc", window, self.kernel(x.dtype))
         return self._biased(y), window[:, 1:]
 
     def _biased(self, y: jax.Array) -> jax.Array:
@@ -354,28 +415,28 @@ class DeltaNet(nnx.Module):
         c, lead = config, (config.num_layers,)
         key_heads, value_heads, size, width = c.linear_heads
         linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
-        inside, values = ("layers", "embed", None), value_heads * width
-        self.in_proj_qkv = linear((c.hidden_size, 2 * key_heads * size + values), axes=inside)
+        inside, values = ("layers", "embed", _shared(c)), value_heads * width
+        self.parts, self.sizes = make_parts(self, c, linear), part_sizes(c)
         self.in_proj_z = linear((c.hidden_size, values), axes=inside)
         self.in_proj_b = linear((c.hidden_size, value_heads), axes=inside)
         self.in_proj_a = linear((c.hidden_size, value_heads), axes=inside)
-        self.conv1d = Taps(c, 2 * key_heads * size + values, rngs)
-        self.dt_bias = nnx.Param(jnp.ones((*lead, value_heads), jnp.float32), axes=("layers", None))
+        self.conv1d = Taps(c, (key_heads * size, key_heads * size, values), rngs)
+        self.dt_bias = nnx.Param(jnp.ones((*lead, value_heads), jnp.float32), axes=("layers", _shared(c)))
         decay = jax.random.uniform(rngs.params(), (*lead, value_heads), jnp.float32, 0.01, 16)
-        self.A_log = nnx.Param(jnp.log(decay), axes=("layers", None))
+        self.A_log = nnx.Param(jnp.log(decay), axes=("layers", _shared(c)))
         self.norm = RMSNorm(replace(c, norm_offset=0.0), lead, width)
-        self.out_proj = linear((values, c.hidden_size), axes=("layers", None, "embed"))
+        self.out_proj = linear((values, c.hidden_size), axes=("layers", _shared(c), "embed"), sums=True)
         self.heads = c.linear_heads
 
     def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after each row's last token."""
-        mixed, kept = self.conv1d.over_rows(self.in_proj_qkv(x), order)
+        mixed, kept = self.conv1d.over_rows(jnp.concatenate(projected(self, x), -1), order)
         out, state = gated_delta_rule(self._inputs(mixed, x), order.paths)
         return self._output(out, x), (kept, state)
 
     def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after the first `count` tokens, int32 [B]."""
-        mixed, kept = self.conv1d.extend(self.in_proj_qkv(x), state[0], count)
+        mixed, kept = self.conv1d.extend(jnp.concatenate(projected(self, x), -1), state[0], count)
         inputs, place = self._inputs(mixed, x), jnp.arange(x.shape[1])
         used = (place < count[:, None])[..., None, None]
         # A token without decay and correction leaves the state as it was.
@@ -390,15 +451,16 @@ class DeltaNet(nnx.Module):
 
     def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """[B, D] → the same, and the next state."""
-        mixed, kept = self.conv1d.next(self.in_proj_qkv(x), state[0])
+        mixed, kept = self.conv1d.next(jnp.concatenate(projected(self, x), -1), state[0])
         out, after = next_state(state[1], self._inputs(mixed, x))
         return self._output(out, x), (kept, after)
 
     def _inputs(self, mixed: jax.Array, x: jax.Array) -> Inputs:
         """[…, channels] after the convolution, [..., D] → queries, keys, values, logarithm of the decay, beta."""
-        key_heads, value_heads, size, width = self.heads
+        size, width = self.heads[2:]
+        lead, groups = x.shape[:-1], self.heads[1] // self.heads[0]
+        key_heads = mixed.shape[-1] // (2 * size + groups * width)  # of this device
         q, k, v = jnp.split(jax.nn.silu(mixed), (key_heads * size, 2 * key_heads * size), axis=-1)
-        lead, groups = x.shape[:-1], value_heads // key_heads
         q, k = (_unit(y.reshape(*lead, key_heads, size).astype(jnp.float32)) for y in (q, k))
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
         decay = -jnp.exp(self.A_log[...]) * jax.nn.softplus(

@@ -29,6 +29,14 @@ SIZES = {
     "vocab_size": VOCAB,
     "initializer_range": 0.5,
 }
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # biases of projections, tied
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},  # norms of heads
@@ -51,19 +59,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 0.01,
     },  # heads of two sizes, keys and values of other layers, inputs per layer
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    # Only experts are shared: with biases next to sinks, and next to layers with a state.
-    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_5_moe": {
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},  # biases, sinks
+    "qwen3_5": QWEN3_5,
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": True,
+    },
+    # Next to layers with a state, only experts are shared.
+    "qwen3_5_moe": QWEN3_5
+    | {
         "model_type": "qwen3_5_moe_text",
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
     },
     "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
 }
@@ -104,7 +115,7 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("phi3", "gpt_oss") else pytest.param(name, marks=pytest.mark.long)
+        name if name in ("phi3", "gpt_oss", "qwen3_5") else pytest.param(name, marks=pytest.mark.long)
         for name in FAMILIES
     ],
 )
