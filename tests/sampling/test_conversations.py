@@ -180,7 +180,7 @@ def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold
 @pytest.mark.parametrize(
     ("name", "axes", "tensor", "options"),
     [
-        ("llama", {"data": 4, "fsdp": 2}, 1, {}),
+        ("lfm2", {"data": 4, "fsdp": 2}, 2, {}),
         ("gemma2", {"fsdp": 8}, 4, {"top_k": 9}),
         ("qwen2", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3}),
     ],
