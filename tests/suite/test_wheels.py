@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {"rlhf_core": "."} | {
     f"rlhf_{path.parent.name}": str(path.parent.relative_to(REPOSITORY))
     for path in sorted(REPOSITORY.glob("plugins/*/pyproject.toml"))
+    if path.parent.name != "verifiers"  # installed by itself
 }
 """{package: directory}; a distribution is called as its package, with "-"."""
 
