@@ -86,8 +86,8 @@ def replay(
             'journal = "keep" keeps all'
         )
     finished = StageRecord(chosen.dir, chosen.name).done and chosen.config.compares is None
-    if to is None and not finished:
-        to = max((row["step"] for row in _rows(chosen.dir / METRICS)), default=0)
+    last = max((row["step"] for row in _rows(chosen.dir / METRICS)), default=0)
+    to = last if to is None else min(to, last)  # a limit of time may have ended it before its last update
     fields = type(chosen.config).model_fields
     without = WITHOUT | {name: fields[name].default for name in (*COMPARING, "greater_is_better")}
     changes: dict[str, Any] = {name: value for name, value in without.items() if name in fields}

@@ -442,9 +442,8 @@ def test_empty_completions_are_reported_once(make, recwarn):
     ],
     ids=", ".join,
 )
-@pytest.mark.parametrize("journalled", [False, True], ids=["sampled again", "journalled"])
-def test_resumed_at_any_update_the_rest_is_the_same(make, options, journalled):
-    """journalled: whether the journal also has what was sampled after the checkpoint, and is not sampled again."""
+def test_resumed_at_any_update_the_rest_is_the_same(make, options):
+    """Whether what was sampled after the checkpoint is sampled again, or the journal has it."""
     moving = [state(n) for n in range(9)]
     whole = make(**options)
     expected, kept = [], []
@@ -455,7 +454,7 @@ def test_resumed_at_any_update_the_rest_is_the_same(make, options, journalled):
     for start in range(1, 9):
         feed = make(**options)
         shutil.copytree(whole.stage.dir / "journal", feed.stage.dir / "journal")
-        if journalled:
+        if start % 4 > 1:
             feed.collector = replace(feed.collector, sampler=None)
         else:
             Journal(feed.stage.dir / "journal", [], writes=True).keep(before=kept[start][0]["sampled"])

@@ -70,11 +70,11 @@ def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace,
     prompts = finished.directory / "data" / "prompts.jsonl"
     before = prompts.read_text()
     try:
-        prompts.write_text(before.replace("red", "blue"))
+        prompts.write_text(before.replace(" wants ", " dear "))
         found = replay(other)
     finally:
         prompts.write_text(before)
-    assert found.differences[0].startswith("loss: first at update 1, ")
+    assert any(line.startswith("loss: first at update 1, ") for line in found.differences)
     assert found.differences[-1] == "model/model.safetensors: other weights"
     assert [line.partition(" ")[0] for line in found.changes] == ["train_data"]
     path.unlink()
