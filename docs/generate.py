@@ -32,7 +32,6 @@ from rlhf_core.contracts import TRAINER, Kind
 from rlhf_core.contracts.models import Head
 from rlhf_core.mesh import AXES, RULES
 from rlhf_core.models import DECODER, Architecture, Decoder, DecoderConfig
-from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.hf_config import EXPERT_COUNTS
 from rlhf_core.models.loading import complete_table
@@ -327,7 +326,6 @@ def family_facts(name: str, rules: Architecture) -> dict[str, str]:
         mlps += ["experts", "shared expert"] if config.shared_size else ["experts"]
     elif any(field in rules.defaults for field in EXPERT_COUNTS):
         mlps.append("experts where set")
-    kernels = not config.sinks or "sinks" in inspect.signature(attend_pallas).parameters
     heads = [head for head in get_args(Head) if small_model(name, rules, head).abstract_params()]
     logical = {axis for _, leaf in paths(model.logical_axes()) for axis in leaf}
     axes = {axis for name in logical & RULES.keys() for axis in RULES[name]}
@@ -340,7 +338,7 @@ def family_facts(name: str, rules: Architecture) -> dict[str, str]:
         "experts in files": " or ".join(expert_layouts(model)),
         "head": "tied" if config.tied else "its own",
         "`expert`": "divides experts" if "experts" in logical else "as `fsdp`",
-        "`attention`": "all" if kernels else '`"xla"`',
+        "`attention`": 'all but `"cudnn"`' if config.sinks or config.attention_softcap else "all",
         "`tensor` while sampling": "yes" if shared is not None and shared.divides > 1 else "no",
         "further tensors carried": "layers for speculative decoding" if carries_layers(config) else "",
         "heads": " and ".join({"lm": "language model", "score": "reward"}[head] for head in heads),

@@ -309,7 +309,8 @@ class Artifact:
 class AttentionOver(Protocol):
     """Self-attention over rows, with the arguments, shapes and result of `rlhf_core.models.attention.attend`.
 
-    window: int32 scalar, traced where layers differ in it. softcap: a Python number.
+    window: int32 scalar, traced where layers differ in it. softcap: a Python number. Layers with sinks also give
+    `sinks`, float32 [K, G]; an implementation without this parameter is refused for their models.
     An implementation raises InputError, while it is traced, for what it cannot compute.
     """
 
@@ -327,5 +328,5 @@ class AttentionOver(Protocol):
 
 
 ATTENTION: Kind[AttentionOver] = Kind(
-    "attention", ("q", "k", "v", "positions", "visible_until", "window", "softcap"), constant=True
+    "attention", ("q", "k", "v", "positions", "visible_until", "window", "softcap", "sinks"), constant=True
 )

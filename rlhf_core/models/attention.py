@@ -360,6 +360,7 @@ def attend_blocks(
     *,
     window: jax.Array | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """Compute `attend` up to float32 rounding, except that queries that see no key get 0, without the blocks of keys
@@ -376,7 +377,8 @@ def attend_blocks(
     if fill:
         q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
         positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
-    mixed = _attend_blocks(q, k, v, positions, visible_until, window, softcap, block)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    mixed = _attend_blocks(q, k, v, (positions, visible_until, window), sinks, softcap, block)
     return mixed[:, :time] if fill else mixed
 
 
@@ -407,32 +409,40 @@ def _block_logits(q: jax.Array, k: jax.Array, softcap: float | None) -> tuple[ja
     return softcap * tanh, tanh
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def sinks_gradient(sinks: jax.Array | None, normalizers: jax.Array, sums: jax.Array) -> jax.Array | None:
+    """Compute the gradient of sinks, float32 [K, G]: minus the weight of the sink times Σ d_mixed · mixed.
+
+    normalizers: logarithms of the softmax sums, sinks included; sums: Σ d_mixed · mixed; both float32 [B, K, G, T].
+    """
+    if sinks is None:
+        return None
+    return -(jnp.exp(sinks[..., None] - normalizers) * sums).sum((0, 3))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    positions: jax.Array,
-    until: jax.Array,
-    window: jax.Array | None,
+    of_rows: tuple[jax.Array, jax.Array, jax.Array | None],
+    sinks: jax.Array | None,
     softcap: float | None,
     block: int,
 ) -> jax.Array:
-    return _forward_blocks(q, k, v, positions, until, window, softcap, block)[0]
+    return _forward_blocks(q, k, v, of_rows, sinks, softcap, block)[0]
 
 
 def _forward_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    positions: jax.Array,
-    until: jax.Array,
-    window: jax.Array | None,
+    of_rows: tuple[jax.Array, jax.Array, jax.Array | None],
+    sinks: jax.Array | None,
     softcap: float | None,
     block: int,
 ) -> tuple[jax.Array, Any]:
     rows, kv_heads, groups, time, size = q.shape
-    dtype = v.dtype
+    dtype, (positions, until, window) = v.dtype, of_rows
     q, k, v = _cut(q, 3, block), _cut(k, 2, block), _cut(v, 2, block)
     # A block is visited for all rows, if any of them sees it.
     order, counts = visits(visible_blocks(positions, until, window, Blocks(block, block)).any(0))
@@ -455,19 +465,20 @@ def _forward_blocks(
             )
             return above, shrink * total + weights.sum(-1), shrink[..., None] * mixed + more
 
-        start = jnp.full(heads, LOWEST), jnp.zeros(heads), jnp.zeros((*heads, size))
-        top, total, mixed = lax.fori_loop(0, counts[i], visit, start)
+        first = LOWEST if sinks is None else sinks[..., None]
+        start = jnp.broadcast_to(first, heads), jnp.full(heads, float(sinks is not None))
+        top, total, mixed = lax.fori_loop(0, counts[i], visit, (*start, jnp.zeros((*heads, size))))
         total = jnp.where(total > 0, total, 1.0)
         return None, ((mixed / total[..., None]).astype(dtype), top + jnp.log(total))
 
     _, (mixed, normalizers) = lax.scan(one, None, (jnp.arange(time // block), q))
-    residuals = (q, k, v, positions, until, window, mixed, normalizers, order, counts)
+    residuals = (q, k, v, positions, until, window, sinks, mixed, normalizers, order, counts)
     # [blocks, B, K, G, block, h] → [B, time, K·G·h]
     return mixed.transpose(1, 0, 4, 2, 3, 5).reshape(rows, time, kv_heads * groups * size), residuals
 
 
 def _backward_blocks(softcap: float | None, block: int, residuals: Any, cotangent: jax.Array) -> Any:
-    q, k, v, positions, until, window, mixed, normalizers, order, counts = residuals
+    q, k, v, positions, until, window, sinks, mixed, normalizers, order, counts = residuals
     count, rows, kv_heads, groups, _, size = q.shape
     d_mixed = cotangent.reshape(rows, count, block, kv_heads, groups, size).transpose(1, 0, 3, 4, 2, 5)
     # Σ_s p dp of a query is Σ_h d_mixed · mixed.
@@ -512,7 +523,8 @@ def _backward_blocks(softcap: float | None, block: int, residuals: Any, cotangen
     d_k, d_v = (
         x.transpose(1, 2, 0, 4, 3).reshape(rows, kv_heads, -1, size).astype(k.dtype) for x in (d_k, d_v)
     )
-    return d_q, d_k, d_v, None, None, None
+    normalizers, shared = (jnp.moveaxis(x, 0, 3).reshape(*q.shape[1:4], -1) for x in (normalizers, shared))
+    return d_q, d_k, d_v, None, sinks_gradient(sinks, normalizers, shared)
 
 
 _attend_blocks.defvjp(_forward_blocks, _backward_blocks)

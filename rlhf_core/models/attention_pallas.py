@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import mesh_of_rows, row_axes
-from rlhf_core.models.attention import Blocks, attend, attend_blocks, filled
+from rlhf_core.models.attention import Blocks, attend, attend_blocks, filled, sinks_gradient
 from rlhf_core.runtime.devices import platform
 
 PLATFORMS = ("gpu", "tpu")
@@ -47,6 +47,7 @@ def attend_pallas(
     *,
     window: jax.Array | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     kernels: Kernels | None = None,
 ) -> jax.Array:
     """Compute `attention.attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads
@@ -66,10 +67,10 @@ def attend_pallas(
             'to "blocks" or "auto"'
         )
     if size > LARGEST_HEAD:
-        return attend_blocks(q, k, v, positions, visible_until, window=window, softcap=softcap)
+        return attend_blocks(q, k, v, positions, visible_until, window=window, softcap=softcap, sinks=sinks)
     mesh = mesh_of_rows(q)
     if mesh is None and not _is_local(q):
-        return attend(q, k, v, positions, visible_until, window=window, softcap=softcap)
+        return attend(q, k, v, positions, visible_until, window=window, softcap=softcap, sinks=sinks)
     blocks = kernels.blocks or _kernels_of(kernels.platform).choose_blocks(time, size, q.shape[2], v.dtype)
     fill = max(each.fill(time) for each in blocks)
     if fill:
@@ -77,7 +78,8 @@ def attend_pallas(
         positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
     near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     rows = (visible_until, None if window is None else positions, near)
-    mixed = _attend(q, k, v, rows, softcap, kernels, blocks)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    mixed = _attend(q, k, v, rows, sinks, softcap, kernels, blocks)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
     return mixed[:, :time] if fill else mixed
 
@@ -100,7 +102,7 @@ def _per_device(
 ) -> Callable[..., Any]:
     """Return function(*arrays, rows) run by each device of the mesh on its rows and heads.
 
-    ins, outs: the axis of kv heads of each array.
+    ins, outs: the axis of kv heads of each array; 0: an array without rows.
     """
     mesh = mesh_of_rows(q)
     if mesh is None:
@@ -108,7 +110,7 @@ def _per_device(
     tensor = "tensor" if q.shape[1] % mesh.shape["tensor"] == 0 else None
 
     def spec(heads: int) -> PartitionSpec:
-        return PartitionSpec(row_axes(), *(None,) * (heads - 1), tensor)
+        return PartitionSpec(*(row_axes(), *(None,) * (heads - 1))[:heads], tensor)
 
     by_row, window = PartitionSpec(row_axes()), rows[2] is not None
     row_specs = (by_row, by_row if window else None, PartitionSpec() if window else None)
@@ -121,17 +123,18 @@ def _per_device(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     rows: Any,
+    sinks: jax.Array | None,
     softcap: float | None,
     kernels: Kernels,
     blocks: tuple[Blocks, Blocks],
 ) -> jax.Array:
-    return _forward(q, k, v, rows, softcap, kernels, blocks)[0]
+    return _forward(q, k, v, rows, sinks, softcap, kernels, blocks)[0]
 
 
 def _forward(
@@ -139,24 +142,25 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     rows: Any,
+    sinks: jax.Array | None,
     softcap: float | None,
     kernels: Kernels,
     blocks: tuple[Blocks, Blocks],
 ) -> tuple[jax.Array, Any]:
     how = {"softcap": softcap, "blocks": blocks[0], "interpret": kernels.interpret}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> Any:
-        return tuple(_kernels_of(kernels.platform).forward(q, k, v, rows, **how))
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, rows: Any) -> Any:
+        return tuple(_kernels_of(kernels.platform).forward(q, k, v, rows, sinks, **how))
 
-    mixed, normalizers = _per_device(local, q, rows, (1, 1, 1), (2, 1))(q, k, v, rows)
-    return mixed, (q, k, v, rows, mixed, normalizers)
+    mixed, normalizers = _per_device(local, q, rows, (1, 1, 1, 0), (2, 1))(q, k, v, sinks, rows)
+    return mixed, (q, k, v, rows, sinks, mixed, normalizers)
 
 
 def _backward(
     softcap: float | None, kernels: Kernels, blocks: tuple[Blocks, Blocks], residuals: Any, d_mixed: jax.Array
 ) -> Any:
     how = {"softcap": softcap, "blocks": blocks[1], "interpret": kernels.interpret}
-    q, k, v, rows, mixed, normalizers = residuals
+    q, k, v, rows, sinks, mixed, normalizers = residuals
 
     def local(
         q: jax.Array,
@@ -169,10 +173,12 @@ def _backward(
     ) -> Any:
         # Σ_s p dp of a query is Σ_h d_mixed · mixed.
         sums = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1).transpose(0, 2, 3, 1)
-        return tuple(_kernels_of(kernels.platform).backward(q, k, v, rows, d_mixed, normalizers, sums, **how))
+        found = _kernels_of(kernels.platform).backward(q, k, v, rows, d_mixed, normalizers, sums, **how)
+        return *found, sums
 
-    call = _per_device(local, q, rows, (1, 1, 1, 2, 2, 1), (1, 1, 1))
-    return *call(q, k, v, mixed, d_mixed, normalizers, rows), None
+    call = _per_device(local, q, rows, (1, 1, 1, 2, 2, 1), (1, 1, 1, 1))
+    *found, sums = call(q, k, v, mixed, d_mixed, normalizers, rows)
+    return *found, None, sinks_gradient(sinks, normalizers, sums)
 
 
 _attend.defvjp(_forward, _backward)

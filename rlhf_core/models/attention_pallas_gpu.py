@@ -73,8 +73,8 @@ def _seen(rows: Any, queries: Any, first_key: jax.Array, blocks: Blocks) -> jax.
 
 
 def _forward(
-    order: Any, counts: Any, rows: Any, q: Any, k: Any, v: Any, mixed: Any, normalizers: Any, *, size: int,
-    softcap: float | None, blocks: Blocks,
+    order: Any, counts: Any, rows: Any, q: Any, k: Any, v: Any, sink: Any, mixed: Any, normalizers: Any, *,
+    size: int, softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
     i, columns = pl.program_id(0), _in_width(size)
     queries, query = _tokens(rows, i * blocks.queries, blocks.queries), _load(q, columns)
@@ -91,7 +91,9 @@ def _forward(
         out = shrink[:, None] * out + _dot(weights.astype(values.dtype), values)
         return above, shrink * total + weights.sum(-1), out
 
-    start = jnp.full(blocks.queries, LOWEST), jnp.zeros(blocks.queries), jnp.zeros(query.shape, jnp.float32)
+    tops = jnp.full(blocks.queries, LOWEST if sink is None else sink[0])
+    totals = jnp.full(blocks.queries, float(sink is not None))
+    start = tops, totals, jnp.zeros(query.shape, jnp.float32)
     top, total, out = lax.fori_loop(0, counts[i], visit, start)
     total = jnp.where(total > 0, total, 1.0)
     _store(mixed, out / total[:, None], columns)
@@ -187,6 +189,7 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     rows: Any,
+    sinks: jax.Array | None,
     *,
     softcap: float | None,
     blocks: Blocks,
@@ -194,7 +197,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (the mixed values [B, T, K, G, h] in v's dtype, logarithms of the softmax sums float32 [B, K, G, T]).
 
-    rows: (visible_until, positions, window as int32 [1]), the last two None without a window.
+    rows: (visible_until, positions, window as int32 [1]), the last two None without a window. sinks: float32 [K, G].
     """
     batch, kv_heads, groups, time, size = q.shape
     until, positions, window = rows
@@ -210,7 +213,7 @@ def forward(
         "attention_forward",
         2,
         (per_row, kv_heads * groups, batch),
-        (order, counts, rows, q, k, v),
+        (order, counts, rows, q, k, v, None if sinks is None else sinks.reshape(-1)),
         [
             pl.BlockSpec((None, None, order.shape[-1]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, per_row), lambda i, head, row: (row, 0)),
@@ -220,6 +223,7 @@ def forward(
             ),
             keys,
             keys,
+            None if sinks is None else pl.BlockSpec((1,), lambda i, head, row: (head,)),
         ],
         [
             pl.BlockSpec(
@@ -239,8 +243,8 @@ def backward(
     q: jax.Array, k: jax.Array, v: jax.Array, rows: Any, d_mixed: jax.Array, normalizers: jax.Array, sums: jax.Array,
     *, softcap: float | None, blocks: Blocks, interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Compute the gradients of q, k and v. d_mixed: as `forward` returns them; sums: Σ d_mixed · mixed per query and
-    head, float32 [B, K, G, T].
+    """Compute the gradients of q, k and v. d_mixed, normalizers: as `forward` returns values and logarithms, which have
+    the sinks in them; sums: Σ d_mixed · mixed per query and head, float32 [B, K, G, T].
     """
     batch, kv_heads, groups, time, size = q.shape
     until, positions, window = rows

@@ -68,17 +68,19 @@ def _column(row: jax.Array) -> jax.Array:
 
 
 def _forward(
-    order: Any, counts: Any, window: Any, of_queries: Any, of_keys: Any, q: Any, k: Any, v: Any, mixed: Any,
-    normalizers: Any, tops: Any, totals: Any, sums: Any, *, softcap: float | None, blocks: Blocks,
+    order: Any, counts: Any, window: Any, of_queries: Any, of_keys: Any, q: Any, k: Any, v: Any, sinks: Any,
+    mixed: Any, normalizers: Any, tops: Any, totals: Any, sums: Any, *, softcap: float | None, blocks: Blocks,
     at: Callable[..., Any],
 ) -> None:  # fmt: skip
-    i, n = pl.program_id(2), pl.program_id(3)
+    head, i, n = (pl.program_id(axis) for axis in (1, 2, 3))
     last, j = at(order, counts)
 
     @pl.when(n == 0)
     def _() -> None:
-        tops[...] = jnp.full(tops.shape, LOWEST, jnp.float32)
-        totals[...] = jnp.zeros(totals.shape, jnp.float32)
+        for group in range(q.shape[0]):
+            top, total = (LOWEST, 0.0) if sinks is None else (sinks[head, group], 1.0)
+            tops[pl.ds(group, 1), :] = jnp.full((1, blocks.queries), top, jnp.float32)
+            totals[pl.ds(group, 1), :] = jnp.full((1, blocks.queries), total, jnp.float32)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     @pl.when(n < last)
@@ -261,6 +263,7 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     rows: Any,
+    sinks: jax.Array | None,
     *,
     softcap: float | None,
     blocks: Blocks,
@@ -279,8 +282,8 @@ def forward(
         grid,
         2,
         rows,
-        (q, k, v),
-        (queries, keys, keys),
+        (q, k, v, sinks),
+        (queries, keys, keys, None if sinks is None else pl.BlockSpec(memory_space=pltpu.SMEM)),
         [queries, per_query],
         [jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct(q.shape[:4], jnp.float32)],
         [sums, sums, pltpu.VMEM((groups, size, blocks.queries), jnp.float32)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,15 +58,14 @@ def choose_attention(
     trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
     asked = config.attention
-    if isinstance(model.definition, Decoder) and model.definition.config.sinks:
-        if asked.name not in ("auto", "xla"):
-            raise InputError(
-                f"stage '{stage.name}'.attention: '{asked.name}' cannot compute the sinks of this model; leave it out, "
-                'or write "xla"'
-            )
-        return model
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
+        sinks = isinstance(model.definition, Decoder) and model.definition.config.sinks
+        if sinks and "sinks" not in signature(chosen).parameters:
+            raise InputError(
+                f"stage '{stage.name}'.attention: '{asked.name}' cannot compute the sinks of this model; leave it out, "
+                'or write "xla", "blocks" or "pallas"'
+            )
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
     elif platform() != "cpu":
         reason = why_kernels(model.definition, layout, stage.devices())

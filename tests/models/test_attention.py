@@ -66,8 +66,9 @@ def expected(
     until: np.ndarray,
     window: int | None,
     softcap: float | None,
+    sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The mixed values and the gradients of all three, written out."""
+    """The mixed values and the gradients of all three, and of the sinks if there are any, written out."""
     q, k, v = (x.astype(np.float64) for x in arrays)
     time = q.shape[3]
     index = np.arange(time)
@@ -76,8 +77,11 @@ def expected(
         seen &= positions[:, :, None] - positions[:, None, :] < window
     raw = np.einsum("bkgth,bksh->bkgts", q, k)
     logits = raw if softcap is None else softcap * np.tanh(raw / softcap)
-    weights = np.exp(logits - logits.max(-1, keepdims=True)) * seen[:, None, None]
-    p = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    top = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - top) * seen[:, None, None]
+    sink = 1e-300 if sinks is None else np.exp(sinks.astype(np.float64)[..., None, None] - top)
+    total = weights.sum(-1, keepdims=True) + sink
+    p = weights / total
     mixed = np.einsum("bkgts,bksh->bkgth", p, v)
     d = cotangent.astype(np.float64).reshape(ROWS, time, KV_HEADS, GROUPS, SIZE).transpose(0, 2, 3, 1, 4)
     d_p = np.einsum("bkgth,bksh->bkgts", d, v)
@@ -89,6 +93,9 @@ def expected(
         np.einsum("bkgts,bkgth->bksh", d_logits, q),
         np.einsum("bkgts,bkgth->bksh", p, d),
     )
+    if sinks is not None:
+        d_sinks = -(sink / total * (p * d_p).sum(-1, keepdims=True)).sum((0, 3, 4))
+        gradients = (*gradients, d_sinks)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(ROWS, time, -1), gradients
 
 
@@ -113,19 +120,28 @@ KEPT = {
     ],
 )
 def test_value_and_gradient(way: str, time: int, window: int | None, softcap: float | None) -> None:
+    """With sinks where there is a soft cap."""
     positions, until = trees(time)
     arrays, cotangent = inputs(time)
     cotangent[until == 0] = 0  # what an unused slot holds is nobody's business
-    value, gradients = expected(arrays, cotangent, positions, until, window, softcap)
+    sinks = None
+    if softcap is not None:
+        sinks = np.random.default_rng(1).normal(size=(KV_HEADS, GROUPS)).astype(np.float32)
+    value, gradients = expected(arrays, cotangent, positions, until, window, softcap, sinks)
 
     @jax.jit
     def run(*given: Any) -> Any:
         wide = None if window is None else jnp.int32(window)
         call = functools.partial(WAYS[way], window=wide, softcap=softcap)
-        mixed, back = jax.vjp(lambda *x: call(*x, jnp.asarray(positions), jnp.asarray(until)), *given)
+
+        def over(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
+            more = {"sinks": sinks[0]} if sinks else {}
+            return call(q, k, v, jnp.asarray(positions), jnp.asarray(until), **more)
+
+        mixed, back = jax.vjp(over, *given)
         return mixed, back(jnp.asarray(cotangent))
 
-    found, found_gradients = run(*arrays)
+    found, found_gradients = run(*arrays, *([] if sinks is None else [sinks]))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[until > 0], value[until > 0], rtol=1e-4, atol=2e-5)
     for one, other in zip(found_gradients, gradients, strict=True):

@@ -23,13 +23,14 @@ from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import make_mesh, over_parts, planned_mesh, row_sharding
-from rlhf_core.models import DECODER
+from rlhf_core.models import DECODER, fresh_model
 from rlhf_core.models.attention import Blocks, attend, visible_blocks, visits
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training import choose_attention
 from rlhf_core.training.choose_attention import why_kernels
+from tests.shared.mesh_cases import FAMILIES
 
 ROWS = 2
 
@@ -43,15 +44,16 @@ class Shape(NamedTuple):
     groups: int = 2
     window: bool = False
     softcap: float | None = None
+    sinks: bool = False
     blocks: tuple[Blocks, Blocks] | None = (Blocks(16, 32), Blocks(32, 16))
 
 
-USUAL = Shape(75, 80, window=True, softcap=3.0, blocks=(Blocks(32, 16), Blocks(16, 16)))
+USUAL = Shape(75, 80, window=True, softcap=3.0, sinks=True, blocks=(Blocks(32, 16), Blocks(16, 16)))
 PLAIN = Shape(96, 64, kv_heads=2, groups=1)
 MANY = [
     USUAL,
     PLAIN,
-    Shape(128, 128, groups=4, softcap=20.0),
+    Shape(128, 128, groups=4, softcap=20.0, sinks=True),
     Shape(130, 96, window=True),
     Shape(64, 256, groups=1),
     Shape(111, 64, kv_heads=2, groups=3, window=True, softcap=2.0, blocks=(Blocks(64, 16), Blocks(16, 64))),
@@ -84,14 +86,15 @@ def layout(time: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray
 
 
 def batch(shape: Shape, draw: np.random.Generator, dtype: Any = np.float32) -> tuple[Any, ...]:
-    """Queries, keys, values, a cotangent, positions, visible_until, and a window."""
+    """Queries, keys, values, sinks, a cotangent, positions, visible_until, and a window."""
     time, size, heads, groups, *_ = shape
     positions, until = (np.stack(x) for x in zip(*(layout(time, draw) for _ in range(ROWS)), strict=True))
     q = draw.standard_normal((ROWS, heads, groups, time, size)) * 2 / np.sqrt(size)
     k, v = draw.standard_normal((2, ROWS, heads, time, size))
     cotangent = draw.standard_normal((ROWS, time, heads * groups * size)) / np.sqrt(size)
     cotangent[until == 0] = 0  # nothing reads what an unused slot gets
-    arrays = (jnp.asarray(x, dtype) for x in (q, k, v, cotangent))
+    sinks = draw.standard_normal((heads, groups))
+    arrays = (jnp.asarray(x, dtype) for x in (q, k, v, sinks, cotangent))
     return *arrays, positions, until, np.int32(draw.integers(1, time + 1))
 
 
@@ -102,11 +105,16 @@ def program(shape: Shape, platform: str | None) -> Any:
     over = attend if kernels is None else functools.partial(attend_pallas, kernels=kernels)
 
     @jax.jit
-    def run(q: Any, k: Any, v: Any, cotangent: Any, positions: Any, until: Any, window: Any) -> Any:
+    def run(
+        q: Any, k: Any, v: Any, sinks: Any, cotangent: Any, positions: Any, until: Any, window: Any
+    ) -> Any:
         near = window if shape.window else None
-        mixed, back = jax.vjp(
-            lambda *x: over(*x, positions, until, window=near, softcap=shape.softcap), q, k, v
-        )
+
+        def mix(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            sinks = sinks if shape.sinks else None
+            return over(q, k, v, positions, until, window=near, softcap=shape.softcap, sinks=sinks)
+
+        mixed, back = jax.vjp(mix, q, k, v, sinks)
         return mixed, *back(cotangent)
 
     return run
@@ -125,9 +133,9 @@ def differ(found: Any, expected: Any, until: np.ndarray) -> float:
 def check(shape: Shape, platform: str, draw: np.random.Generator) -> None:
     given = batch(shape, draw)
     found, expected = program(shape, platform)(*given), program(shape, None)(*given)
-    until = given[5]
+    until = given[6]
     assert differ(found, expected, until) < 1e-5
-    mixed, d_q, d_k, d_v = map(np.asarray, found)
+    mixed, d_q, d_k, d_v, _ = map(np.asarray, found)
     unused = until == 0
     assert not mixed[unused].any()
     for gradient in (np.moveaxis(d_q, 3, 1), np.moveaxis(d_k, 2, 1), np.moveaxis(d_v, 2, 1)):
@@ -156,9 +164,9 @@ def test_kernels_compute_attention_of_many_layouts(shape: Shape, platform: str) 
 def test_bfloat16_errs_like_dense_attention(platform: str) -> None:
     shape = USUAL
     given = batch(shape, np.random.default_rng(2), jnp.bfloat16)
-    wide = tuple(jnp.asarray(x, jnp.float32) for x in given[:4])
-    truth = program(shape, None)(*wide, *given[4:])
-    kernel, dense = (differ(program(shape, way)(*given), truth, given[5]) for way in (platform, None))
+    wide = tuple(jnp.asarray(x, jnp.float32) for x in given[:5])
+    truth = program(shape, None)(*wide, *given[5:])
+    kernel, dense = (differ(program(shape, way)(*given), truth, given[6]) for way in (platform, None))
     print(f"{platform}: bfloat16 error {kernel:.2e}, of dense attention {dense:.2e}")
     assert kernel < 1.5 * dense
 
@@ -206,14 +214,17 @@ def test_each_device_computes_its_rows_and_heads(parts: bool, platform: str) -> 
     positions, until = (np.stack(x) for x in zip(*layouts, strict=True))
     q, k, v = (draw.standard_normal((4, 2, *group, 32, 16)).astype(np.float32) for group in ((2,), (), ()))
     rows = {"q": q, "k": k, "v": v, "positions": positions, "visible_until": until}
+    sinks = jnp.asarray(draw.standard_normal((2, 2)), jnp.float32)
     kernels = Kernels(platform, (Blocks(16, 16),) * 2, interpret=True)
 
-    def loss(q: Any, rows: Any, over: Any) -> Any:
-        return (over(**rows | {"q": q}) * (rows["visible_until"] > 0)[..., None]).var(axis=(1, 2))
+    def loss(q: Any, sinks: Any, rows: Any, over: Any) -> Any:
+        return (over(**rows | {"q": q}, sinks=sinks) * (rows["visible_until"] > 0)[..., None]).var(
+            axis=(1, 2)
+        )
 
     def value(rows: Any, over: Any) -> Any:
-        by_row = loss(rows["q"], rows, over)
-        return by_row, jax.grad(lambda q: loss(q, rows, over).sum())(rows["q"])
+        d_q, d_sinks = jax.grad(lambda *x: loss(*x, rows, over).sum(), (0, 1))(rows["q"], sinks)
+        return loss(rows["q"], sinks, rows, over), d_q, d_sinks[None]  # of each part
 
     over = functools.partial(attend_pallas, kernels=kernels)
     kernel = functools.partial(value, over=over)
@@ -230,6 +241,7 @@ def test_each_device_computes_its_rows_and_heads(parts: bool, platform: str) -> 
     assert not re.search("all-(gather|to-all)", compiled.as_text())
     expected = jax.jit(functools.partial(value, over=attend))(rows)
     for one, other in zip(compiled(sharded), expected, strict=True):
+        one, other = (x.sum(0) if x.ndim == 3 else x for x in (one, other))
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -238,21 +250,34 @@ def test_rows_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:
     given = batch(PLAIN, np.random.default_rng(5))
     on_mesh = jax.device_put(given, NamedSharding(mesh, PartitionSpec()))
     found = program(PLAIN, "gpu")(*on_mesh)
-    assert differ(found, program(PLAIN, None)(*given), given[5]) < 1e-5
+    assert differ(found, program(PLAIN, None)(*given), given[6]) < 1e-5
 
 
 def test_pallas_says_what_it_cannot_do() -> None:
     assert plugins.load().registry.get(ATTENTION, "pallas") is attend_pallas
-    q, k, v, _, positions, until, _ = batch(PLAIN, np.random.default_rng(6))
+    q, k, v, _, _, positions, until, _ = batch(PLAIN, np.random.default_rng(6))
     with pytest.raises(InputError, match='not on a CPU; set attention to "blocks"'):
         attend_pallas(q, k, v, positions, until)
+
+
+def test_models_with_sinks_take_what_computes_sinks() -> None:
+    model: Any = fresh_model(FAMILIES["gpt_oss"], seed=3)
+    stage: Any = SimpleNamespace(name="policy", registry=plugins.load().registry)
+
+    def chosen(name: str) -> Any:
+        config: Any = SimpleNamespace(attention=Component(name=name))
+        return choose_attention.choose_attention(model, config, stage, [], Layout((64,), (1,), (8,), (0,)))
+
+    assert chosen("pallas").definition.attention is attend_pallas
+    with pytest.raises(InputError, match=r"stage 'policy'.attention: 'cudnn' cannot compute the sinks"):
+        chosen("cudnn")
 
 
 def test_heads_that_no_kernel_holds_are_computed_in_blocks() -> None:
     """As in the global layers of Gemma 4, whose other layers have smaller heads."""
     wide = PLAIN._replace(size=320)
     given = batch(wide, np.random.default_rng(6))
-    assert differ(program(wide, "gpu")(*given), program(wide, None)(*given), given[5]) < 1e-5
+    assert differ(program(wide, "gpu")(*given), program(wide, None)(*given), given[6]) < 1e-5
 
 
 @pytest.fixture
@@ -307,20 +332,23 @@ for on in sys.argv[1:]:
     mesh = make_mesh(1, -1, 1, devices=find_devices(topology))
     rows = mesh.size
     shapes = (80, 4, "bfloat16", None), (256, 2, "bfloat16", 512), (128, 1, "float32", None)
+    sinks = jax.ShapeDtypeStruct((2, 4), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     for size, groups, dtype, window in shapes:
         def shaped(shape, dtype=dtype):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
 
-        def loss(q, k, v, positions, until):
+        def loss(q, k, v, sinks, positions, until):
+            sinks = sinks if groups == 4 else None
             cap, near = (None, None) if window is None else (30.0, jnp.int32(window))
             over = attend_pallas(
-                q, k, v, positions, until, window=near, softcap=cap, kernels=Kernels(topology.chip.platform)
+                q, k, v, positions, until, window=near, softcap=cap, sinks=sinks,
+                kernels=Kernels(topology.chip.platform),
             )
             return over.astype(jnp.float32).sum()
 
         q, k = shaped((rows, 2, groups, TIME, size)), shaped((rows, 2, TIME, size))
         tokens = shaped((rows, TIME), "int32")
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, tokens, tokens).compile()
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, k, sinks, tokens, tokens).compile()
         text = compiled.as_text()
         assert f"{TIME},{TIME}" not in text, (on, size)
         pairs = 2 * groups * TIME * (TIME + 1) // 2
