@@ -76,7 +76,7 @@ def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace,
         prompts.write_text(before)
     assert any(line.startswith("loss: first at update 1, ") for line in found.differences)
     assert found.differences[-1] == "model/model.safetensors: other weights"
-    assert [line.partition(" ")[0] for line in found.changes] == ["train_data"]
+    assert [line.partition(":")[0] for line in found.changes] == ["train_data"]
     path.unlink()
     with pytest.raises(InputError, match="no stage has a journal"):
         replay(other)
