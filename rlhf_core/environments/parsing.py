@@ -112,7 +112,7 @@ class CallParser:
         Raises InputError if there are tools, and the template writes calls in none of `FORMATS`.
         """
         self.encoder = encoder
-        self._calls = bool(tools)
+        self._has_tools = bool(tools)
         self.format = call_format(encoder) if tools else None
         if not tools and _opened(encoder).endswith(f"{START}assistant"):
             self.format = next(form for form in FORMATS if form.way == "harmony")
@@ -159,11 +159,11 @@ class CallParser:
         return message
 
     def _read_harmony(self, text: str) -> tuple[dict[str, Any], list[Call]]:
-        calls = [_checked(call) for call in _harmony_calls(text)] if self._calls else []
+        calls = [_checked(call) for call in _harmony_calls(text)] if self._has_tools else []
         said: dict[str, list[str]] = {"thinking": [], "content": []}
         for header, body in _harmony_messages(text):
             channel = header.partition(CHANNEL)[2].split()[:1]
-            if not (self._calls and _RECIPIENT.search(header)):
+            if not (self._has_tools and _RECIPIENT.search(header)):
                 said["thinking" if channel == ["analysis"] else "content"].append(body)
         if MESSAGE not in text:
             said["content"] = [text]

@@ -58,6 +58,7 @@ def test_rope_in_the_keys_of_transformers_4_and_5() -> None:
     assert parse(LLAMA | {"rope_scaling": None}).ropes[0].theta == 10_000
     assert parse(of("smollm3")).ropes[0].theta == 2_000_000
     assert parse(of("mixtral")).ropes[0].theta == 1_000_000
+    assert parse(of("glm4_moe")).ropes[0].share == 0.5
 
 
 def test_gemma3_has_a_rope_for_each_kind_of_layer() -> None:
