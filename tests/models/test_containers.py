@@ -21,7 +21,7 @@ from rlhf_core import load_model
 from rlhf_core.cli.export import export
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import fresh_model, weights
+from rlhf_core.models import weights
 from rlhf_core.models.loading import define
 from rlhf_core.models.safetensors import Reader
 from rlhf_core.models.weights import open_weights
@@ -181,11 +181,11 @@ def test_llava_names_what_is_not_the_size_of_seven_billions(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["text_config", "older"])
-def test_the_text_models_of_qwen_vl(flat: bool, tmp_path: Path) -> None:
+def test_the_text_models_of_qwen_vl(tiny: Any, flat: bool, tmp_path: Path) -> None:
     """Text has one position per token, whose rotary embedding is the plain one; older files have no `text_config`."""
     rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e6}
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    made = fresh_model({"model_type": "qwen2", "intermediate_size": 24, "rope_theta": 1e6, **sizes})
+    made = tiny.drawn({"model_type": "qwen2", "intermediate_size": 24, "rope_theta": 1e6, **sizes})
     made.save(tmp_path / "text")
     outer: dict[str, Any] = {"model_type": "qwen2_5_vl", "vision_start_token_id": 5}
     source = contain(tmp_path / "text", tmp_path / "whole", outer, {} if flat else NEW)
@@ -308,7 +308,7 @@ def test_what_cannot_be_opened(llava: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_moe", "glm4_moe"])
-def test_experts_stored_one_by_one_or_fused(family: str, tmp_path: Path) -> None:
+def test_experts_stored_one_by_one_or_fused(tiny: Any, family: str, tmp_path: Path) -> None:
     """A layer's experts as [experts, 2 · size, hidden] and [experts, hidden, size], which are written again."""
     sizes = {
         "vocab_size": 32,
@@ -327,7 +327,7 @@ def test_experts_stored_one_by_one_or_fused(family: str, tmp_path: Path) -> None
         sizes |= {"full_attention_interval": 2}
     if family == "qwen3_5_moe_text":
         sizes |= {"head_dim": 16}
-    model = fresh_model({"model_type": family, **sizes})
+    model = tiny.drawn({"model_type": family, **sizes})
     model.save(tmp_path / "one")
     single = load_file(tmp_path / "one" / "model.safetensors")
     fused = dict(single)
@@ -357,7 +357,7 @@ def test_experts_stored_one_by_one_or_fused(family: str, tmp_path: Path) -> None
     assert not open_weights(tmp_path / "fused").keys() & {n for n in single if ".experts." in n}
 
 
-def test_layers_for_speculation_are_carried(tmp_path: Path) -> None:
+def test_layers_for_speculation_are_carried(tiny: Any, tmp_path: Path) -> None:
     """GLM's and Qwen3.5's layers that predict further tokens."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "moe_intermediate_size": 12}
@@ -367,7 +367,7 @@ def test_layers_for_speculation_are_carried(tmp_path: Path) -> None:
         "num_experts_per_tok": 1,
         "num_nextn_predict_layers": 1,
     }
-    fresh_model({**sizes, **glm}).save(tmp_path)
+    tiny.drawn({**sizes, **glm}).save(tmp_path)
     file = tmp_path / "model.safetensors"
     further = {"model.layers.1.eh_proj.weight": DRAW.normal(size=(16, 32)).astype(np.float16)}
     save_file({**load_file(file), **further}, file)
@@ -381,7 +381,7 @@ def test_layers_for_speculation_are_carried(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_keys_and_values_that_a_layer_does_not_use_are_carried(tmp_path: Path) -> None:
+def test_keys_and_values_that_a_layer_does_not_use_are_carried(tiny: Any, tmp_path: Path) -> None:
     """Of gemma4's layers that use those of an earlier layer."""
     sizes = {"model_type": "gemma4_text", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -391,7 +391,7 @@ def test_keys_and_values_that_a_layer_does_not_use_are_carried(tmp_path: Path) -
         "hidden_size_per_layer_input": 0,
     }
     sizes |= {"global_head_dim": 8}
-    fresh_model(sizes).save(tmp_path)
+    tiny.drawn(sizes).save(tmp_path)
     file = tmp_path / "model.safetensors"
     own = load_file(file)
     unused = {f"model.layers.1.self_attn.{part}_proj.weight": DRAW.normal(size=(8, 16)) for part in "kv"}

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import DECODER, fresh_model
+from rlhf_core.models import DECODER
 from rlhf_core.models.params import paths
 from rlhf_core.plugins.component import load_file as load_module
 from rlhf_core.state import fixed_parameters
@@ -19,8 +19,8 @@ reference: Any = load_module(Path(__file__).with_name("test_models_reference.py"
 DENSE, EXPERTS = (reference.CONFIGS[f"gemma4, {name}"] for name in ("shared keys", "experts"))
 
 
-def test_names_of_experts_and_routers(tmp_path: Path) -> None:
-    model = fresh_model(EXPERTS)
+def test_names_of_experts_and_routers(tiny: Any, tmp_path: Path) -> None:
+    model = tiny.drawn(EXPERTS)
     model.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     shapes = {
@@ -43,7 +43,7 @@ def test_names_of_experts_and_routers(tmp_path: Path) -> None:
 
 
 def test_no_update_changes_the_scalars_of_layers() -> None:
-    params = fresh_model(DENSE).params
+    params = DECODER.define(DENSE, "lm").abstract_params()
     fixed = fixed_parameters(params, None)
     assert fixed == {path for path, _ in paths(params) if path[-1] == "layer_scalar"}
     assert len(fixed) == 4

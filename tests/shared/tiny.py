@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_core import plugins
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Model, fresh_model
+from rlhf_core.models import DECODER, Model, fresh_model
+from rlhf_core.models.loading import complete_table
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
 
@@ -67,6 +68,16 @@ def make_model(head: str = "lm", *, seed: int = 1, scale: float = 1.0, **sizes: 
     return dataclasses.replace(
         model, params=placed, tokenizer=make_tokenizer(), hf_config=copy.deepcopy(model.hf_config)
     )
+
+
+def drawn(table: dict[str, Any]) -> Model:
+    """A model of a table of sizes, its parameters drawn by NumPy: `fresh_model` compiles how it draws them."""
+    hf_config, draw = complete_table(table, None, None), np.random.default_rng(0)
+    definition = DECODER.define(hf_config, "lm")
+    params = jax.tree.map(
+        lambda x: draw.normal(size=x.shape).astype(np.float32), definition.abstract_params()
+    )
+    return Model(definition, params, None, hf_config, None, one_device())
 
 
 def _words(draw: np.random.Generator, low: int, high: int) -> str:
