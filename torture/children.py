@@ -156,9 +156,10 @@ def import_everything() -> None:
     import datasets  # noqa: F401
     import transformers  # noqa: F401
     from orbax.checkpoint import v1  # noqa: F401
+    from rlhf_tools import export  # noqa: F401
 
     from rlhf_core import plugins
-    from rlhf_core.cli import export, program, train  # noqa: F401
+    from rlhf_core.cli import program, train  # noqa: F401
     from rlhf_core.contracts import TRAINER
 
     registry = plugins.load().registry

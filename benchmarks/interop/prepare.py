@@ -18,11 +18,11 @@ import numpy as np
 import task
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
+from rlhf_tools.export import export
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import load_model
-from rlhf_core.cli.export import export
 from rlhf_core.models import fresh_model
 from rlhf_core.tokenizer.encoding import Encoder
 

@@ -27,6 +27,7 @@ DISTRIBUTIONS = {
     "data": "rlhf-report",
     "demo": "rlhf-tools",
     "doctor": "rlhf-tools",
+    "export": "rlhf-tools",
     "new": "rlhf-testing",
     "report": "rlhf-report",
     "schema": "rlhf-tools",

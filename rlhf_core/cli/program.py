@@ -13,7 +13,7 @@ import typer
 from rlhf_core import __version__
 from rlhf_core.cli import exits
 from rlhf_core.cli.generate import generate
-from rlhf_core.cli.options import Base, Plugins, takes
+from rlhf_core.cli.options import Plugins, takes
 from rlhf_core.runtime.signals import stop_signals
 
 
@@ -186,30 +186,6 @@ def replay(
     from rlhf_core.pipeline import replay as replays
 
     replays.report(replays.replay(run, stage, to, plugin or ()))
-
-
-@app.command()
-def export(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="An artifact, a directory, an adapter of PEFT or a hub name."),
-    ],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
-    merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone."),
-    ] = False,
-    base: Base = None,
-    plugin: Plugins = None,
-) -> None:
-    """Export MODEL for transformers, PEFT and vLLM. In Hugging Face layout."""
-    from rlhf_core import plugins, runtime
-    from rlhf_core.cli.export import export
-    from rlhf_core.runtime.terminal import echo
-
-    runtime.prepare()
-    registry = plugins.load(files=plugin or ()).registry
-    echo(f"{directory}: {export(model, directory, registry=registry, merge=merge, base=base)}")
 
 
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("-", "_")}

@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from rlhf_sft import SFTConfig
+from rlhf_tools.export import export
 from safetensors.numpy import load_file, save_file
 from transformers import Gemma3Config, LlavaConfig
 
 from rlhf_core import load_model
-from rlhf_core.cli.export import export
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import weights

@@ -1,1 +1,1 @@
-"""The commands `rlhf demo`, `rlhf doctor` and `rlhf schema`."""
+"""The commands `rlhf demo`, `rlhf doctor`, `rlhf export` and `rlhf schema`."""

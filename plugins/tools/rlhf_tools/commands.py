@@ -88,3 +88,68 @@ def doctor() -> None:
     if problems:
         raise RunError("\n".join(["", *problems]))
     echo("\nnothing is wrong")
+
+
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="An artifact, a directory, an adapter of PEFT or a hub name."),
+    ],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A new directory; with --push it may be left out.")
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone."),
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push", metavar="USER/NAME", help="Upload it to the Hugging Face hub, with a model card."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: make a private repository.")
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="BRANCH", help="With --push: the branch; default: main."),
+    ] = None,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
+    ] = None,
+) -> None:
+    """Export MODEL for transformers, PEFT and vLLM. In Hugging Face layout; --push uploads it to the hub."""
+    import tempfile
+
+    from rlhf_core import InputError, plugins, runtime
+    from rlhf_core.models.loading import local_directory
+    from rlhf_core.runtime.terminal import echo
+    from rlhf_tools import hub
+    from rlhf_tools.export import export
+
+    if push is None and (directory is None or private or revision is not None):
+        raise InputError(
+            "give DIR, a new directory, or --push USER/NAME"
+            if directory is None
+            else "--private and --revision need --push USER/NAME"
+        )
+    runtime.prepare()
+    registry = plugins.load(files=plugin or ()).registry
+    with tempfile.TemporaryDirectory(prefix="rlhf-export-") as temporary:
+        target = directory or Path(temporary) / "model"
+        said = export(model, target, registry=registry, merge=merge, base=base)
+        if directory is not None:
+            echo(f"{directory}: {said}")
+        if push is None:
+            return
+        card = hub.model_card(local_directory(model), target, push)
+        (target / hub.CARD).write_text(card, encoding="utf-8")
+        echo(f"{push}: {said}\n{hub.push(target, push, private=private, revision=revision)}")

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rlhf_tools.reward_card import for_other_libraries
 from transformers import AutoTokenizer
 
 from rlhf_core import artifacts, data, load_model
-from rlhf_core.cli.reward_card import for_other_libraries
 from rlhf_core.models import fresh_model
 from rlhf_core.plugins.component import load_file
 from rlhf_core.scoring import Scorer, ScoringContract

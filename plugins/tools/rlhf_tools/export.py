@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core import artifacts
-from rlhf_core.cli.reward_card import card, for_other_libraries
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model, load_model, stored_head
 from rlhf_core.models.hf_config import text_config
@@ -14,6 +13,7 @@ from rlhf_core.models.loading import local_directory
 from rlhf_core.models.weights import INDEX, open_weights
 from rlhf_core.runtime.files import fill_directory
 from rlhf_core.scoring import ScoringContract
+from rlhf_tools.reward_card import card, for_other_libraries
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry

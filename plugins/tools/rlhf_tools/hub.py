@@ -1,0 +1,235 @@
+"""Push an exported model to the Hugging Face hub, with a card that says how it was made."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any
+
+from rlhf_core import InputError, RunError
+from rlhf_core.artifacts import MANIFEST
+from rlhf_core.errors import UNREADABLE
+
+CARD = "README.md"
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+"""Files of an earlier push that this one may not have: a model in one file after one in shards."""
+SHOWN = (
+    "eval_accuracy",
+    "eval_auc",
+    "eval_loss",
+    "eval_reward",
+    "eval_kl",
+    "eval_margin",
+    "reward",
+    "kl",
+    "loss",
+)
+"""Metrics of the card, where the stage has them."""
+Z = 1.959964
+"""The normal distribution's 97.5 % quantile."""
+
+
+def push(directory: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Upload a directory as a model repository, which is made if it is missing; return the commit's address.
+
+    revision: a branch, which is made if it is missing; None: main. Weights of an earlier push that are not in the
+    directory are deleted there, everything else is kept. Raises InputError without a login, for a name that the hub
+    refuses, and if the repository is public where `private` is asked for; RunError if the upload fails.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        if private and not api.model_info(repository).private:
+            raise InputError(
+                f"--private: {repository} is public on the hub; change that there, or leave --private out"
+            )
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=directory,
+            revision=revision,
+            commit_message="Upload a model with rlhf export",
+            delete_patterns=WEIGHTS,
+        )
+    except (LocalTokenNotFoundError, HFValidationError) as error:
+        raise InputError(
+            f"--push {repository}: {_line(error)}; to log in: hf auth login, or set HF_TOKEN"
+        ) from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise InputError(
+                f"--push {repository}: the hub refuses it ({_line(error)}); to log in: hf auth login, or set HF_TOKEN"
+            ) from error
+        raise RunError(
+            f"--push {repository}: {_line(error)}; {directory} is complete, push it again"
+        ) from error
+    except OSError as error:
+        raise RunError(
+            f"--push {repository}: {_line(error)}; {directory} is complete, push it again"
+        ) from error
+    return str(commit.commit_url)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def model_card(source: Path, exported: Path, repository: str) -> str:
+    """Write a card of an exported model from its manifest and the stages that made it.
+
+    source: the artifact, or a directory that is none, of which little is known. exported: the written directory, whose
+    README.md, which says how others score with a reward model, becomes a part of the card. Raises InputError for an
+    adapter whose base nobody else has.
+    """
+    manifest = _json(source / MANIFEST)
+    reward = manifest.get("kind") == "reward_model"
+    stage = _json(source.parent.parent / "stage.json") if manifest else {}
+    stages = list(_ancestors(source.parent.parent)) if stage else []
+    base = next((record["config"]["model"] for _, record in reversed(stages) if _hub_name(record)), None)
+    adapter = _json(exported / "adapter_config.json").get("base_model_name_or_path")
+    if adapter and (Path(adapter).is_absolute() or (exported / adapter).exists() or adapter.startswith(".")):
+        raise InputError(
+            f"--push {repository}: the adapter's base model is only on this machine: add --merge, or push the "
+            "base first and give its name on the hub as --base"
+        )
+    front = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-classification" if reward else "text-generation",
+        "tags": ["rlhf", *([stage["trainer"]] if stage else [])],
+        **({"base_model": base} if base else {}),
+    }
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {repository.partition('/')[2] or repository}", ""]
+    what = "A reward model" if reward else "A language model"
+    made = f", made by the stage `{stage['name']}` (trainer `{stage['trainer']}`)" if stage else ""
+    lines += [f"{what}{made}{f', an adapter of {adapter}' if adapter else ''}.", ""]
+    if stages:
+        lines += ["## How it was made", "", "| stage | trainer | from | data | loss | updates |"]
+        lines += ["|---|---|---|---|---|---|"]
+        lines += [_stage_row(each, record) for each, record in reversed(stages)]
+        lines += [
+            "",
+            "Versions: " + ", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()) + ".",
+            "",
+        ]
+    if shown := _metric_rows(source.parent.parent, stage):
+        lines += ["## Metrics", "", "| metric | value | 95 % interval |", "|---|---|---|", *shown, ""]
+    lines += ["## How to load it", ""]
+    if reward and (exported / CARD).is_file():
+        text = (exported / CARD).read_text(encoding="utf-8").partition("\n")[2].strip()
+        return "\n".join(lines) + text.replace('"MODEL"', json.dumps(repository)) + "\n"
+    return "\n".join([*lines, *_loading(repository, adapter)]) + "\n"
+
+
+def _loading(repository: str, adapter: str | None) -> Iterator[str]:
+    yield "```python"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{repository}")'
+    yield f'model = AutoModelForCausalLM.from_pretrained("{repository}")'
+    yield "```\n"
+    if adapter:
+        yield f"transformers loads the adapter with its base where peft is installed; vLLM: `vllm serve {adapter} "
+        yield f"--enable-lora --lora-modules policy={repository}`."
+    else:
+        yield f"vLLM: `vllm serve {repository}`. With rlhf: `rlhf generate {repository} --prompt …`."
+
+
+def _ancestors(stage: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield (directory, record) of a stage and of those of its run that its models come from, each once."""
+    waiting, seen = [stage], set()
+    while waiting:
+        directory = waiting.pop(0)
+        record = _json(directory / "stage.json")
+        if directory in seen or not record:
+            continue
+        seen.add(directory)
+        yield directory, record
+        models = [
+            record["config"].get("model"),
+            *(r.get("model") for r in record["config"].get("rewards") or ()),
+        ]
+        names = [name.partition(".")[0] for name in models if isinstance(name, str)]
+        waiting += [
+            directory.parent / name for name in names if (directory.parent / name / "stage.json").is_file()
+        ]
+
+
+def _hub_name(record: Mapping[str, Any]) -> bool:
+    """Return whether a stage starts from a model of the hub: OWNER/NAME that is no path here."""
+    model = record["config"].get("model")
+    return (
+        isinstance(model, str)
+        and model.count("/") == 1
+        and not Path(model).exists()
+        and not model.startswith(".")
+    )
+
+
+def _stage_row(directory: Path, record: Mapping[str, Any]) -> str:
+    config = record["config"]
+    model = config.get("model")
+    origin = f"a fresh {model.get('model_type', 'model')}" if isinstance(model, Mapping) else _named(model)
+    loss = config.get("loss")
+    cells = (
+        f"`{directory.name}`",
+        f"`{record['trainer']}`",
+        origin,
+        ", ".join(_data_names(config.get("train_data"))),
+        f"`{loss['name']}`"
+        if isinstance(loss, Mapping)
+        else "next token"
+        if record["trainer"] == "sft"
+        else "",
+        str(_json(directory / "plan.json").get("updates", "")),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _named(value: Any) -> str:
+    """Name a model or a file without its place on this machine."""
+    text = str(value)
+    return f"`{PurePath(text).name if PurePath(text).is_absolute() else text}`"
+
+
+def _data_names(data: Any) -> Iterator[str]:
+    for each in data if isinstance(data, list) else [data]:
+        if isinstance(each, Mapping):
+            each = each.get("path") or each.get("name")
+        if each is not None:
+            yield _named(each)
+
+
+def _metric_rows(directory: Path, stage: Mapping[str, Any]) -> list[str]:
+    """Rows of the last metrics; shares of pairs have Wilson's interval (Wilson 1927)."""
+    metrics = stage.get("results", {}).get("metrics", {})
+    pairs = 0
+    for file in sorted((directory / "evaluations").glob("*.json"))[-1:]:
+        pairs = int(sum(_json(file).get("scores", {}).get("chosen", ())))
+    rows = []
+    for name in SHOWN:
+        value = metrics.get(name)
+        if not isinstance(value, float):
+            continue
+        interval = ""
+        if name == "eval_accuracy" and pairs:
+            share, z = value, Z**2 / pairs
+            half = Z * math.sqrt(share * (1 - share) / pairs + z / (4 * pairs)) / (1 + z)
+            centre = (share + z / 2) / (1 + z)
+            interval = f"[{centre - half:.4f}, {centre + half:.4f}], {pairs:,} pairs"
+        rows.append(f"| {name} | {value:.4g} | {interval} |")
+    return rows
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with suppress(OSError, *UNREADABLE):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
