@@ -268,9 +268,14 @@ class RichView(PlainView):
 
 
 def choose(progress: str, stage: str, pace: Pace) -> PlainView:
-    """Return the view called `progress`, or plain lines where the terminal cannot move a cursor."""
+    """Return the view called `progress`, or plain lines where the terminal cannot move a cursor.
+
+    A notebook cannot, but shows tqdm's bar, which only returns to the start of its line.
+    """
     if progress == "json":
         return JsonView(stage, pace)
+    if type(sys.stderr).__module__.startswith("ipykernel"):
+        return TqdmView(stage, pace)
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return PlainView(stage, pace)
     return TqdmView(stage, pace) if progress == "tqdm" else RichView(stage, pace)

@@ -181,10 +181,10 @@ def _last_written(directory: Path, run_id: str) -> int:
     A file is a LevelDB log behind 7 bytes of wandb's: blocks of 2**15 bytes, of parts of records. A part is 4 bytes of
     check sum, its length in 2, its kind in 1 (1 whole, 2 first, 3 middle, 4 last), and itself.
     """
-    from wandb.proto.wandb_internal_pb2 import Record
-
     last = -1
     for file in directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb"):
+        from wandb.proto.wandb_internal_pb2 import Record
+
         content, at, record = file.read_bytes(), 7, b""
         while at + 7 <= len(content):
             size, kind = struct.unpack_from("<HB", content, at + 4)

@@ -68,21 +68,32 @@ def broken_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "said"),
+    ("section", "break_it", "said"),
     [
-        (broken_plugin, "it raised; uninstall it"),
-        (old_library, "rlhf-core needs flax>=0.12.8, and 0.1 is installed: pip install 'flax>=0.12.8'"),
-        (idle_gpu, "has a GPU, and jax computes on the CPU: pip install 'rlhf-core[cuda]'"),
-        (no_device, "Unable to initialize backend 'tpu'; JAX_PLATFORMS=cpu computes on the CPU"),
-        (full_disk, "of disk is free in "),
-        (cache_in_a_file, "cannot be written, so every run compiles again: set XDG_CACHE_HOME"),
-        (broken_command, "rlhf mine cannot be loaded"),
+        (doctor.extensions, broken_plugin, "it raised; uninstall it"),
+        (
+            doctor.software,
+            old_library,
+            "rlhf-core needs flax>=0.12.8, and 0.1 is installed: pip install 'flax>=0.12.8'",
+        ),
+        (doctor.devices, idle_gpu, "has a GPU, and jax computes on the CPU: pip install 'rlhf-core[cuda]'"),
+        (
+            doctor.devices,
+            no_device,
+            "Unable to initialize backend 'tpu'; JAX_PLATFORMS=cpu computes on the CPU",
+        ),
+        (doctor.disks, full_disk, "of disk is free in "),
+        (doctor.disks, cache_in_a_file, "cannot be written, so every run compiles again: set XDG_CACHE_HOME"),
+        (doctor.extensions, broken_command, "rlhf mine cannot be loaded"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_type(
-    break_it: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    section: Any, break_it: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     break_it(monkeypatch, tmp_path)
+    problems = [finding.problem for finding in section() if finding.problem]
+    assert any(said in problem for problem in problems)
+    monkeypatch.setattr(doctor, "examine", lambda: list(section()))
     with pytest.raises(RunError) as error:
         commands.doctor()
-    assert said in str(error.value)
+    assert str(error.value).strip().splitlines() == problems
