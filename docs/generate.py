@@ -74,9 +74,10 @@ log-probabilities are in nats. Parameters, shapes and errors are in the docstrin
 
 
 MODELS = """The `model_type` of a config.json chooses its family; another one is an error that lists these. Of a
-checkpoint that holds more, such as `qwen3_5`, `gemma4` or `mistral3`, it is that of its `text_config`. All models are
-trained and scored in packed rows, sampled, and exported. The lists below are what the families' definitions say of a
-model with the defaults of its class in transformers: first what all have in common, then where they differ.
+checkpoint that holds more, such as `qwen3_5`, `gemma4` or `mistral3`, it is that of its `text_config`; the text
+models of Qwen2-VL and Qwen2.5-VL are a `qwen2`, those of Qwen3-VL a `qwen3`. All models are trained
+and scored in packed rows, sampled, and exported. The lists below are what the families' definitions say of a model
+with the defaults of its class in transformers: first what all have in common, then where they differ.
 [Hugging Face](../how-to/hugging_face.md#models-in) has what files may hold, and
 [Add a model family](../how-to/add_a_model_family.md) how to describe another one."""
 SMALL = {
