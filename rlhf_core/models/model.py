@@ -294,6 +294,21 @@ class Model:
         )
         return dataclasses.replace(self, definition=definition, params=merging(self.params), adapter=None)
 
+    def untied(self) -> Model:
+        """Return the model that `save` writes with an output head of its own, a copy of its embeddings.
+
+        An engine that keeps its head apart can then be given both. Other models are returned unchanged.
+        """
+        definition = self.definition
+        if not isinstance(definition, Decoder) or not definition.config.tied or definition.head != "lm":
+            return self
+        names = {"tie_word_embeddings", *({"tie_embedding"} & set(text_config(self.hf_config)))}
+        return dataclasses.replace(
+            self,
+            hf_config=with_text_config(self.hf_config, dict.fromkeys(names, False)),
+            kept=weights.with_stored_head(definition, self.kept),
+        )
+
     def storing(self, dtype: str) -> Model:
         """Return the model that `save` writes in this dtype, as `stored_dtype`, which its config.json then names."""
         named = {**self.hf_config, **text_config(self.hf_config)}

@@ -110,6 +110,11 @@ def kept(decoder: Decoder, directory: Path) -> Kept:
     )
 
 
+def with_stored_head(decoder: Decoder, kept: Kept | None) -> Kept:
+    """Return what to write of a model with a tied head whose copy is to be stored, too."""
+    return replace(kept or Kept(None, {}, {}, None), tied_head=_head(decoder.config, "lm_head"))
+
+
 def usual_dtype(dtypes: Sequence[str]) -> str | None:
     """Find the most frequent of dtypes in headers: "float32", "float16", "bfloat16"; None for any other."""
     most = max(set(dtypes), key=dtypes.count) if dtypes else ""

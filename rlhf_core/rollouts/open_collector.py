@@ -71,7 +71,9 @@ def open_collector(
             f"stage '{stage.name}'.total_batch_size={config.total_batch_size} (completions of an update) is not a "
             f"multiple of num_generations={options.num_generations}: a group would be split"
         )
-    prompts = _open_prompts(context, rewards, options, field)
+    absent, routes = model.definition.absent, route_shape(model.definition) if options.replay_routes else None
+    route_bytes = 0 if routes is None else math.prod(routes.shape) * routes.dtype.itemsize
+    prompts = _open_prompts(context, rewards, options, field, route_bytes)
     if prompts is None:
         return None
     if isinstance(prompts, PromptStream):
@@ -97,10 +99,9 @@ def open_collector(
         context.warn(*system_prompt_warnings(config, rewards, stage))
         context.ahead(warm_up, function, model, prompts.sizes)
     if context.shapes and field == "train_data":
-        _check_sampler(context, model, options)
+        _check_sampler(context, model, options, int(prompts.sizes.max()), episodes)
     if not context.shapes and not replays:
         set_up(rewards, prompts, stage, field)
-    absent, routes = model.definition.absent, route_shape(model.definition) if options.replay_routes else None
     if options.replay_routes and episodes is not None:
         raise InputError(
             f"stage '{stage.name}'.replay_routes: not with an environment, whose turns it cannot replay"
@@ -164,12 +165,13 @@ def warm_up(sampler: Any, model: Model, sizes: NDArray[np.int64]) -> None:
 
 
 def _open_prompts(
-    context: Context, rewards: Sequence[Reward], options: RolloutOptions, field: str
+    context: Context, rewards: Sequence[Reward], options: RolloutOptions, field: str, route_bytes: int
 ) -> AnyPrompts | None:
     """Open the prompts of `train_data`, or of `eval_data`, which may not be given: None.
 
     In a stage that is only checked, also add to `context.expected` what its rollouts will be. rewards: are then called
     with made-up completions, and the environment's first episode is begun, unless their options say otherwise.
+    route_bytes: of the experts of a completion's token, where they are kept.
     """
     stage, needed = context.stage, field == "train_data"
     length, environment, tokenizer = options.max_prompt_length, options.environment, context.tokenizer
@@ -183,16 +185,16 @@ def _open_prompts(
             lines = forecast_episodes(context, options, rows)
             context.warn(*((ROW_PER_TURN,) if environment.history == "encoded_again" else ()))
             later = [*lines[1:], *of_rewards.lines]
-            _expect(context, options, (_count(rows), length), lines[0], later)
+            _expect(context, options, (_count(rows), length), lines[0], later, route_bytes)
         return rows
     if tokenizer is None and needed and context.is_stream(field):
-        _expect(context, options, (0, length), "a stream of prompts", ())
+        _expect(context, options, (0, length), "a stream of prompts", (), route_bytes)
     if tokenizer is None:
         records = context.records(field)
         if records is not None and needed:
             of_rewards = _told(context, forecast_rewards(rewards, records, stage, field))
             report = f"{counted(len(records), 'prompts')} before length limits"
-            _expect(context, options, (len(records), length), report, of_rewards.lines)
+            _expect(context, options, (len(records), length), report, of_rewards.lines, route_bytes)
         return None
     prompts = context.prompts(field, length)
     if context.shapes and prompts is not None:
@@ -200,7 +202,8 @@ def _open_prompts(
         if needed:
             longest = max(map(len, prompts.ids))
             _told(context, of_rewards)
-            _expect(context, options, (_count(prompts), longest), str(prompts.report), of_rewards.lines)
+            sizes, report = (_count(prompts), longest), str(prompts.report)
+            _expect(context, options, sizes, report, of_rewards.lines, route_bytes)
     return prompts
 
 
@@ -209,13 +212,16 @@ def _count(prompts: AnyPrompts) -> int:
     return 0 if isinstance(prompts, PromptStream) else len(prompts)
 
 
-def _check_sampler(context: Context, model: Model, options: RolloutOptions) -> None:
+def _check_sampler(
+    context: Context, model: Model, options: RolloutOptions, prompt: int, episodes: EpisodeSettings | None
+) -> None:
     """Have a sampler on other devices say what is wrong with it, in a stage that is only checked."""
     made = _sampler_maker(context, options)
     if not hasattr(made, "check"):
         return
     with error_context(context.stage, "sampler"):
-        forecast = _told(context, made.check(model, options.sampling))
+        length = options.sampling.max_completion_length if episodes is None else episodes.length
+        forecast = _told(context, made.check(model, options, prompt + length))
     if context.expected:
         expected = context.expected[-1]
         expected.later = [*expected.later, *forecast.lines]
@@ -241,11 +247,16 @@ def _told(context: Context, forecast: Forecast) -> Forecast:
 
 
 def _expect(
-    context: Context, options: RolloutOptions, prompts: tuple[int, int], report: str, later: Sequence[str]
+    context: Context,
+    options: RolloutOptions,
+    prompts: tuple[int, int],
+    report: str,
+    later: Sequence[str],
+    route_bytes: int,
 ) -> None:
     """Count completions, updates and tokens.
 
-    prompts: how many, 0 if that is not known, and the tokens of the longest.
+    prompts: how many, 0 if that is not known, and the tokens of the longest. route_bytes: of a completion's token.
     """
     config, rounds, group = context.config, options.max_rounds, options.num_generations
     (count, longest), environment = prompts, options.environment
@@ -260,6 +271,7 @@ def _expect(
         completions=sampled,
         tokens=sampled * length + sampled // group * longest,
     )
+    journal += sampled * length * route_bytes
     lines = [
         report,
         f"a rollout is {counted(per_rollout, 'prompts')} × {counted(group, 'completions')} = {per_rollout * group:,}"
@@ -270,7 +282,6 @@ def _expect(
         f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),
         f"the journal takes at most {format_bytes(journal)}, and what the prompts' columns take"
-        + (", and the routes of its tokens" if options.replay_routes else "")
         + (", less with checkpoints" if options.journal == "until_checkpoint" else ""),
     ]
     if options.ahead:
@@ -287,9 +298,7 @@ def _expect(
         whole = shares_prompts(definition) and slots == prompts * group
         own = length if whole else longest + length
         cache = cache_bytes(definition, slots, own) + cache_bytes(definition, prompts, longest)
-        routes = route_shape(definition) if options.replay_routes else None
-        token = 0 if routes is None else math.prod(routes.shape) * routes.dtype.itemsize
-        replay = {"routes": slots * length * token} if token else {}
+        replay = {"routes": slots * length * route_bytes} if route_bytes else {}
         if context.planned is not None:
             return {"rollout cache": cache, **replay}
         # Decoding joins projections, so that each token reads the weights in fewer pieces.

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -339,13 +340,83 @@ def test_ray(stopped_by: str, place: Place, expected: Path, ray: tuple[subproces
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.31", "1.33", "1.35", "1.37"])
-def test_kubernetes_accepts_the_manifest(version: str) -> None:
+@pytest.mark.parametrize(("manifest", "resources"), [("job.yaml", 2), ("engine.yaml", 3)])
+def test_kubernetes_accepts_the_manifest(manifest: str, resources: int, version: str) -> None:
     program = str(ENVIRONMENT / "kubernetes-validate")
     need(program, hint="make test-launchers installs it")
-    command = [program, "--strict", "-k", version, str(LAUNCH / "job.yaml")]
+    command = [program, "--strict", "-k", version, str(LAUNCH / manifest)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (done.stdout + done.stderr).count("passed for resource") == 2
+    assert (done.stdout + done.stderr).count("passed for resource") == resources
+
+
+ENGINE_STAGE = """
+[[stage]]
+name = "policy"
+trainer = "grpo"
+model = "model"
+train_data = "data/prompts.jsonl"
+rewards = ["data/rewards.py:right"]
+num_generations = 2
+total_batch_size = 4
+max_training_steps = 4
+max_completion_length = 8
+log_steps = 1
+lora = { rank = 4 }
+sampler = { name = "vllm", urls = ["http://nobody"], directory = "policies", probe_tolerance = 1e-3 }
+"""
+# The routes of vLLM, answered by `rlhf serve`; its flags are those that a real one was started with in test_vllm.py.
+AS_VLLM = """#!/bin/bash
+[ "$VLLM_SERVER_DEV_MODE$VLLM_ALLOW_RUNTIME_LORA_UPDATING" = 1True ] || exit 1
+exec {rlhf} serve "policy=$2" --port "$4" --control --adapters "$PWD/policies" --plugin pausing.py
+"""
+
+
+def engine_project(place: Place) -> Path:
+    from rlhf_core.models import fresh_model
+    from rlhf_core.tokenizer import load_tokenizer
+
+    project = place.project()
+    runs.write(project, ENGINE_STAGE).rename(project / "pipeline.toml")
+    (project / "policies").mkdir()
+    table = {**tomllib.loads(f"model = {runs.MODEL}")["model"], "max_position_embeddings": 64}
+    fresh_model(table, tokenizer=load_tokenizer(project / "data" / "tokenizer"), seed=0).save(
+        project / "model"
+    )
+    place.command("vllm", AS_VLLM.format(rlhf=place.bin / "rlhf"))
+    return project
+
+
+def engine_script(place: Place, project: Path, name: str) -> Path:
+    port = str(processes.free_port())
+    changes = [("8000", port), ("/path/to/model", str(project / "model"))]
+    return place.script(name, *changes, ("/path/to/engine/bin/vllm", str(place.bin / "vllm")))
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_an_engine_and_a_trainer(host: str, place: Place, request: pytest.FixtureRequest) -> None:
+    """On one machine, and on two; the engine ends with the run, whose exit code is the script's."""
+    if host:
+        request.getfixturevalue("sshd")
+    project = engine_project(place)
+    script = ["bash", str(engine_script(place, project, "engine.sh"))]
+    path = f"{place.bin}:{os.environ['PATH']}"
+    assert finish(start(script, project, PATH=path, ENGINE_HOST=host)) == 0
+    assert (project / "run/policy/metrics.jsonl").read_bytes().count(b"\n") == 4
+    listed = subprocess.run(["pgrep", "-f", f"policy={project}"], capture_output=True, text=True, check=False)
+    assert listed.stdout == ""
+
+
+def test_an_engine_and_a_trainer_of_slurm(place: Place, cluster: Mapping[str, str]) -> None:
+    project = engine_project(place)
+    environment = {**os.environ, **cluster}
+    for name in [name for name in environment if name.startswith(("JAX_", "XLA_"))]:
+        del environment[name]
+    script = engine_script(place, project, "engine.sbatch")
+    command = ["sbatch", "--parsable", str(script)]
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=True)
+    assert ends(cluster, done.stdout.strip(), project) == "COMPLETED"
+    assert (project / "run/policy/metrics.jsonl").read_bytes().count(b"\n") == 4
 
 
 @pytest.fixture(scope="module")

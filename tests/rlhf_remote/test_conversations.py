@@ -72,10 +72,11 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
     monkeypatch.setattr(sampler, "_STATIONS", {})
     inputs = SimpleNamespace(
         directory=tmp_path,
-        definition=SimpleNamespace(vocab_size=48, absent=()),
+        definition=SimpleNamespace(vocab_size=48, absent=(), lora=None),
         options=SamplingOptions(max_completion_length=LIMITS[0]),
         stop_ids=(1,),
         num_generations=2,
+        max_prompt_length=2,
         conversation_length=40,
     )
     made = sampler.Sampler(sampler.RlhfSampler(("http://engine",)), inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlhf_serve.running import Settings, application, make_server
 from rlhf_core import InputError, RunError
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import Stopped
+from rlhf_core.rollouts import RolloutOptions
 from rlhf_core.sampling import SamplingOptions
 
 LORA = {"rank": 4, "alpha": 8}
@@ -153,10 +155,11 @@ def test_an_engine_that_keeps_its_policy_is_caught(
 
     monkeypatch.setattr(engines.Vllm, load, forgets)
     with pytest.raises(
-        RunError, match=r"does not hold the policy of update 1: .* of a probe are up to"
+        RunError, match=r"does not hold the policy of update 1: .* they are those of update 0: "
     ) as error:
-        train(weights=weights, ahead=0)
-    assert "it holds older weights" in str(error.value)
+        train(weights=weights, ahead=0, probe_tolerance=10.0)
+    what = {"adapter": "the adapter was not loaded", "disk": "it kept its weights"}[weights]
+    assert str(error.value).endswith(what)
 
 
 def test_weights_of_another_run_are_noticed(
@@ -241,72 +244,159 @@ def test_probes_see_every_tensor(tiny: ModuleType) -> None:
 
 
 def test_a_check_asks_the_engines(server: Server, tiny: ModuleType) -> None:
-    model, sampling = tiny.make_model(), SamplingOptions(max_completion_length=8)
-    told = sampler.RlhfSampler((server.url,), weights="disk", model="policy").check(model, sampling)
-    assert told == Forecast(
+    model = tiny.make_model()
+
+    def check(url: str, longest: int = 64, name: str | None = "policy", **options: Any) -> Forecast:
+        ahead, kind = options.pop("ahead", 0), options.pop("kind", sampler.RlhfSampler)
+        sampling = SamplingOptions(max_completion_length=8, **options)
+        wanted = RolloutOptions(32, 4, sampling, 2, ahead=ahead)
+        forecast: Forecast = kind((url,), weights="disk", model=name).check(model, wanted, longest)
+        return forecast
+
+    assert check(server.url, temperature=0.7) == Forecast(
         ("sampled by 1 × rlhf, which read each policy (whole weights) from the stage's directory",)
     )
-    (warning,) = sampler.VllmSampler(("http://127.0.0.1:9",), weights="disk").check(model, sampling).warnings
+    (warning,) = check(server.url, ahead=1).warnings
+    assert "2 engines would not wait for each other" in warning
+    (warning,) = check("http://127.0.0.1:9", kind=sampler.VllmSampler).warnings
     assert "http://127.0.0.1:9: " in warning
     assert "start it: VLLM_SERVER_DEV_MODE=1" in warning
-    assert "--port 9 --logprobs-mode processed_logprobs" in warning
-    with pytest.raises(InputError) as error:
-        sampler.RlhfSampler((server.url,), weights="disk", model="other").check(
-            model, SamplingOptions(max_completion_length=64, top_p=0.9)
+    assert "--port 9 --max-model-len 64 --dtype float32 --logprobs-mode processed_logprobs" in warning
+    for wrong, said in (
+        ({"top_p": 0.9}, "sampling.top_p: the log-probabilities of sampler 'rlhf' would contain it"),
+        ({"name": "other"}, f"{server.url} serves policy, and not 'other'"),
+        (
+            {"longest": 65},
+            "'policy' has a context of 64 tokens, and prompts with their completions have up to 65",
+        ),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            check(server.url, **wrong)  # type: ignore[arg-type]
+    other = tiny.make_model(vocab_size=50)
+    with pytest.raises(InputError, match="another model: its vocabulary is not the policy's, of 50 ids"):
+        sampler.RlhfSampler((server.url,), weights="disk").check(
+            other, RolloutOptions(32, 4, SamplingOptions(max_completion_length=8), 2), 8
         )
-    assert "sampling.top_p: the log-probabilities of sampler 'rlhf' would contain it" in str(error.value)
-    with pytest.raises(InputError) as error:
-        sampler.RlhfSampler((server.url,), weights="disk", model="other").check(model, sampling)
-    assert f"model: {server.url} serves policy, and not 'other'" in str(error.value)
-    with pytest.raises(InputError, match="has a context of 64, too short for completions of 64 tokens"):
-        sampler.RlhfSampler((server.url,), weights="disk", model="policy").check(
-            model, SamplingOptions(max_completion_length=64)
-        )
 
 
-class Scripted(httpx.BaseTransport):
-    """Answers requests from a table, and keeps their bodies."""
+class AsSglang(httpx.BaseTransport):
+    """Answers SGLang's routes, as its http_server.py and io_struct.py have them, with a server of `rlhf serve`."""
 
-    def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers, self.asked = answers, list[tuple[str, Any]]()
+    def __init__(self, url: str) -> None:
+        self.behind, self.paused = engines.Vllm(url, None, 60), False
+        self.adapters, self.version = set[str](), "default"
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        path = request.url.raw_path.decode()
-        self.asked.append((path, json.loads(request.content or b"null")))
-        status, body = self.answers.get(path, (404, {"detail": "Not Found"}))
-        return httpx.Response(status, json=body, request=request)
+        path, body = request.url.path, json.loads(request.content or b"null")
+        route = getattr(self, path.strip("/").replace("/", "_"), None)
+        status, answer = (404, {"detail": "Not Found"}) if route is None else route(body)
+        return httpx.Response(status, json=answer, request=request)
+
+    def health(self, body: Any) -> tuple[int, Any]:
+        return 200, {}
+
+    def v1_models(self, body: Any) -> tuple[int, Any]:
+        return 200, {"data": [{"id": "weights/first", "root": "weights/first", "max_model_len": 64}]}
+
+    def generate(self, body: Any) -> tuple[int, Any]:
+        model = body.get("lora_path", "policy")
+        if model != "policy" and model not in self.adapters:
+            return 400, {"error": {"message": f"LoRA adapter {model} is not loaded"}}
+        many = isinstance(body["input_ids"][0], list)
+        prompts = body["input_ids"] if many else [body["input_ids"]]
+        settings = body["sampling_params"] if many else [body["sampling_params"]]
+        answers = [self.one(model, *pair, body) for pair in zip(prompts, settings, strict=True)]
+        return 200, answers if many else answers[0]
+
+    def one(self, model: str, prompt: list[int], given: dict[str, Any], body: Any) -> Any:
+        wanted = engines.Wanted(
+            given["temperature"], given["max_new_tokens"], tuple(given.get("stop_token_ids", ()))
+        )
+        (drawn,) = self.behind.complete(model, prompt, 1, given.get("sampling_seed", 0), wanted)
+        reason = {"type": "stop", "matched": drawn.ids[-1]} if drawn.finished else {"type": "length"}
+        logps = [[p, i, None] for p, i in zip(drawn.logps, drawn.ids, strict=True)]
+        meta = {"finish_reason": reason, "output_token_logprobs": logps, "weight_version": self.version}
+        if body.get("logprob_start_len") == 0:
+            read = [None, *self.behind.logps(model, prompt)]
+            meta["input_token_logprobs"] = [[p, i, None] for p, i in zip(read, prompt, strict=True)]
+        return {"text": "", "output_ids": drawn.ids, "meta_info": meta}
+
+    def load_lora_adapter(self, body: Any) -> tuple[int, Any]:
+        if not body or body["lora_name"] in self.adapters:
+            return 400, {"success": False, "error_message": "already loaded"}
+        self.adapters.add(body["lora_name"])
+        self.behind.load_adapter(body["lora_name"], body["lora_path"])
+        return 200, {"success": True}
+
+    def unload_lora_adapter(self, body: Any) -> tuple[int, Any]:
+        if body["lora_name"] not in self.adapters:
+            return 400, {"success": False, "error_message": "not loaded"}
+        self.adapters.remove(body["lora_name"])
+        return 200, {"success": True}
+
+    def pause_generation(self, body: Any) -> tuple[int, Any]:
+        self.paused = body["mode"] == "retract"
+        return 200, {"status": "ok"}
+
+    def update_weights_from_disk(self, body: Any) -> tuple[int, Any]:
+        if not body or not self.paused or not body["flush_cache"]:
+            return 400, {"success": False, "message": "no model_path"}
+        self.behind.load_weights(body["model_path"], "of the server")
+        self.version = body["weight_version"]
+        return 200, {"success": True, "message": "Succeeded"}
+
+    def continue_generation(self, body: Any) -> tuple[int, Any]:
+        self.paused = False
+        return 200, {"status": "ok"}
 
 
-def test_sglang_s_own_routes() -> None:
-    """By the shapes that its documentation and others' threads show; no server of it was asked."""
-    meta = {
-        "finish_reason": {"type": "stop"},
-        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 2, None]],
-        "input_token_logprobs": [[None, 5, None], [-0.25, 6, None]],
-    }
-    engine = engines.Sglang("http://engine", None, 60)
-    script = Scripted(
-        {
-            "/generate": (200, {"meta_info": meta}),
-            "/pause_generation": (200, {}),
-            "/update_weights_from_disk": (500, {"message": "disk"}),
-            "/continue_generation": (200, {}),
-        }
-    )
-    engine._client = httpx.Client(transport=script)
-    wanted = engines.Wanted(0.5, 8, (2,), ("\n",))
-    assert engine.complete("policy-v1", [1, 2], 1, 3, wanted) == [engines.Drawn([7, 2], [-0.5, -1.5], True)]
-    body = script.asked[-1][1]
-    assert (body["input_ids"], body["lora_path"], body["return_logprob"]) == ([1, 2], "policy-v1", True)
-    assert body["sampling_params"]["stop_token_ids"] == [2]
-    assert engine.logps("", [5, 6]) == [-0.25]
-    with pytest.raises(engines.EngineDownError, match="HTTP 500: disk"):
-        engine.load_weights("weights", "4")
-    assert [path for path, _ in script.asked[-3:]] == [
-        "/pause_generation",
-        "/update_weights_from_disk",
-        "/continue_generation",
+@pytest.mark.parametrize("weights", ["adapter", "disk"])
+def test_sglang_s_routes(
+    train: Callable[..., Any], server: Server, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler `rlhf` gives the same rollouts of groups, which have seeds of their own here."""
+    routes = AsSglang(server.url)
+
+    def opened(url: str, key: str | None, timeout: float) -> engines.Sglang:
+        engine = engines.Sglang(url, key, timeout)
+        engine._client = httpx.Client(transport=routes)
+        return engine
+
+    monkeypatch.setitem(sampler.KINDS, "sglang", opened)
+    directory, rows = train(name="sglang", weights=weights, urls=[f"http://{weights}"], ahead=1, steps=3)
+    assert [row["rollout/lag"] for row in rows] == [0, 1, 1]
+    assert all(row["sync/probe_difference"] < 1e-4 for row in rows)
+    assert rows[0]["sampling/logp_difference_max"] < 1e-4
+    assert not routes.paused
+    samples = [
+        json.loads(line) for line in (directory / "samples/update-000000.jsonl").read_text().splitlines()
     ]
+    assert len({row["completion"] for row in samples}) > 2
+    if weights == "adapter":
+        assert all(name.startswith("policy-") for name in routes.adapters)
+    else:
+        assert routes.version.endswith("-v1")
+
+
+def test_an_engine_that_was_started_again_is_given_its_policy_again(
+    train: Callable[..., Any], server: Server, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two requests, so that none fails: it has no adapters, or its first weights, and says so."""
+    honest = engines.Vllm.complete
+    for weights in ("adapter", "disk"):
+        again = threading.Event()
+
+        def complete(self: Any, *arguments: Any, again: threading.Event = again) -> Any:
+            if arguments[-1].max_tokens > 1 and not again.is_set():
+                again.set()
+                server.restore(model)
+            return honest(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engines.Vllm, "complete", complete)
+            _, rows = train(weights=weights, ahead=0, steps=2)
+        assert again.is_set()
+        assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize(

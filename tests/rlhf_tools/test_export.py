@@ -51,6 +51,20 @@ def test_an_adapter_alone_and_merged(rlhf: Any, adapter: Path, tmp_path: Path) -
     assert (tmp_path / "whole" / "tokenizer.json").is_file()
 
 
+def test_a_head_of_its_own(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
+    """An engine started with the copy has a head to be given; the model is the same."""
+    tiny.make_model(tie_word_embeddings=True, scale=4).save(tmp_path / "tied")
+    assert rlhf("export", str(tmp_path / "tied"), str(tmp_path / "untied"), "--untied").code == 0
+    config = json.loads((tmp_path / "untied" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    tensors = load_file(tmp_path / "untied" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    tied, untied = (load_model(tmp_path / name) for name in ("tied", "untied"))
+    np.testing.assert_allclose(untied.logits(IDS, MASK), tied.logits(IDS, MASK), atol=1e-5)
+    refused = rlhf("export", str(tmp_path / "untied"), str(tmp_path / "again"), "--untied")
+    assert (refused.code, "leave out --untied" in refused.err) == (2, True)
+
+
 def test_a_reward_model_keeps_its_head(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
     model = tiny.make_model("score")
     model.save(tmp_path / "rm")

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import httpx
 
@@ -17,6 +20,7 @@ from rlhf_remote.service import WRONG_SETUP, headers, shorten, what_it_said, wor
 
 CONTROL_SECONDS = 600.0
 """How long an engine may take to load weights."""
+HEALTH_SECONDS = 10.0
 
 
 class EngineDownError(Exception):
@@ -36,10 +40,44 @@ class Drawn(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A model of an engine. length: tokens of its context, where that is said. parent: of an adapter, its base."""
+    """A model of an engine. length: tokens of its context. parent: of an adapter, its base. root: where it came from.
+
+    None: the engine does not say.
+    """
 
     length: int | None
     parent: str | None
+    root: str | None = None
+
+
+class Facts(NamedTuple):
+    """What an engine says of itself beyond its models; None: it does not say.
+
+    dtype: that it computes in. adapters: how many one batch may use, 0 where they are off. rank: their largest.
+    on_cpu: whether it is vLLM's build for CPUs.
+    """
+
+    dtype: str | None = None
+    adapters: int | None = None
+    rank: int | None = None
+    on_cpu: bool = False
+
+
+class Needs(NamedTuple):
+    """What a stage needs of its engines.
+
+    weights: how policies are published. model: the name of the base, where the user gives it. largest: the largest id
+    of the policy's tokens, below vocabulary. length: tokens of the longest prompt with its completion. rank: of the
+    adapters. tied: whether the output head is the embeddings.
+    """
+
+    weights: str
+    model: str | None
+    largest: int
+    vocabulary: int
+    length: int
+    rank: int | None
+    tied: bool
 
 
 @dataclass(frozen=True)
@@ -56,6 +94,8 @@ class Engine(Protocol):
     """One server. Methods raise EngineDownError where it does not answer, RunError where it refuses."""
 
     url: str
+    length_flag: ClassVar[str]
+    """Sets the length of its context."""
 
     def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
         """Sample n completions of a prompt."""
@@ -81,25 +121,58 @@ class Engine(Protocol):
         """Return the models that it serves, by name."""
         ...
 
+    def facts(self) -> Facts:
+        """Ask how it was started."""
+        ...
+
+    def weights_name(self) -> str | None:
+        """Return what it calls the weights that it holds now."""
+        ...
+
+    def base(self, name: str) -> str:
+        """Return what requests call the model that it was started with, listed under `name`."""
+        ...
+
+    def knows(self, token: int, model: str) -> bool | None:
+        """Tell whether its model has a token id; None where asking could harm it."""
+        ...
+
     def missing_routes(self, weights: str) -> list[str]:
-        """Say which routes are missing that publishing needs."""
+        """Say which routes are missing that publishing needs, and how to have them."""
         ...
 
 
 class HttpEngine:
     """Sends requests to one server."""
 
+    length_flag: ClassVar[str] = "--max-model-len"
+
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         """url: as http://host:8000. timeout: seconds of a request for completions."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(
-            headers=headers(api_key), timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0))
+            headers=headers(api_key),
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+            limits=httpx.Limits(max_connections=None),
         )
 
     def post(self, path: str, body: Any = None, *, seconds: float | None = None) -> Any:
         """Return the answer, as JSON where it is JSON. seconds: another time limit."""
         limit = self._client.timeout if seconds is None else seconds
         return self._answer(lambda: self._client.post(self.url + path, json=body, timeout=limit))
+
+    def command(self, path: str, body: Any = None) -> Any:
+        """Return the answer of a route that changes what the engine holds. Raises RunError where it refuses.
+
+        vLLM refuses with 500; an engine that broke says so at /health.
+        """
+        try:
+            return self.post(path, body, seconds=CONTROL_SECONDS)
+        except EngineDownError as error:
+            with suppress(httpx.HTTPError):
+                if self._client.get(self.url + "/health", timeout=HEALTH_SECONDS).status_code == 200:
+                    raise RunError(str(error)) from error
+            raise
 
     def get(self, path: str) -> Any:
         """Return the answer, as JSON."""
@@ -114,7 +187,13 @@ class HttpEngine:
 
     def models(self) -> dict[str, Served]:
         cards = self.get("/v1/models")["data"]
-        return {card["id"]: Served(card.get("max_model_len"), card.get("parent")) for card in cards}
+        return {
+            card["id"]: Served(card.get("max_model_len"), card.get("parent"), card.get("root"))
+            for card in cards
+        }
+
+    def base(self, name: str) -> str:
+        return name
 
     def _answer(self, send: Any) -> Any:
         try:
@@ -133,6 +212,10 @@ class HttpEngine:
         raise RunError(problem + hint)
 
 
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+"""What a request leaves out an engine takes from generation_config.json; the ends of a completion are named."""
+
+
 class Vllm(HttpEngine):
     """vLLM, or `rlhf serve --control`."""
 
@@ -149,6 +232,7 @@ class Vllm(HttpEngine):
             "include_stop_str_in_output": True,
             "logprobs": 0,
             "return_token_ids": True,
+            **NEUTRAL,
         }
         choices = self.post("/v1/completions", {k: v for k, v in body.items() if v is not None})["choices"]
         return [self._drawn(choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
@@ -177,21 +261,44 @@ class Vllm(HttpEngine):
 
     def load_adapter(self, name: str, path: str) -> None:
         self.unload_adapter(name)
-        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds=CONTROL_SECONDS)
+        self.command("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
         if name in self.models():
-            self.post("/v1/unload_lora_adapter", {"lora_name": name})
+            self.command("/v1/unload_lora_adapter", {"lora_name": name})
 
     def load_weights(self, path: str, version: str) -> None:
-        self.post("/pause?mode=wait&clear_cache=true", seconds=CONTROL_SECONDS)
+        self.command("/pause?mode=wait&clear_cache=true")
         try:
-            call = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            self.post("/collective_rpc", call, seconds=CONTROL_SECONDS)
-            self.post("/reset_prefix_cache?reset_running_requests=true")
-            self.post("/update_weight_version", {"new_version": version})
+            self.command("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+            self.command("/reset_prefix_cache?reset_running_requests=true")
+            self.command("/update_weight_version", {"new_version": version})
         finally:
-            self.post("/resume")
+            self.command("/resume")
+
+    def facts(self) -> Facts:
+        try:
+            told = self.get("/server_info?config_format=json")["vllm_config"]
+        except RunError:  # without VLLM_SERVER_DEV_MODE, and `rlhf serve`
+            return Facts()
+        adapters = told["lora_config"] or {"max_loras": 0, "max_lora_rank": None}
+        return Facts(
+            told["model_config"]["dtype"].removeprefix("torch."),
+            adapters["max_loras"],
+            adapters["max_lora_rank"],
+            told["device_config"]["device"] == "cpu",
+        )
+
+    def weights_name(self) -> str | None:
+        name: str | None = self.get("/weight_info")["weight_version"]
+        return name
+
+    def knows(self, token: int, model: str) -> bool | None:
+        try:
+            self.post("/v1/completions", {"model": model, "prompt": [[token]], "max_tokens": 1})
+        except RunError:
+            return False
+        return True
 
     def missing_routes(self, weights: str) -> list[str]:
         route = "/v1/load_lora_adapter" if weights == "adapter" else "/collective_rpc"
@@ -201,21 +308,25 @@ class Vllm(HttpEngine):
 class Sglang(HttpEngine):
     """SGLang."""
 
+    length_flag: ClassVar[str] = "--context-length"
+
     def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
         sampling = {
-            "n": n,
-            "sampling_seed": seed,
             "temperature": wanted.temperature,
             "max_new_tokens": wanted.max_tokens,
             "stop_token_ids": list(wanted.stop_ids),
             "stop": list(wanted.stop),
             "no_stop_trim": True,
+            **NEUTRAL,
         }
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-        if model:
-            body["lora_path"] = model
-        answer = self.post("/generate", body)
-        return [self._drawn(each) for each in (answer if isinstance(answer, list) else [answer])]
+        # One request per completion: those of one with `n` would all have its seed.
+        body = {
+            "input_ids": [list(prompt)] * n,
+            "sampling_params": [{**sampling, "sampling_seed": (seed + i) % 2**31} for i in range(n)],
+            "return_logprob": True,
+            **({"lora_path": model} if model else {}),
+        }
+        return [self._drawn(each) for each in self.post("/generate", body)]
 
     def _drawn(self, answer: Mapping[str, Any]) -> Drawn:
         about = answer["meta_info"]
@@ -223,7 +334,8 @@ class Sglang(HttpEngine):
         if reason not in ("stop", "length"):
             raise EngineDownError(f"{self.url}: ended a completion by '{reason}'")
         tokens = about["output_token_logprobs"]
-        return Drawn([each[1] for each in tokens], [each[0] for each in tokens], reason == "stop")
+        versions = (about["weight_version"],) if "weight_version" in about else ()
+        return Drawn([each[1] for each in tokens], [each[0] for each in tokens], reason == "stop", versions)
 
     def logps(self, model: str, ids: Sequence[int]) -> list[float]:
         body = {
@@ -231,18 +343,17 @@ class Sglang(HttpEngine):
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **({"lora_path": model} if model else {}),
         }
-        if model:
-            body["lora_path"] = model
         return [each[0] for each in self.post("/generate", body)["meta_info"]["input_token_logprobs"][1:]]
 
     def load_adapter(self, name: str, path: str) -> None:
-        self.unload_adapter(name)
-        self.post("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds=CONTROL_SECONDS)
+        with suppress(RunError):  # it has none of this name
+            self.unload_adapter(name)
+        self.command("/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
-        if name in self.models():
-            self.post("/unload_lora_adapter", {"lora_name": name})
+        self.command("/unload_lora_adapter", {"lora_name": name})
 
     def load_weights(self, path: str, version: str) -> None:
         body = {
@@ -251,11 +362,23 @@ class Sglang(HttpEngine):
             "flush_cache": True,
             "abort_all_requests": False,
         }
-        self.post("/pause_generation", {"mode": "retract"}, seconds=CONTROL_SECONDS)
+        self.command("/pause_generation", {"mode": "retract"})
         try:
-            self.post("/update_weights_from_disk", body, seconds=CONTROL_SECONDS)
+            self.command("/update_weights_from_disk", body)
         finally:
-            self.post("/continue_generation", {})
+            self.command("/continue_generation", {})
+
+    def facts(self) -> Facts:
+        return Facts()
+
+    def weights_name(self) -> str | None:
+        return None  # completions say it
+
+    def base(self, name: str) -> str:
+        return ""  # a name is an adapter's
+
+    def knows(self, token: int, model: str) -> bool | None:
+        return None
 
     def missing_routes(self, weights: str) -> list[str]:
         route = "/load_lora_adapter" if weights == "adapter" else "/update_weights_from_disk"
@@ -277,3 +400,62 @@ def require_logps(drawn: Drawn, url: str, vocabulary: int) -> None:
         )
     if odd_logps := [p for p in drawn.logps if not math.isfinite(p) or p > 1e-3]:
         raise RunError(f"{url}: {shorten(str(odd_logps[0]))} is not a log-probability")
+
+
+def problems(engine: Engine, needs: Needs) -> list[str]:
+    """Say what is wrong with an engine that answers, each with the flag that it is started with.
+
+    Raises EngineDownError where it does not answer.
+    """
+    try:
+        missing = engine.missing_routes(needs.weights)
+        served = {name: each for name, each in engine.models().items() if each.parent is None}
+    except RunError as error:
+        return [str(error)]
+    if missing:
+        return [f"{engine.url}: {line}" for line in missing]
+    named = list(served) if needs.model is None else [needs.model]
+    if needs.model is not None and needs.model not in served:
+        return [f"{engine.url} serves {', '.join(served)}, and not '{needs.model}': give sampler.model"]
+    if len(named) != 1:
+        return [f"{engine.url} serves {', '.join(served)}: name one, sampler.model"]
+    found = []
+    (name,), facts = named, engine.facts()
+    length, root = served[name].length, served[name].root
+    if engine.knows(needs.largest, engine.base(name)) is False or engine.knows(
+        needs.vocabulary, engine.base(name)
+    ):
+        found.append(
+            f"'{name}' is another model: its vocabulary is not the policy's, of {needs.vocabulary:,} ids"
+        )
+    if length is not None and length < needs.length:
+        found.append(
+            f"'{name}' has a context of {length:,} tokens, and prompts with their completions have up to "
+            f"{needs.length:,}: {engine.length_flag} {needs.length}"
+        )
+    if needs.weights == "adapter" and facts.adapters == 0:
+        found.append("it was started without adapters: --enable-lora")
+    if needs.rank is not None and facts.rank is not None and facts.rank < needs.rank:
+        found.append(
+            f"its adapters have a rank of at most {facts.rank}: --max-lora-rank {lora_rank(needs.rank)}"
+        )
+    if needs.weights == "disk" and needs.tied and facts.on_cpu and _ties(root):
+        found.append(
+            "vLLM on CPUs keeps the first output head of a model that shares it with the embeddings: start it with "
+            "a copy that has a head of its own, rlhf export MODEL DIR --untied"
+        )
+    return [f"{engine.url}: {line}" for line in found]
+
+
+def lora_rank(rank: int) -> int:
+    """Return the value of vLLM's --max-lora-rank, one of a few, for adapters of this rank."""
+    return min((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), default=rank)
+
+
+def _ties(root: str | None) -> bool:
+    """Tell whether the model that an engine was started with shares its head; False where its files are elsewhere."""
+    try:
+        told = json.loads((Path(root or "") / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return bool({**told, **(told.get("text_config") or {})}.get("tie_word_embeddings"))

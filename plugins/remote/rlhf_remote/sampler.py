@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,16 @@ from pydantic import Field
 from rlhf_core import InputError, Rollouts, RunError
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import Stopped
-from rlhf_remote.engines import KINDS, Drawn, EngineDownError, Wanted, require_logps
+from rlhf_remote.engines import (
+    KINDS,
+    Drawn,
+    EngineDownError,
+    Needs,
+    Wanted,
+    lora_rank,
+    problems,
+    require_logps,
+)
 from rlhf_remote.service import address_problem
 
 T = TypeVar("T")
@@ -32,22 +42,41 @@ PROBE = (2, 24)
 """Sequences and ids of the probe that every engine scores after every publication."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds before an engine that failed is tried again, doubled each time up to the second number."""
-ASK_SECONDS = 10.0
+ASK_SECONDS = 60.0
+"""For an engine's answer in a check; the first one may compile."""
+SAME_LOGPS = 1e-6
+SHOWN_TOKENS = 4
+"""Drawn after the probe at the run's temperature."""
+PROCESSED = (
+    "start vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+)
+PROBE_FILE = "probe.npz"
+OWNER_FILE = "owner.json"
 POLL_SECONDS = 0.02
 """Between two looks at requests while environments answer."""
 PREFIX = "policy-"
 """Begins the name of every policy that a run publishes."""
-PROBE_FILE = "probe.npz"
-OWNER_FILE = "owner.json"
 CAUSES = (
     "the usual causes: it holds older weights, an adapter was not loaded, another dtype or model; vLLM on CPUs keeps "
-    "the old head of models with tied embeddings"
+    "the first head of models with tied embeddings, see docs/how-to/engines.md"
 )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Normalise logits along the last axis, float64."""
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+def _dtype(definition: Any) -> str | None:
+    """Name the dtype that the trainer computes in; None: a model of a plugin does not say."""
+    dtype = getattr(definition, "compute_dtype", None)
+    return None if dtype is None else np.dtype(dtype).name
+
+
+def seed_of(key: Any, *numbers: int) -> int:
+    """Derive the seed of a request from a rollout's key and the numbers of its completion and turn."""
+    words = np.asarray(jax.random.key_data(key)).reshape(-1).tolist()
+    return int(np.random.SeedSequence([*words, *numbers]).generate_state(1)[0] >> 1)
 
 
 @dataclass(frozen=True)
@@ -89,55 +118,88 @@ class EngineSampler:
         self._require(inputs.definition, inputs.options)
         return Sampler(self, inputs)
 
-    def check(self, model: Any, sampling: Any) -> Forecast:
-        """Ask the engines what they serve. Raises InputError for wrong engines, and settings that none can follow."""
-        self._require(model.definition, sampling)
-        problems: list[str] = []
+    def check(self, model: Any, options: Any, longest: int) -> Forecast:
+        """Ask the engines what they serve. Raises InputError for wrong engines, and settings that none can follow.
+
+        options: the stage's `RolloutOptions`. longest: tokens of the longest prompt with its completion or episode.
+        """
+        self._require(model.definition, options.sampling)
+        wrong: list[str] = []
         warnings: list[str] = []
+        needs = self.needs(model.definition, longest)
+        start = f"start it: {self.command(model, longest, options.ahead)}"
         for url in self.urls:
             engine = KINDS[self.engine](url, self.api_key, ASK_SECONDS)
             try:
-                served = {name: each for name, each in engine.models().items() if each.parent is None}
-                missing = engine.missing_routes(self.weights)
+                found = problems(engine, needs)
+                if not found and options.sampling.temperature != 1.0:
+                    found = self._temperature(engine, needs)
+                wrong += [f"urls: {line}; {start}" for line in found]
+                adapters = engine.facts().adapters if not found else None
             except EngineDownError as error:
-                warnings.append(f"sampler.urls: {error}; start it: {self._command(model)}")
+                warnings.append(f"sampler.urls: {error}; {start}")
                 continue
-            except RunError as error:
-                problems.append(f"urls: {error}")
-                continue
-            problems += [f"urls: {url}: {line}; start it: {self._command(model)}" for line in missing]
-            named = [self.model] if self.model is not None else list(served)
-            if self.model is not None and self.model not in served:
-                problems.append(f"model: {url} serves {', '.join(served)}, and not '{self.model}'")
-            elif self.weights == "disk" and len(named) != 1:
-                problems.append(f"model: {url} serves {', '.join(served)}; name one")
-            room = [each.length for name, each in served.items() if name in named and each.length is not None]
-            if room and min(room) <= sampling.max_completion_length:
-                problems.append(
-                    f"urls: {url} has a context of {min(room):,}, too short for completions of "
-                    f"{sampling.max_completion_length:,} tokens"
+            if self.weights == "adapter" and adapters is not None and adapters < options.ahead + 1:
+                warnings.append(
+                    f"sampler.urls: {url} computes {adapters} adapters at a time, and {options.ahead + 1} policies may "
+                    f"sample: the others wait; --max-loras {options.ahead + 2}"
                 )
-        if problems:
-            raise InputError(*problems)
+        if wrong:
+            raise InputError(*wrong)
+        if self.weights == "disk" and options.ahead >= len(self.urls) > 0 < options.ahead:
+            warnings.append(
+                f"rollouts_ahead={options.ahead}: an engine holds one policy at a time, and loads the next when it has "
+                f"written what it was asked for; {options.ahead + 1} engines would not wait for each other"
+            )
         where = self.directory or "the stage's directory"
         what = "adapters" if self.weights == "adapter" else "whole weights"
         line = f"sampled by {len(self.urls)} × {self.engine}, which read each policy ({what}) from {where}"
         return Forecast((line,), tuple(warnings))
 
-    def _command(self, model: Any) -> str:
+    def _temperature(self, engine: Any, needs: Needs) -> list[str]:
+        """Ask for a token at temperature 2: its log-probability must not be the one at temperature 1."""
+        (name,) = (
+            [self.model]
+            if self.model is not None
+            else [name for name, each in engine.models().items() if each.parent is None]
+        )
+        model, prompt = engine.base(name), [needs.largest]
+        (drawn,) = engine.complete(model, prompt, 1, 0, Wanted(2.0, 1))
+        if abs(engine.logps(model, [*prompt, *drawn.ids])[-1] - drawn.logps[0]) > SAME_LOGPS:
+            return []
+        return [f"{engine.url}: returns log-probabilities at temperature 1 whatever is asked: {PROCESSED}"]
+
+    def needs(self, definition: Any, longest: int) -> Needs:
+        """Collect what engines must have. longest: as for `check`."""
+        size, lora = definition.vocab_size, definition.lora
+        absent = {token for start, stop in definition.absent for token in range(start, stop)}
+        largest = next(token for token in reversed(range(size)) if token not in absent)
+        rank = None if lora is None else lora.rank
+        tied = bool(getattr(getattr(definition, "config", None), "tied", False))
+        return Needs(self.weights, self.model, largest, size, longest, rank, tied)
+
+    def command(self, model: Any, longest: int, ahead: int) -> str:
         """Write the command that starts an engine for this stage."""
         source, lora = getattr(model, "source", None) or "MODEL", model.definition.lora
-        port = httpx.URL(self.urls[0]).port or 8000
+        url = httpx.URL(self.urls[0])
+        port = url.port or 8000
         if self.engine == "rlhf":
             adapters = f" --adapters {self.directory or 'RUN'}" if lora else ""
             return f"rlhf serve {source} --port {port} --control{adapters}"
         if self.engine == "sglang":
-            adapters = " --enable-lora" if lora else ""
-            return f"python -m sglang.launch_server --model-path {source} --port {port}{adapters}"
-        adapters = f" --enable-lora --max-loras 3 --max-lora-rank {lora.rank}" if lora else ""
+            adapters = f" --enable-lora --max-lora-rank {lora.rank}" if lora else ""
+            return (
+                f"python -m sglang.launch_server --model-path {source} --port {port} --context-length {longest}"
+                f" --enable-deterministic-inference{adapters}"
+            )
+        adapters = (
+            f" --enable-lora --max-loras {ahead + 2} --max-lora-rank {lora_rank(lora.rank)}" if lora else ""
+        )
+        dtype = _dtype(model.definition)
         return (
             "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve "
-            f"{source} --port {port} --logprobs-mode processed_logprobs{adapters}"
+            f"{source} --port {port} --max-model-len {longest}{f' --dtype {dtype}' if dtype else ''} "
+            f"--logprobs-mode processed_logprobs{adapters}"
         )
 
     def _require(self, definition: Any, sampling: Any) -> None:
@@ -195,8 +257,15 @@ class Station:
         self.loaded: set[str] = set()
         self.shown: dict[str, tuple[float, float]] = {}
         """{policy: (the largest difference of its newest receipt, seconds that loading it took)}"""
-        self.active = self.failures = 0
+        self.examined = False
+        """Whether it was asked what it serves since it last failed."""
+        self.active = self.chosen = self.failures = 0
         self.retry_at = 0.0
+
+    def cost(self, policy: Policy, *, exclusive: bool) -> int:
+        """Order engines by how soon they can begin a request for a policy."""
+        held = policy.name in self.loaded
+        return self.chosen + (not held) + (1000 if exclusive and not held and self.active else 0)
 
     @contextmanager
     def holding(self, policy: Policy, load: Callable[[], None], *, exclusive: bool) -> Iterator[None]:
@@ -221,13 +290,44 @@ class Station:
                 self.changed.notify_all()
 
     def fail(self) -> None:
-        """Leave the engine out for a while; it must show a receipt again."""
+        """Leave the engine out for a while; requests that fail together count once."""
         with self.changed:
             self.loaded.clear()
-            self.failures += 1
-            self.retry_at = time.monotonic() + min(FIRST_WAIT * 2 ** (self.failures - 1), LONGEST_WAIT)
+            self.examined = False
+            if (now := time.monotonic()) >= self.retry_at:
+                self.failures += 1
+                self.retry_at = now + min(FIRST_WAIT * 2 ** (self.failures - 1), LONGEST_WAIT)
 
 
+class Threads:
+    """Runs functions in threads, at most so many at a time.
+
+    A stopped process does not wait for them, as it would for those of an executor, whose requests may take minutes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._most, self._started = most, 0
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have a thread call a function. Called by any thread: one more than needed may start."""
+        future: Future[T] = Future()
+        self._work.put((future, work))
+        if self._started < self._most:
+            self._started += 1
+            threading.Thread(target=self._run, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._work.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_CHOOSING = threading.Lock()
 _STATIONS: dict[tuple[str, ...], list[Station]] = {}
 """Stations by engine, address and key: samplers of training, evaluation and previews share what engines hold."""
 
@@ -245,8 +345,13 @@ class Sampler:
         self.stations = _STATIONS[key]
         self._tag = hashlib.sha256(str(inputs.directory).encode()).hexdigest()[:8]
         self._names: dict[str, str] = {}
-        self._choosing = threading.Lock()
-        self._threads = ThreadPoolExecutor(options.concurrency * len(self.stations))
+        self._probes: dict[int, np.ndarray] = {}
+        """What the trainer's policies think of the probe, by version."""
+        self._threads = Threads(options.concurrency * len(self.stations))
+        longest = inputs.max_prompt_length + (
+            inputs.conversation_length or inputs.options.max_completion_length
+        )
+        self.needs = options.needs(inputs.definition, longest)
         draw = np.random.default_rng(0)
         self.probe = draw.integers(0, inputs.definition.vocab_size, PROBE)
         for start, stop in inputs.definition.absent:
@@ -266,6 +371,8 @@ class Sampler:
             return policy
         self._claim()
         model = self.inputs.model.with_params(params)
+        if self.options.weights == "disk" and self.options.engine != "rlhf":
+            model = model.untied()
         logits = np.asarray(model.logits(self.probe, np.ones_like(self.probe)), np.float64)
         own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
         unfinished = policy.path.with_name(f".{policy.path.name}.tmp")
@@ -317,17 +424,13 @@ class Sampler:
         """Sample completions. params: what `publish` returned."""
         n = self.inputs.num_generations
         numbers = np.arange(len(prompts) * n) if ids is None else np.asarray(ids)
-        words = np.asarray(jax.random.key_data(key)).reshape(-1).tolist()
-
-        def of_prompt(i: int) -> list[Drawn]:
-            seed = int(np.random.SeedSequence([*words, int(numbers[i * n])]).generate_state(1)[0] >> 1)
-            prompt = prompts[i].tolist()
-            return self._anywhere(
-                params, lambda engine, model: engine.complete(model, prompt, n, seed, self.wanted)
+        asked = [
+            self._threads.submit(
+                partial(self._complete, params, prompt, n, seed_of(key, int(numbers[i * n])), self.wanted)
             )
-
-        drawn = [each for group in self._threads.map(of_prompt, range(len(prompts))) for each in group]
-        return self._rollouts(drawn)
+            for i, prompt in enumerate(prompts)
+        ]
+        return self._rollouts([each for group in asked for each in group.result()])
 
     def converse(
         self, params: Policy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray, world: Any
@@ -336,19 +439,16 @@ class Sampler:
 
         A turn's random numbers go by the number of its conversation and its own. Arguments as of `SamplerFunction`.
         """
-        words = np.asarray(jax.random.key_data(key)).reshape(-1).tolist()
         contexts, turns = [np.asarray(prompt, np.int32) for prompt in prompts], [0] * len(prompts)
         asked: dict[Future[list[Drawn]], int] = {}
         answering = set[int]()
 
         def ask(number: int, limit: int) -> None:
-            entropy = [*words, int(ids[number]), *([turns[number]] if turns[number] else [])]
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
-            prompt, wanted = contexts[number].tolist(), replace(self.wanted, max_tokens=limit)
-            request = self._threads.submit(
-                self._anywhere, params, lambda engine, model: engine.complete(model, prompt, 1, seed, wanted)
-            )
-            asked[request] = number
+            seed = seed_of(key, int(ids[number]), *([turns[number]] if turns[number] else []))
+            wanted = replace(self.wanted, max_tokens=limit)
+            asked[
+                self._threads.submit(partial(self._complete, params, contexts[number], 1, seed, wanted))
+            ] = number
 
         first = min(self.wanted.max_tokens, self.inputs.conversation_length or self.wanted.max_tokens)
         for number in range(len(prompts)):
@@ -370,6 +470,12 @@ class Sampler:
                     turns[number] += 1
                     ask(number, reply.limit)
 
+    def _complete(self, policy: Policy, prompt: np.ndarray, n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+        ids = np.asarray(prompt).tolist()
+        return self._anywhere(
+            policy, wanted, lambda engine, model: engine.complete(model, ids, n, seed, wanted)
+        )
+
     def _rollouts(self, drawn: Sequence[Drawn]) -> Rollouts:
         width = self.wanted.max_tokens
         tokens, logps = np.zeros((len(drawn), width), np.int32), np.zeros((len(drawn), width), np.float32)
@@ -378,60 +484,80 @@ class Sampler:
         lengths = np.array([len(each.ids) for each in drawn], np.int32)
         return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
 
-    def _anywhere(self, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
+    def _anywhere(
+        self, policy: Policy, wanted: Wanted, ask: Callable[[Any, str], list[Drawn]]
+    ) -> list[Drawn]:
         """Ask the engine with the least to do; where one does not answer, another."""
         since, problem = time.monotonic(), ""
         exclusive = self.options.weights == "disk"
         while True:
-            station = self._choose()
-            if station is not None:
-                try:
-                    with station.holding(policy, partial(self._load, station, policy), exclusive=exclusive):
-                        drawn = self._ask(station, policy, ask)
-                    for each in drawn:
-                        others = {*each.versions} - {policy.name} if exclusive else ()
-                        if any(not name.startswith(PREFIX) for name in others):
-                            raise EngineDownError(f"{station.url}: was restarted")
-                        if others:
-                            raise RunError(
-                                f"{station.url}: its weights are now called '{each.versions[-1]}', and this run loaded "
-                                f"'{policy.name}': give each run engines of its own, or publish adapters"
-                            )
-                        require_logps(each, station.url, self.inputs.definition.vocab_size)
-                        if len(each.ids) > self.wanted.max_tokens:
-                            raise RunError(f"{station.url}: a completion is longer than it may be")
-                    station.failures = 0
-                    return drawn
-                except EngineDownError as error:
-                    station.fail()
-                    problem = str(error)
-            elif time.monotonic() - since > self.options.patience:
-                raise Stopped(
-                    f"no engine has answered for {self.options.patience:g} s: "
-                    f"{problem or ', '.join(self.options.urls)}; rerun the same command when one does"
-                )
-            else:
-                time.sleep(0.05)
+            with self._choose(policy, exclusive=exclusive) as station:
+                if station is None and time.monotonic() - since > self.options.patience:
+                    raise Stopped(
+                        f"no engine has answered for {self.options.patience:g} s: "
+                        f"{problem or ', '.join(self.options.urls)}; rerun the same command when one does"
+                    )
+                if station is not None:
+                    try:
+                        load = partial(self._load, station, policy)
+                        with station.holding(policy, load, exclusive=exclusive):
+                            drawn = self._ask(station, policy, ask)
+                        for each in drawn:
+                            require_logps(each, station.url, self.inputs.definition.vocab_size)
+                            if len(each.ids) > wanted.max_tokens:
+                                raise RunError(f"{station.url}: a completion is longer than it may be")
+                        station.failures = 0
+                        return drawn
+                    except EngineDownError as error:
+                        station.fail()
+                        problem = str(error)
+            if station is None:
+                time.sleep(POLL_SECONDS)
 
     def _ask(self, station: Station, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
         """Ask an engine. Raises EngineDownError also where it was restarted, and has lost the policy."""
-        try:
-            return ask(station.engine, self._model(station, policy))
-        except RunError as error:
-            if self.options.weights == "adapter" and policy.name not in station.engine.models():
-                raise EngineDownError(f"{station.url}: was restarted ({error})") from error
-            raise
+        if self.options.weights == "adapter":
+            try:
+                return ask(station.engine, policy.name)
+            except RunError as error:
+                if policy.name not in station.engine.models():
+                    raise EngineDownError(f"{station.url}: was restarted ({error})") from error
+                raise
+        drawn = ask(station.engine, self._model(station, policy))
+        names = {name for each in drawn for name in each.versions} or {station.engine.weights_name()}
+        others = sorted(f"{name}" for name in names - {policy.name, None})
+        if any(name.startswith(PREFIX) for name in others):
+            raise RunError(
+                f"{station.url}: its weights are now called '{others[-1]}', and this run loaded "
+                f"'{policy.name}': give each run engines of its own, or publish adapters"
+            )
+        if others:
+            raise EngineDownError(f"{station.url}: was restarted, its weights are called '{others[-1]}'")
+        return drawn
 
-    def _choose(self) -> Station | None:
-        """Return the engine that answers with the fewest requests; None if none is to be tried now."""
-        with self._choosing:
+    @contextmanager
+    def _choose(self, policy: Policy, *, exclusive: bool) -> Iterator[Station | None]:
+        """Pick the engine that can begin soonest, and count it busy in the block; None if none is to be tried now."""
+        with _CHOOSING:
             now = time.monotonic()
             up = [station for station in self.stations if station.retry_at <= now]
-            return min(up, key=lambda station: station.active, default=None)
+            station = min(up, key=lambda each: each.cost(policy, exclusive=exclusive), default=None)
+            if station is not None:
+                station.chosen += 1
+        try:
+            yield station
+        finally:
+            with _CHOOSING:
+                if station is not None:
+                    station.chosen -= 1
 
     def _load(self, station: Station, policy: Policy) -> None:
         """Have an engine load a policy, and compare its log-probabilities of the probe with the trainer's."""
         began = time.monotonic()
+        if not station.examined:
+            if found := problems(station.engine, self.needs):
+                raise RunError("sampler: " + "; ".join(found))
+            station.examined = True
         if self.options.weights == "adapter":
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
@@ -439,36 +565,60 @@ class Sampler:
         held, model = np.load(policy.path / PROBE_FILE), self._model(station, policy)
         theirs = np.array([station.engine.logps(model, ids.tolist()) for ids in held["ids"]])
         difference = float(np.abs(theirs - held["logps"]).max())
-        (drawn,) = station.engine.complete(
-            model, held["ids"][0].tolist(), 1, 0, Wanted(self.wanted.temperature, 1)
-        )
-        require_logps(drawn, station.url, self.inputs.definition.vocab_size)
-        own = log_softmax(held["last"] / (self.wanted.temperature or 1.0))[drawn.ids[0]]
-        if difference <= self.options.probe_tolerance < abs(own - drawn.logps[0]):
+        self._probes[policy.version] = held["logps"]
+        self._require_policy(station, policy, theirs)
+        self._require_temperature(station, model, held)
+        station.shown[policy.name] = difference, time.monotonic() - began
+
+    def _require_temperature(self, station: Station, model: str, held: Any) -> None:
+        """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
+        prompt, temperature = held["ids"][0].tolist(), self.wanted.temperature
+        drawn = station.engine.complete(model, prompt, SHOWN_TOKENS, 0, Wanted(temperature, 1))
+        for each in drawn:
+            require_logps(each, station.url, self.inputs.definition.vocab_size)
+        ids, theirs = [each.ids[0] for each in drawn], np.array([each.logps[0] for each in drawn])
+        asked, plain = (log_softmax(held["last"] / t)[ids] for t in (temperature or 1.0, 1.0))
+        if np.abs(theirs - plain).sum() < np.abs(theirs - asked).sum() / 2:
             raise RunError(
                 f"sampler: {station.url} returns log-probabilities that are not those at the request's temperature, "
-                f"{self.wanted.temperature:g}: {drawn.logps[0]:.4g} for one that is {own:.4g}; start vLLM with "
-                "--logprobs-mode processed_logprobs"
+                f"{temperature:g}: {theirs[0]:.4g} for one that is {asked[0]:.4g}; {PROCESSED}"
             )
-        station.shown[policy.name] = difference, time.monotonic() - began
-        if not difference <= self.options.probe_tolerance:
-            raise RunError(
-                f"sampler: {station.url} does not hold the policy of update {policy.version}: its log-probabilities of "
-                f"a probe are up to {difference:.3g} nats off, and sampler.probe_tolerance is "
-                f"{self.options.probe_tolerance:g}; {CAUSES}"
+
+    def _require_policy(self, station: Station, policy: Policy, theirs: np.ndarray) -> None:
+        """Raise RunError where an engine's log-probabilities of the probe, float64 [2, 23], are not the policy's.
+
+        They are another policy's where they are twice as near to that, which finds one that is out of date by less
+        than `probe_tolerance`.
+        """
+        own = self._probes[policy.version]
+        difference, apart = float(np.abs(theirs - own).max()), float(np.abs(theirs - own).mean())
+        nearest = min(self._probes, key=lambda version: float(np.abs(theirs - self._probes[version]).mean()))
+        stale = float(np.abs(theirs - self._probes[nearest]).mean()) < apart / 2
+        if difference <= self.options.probe_tolerance and not stale:
+            return
+        dtype, trainer = station.engine.facts().dtype, _dtype(self.inputs.definition)
+        if stale:
+            what = (
+                "the adapter was not loaded" if self.options.weights == "adapter" else "it kept its weights"
             )
+            causes = f"they are those of update {nearest}: {what}"
+        elif dtype is not None and trainer is not None and dtype != trainer:
+            causes = f"it computes in {dtype}, and the trainer in {trainer}: start it with --dtype {trainer}"
+        else:
+            causes = CAUSES
+        raise RunError(
+            f"sampler: {station.url} does not hold the policy of update {policy.version}: its log-probabilities of "
+            f"a probe are up to {difference:.3g} nats off, and sampler.probe_tolerance is "
+            f"{self.options.probe_tolerance:g}; {causes}"
+        )
 
     def _model(self, station: Station, policy: Policy) -> str:
         """Return the name that requests give."""
         if self.options.weights == "adapter":
             return policy.name
-        if self.options.model is not None:
-            return self.options.model
         if station.url not in self._names:
-            names = [name for name, each in station.engine.models().items() if each.parent is None]
-            if len(names) != 1:
-                raise RunError(f"sampler.model: {station.url} serves {', '.join(names)}; name one")
-            self._names[station.url] = names[0]
+            served = [name for name, each in station.engine.models().items() if each.parent is None]
+            self._names[station.url] = station.engine.base(self.options.model or served[0])
         return self._names[station.url]
 
     def _policy(self, version: int) -> Policy:

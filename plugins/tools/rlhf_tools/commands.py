@@ -102,6 +102,10 @@ def export(
         bool,
         typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone."),
     ] = False,
+    untied: Annotated[
+        bool,
+        typer.Option("--untied", help="Write an output head apart from the embeddings that it shares."),
+    ] = False,
     base: Annotated[
         str | None,
         typer.Option(
@@ -145,7 +149,7 @@ def export(
     registry = plugins.load(files=plugin or ()).registry
     with tempfile.TemporaryDirectory(prefix="rlhf-export-") as temporary:
         target = directory or Path(temporary) / "model"
-        said = export(model, target, registry=registry, merge=merge, base=base)
+        said = export(model, target, registry=registry, merge=merge, untied=untied, base=base)
         if directory is not None:
             echo(f"{directory}: {said}")
         if push is None:

@@ -23,12 +23,19 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
 def export(
-    model: str, directory: Path, *, registry: Registry, merge: bool = False, base: str | None = None
+    model: str,
+    directory: Path,
+    *,
+    registry: Registry,
+    merge: bool = False,
+    untied: bool = False,
+    base: str | None = None,
 ) -> str:
     """Write `model`, an artifact, a directory or a hub name, to a new directory in Hugging Face layout.
 
     Of a model with adapters, only the adapters are written, in PEFT's layout, or the merged model if `merge`. A reward
-    model's contract goes into its tokenizer and a README.md. base: the adapters' base model; None: the one they name.
+    model's contract goes into its tokenizer and a README.md. untied: write an output head apart from the embeddings
+    that it shares. base: the adapters' base model; None: the one they name.
     Returns a text: what was written, and what of the source was left out. Raises InputError if the directory is not
     empty or there is nothing to merge; RunError, leaving no files, if the disk is full or not writable.
     """
@@ -41,6 +48,10 @@ def export(
     if merge and lora is None:
         raise InputError(f"{model} has no adapters to merge; leave out --merge")
     whole, readme = loaded.merged() if merge else loaded, None
+    if untied:
+        if not _tied(loaded) or whole.adapter is not None:
+            raise InputError(f"{model} has no output head that is its embeddings; leave out --untied")
+        whole = whole.untied()
     recorded = artifacts.read_contract(source) if head == "score" else {}
     if "tokenizer_hash" in recorded and whole.tokenizer is not None:
         contract = ScoringContract.from_dict(recorded, str(source / artifacts.MANIFEST))
