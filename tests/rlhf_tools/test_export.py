@@ -62,7 +62,7 @@ def test_a_head_of_its_own(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
     tied, untied = (load_model(tmp_path / name) for name in ("tied", "untied"))
     np.testing.assert_allclose(untied.logits(IDS, MASK), tied.logits(IDS, MASK), atol=1e-5)
     refused = rlhf("export", str(tmp_path / "untied"), str(tmp_path / "again"), "--untied")
-    assert (refused.code, "leave out --untied" in refused.said) == (2, True)
+    assert (refused.code, "leave out --untied" in refused.message) == (2, True)
 
 
 def test_a_reward_model_keeps_its_head(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
