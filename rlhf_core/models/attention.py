@@ -108,10 +108,10 @@ CACHED_BLOCK = 128
 def _attend_until(
     q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, softcap: float | None
 ) -> jax.Array:
-    """Do what `attend_cached` does for one query per row, up to the last block that any row sees: a row that sees none
-    of a block gets the same bits with and without it.
+    """Do what `attend_cached` does up to the last block that any token sees: one that sees none of a block gets the
+    same bits with and without it.
     """
-    batch, heads, _, _, size = q.shape
+    batch, heads, groups, tokens, size = q.shape
     entries = jnp.arange(keys.shape[3], dtype=jnp.int32)
     end = jnp.where(seen.any((0, 1)), entries + 1, 0).max()
 
@@ -136,7 +136,7 @@ def _attend_until(
     )
     mixed, _, total = lax.fori_loop(0, -(-end // CACHED_BLOCK), add, start)
     mixed = (mixed / jnp.where(total > 0, total, 1.0)).astype(values.dtype)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, 1, heads * q.shape[2] * size)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads * groups * size)
 
 
 def _attend(

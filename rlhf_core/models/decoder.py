@@ -545,7 +545,7 @@ class Decoder(Definition):
         def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
             seen = age >= 0 if window is None else (age >= 0) & (age < window)
             cap = self.config.attention_softcap
-            return attend_cached(q, cache.keys[i], cache.values[i], seen, cap, **more)
+            return attend_cached(q, cache.keys[i], cache.values[i], seen, cap, in_order=True, **more)
 
         return self._extend(params, cache, tokens, positions, start, over, count)
 

@@ -136,16 +136,16 @@ class TokenSampler:
         logits, rows = self._logits(hidden), len(drawn)
         own, drawn, active = self.peers.own_rows((own, drawn, active))
         uniforms = _uniforms(own.keys, drawn, self.key_type)
-        token, logp, logps = _choose_own(logits, uniforms, own)
+        token, logp, policy, normalizer = _choose_own(logits, uniforms, own, active)
 
-        def likeliest(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
-            best, ids = lax.top_k(logps, count)
-            return ids, best
+        def likeliest(policy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            best, ids = lax.top_k(policy, count)
+            return ids, best - normalizer[:, None]
 
-        def none(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros((len(logps), count), jnp.int32), jnp.zeros((len(logps), count), logps.dtype)
+        def none(policy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros((len(policy), count), jnp.int32), jnp.zeros((len(policy), count), policy.dtype)
 
-        ids, best = lax.cond((own.alternatives & active).any(), likeliest, none, logps)
+        ids, best = lax.cond((own.alternatives & active).any(), likeliest, none, policy)
         return *self.peers.join(token, logp, rows), *self.peers.join(ids, best, rows)
 
 
@@ -199,17 +199,19 @@ def _choose(
 
 
 def _choose_own(
-    logits: jax.Array, uniforms: jax.Array, own: Settings
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose as `_choose` does, each row by its settings: also all log-probabilities, float32 [B, V].
+    logits: jax.Array, uniforms: jax.Array, own: Settings, active: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Choose as `_choose` does, each row by its settings; also return the unnormalised log-probabilities of all tokens,
+    float32 [B, V], and what normalises them, float32 [B].
 
-    What a row gets depends on no other row: a filter that is off for it changes nothing.
+    What a row gets depends on no other row: a filter that is off for it changes nothing. What no active row, bool [B],
+    asks for is not computed.
     """
     greedy = own.temperature == 0
     policy = logits / jnp.where(greedy, 1.0, own.temperature)[:, None]
     policy = policy - policy.max(-1, keepdims=True)
     mass = jnp.exp(policy)
-    logps = policy - jnp.log(mass.sum(-1))[:, None]
+    normalizer = jnp.log(mass.sum(-1))
 
     def filtered(mass: jax.Array) -> jax.Array:
         mass = top_k_rows_filter(mass, own.top_k[:, None])
@@ -218,6 +220,12 @@ def _choose_own(
         return min_p_filter(mass, own.min_p[:, None])
 
     filters = (own.top_k < logits.shape[-1]) | (own.top_p < 1) | (own.min_p > 0)
-    mass = lax.cond(filters.any(), filtered, lambda mass: mass, mass)
-    token = jnp.where(greedy, jnp.argmax(policy, axis=-1).astype(jnp.int32), sample_token(mass, uniforms))
-    return token, jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0], logps
+    mass = lax.cond((filters & active).any(), filtered, lambda mass: mass, mass)
+    token = lax.cond(
+        (greedy & active).any(),
+        lambda drawn: jnp.where(greedy, jnp.argmax(policy, axis=-1).astype(jnp.int32), drawn),
+        lambda drawn: drawn,
+        sample_token(mass, uniforms),
+    )
+    logp = jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0] - normalizer
+    return token, logp, policy, normalizer

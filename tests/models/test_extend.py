@@ -128,13 +128,15 @@ def test_attention_is_that_of_its_formula(window: int | None, softcap: float | N
 def test_attention_up_to_the_last_token_of_any_row(softcap: float | None) -> None:
     """To the bit the same for a row, however long the others are; and that of the formula."""
     rng = np.random.default_rng(2)
-    shapes = ((3, 2, 2, 1, 8), (3, 2, 8, 2 * CACHED_BLOCK), (3, 2, 2 * CACHED_BLOCK, 8))
+    time = 1 if softcap is None else 3
+    shapes = ((3, 2, 2, time, 8), (3, 2, 8, 2 * CACHED_BLOCK), (3, 2, 2 * CACHED_BLOCK, 8))
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     place = np.arange(2 * CACHED_BLOCK)
     over = jax.jit(partial(attend_cached, softcap=softcap, in_order=True))
     first = None
     for last in ([30, -1, 7], [30, CACHED_BLOCK + 40, 7]):  # -1: a row that sees nothing
-        seen = jnp.asarray(place <= np.array(last)[:, None])[:, None]
+        until = np.array(last)[:, None] - np.arange(time)[::-1]
+        seen = jnp.asarray(place <= until[..., None])
         found = np.asarray(over(*arrays, seen))
         dense = np.asarray(attend_cached(*arrays, seen, softcap))
         rows = np.array(last) >= 0

@@ -6,7 +6,6 @@ The event loop hands it flights and calls, and gets tokens back, all that arrive
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 from collections import deque
@@ -154,25 +153,20 @@ class Policy:
         self.schedule = self.sampler.open(self.weights, self)
 
 
-@functools.cache
-def _fold(implementation: str) -> Any:
-    """Return the compiled function that makes a turn's key of both halves of a seed and an index."""
-
-    def fold(high: jax.Array, low: jax.Array, index: jax.Array) -> jax.Array:
-        key = jax.random.key(low, impl=implementation)
-        longer = jax.random.key_data(jax.random.fold_in(key, high))
-        data = jax.numpy.where(high > 0, longer, jax.random.key_data(key))
-        own = jax.random.wrap_key_data(data, impl=implementation)
-        return jax.random.key_data(jax.random.fold_in(own, index))
-
-    return jax.jit(fold)
+@jax.jit
+def _fold(high: jax.Array, low: jax.Array, index: jax.Array) -> jax.Array:
+    """Make a turn's key of both halves of a seed and an index."""
+    key = jax.random.key(low)
+    longer = jax.random.key_data(jax.random.fold_in(key, high))
+    data = jax.numpy.where(high > 0, longer, jax.random.key_data(key))
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), index))
 
 
 def turn_key(seed: int, index: int) -> np.ndarray:
     """Make the key of completion `index` of a request: for seeds below 2**32, the one that `rlhf generate` has."""
     seed %= 2**64
     halves = (np.uint32(seed >> 32), np.uint32(seed % 2**32), np.uint32(index))
-    return np.asarray(_fold(str(jax.random.key_impl(jax.random.key(0))))(*halves))
+    return np.asarray(_fold(*halves))
 
 
 class Engine:
