@@ -176,6 +176,9 @@ class ScoringContract:
 
 
 SEQUENCES_AT_ONCE = 4096
+FEW_SEQUENCES = 256
+"""Sequences of a call for which one of a few usual row shapes does, see `Scorer.reuses_shapes`."""
+SHORTEST_ROW = 64
 
 
 class ScoredPart(NamedTuple):
@@ -199,6 +202,8 @@ class Scorer:
     Programs are compiled once, for a few row shapes chosen at the first call.
 
     layout: these shapes, None before. The last bits of a score depend on them, so a resumed run sets the earlier ones.
+    reuses_shapes: whether a first call with at most `FEW_SEQUENCES` takes one of a few usual shapes, so that scorers of
+        the same model share programs, in place of the cheapest for its sequences. False unless it is set.
     normalize: whether to subtract the contract's mean from scores and divide by its standard deviation.
     """
 
@@ -220,6 +225,7 @@ class Scorer:
             )
         self.encoder = Encoder(model.tokenizer, contract.text_options)
         self.layout: Layout | None = None
+        self.reuses_shapes = False
 
     @classmethod
     def load(
@@ -447,9 +453,12 @@ class Scorer:
         longest = max(map(len, sequences))
         # The shapes chosen first serve while every sequence fits; a tree that does not fit is split.
         if self.layout is None or longest > self.layout.time[-1]:
-            longest = max(longest, self.contract.max_length or 0)
             sizes = [each.size for each in trees]
-            self.layout = scoring_layout(definition, mesh, sizes, group, longest=longest)
+            if self.reuses_shapes and len(sequences) <= FEW_SEQUENCES:
+                self.layout = usual_layout(mesh, sizes, group)
+            else:
+                longest = max(longest, self.contract.max_length or 0)
+                self.layout = scoring_layout(definition, mesh, sizes, group, longest=longest)
         scores: np.ndarray = scoring_reader(definition, self.layout, mesh)(self.model.params, trees)
         return scores
 
@@ -466,6 +475,17 @@ def scoring_layout(
         row_multiple=row_multiple(mesh),
         longest=longest,
     )
+
+
+def usual_layout(mesh: Mesh, sizes: Sequence[int], group: int) -> Layout:
+    """Choose rows as `scoring_layout` does, from a few: their length and number are the next powers of two."""
+    time = max(SHORTEST_ROW, 1 << (max(sizes) - 1).bit_length())
+    multiple = row_multiple(mesh)
+    # First fit leaves at most one row less than half full.
+    needed = -(-min(2 * sum(sizes) // time + 1, len(sizes)) // multiple)
+    most = max(MICRO_BATCH_TOKENS // time // multiple, 1)
+    rows = multiple * min(1 << (needed - 1).bit_length(), most)
+    return Layout((time,), (rows,), (max(time // 16 // group, 1) * group,), (0,))
 
 
 @cached

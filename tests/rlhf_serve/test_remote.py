@@ -7,15 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rlhf_remote import Http
-from rlhf_reward.model_reward import ModelReward
 from typer.testing import CliRunner
 
 from rlhf_core import RewardInputs, cli, installed_registry, workers
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rewards.reward import score
 from rlhf_core.rollouts import Reward
+from rlhf_core.scoring import Scorer
 
 GREEDY = ("--temperature", 0, "--max_completion_length", 12)
 TEXTS = [{"prompt": "a b c"}, {"prompt": "d"}]
@@ -101,12 +102,14 @@ def test_the_reward_http_asks_for_the_same_scores(
         dir=tmp_path,
         devices=tiny.one_device,
     )
-    served = Http(f"{address(running)}/score", model="rm")
-    rewards = [Reward("http", 1.0, served), Reward("model", 1.0, ModelReward(str(directory / "rm")))]
+    rewards = [Reward("http", 1.0, Http(f"{address(running)}/score", model="rm"))]
     set_up(rewards, SimpleNamespace(columns={}, where=str), stage)  # type: ignore[arg-type]
     try:
         table = score(rewards, inputs)
     finally:
         workers.close()
-    assert table[:, 0] == pytest.approx(table[:, 1], rel=1e-6)
+    scorer = Scorer.load(directory / "rm")
+    scorer.reuses_shapes = True
+    expected = scorer.score_ids(scorer.encoder.whole(inputs.prompts, inputs.completions))
+    np.testing.assert_array_equal(table[:, 0], expected)
     assert len(set(table[:, 0])) == 3

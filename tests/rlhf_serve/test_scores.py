@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 TEXTS = [
@@ -36,6 +38,29 @@ def test_to_the_last_bit_what_the_command_writes(
     assert [[each[name] for name in names] for each in answer["data"]] == [
         [row[name] for name in names] for row in written
     ]
+
+
+def test_nothing_compiles_after_requests_of_every_size(running: Any, opened: dict[str, Any]) -> None:
+    rng, words = random.Random(0), "abcdef"
+
+    def ask(count: int) -> list[float]:
+        texts = [" ".join(rng.choices(words, k=rng.randrange(1, 30))) for _ in range(count)]
+        body = {"model": "rm", "rows": [{"prompt": "a", "completion": text} for text in texts]}
+        return [each["score"] for each in running.post("/score", body)["data"]]
+
+    for count in (1, 28, 40):
+        ask(count)
+    known, compiled = list(opened["rm"].layouts), list[str]()
+
+    def note(name: str, *_: Any, **__: Any) -> None:
+        compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    for count in (3, 17, 29, 2, 38, 9):
+        assert len(ask(count)) == count
+    jax.monitoring.unregister_event_duration_listener(note)
+    assert opened["rm"].layouts == known
+    assert not [name for name in compiled if "backend_compile" in name]
 
 
 def test_forms_of_vllm(running: Any) -> None:

@@ -90,6 +90,7 @@ def score(
         scorer: Scorer = load_for_url("open_scorer")(model, normalize=normalize, base=base)
     else:
         scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
+        scorer.reuses_shapes = True  # as a server does, which has the same last bits
     read = data.Records([prompts_as_turns(source) for source in records.sources]) if chat else records
     _warn_untemplated(read, lists, scorer)
     stream = None if output is None else open_stream(output)

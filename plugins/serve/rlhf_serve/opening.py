@@ -95,7 +95,7 @@ class ServedPolicy:
     def vocab_size(self) -> int:
         return self.policy.model.definition.vocab_size
 
-    @property
+    @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion unless a request says otherwise."""
         return self.policy.model.stop_ids
@@ -121,7 +121,9 @@ def open_model(name: str, path: str, opening: Opening) -> ServedPolicy | ServedS
     if stored_head(local_directory(path)) == "score":
         from rlhf_core.scoring import Scorer
 
-        return ServedScorer(name, path, Scorer.load(path, registry=opening.registry, mesh=opening.mesh))
+        scorer = Scorer.load(path, registry=opening.registry, mesh=opening.mesh)
+        scorer.reuses_shapes = True
+        return ServedScorer(name, path, scorer)
     model = load_policy(path, opening)
     if model.tokenizer is None:
         raise InputError(
