@@ -263,7 +263,9 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
         if flight.over:
             message = tools.message(flight)
             whole = message["content"] or ""
-            delta = {"content": whole[len(before) :]} if whole.startswith(before) else {"content": ""}
+            # A message with calls has no white space before its content, which may have been sent.
+            said = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
+            delta = {"content": whole[len(said) :]}
             if "reasoning_content" in message:
                 delta["reasoning_content"] = message["reasoning_content"]
             if calls := message.get("tool_calls"):
