@@ -1,11 +1,12 @@
 """Load `rlhf serve` with clients, and check everything that it answers.
 
     python benchmarks/serve/run.py [--clients 64] [--minutes 5] [--model DIR | --hidden 256] [--url URL] [--out FILE]
+    python benchmarks/serve/run.py --vllm VENV/bin/vllm [--clients 16]
 
-Clients ask for completions of mixed lengths, streamed or not, without pause. Every answer is checked for its form, and
-some are asked again, alone, at the end: their tokens must be the same. Before that, rounds with fewer clients measure
-the time to the first token, and others time fixed work against `Sampler`, as `rlhf generate` uses it, in turn. With
---url the server is another one, such as vLLM's with the same model, which has to be there already. Prints JSON.
+Clients ask for completions of mixed lengths, streamed or not, without pause. Each request is one of a few that were
+asked alone before, and must get the same tokens. Before that, rounds with fewer clients measure the time to the first
+token, and others time fixed work against `Sampler`, as `rlhf generate` uses it, in turn. --vllm starts vLLM with the
+same model and sends the same requests to both in turn. Prints JSON.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,8 @@ import httpx
 
 LENGTH = 512
 WORDS = 2000
+REQUESTS = 128
+"""Different ones under load, each of which was asked alone before."""
 
 
 def make_model(directory: Path, hidden: int = 256) -> Path:
@@ -67,25 +74,32 @@ def ask(draw: random.Random, name: str) -> dict[str, Any]:
         "seed": draw.randrange(2**32),
         "logprobs": draw.choice([None, 0]),
         "return_token_ids": True,
-        "stream": draw.random() < 0.5,
     }
 
 
 class Load:
-    """What clients asked and got."""
+    """Asks one server the same requests again and again, and checks its answers."""
 
-    def __init__(self, url: str, name: str, key: str | None) -> None:
+    def __init__(self, url: str, name: str, key: str | None = None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None)
         self.client = httpx.AsyncClient(base_url=url, timeout=600, limits=limits, headers=headers)
         self.name = name
+        self.requests = [ask(random.Random(number), name) for number in range(REQUESTS)]
+        self.alone: list[list[int]] = []
+        """The tokens of each request when there was no other."""
         self.first: list[float] = []
         self.problems: Counter[str] = Counter()
-        self.kept: list[tuple[dict[str, Any], list[int]]] = []
         self.answered = self.tokens = 0
 
-    async def one(self, body: dict[str, Any]) -> None:
-        """Send a request and check its answer."""
+    async def learn(self) -> None:
+        """Ask each request alone."""
+        self.alone = [(await self.send(body))[0] for body in self.requests]
+
+    async def one(self, draw: random.Random) -> None:
+        """Send a request, streamed or not, and check its answer."""
+        number = draw.randrange(len(self.requests))
+        body = {**self.requests[number], "stream": draw.random() < 0.5}
         try:
             tokens, reason, logps = await self.send(body)
         except (httpx.HTTPError, KeyError, ValueError, IndexError) as error:
@@ -93,18 +107,17 @@ class Load:
             return
         self.answered += 1
         self.tokens += len(tokens)
-        if reason == "length" and len(tokens) != body["max_tokens"]:
-            self.problems["wrong: length"] += 1
-        if reason not in ("stop", "length"):
-            self.problems[f"wrong: {reason}"] += 1
+        if tokens != self.alone[number]:
+            self.problems["wrong: not the tokens that it had alone"] += 1
+        if reason not in ("stop", "length") or (reason == "length") != (len(tokens) == body["max_tokens"]):
+            self.problems[f"wrong: {reason} after {len(tokens)} tokens"] += 1
         if body["logprobs"] is not None and (len(logps) != len(tokens) or max(logps) > 1e-4):
             self.problems["wrong: log-probabilities"] += 1
-        if self.answered % 8 == 0 and len(self.kept) < 256:
-            self.kept.append((body, tokens))
 
     async def send(self, body: dict[str, Any]) -> tuple[list[int], str, list[float]]:
+        """Return an answer's tokens, what ended it, and its log-probabilities."""
         start = time.perf_counter()
-        if not body["stream"]:
+        if not body.get("stream"):
             answer = await self.client.post("/v1/completions", json=body)
             choice = answer.raise_for_status().json()["choices"][0]
             logps = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
@@ -133,31 +146,32 @@ class Load:
         async def client(number: int) -> None:
             draw = random.Random(f"{seed} {number}")
             while time.perf_counter() < end:
-                await self.one(ask(draw, self.name))
+                await self.one(draw)
 
         await asyncio.gather(*map(client, range(clients)))
         took = time.perf_counter() - begin
-        first = sorted(self.first) or [float("nan")]
         return {
             "clients": clients,
             "seconds": round(took, 1),
             "requests": self.answered - answered,
             "tokens_per_second": round((self.tokens - tokens) / took, 1),
+            **self.first_tokens(),
+        }
+
+    def first_tokens(self) -> dict[str, float]:
+        """Sum up the times to the first token, in seconds."""
+        first = sorted(self.first) or [float("nan")]
+        return {
             "first_token_median": round(statistics.median(first), 3),
             "first_token_95": round(first[int(0.95 * (len(first) - 1))], 3),
         }
 
-    async def again(self) -> int:
-        """Ask what was kept again, one at a time; count the answers with other tokens."""
-        different = 0
-        for body, tokens in self.kept[:64]:
-            found, *_ = await self.send(body)
-            different += found != tokens
-        return different
-
-    async def work(self, prompts: list[list[int]], most: int, clients: int) -> float:
-        """Complete each prompt, over so many connections; return tokens per second."""
+    async def work(
+        self, prompts: list[list[int]], most: int, clients: int, *, stream: bool = False, whole: bool = False
+    ) -> float:
+        """Complete each prompt, over so many connections; return tokens per second. whole: stop at no token."""
         left, tokens, start = list(prompts), 0, time.perf_counter()
+        self.first = []
 
         async def client() -> None:
             nonlocal tokens
@@ -167,9 +181,10 @@ class Load:
                     "prompt": [left.pop()],
                     "max_tokens": most,
                     "return_token_ids": True,
+                    "stream": stream,
+                    "ignore_eos": whole,
                 }
-                answer = await self.client.post("/v1/completions", json=body)
-                tokens += len(answer.raise_for_status().json()["choices"][0]["token_ids"])
+                tokens += len((await self.send(body))[0])
 
         await asyncio.gather(*(client() for _ in range(clients)))
         return tokens / (time.perf_counter() - start)
@@ -207,20 +222,123 @@ def generate(model: Path, prompts: list[list[int]], most: int) -> Any:
     return run
 
 
-def memory(pid: int) -> int:
-    """Return the resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+class Process:
+    """A server that was started here, alone in its session."""
+
+    def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+
+    def wait_for(self, url: str) -> None:
+        """Wait until it answers; exit with its last lines where it ends."""
+        while True:
+            if self.process.poll() is not None:
+                self.log.seek(0)
+                sys.exit(f"{self.process.args} ended:\n{self.log.read()[-2000:]}")
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.2)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it and to what it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def memory(self) -> int:
+        """Return its resident bytes."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
+
+    def end(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
 
 
-async def measure(given: argparse.Namespace, url: str, model: Path | None, pid: int | None) -> dict[str, Any]:
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def serve(model: Path, given: argparse.Namespace) -> tuple[Process, str]:
+    """Start `rlhf serve`."""
+    port = free_port()
+    flags = ["--port", str(port), "--slots", str(given.slots), "--max-model-len", str(LENGTH)]
+    return Process(
+        [sys.executable, "-m", "rlhf_core.cli", "serve", f"{given.name}={model}", *flags]
+    ), f"http://127.0.0.1:{port}"
+
+
+def serve_vllm(model: Path, given: argparse.Namespace) -> tuple[Process, str]:
+    """Start vLLM with the same model."""
+    port = free_port()
+    flags = [
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--served-model-name",
+        given.name,
+        "--dtype",
+        "float32",
+    ]
+    flags += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(given.slots), "--enforce-eager"]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return Process(
+        [str(given.vllm), "serve", str(model), *flags], {**quiet, **cpu}
+    ), f"http://127.0.0.1:{port}"
+
+
+async def compare(given: argparse.Namespace, servers: dict[str, tuple[Process, str]]) -> list[dict[str, Any]]:
+    """Send the same requests to several servers in turn; the others stand still meanwhile."""
+    prompts = fixed_prompts(given.clients)
+    rows = []
+    for clients in (1, given.clients):
+        for number in range(given.rounds + 1):
+            row: dict[str, Any] = {"clients": clients}
+            for name, (process, url) in servers.items():
+                for other, _ in servers.values():
+                    other.signal(signal.SIGCONT if other is process else signal.SIGSTOP)
+                load = Load(url, given.name)
+                some = prompts if clients > 1 else prompts[:8]
+                row[name] = round(await load.work(some, 64, clients, stream=True, whole=True), 1)
+                row[f"{name}_first_token"] = load.first_tokens()["first_token_median"]
+                await load.client.aclose()
+            if number:  # the first round compiles
+                rows.append(row)
+    return rows
+
+
+def fixed_prompts(count: int) -> list[list[int]]:
+    """Make prompts of 8 to 64 tokens."""
+    draw = random.Random(0)
+    return [[draw.randrange(3, WORDS) for _ in range(draw.randrange(8, 65))] for _ in range(count)]
+
+
+async def measure(
+    given: argparse.Namespace, url: str, model: Path | None, server: Process | None
+) -> dict[str, Any]:
     load = Load(url, given.name, given.key)
     await load.work([[5, 6]] * 8, 8, 8)
     found: dict[str, Any] = {}
     if given.minutes:
-        found["by_load"] = [await load.run(n, 10, n) for n in (1, 8, 32, 64)]
-    draw = random.Random(0)
-    prompts = [[draw.randrange(3, WORDS) for _ in range(draw.randrange(8, 65))] for _ in range(256)]
+        await load.learn()
+        found["by_load"] = [await load.run(n, 20, n) for n in (1, 4, 16, 64)]
     if model is not None:
+        prompts = fixed_prompts(256)
         sample, rounds = generate(model, prompts, 64), []
         for _ in range(given.rounds):
             served = await load.work(prompts, 64, given.clients)
@@ -230,10 +348,8 @@ async def measure(given: argparse.Namespace, url: str, model: Path | None, pid: 
     minutes = []
     for number in range(round(given.minutes)):
         row = await load.run(given.clients, 60, 100 + number)
-        minutes.append({**row, **({} if pid is None else {"memory_mb": memory(pid) // 2**20})})
-    found |= {"minutes": minutes, "answered": load.answered, "problems": dict(load.problems)}
-    found["asked_again"] = {"asked": len(load.kept[:64]), "different": await load.again()}
-    return found
+        minutes.append({**row, **({} if server is None else {"memory_mb": server.memory() // 2**20})})
+    return found | {"minutes": minutes, "answered": load.answered, "problems": dict(load.problems)}
 
 
 def main() -> None:
@@ -246,30 +362,34 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--hidden", type=int, default=256, help="hidden units of the model that is made up")
-    parser.add_argument("--url")
+    parser.add_argument("--url", help="load this server instead of one that is started here")
+    parser.add_argument(
+        "--vllm", type=Path, help="the program vllm: compare it with rlhf serve, and do nothing else"
+    )
     parser.add_argument("--name", default="policy")
     parser.add_argument("--key")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.vllm is not None and not given.vllm.is_file():
+        sys.exit(f"--vllm {given.vllm}: not there, so nothing is compared")
     with tempfile.TemporaryDirectory() as directory:
         model = given.model or (None if given.url else make_model(Path(directory) / "model", given.hidden))
-        server = None
-        url = given.url
-        if url is None:
-            flags = ["--port", "0", "--slots", str(given.slots), "--max-model-len", str(LENGTH)]
-            command = [sys.executable, "-m", "rlhf_core.cli", "serve", f"{given.name}={model}", *flags]
-            server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            assert server.stderr is not None
-            line = next((line for line in server.stderr if line.startswith("serving ")), None)
-            if line is None:
-                sys.exit(f"the server ended with {server.wait()}")
-            url = line.split()[-1]
+        servers: dict[str, tuple[Process, str]] = {}
         try:
-            found = asyncio.run(measure(given, url, model, server and server.pid))
+            if given.url is None:
+                servers["rlhf"] = serve(model, given)
+            if given.vllm is not None:
+                servers["vllm"] = serve_vllm(model, given)
+            for process, url in servers.values():
+                process.wait_for(url)
+            if given.vllm is not None:
+                found: Any = asyncio.run(compare(given, servers))
+            else:
+                server, url = servers.get("rlhf", (None, given.url))
+                found = asyncio.run(measure(given, url, model, server))
         finally:
-            if server is not None:
-                server.terminate()
-                server.wait()
+            for process, _ in servers.values():
+                process.end()
     text = json.dumps(found, indent=1)
     print(text)
     if given.out:
