@@ -419,6 +419,31 @@ def test_an_engine_and_a_trainer_of_slurm(place: Place, cluster: Mapping[str, st
     assert (project / "run/policy/metrics.jsonl").read_bytes().count(b"\n") == 4
 
 
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("no systemd-analyze; apt-get install systemd")
+    unit = (LAUNCH / "rlhf-serve.service").read_text()
+    command = next(line for line in unit.splitlines() if line.startswith("ExecStart="))
+    executable, *arguments = command.removeprefix("ExecStart=").split()
+    (tmp_path / "rlhf-serve.service").write_text(unit.replace(executable, sys.executable))
+    done = subprocess.run(
+        [program, "verify", str(tmp_path / "rlhf-serve.service")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    # Every flag is one that the command has: it gets as far as the models.
+    ran = subprocess.run(
+        [sys.executable, "-m", "rlhf_core.cli", *arguments, "--port", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "RLHF_KEY": "x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "runs/first/policy/artifacts/model" in ran.stderr
+
+
 @pytest.fixture(scope="module")
 def cluster(place: Place) -> Iterator[Mapping[str, str]]:
     if missing := slurm.missing():
