@@ -66,7 +66,7 @@ def test_slow_and_large_bodies(running: Any, monkeypatch: pytest.MonkeyPatch) ->
     slow = raw(running, posted(LONG)[:-5])
     assert slow.recv(100).startswith(b"HTTP/1.1 408")
     monkeypatch.undo()
-    text = "a b c " * 170_000
+    text = "a b c " * (app.LARGE // 4)
     assert "the prompt has" in running.refused("/v1/completions", {"model": "policy", "prompt": text})
     monkeypatch.setattr(app, "MOST_BYTES", 1000)
     assert "more than 1,000 bytes" in running.refused(
