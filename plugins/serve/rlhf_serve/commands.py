@@ -18,7 +18,10 @@ def serve(
     ],
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
-    slots: Annotated[int, typer.Option("--slots", min=1, help="Completions that are sampled together.")] = 32,
+    slots: Annotated[
+        int,
+        typer.Option("--slots", min=1, help="Completions that are sampled together; on a CPU at most 32."),
+    ] = 32,
     max_model_len: Annotated[
         int | None,
         typer.Option(
