@@ -38,6 +38,8 @@ __all__ = ["save_model", "write_atomic"]
 MANIFEST = "rlhf_artifact.json"
 FORMAT = 1
 ADAPTER_CONFIG = "adapter_config.json"
+QUANTIZED = "quantized_base"
+"""The manifest's field that says how the base of its adapters was held, "nf4" or "int8"."""
 BASE = ("base_model_name_or_path", "revision")
 """Fields of adapter_config.json that may be edited: they say where the base model is."""
 
@@ -60,6 +62,7 @@ def save_model(
     tokenizer = getattr(model, "tokenizer", None)  # a trainer may save a model that has none
     dated = tokenizer is not None and writes_date(tokenizer)
     day = {"template_date": stage.template_date} if dated else {}
+    quantized = getattr(model, "quantized", None)
     final = stage.dir / "artifacts" / output
     temporary = final.with_name(f".{output}.tmp")
 
@@ -77,6 +80,7 @@ def save_model(
             "versions": versions(),
             "contract": {**day, **(contract or {})},
             **({} if base is None else {"base": base}),
+            **({} if quantized is None else {QUANTIZED: quantized}),
         }
         write_manifest(temporary, manifest)
         replace_directory(temporary, final)
@@ -151,6 +155,11 @@ def open_artifact(path: str | Path, *, verify: bool = True, together: bool = Fal
             *(f"{problem}; run the stage that made it again, with another --dir" for problem in problems)
         )
     return artifact
+
+
+def quantized_base(directory: Path) -> Any:
+    """Read how the base of the adapters in a directory was held while they were trained; None: in float32."""
+    return _open(directory).metadata.get(QUANTIZED) if (directory / MANIFEST).is_file() else None
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:

@@ -113,6 +113,20 @@ def replicated_sharding(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+HOST = "pinned_host"
+"""The kind of memory of arrays that wait in the host's memory."""
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """Return the same sharding in the hosts' memory."""
+    return sharding.with_memory_kind(HOST)
+
+
+def on_device(sharding: NamedSharding) -> NamedSharding:
+    """Return the same sharding in the devices' memory."""
+    return sharding.with_memory_kind("device")
+
+
 _parts: ContextVar[int] = ContextVar("parts", default=1)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.mesh import AnyMesh, replicated_sharding, with_shardings
+from rlhf_core.mesh import AnyMesh, on_host, replicated_sharding, with_shardings
 from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.models.params import Path, join, matching, named, paths, split
 
@@ -83,6 +83,7 @@ def create_state(
     *,
     seed: int = 0,
     frozen: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
+    offload: bool = False,
 ) -> TrainState:
     """Make a state at step 0 that shares its parameter buffers with `model` and shards its optimizer state like them.
 
@@ -94,6 +95,7 @@ def create_state(
     frozen: regular expressions; a parameter is not trained if one of them matches part of its dotted path. With several
         models the path begins with the model's name, unless the expressions are given by name. A model with adapters
         trains only these and its reward head.
+    offload: whether the optimizer's state is in the host's memory between updates.
 
     Raises InputError if an expression matches no path, if names differ, or if nothing would be trained.
     """
@@ -127,6 +129,8 @@ def create_state(
         }
     else:
         opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, trained), trained, shardings, mesh)
+    if offload:
+        opt_shardings = jax.tree.map(on_host, opt_shardings)
     replicated = replicated_sharding(mesh)
     if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
         scalar, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(seed))

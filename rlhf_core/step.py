@@ -18,7 +18,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.errors import error_line
-from rlhf_core.mesh import abstract_rows, over_parts, put_rows, replicated_sharding, sum_over_parts
+from rlhf_core.mesh import (
+    HOST,
+    abstract_rows,
+    on_device,
+    over_parts,
+    put_rows,
+    replicated_sharding,
+    sum_over_parts,
+)
 from rlhf_core.metrics import Balance, Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, by_layer, join, paths, split
@@ -253,6 +261,8 @@ class Programs:
         if in_parts:
             finish = partial(apply_parts, **options)
             step, placed = partial(accumulate_parts, step, mesh), _stacked(placed)
+        if any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state)):
+            finish = partial(_with_optimizer, finish, jax.tree.map(on_device, shardings.opt_state))
         self._in_parts, self._placed = in_parts, placed
         self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
         self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
@@ -401,6 +411,15 @@ def apply_parts(
     losses, metrics = zip(*each, strict=True)
     done = Accumulated(grads, reduce(_merge_losses, losses), reduce(merge, metrics))
     return apply(state, done, **options)
+
+
+def _with_optimizer(
+    finish: Callable[..., Any], shardings: Any, state: TrainState, done: Accumulated
+) -> tuple[TrainState, dict[str, Metric]]:
+    """Bring the optimizer's state from the host's memory, and call `finish`."""
+    here = jax.device_put(state.opt_state, shardings)
+    result: tuple[TrainState, dict[str, Metric]] = finish(replace(state, opt_state=here), done)
+    return result
 
 
 def _zeros(tree: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> Accumulated:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_core.cli.options import Base, Plugins, takes
+from rlhf_core.cli.options import Base, Plugins, Quantize, takes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Generation:
         bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")
     ] = False
     base: Base = None
+    quantize: Quantize = None
     plugin: Plugins = None
 
 
@@ -193,7 +194,10 @@ def _open(given: Generation, registry: Registry) -> Model:
 
     if stored_head(local_directory(given.model)) == "score":
         raise InputError(f"{given.model} is a reward model, which does not generate: use it with rlhf score")
-    model = load_model(given.base or given.model, adapter=given.base and given.model, registry=registry)
+    held: Any = given.quantize
+    model = load_model(
+        given.base or given.model, adapter=given.base and given.model, registry=registry, quantized=held
+    )
     if model.tokenizer is None:
         raise InputError(
             f"{given.model}: no tokenizer files; add tokenizer.json and tokenizer_config.json next to config.json"

@@ -24,6 +24,24 @@ Base = Annotated[
 ]
 
 
+def _quantization(text: str) -> str:
+    if text not in ("nf4", "int8", "none"):
+        raise typer.BadParameter(f"{text!r} is not nf4, int8 or none")
+    return text
+
+
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        metavar="nf4|int8|none",
+        parser=_quantization,
+        help="Hold the matrices of the model's layers in 4 or 8 bits, or in float32; default: as its adapters were "
+        "trained.",
+    ),
+]
+
+
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
     """Turn a function of a dataclass into a command whose arguments and flags are the dataclass's fields."""
     hints = get_type_hints(options, include_extras=True)

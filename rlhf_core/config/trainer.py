@@ -117,6 +117,11 @@ class LoraOptions(Options):
         "all-linear",
         description="all linear layers, or their names or regular expressions of their dotted paths",
     )
+    base: Literal["nf4", "int8"] | None = Field(
+        None,
+        description="hold the matrices of the base model's layers in 4 bits (QLoRA, Dettmers et al. 2023) or 8, "
+        "quantized while it is loaded; null: float32",
+    )
 
 
 class CheckpointOptions(Options):
@@ -421,6 +426,11 @@ class TrainerConfig(Options):
     )
     lora: LoraOptions | None = Field(
         None, description="train adapters with these options; none: all parameters are trained"
+    )
+    offload: list[Literal["optimizer", "reference"]] = Field(
+        [],
+        description="keep the optimizer's state, or the copy of the model that a KL penalty or DPO compares with, in "
+        "the host's memory, from which it is brought when it is used",
     )
     chat_template: PathText | None = Field(
         None,

@@ -114,10 +114,11 @@ class Build:
     def state(self, config: TrainerConfig, stage: Stage) -> tuple[TrainState, Schedule]:
         """Make the state that training starts from, of arrays or of shapes, and the learning rate's schedule."""
         models, total = self.models, self.updates.total
-        given = stage.inputs.get("optimizers") or (None, None)
+        given, waits = stage.inputs.get("optimizers") or (None, None), "optimizer" in config.offload
         if isinstance(models, Model):
             tx, schedule = make_optimizer(config, stage.registry, total, given)
-            return create_state(models, tx, seed=stage.seed, frozen=config.frozen_parameters), schedule
+            state = create_state(models, tx, seed=stage.seed, frozen=config.frozen_parameters, offload=waits)
+            return state, schedule
         trains = self.trains or dict.fromkeys(models, config)
         if len(trains) > 1 and given != (None, None):
             raise InputError(
@@ -128,7 +129,8 @@ class Build:
         frozen: dict[str, Any] = dict.fromkeys(models.keys() - trains.keys(), ".*")
         frozen |= {name: each.frozen_parameters for name, each in trains.items() if each.frozen_parameters}
         txs = {name: tx for name, (tx, _) in made.items()}
-        return create_state(models, txs, seed=stage.seed, frozen=frozen), next(iter(made.values()))[1]
+        state = create_state(models, txs, seed=stage.seed, frozen=frozen, offload=waits)
+        return state, next(iter(made.values()))[1]
 
 
 def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:

@@ -40,6 +40,7 @@ from rlhf_core.models.definition import Definition
 from rlhf_core.models.experts import Experts, recorder_of
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
+from rlhf_core.models.quantized import BLOCK, GROUP, Quantization, plain, with_plain_scales
 from rlhf_core.models.recurrence import MIXERS, Order, apart, chunk_paths, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
@@ -121,7 +122,14 @@ class Stacks(nnx.Module):
 class Trunk(nnx.Module):
     """The parameters of the layers, and of the language-model or reward head."""
 
-    def __init__(self, config: DecoderConfig, head: Head, lora: Lora | None, rngs: Any) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        head: Head,
+        lora: Lora | None,
+        rngs: Any,
+        quantized: Quantization | None = None,
+    ) -> None:
         linear = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
         self.embed_tokens = Embedding(config, rngs)
         if config.gemma4 and config.gemma4.per_layer[1]:
@@ -135,12 +143,18 @@ class Trunk(nnx.Module):
         if lora is not None:
             for target in lora.targets:
                 functools.reduce(getattr, target.split("."), self.layers).adapt(lora, rngs)
+        if quantized is not None:
+            for path, module in list(nnx.iter_modules(self.layers)):
+                if isinstance(module, Linear) and path[-1] != ROUTER:
+                    module.quantize(quantized)
 
 
 @cached
-def _tree(config: DecoderConfig, head: Head, lora: Lora | None) -> tuple[Any, Params, Params]:
+def _tree(
+    config: DecoderConfig, head: Head, lora: Lora | None, quantized: Quantization | None
+) -> tuple[Any, Params, Params]:
     """Return the module without its arrays, the arrays' shapes, and their logical axes."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Trunk(config, head, lora, nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Trunk(config, head, lora, nnx.Rngs(0), quantized)))
     names = jax.tree.map(
         lambda variable: variable.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
@@ -148,12 +162,20 @@ def _tree(config: DecoderConfig, head: Head, lora: Lora | None) -> tuple[Any, Pa
 
 
 @cached
-def _parts(config: DecoderConfig, fused: bool, apart: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _parts(
+    config: DecoderConfig,
+    fused: bool,
+    apart: bool = False,
+    lora: Lora | None = None,
+    quantized: Quantization | None = None,
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the parts around the layers, by name, and one layer of each kind, without their arrays. fused: whether
-    projections are joined. apart: as in the config.
+    projections are joined. apart: as in the config. lora: adapters that are not merged.
     """
     prepared = replace(config, fused=fused, apart=apart)
-    whole = nnx.eval_shape(lambda: Trunk(prepared, "lm", None, nnx.Rngs(0)))
+    if lora is not None and config.fused and not fused:
+        lora = replace(lora, targets=_separate(lora.targets))
+    whole = nnx.eval_shape(lambda: Trunk(prepared, "lm", lora, nnx.Rngs(0), quantized))
     layers = {kind: nnx.split(_stack(whole.layers, kind))[0] for kind in config.stacks}
     around = [name for name in ("embed_tokens", "per_layer_inputs", "norm") if hasattr(whole, name)]
     return {name: nnx.split(getattr(whole, name))[0] for name in around}, layers
@@ -176,6 +198,7 @@ class Decoder(Definition):
         but each layer's input); "auto" is "none" while the activations are small, else "dots".
     attention: over rows, see `rlhf_core.contracts.AttentionOver`; None: `attention.attend`.
     lora: adapters of some linear layers; None: no adapters.
+    quantized: how the matrices of the layers are held that no update changes, see `quantized.layout`; None: float32.
     """
 
     config: DecoderConfig
@@ -183,6 +206,7 @@ class Decoder(Definition):
     remat: Remat = "auto"
     attention: AttentionOver | None = None
     lora: Lora | None = None
+    quantized: Quantization | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -209,6 +233,9 @@ class Decoder(Definition):
     def with_lora(self, lora: Lora | None) -> Self:
         return replace(self, lora=lora)
 
+    def quantized_as(self, kind: Quantization | None) -> Self:
+        return replace(self, quantized=kind)
+
     def module_names(self) -> dict[str, list[str]]:
         names = weights.tensor_names(self)
         stored, prefix = self.config.prefix, weights.module_prefix(self.config)
@@ -217,18 +244,26 @@ class Decoder(Definition):
                 (prefix + name.removeprefix(stored) if stored else name).removesuffix(".weight")
                 for name in names["layers", *module.split("."), "kernel"].tolist()
             ]
-            for module in linear_modules(self.with_lora(None).abstract_params())
+            for module in linear_modules(self.with_lora(None).quantized_as(None).abstract_params())
         }
 
+    @property
+    def _tree(self) -> tuple[Any, Params, Params]:
+        return _tree(self.config, self.head, self.lora, self.quantized)
+
     def abstract_params(self) -> Params:
-        return _tree(self.config, self.head, self.lora)[1]
+        return self._tree[1]
 
     def logical_axes(self) -> Params:
-        return _tree(self.config, self.head, self.lora)[2]
+        return self._tree[2]
 
     def init(self, key: jax.Array) -> Params:
-        """Draw parameters, float32: normal(0, initializer_range) for matrices, factors of 1 for norms, 0 for biases."""
-        return nnx.to_pure_dict(nnx.state(Trunk(self.config, self.head, self.lora, nnx.Rngs(params=key))))
+        """Draw parameters, float32: normal(0, initializer_range) for matrices, factors of 1 for norms, 0 for biases and
+        quantized matrices.
+        """
+        return nnx.to_pure_dict(
+            nnx.state(Trunk(self.config, self.head, self.lora, nnx.Rngs(params=key), self.quantized))
+        )
 
     def load(self, directory: Path, shardings: Any) -> Params:
         return weights.load(self, directory, shardings)
@@ -251,7 +286,7 @@ class Decoder(Definition):
         """
         c, dtype = self.config, self.compute_dtype
         self._check_length(tokens.shape[1])
-        trunk: Trunk = nnx.merge(_tree(c, self.head, self.lora)[0], params)
+        trunk: Trunk = nnx.merge(self._tree[0], params)
         rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
         mix, recorder = self._over_rows(positions, visible_until), recorder_of(self)
@@ -426,7 +461,7 @@ class Decoder(Definition):
         fused = any(map(_is_joined, weights["layers"]))
         separate = any("in_proj_q" in layer.get("linear_attn", {}) for layer in weights["layers"])
         separate |= any("in_proj_inner" in layer.get("conv", {}) for layer in weights["layers"])
-        around, blocks = _parts(self.config, fused, separate)
+        around, blocks = _parts(self.config, fused, separate, self._unmerged, plain(self.quantized))
         parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
         given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
@@ -468,7 +503,7 @@ class Decoder(Definition):
         Slicing stacked parameters inside a loop copies every weight for every token; XLA does not hoist that.
         """
         # On several devices, the shards of joined projections would not lie next to each other.
-        join = device_count() == 1 and not self.config.fused
+        join = device_count() == 1 and not self.config.fused and self.quantized is None
 
         def one(i: int) -> Params:
             cast = jax.tree.map_with_path(self._cast, self._merged(params, i))
@@ -482,10 +517,17 @@ class Decoder(Definition):
         return x if any(part.key in EXACT for part in path) else x.astype(self.compute_dtype)
 
     def _merged(self, params: Params, i: int) -> Params:
-        """Return the parameters of layer `i`, its adapters merged."""
+        """Return the parameters of layer `i`, its adapters merged unless the base is quantized."""
         kind, n = self.config.at(i)
         layer = jax.tree.map(lambda x: x[n], _stack(params["layers"], kind))
+        if self.quantized is not None:
+            return with_plain_scales(_without_keys(layer))
         return layer if self.lora is None else merge(layer, self.lora.scale)
+
+    @property
+    def _unmerged(self) -> Lora | None:
+        """The adapters that `_merged` leaves as they are; without dropout."""
+        return replace(self.lora, dropout=0.0) if self.lora and self.quantized else None
 
     def decode(
         self,
@@ -599,7 +641,7 @@ class Decoder(Definition):
         each = [stack.config for stack in c.stacks.values()]
         # Models with a state and experts have few heads for their many experts.
         states, experts = any(map(self._has_state, range(c.num_layers))), any(of.experts for of in each)
-        whole = c.qk_norm == "projection" or (states and experts)
+        whole = c.qk_norm == "projection" or (states and (experts or self.quantized is not None))
         heads = [
             {"self_attn": of.num_kv_heads, "linear_attn": of.linear_heads[0], "conv": of.hidden_size}[
                 of.mixer
@@ -607,6 +649,10 @@ class Decoder(Definition):
             for of in each
         ]
         sizes = [n for of in each for n in (of.experts or of.intermediate_size, of.shared_size)]
+        if self.quantized not in (None, "int8"):  # the blocks of a matrix that is cut along its inputs
+            inner = (0 if of.experts else of.intermediate_size for of in each)
+            inputs = (*inner, *(n for of in each for n in (of.num_heads * of.head_dim, of.shared_size)))
+            sizes += [n // BLOCK for n in inputs if n % BLOCK == 0]
         # Experts are shared in any case, by their number: a device computes the tokens that are sent to its own.
         divides = (math.gcd(*(of.experts for of in each)) or 1) if whole else math.gcd(*heads, *sizes)
         prepare = functools.partial(self._prepare_shards, not whole)
@@ -640,9 +686,13 @@ class Decoder(Definition):
             if together not in inside:  # experts have separate ones
                 continue
             ends = list(itertools.accumulate(widths[module]))[:-1]
-            pieces = {k: jnp.split(x, ends, axis=-1) for k, x in inside[together].items()}
+
+            def piece(i: int, path: Any, x: jax.Array) -> jax.Array:
+                return x if path[-1].key == "lora_a" else jnp.split(x, ends, axis=-1)[i]  # noqa: B023
+
             layer[module] = {k: v for k, v in inside.items() if k != together} | {
-                part: {k: x[i] for k, x in pieces.items()} for i, part in enumerate(parts)
+                part: jax.tree.map_with_path(functools.partial(piece, i), inside[together])
+                for i, part in enumerate(parts)
             }
         return layer
 
@@ -652,7 +702,9 @@ class Decoder(Definition):
         whole_layers: whether every device has the whole layers, their experts excepted.
         """
         laid_out = replace(self.config, fused=False, apart=not whole_layers)
-        names = replace(self, lora=None, config=laid_out).logical_axes()
+        lora = self._unmerged and replace(self._unmerged, targets=_separate(self._unmerged.targets))
+        of = replace(self, lora=lora, quantized=plain(self.quantized), config=laid_out)
+        names = of.logical_axes()
 
         def shared(path: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
             if any(part.key == "experts" for part in path):
@@ -724,13 +776,30 @@ def _read(x: jax.Array, at: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-EXACT = ("A_log", "dt_bias", ROUTER)
-"""Parameters, or modules, that are read in float32."""
+EXACT = ("A_log", "dt_bias", ROUTER, GROUP)
+"""Parameters, or modules, that keep their dtype."""
 JOINED = (
     ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
 )
 """(module, the fused projection, the separate projections in its order)."""
+
+
+def _without_keys(layer: Params) -> Params:
+    """Drop the random state of adapters' dropout."""
+    inner = {name: _without_keys(x) if isinstance(x, dict) else x for name, x in layer.items()}
+    return {name: x for name, x in inner.items() if name != "lora_key"}
+
+
+def _separate(targets: Sequence[str]) -> tuple[str, ...]:
+    """Replace fused projections among the targets of adapters by the separate ones."""
+    parts = {f"{module}.{together}": (module, names) for module, together, names in JOINED}
+    found = []
+    for target in targets:
+        end = next((name for name in parts if target.endswith(name)), None)
+        module, names = parts[end] if end else ("", ())
+        found += [f"{target.removesuffix(end)}{module}.{name}" for name in names] if end else [target]
+    return tuple(found)
 
 
 def _joined(layer: Params) -> Params:

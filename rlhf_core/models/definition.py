@@ -19,6 +19,7 @@ from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.attention import capped
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.params import Path, join, paths, split
+from rlhf_core.models.quantized import Quantization
 from rlhf_core.runtime.caches import Exact
 from rlhf_core.tokenizer.encoding import ids_without_token
 
@@ -165,6 +166,15 @@ class Definition:
         An adapter is {"adapter": {"lora_a", "lora_b"}} next to the kernel [layers, in, out] of each of `lora.targets`.
         """
         raise InputError(f"lora: models of {type(self).__name__} take no adapters")
+
+    def quantized_as(self, kind: Quantization | None) -> Self:
+        """Return the model with the matrices of its layers in few bits, see `quantized.layout`, or in float32.
+
+        Raises InputError where the family cannot.
+        """
+        if kind is None:
+            return self
+        raise InputError(f"lora.base: models of {type(self).__name__} cannot be quantized; leave it out")
 
     def module_names(self) -> dict[str, list[str]]:
         """Return {dotted path of a linear layer within `layers`: its name in the files, by layer}."""

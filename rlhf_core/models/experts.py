@@ -19,17 +19,20 @@ from jax.sharding import PartitionSpec
 from rlhf_core.mesh import ROW_AXES, gathered, mesh_of_rows, param_spec, row_axes, row_parts, sum_over_tensor
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
+from rlhf_core.models.quantized import Packed, only_now, scales_of
 from rlhf_core.runtime.devices import platform
 
 
 def expert_product(
-    x: jax.Array, kernel: jax.Array, counts: jax.Array, weights: jax.Array | None = None
+    x: jax.Array, kernel: jax.Array | Packed, counts: jax.Array, weights: jax.Array | None = None
 ) -> jax.Array:
     """Compute `product` for the rows of every expert.
 
     x: [N, in], sorted by expert. kernel: [experts, in, out]. counts: int32 [experts], rows per expert. weights: the
     kernel in the dtype of `x`, where it is at hand; the kernel then only gets the gradient.
     """
+    if isinstance(kernel, Packed):
+        return _packed_expert_product(x, kernel, counts)
     if weights is None and x.dtype == kernel.dtype and platform() != "gpu":
         return lax.ragged_dot(x, kernel, counts)
     weights = kernel.astype(x.dtype) if weights is None else weights
@@ -51,6 +54,25 @@ def _expert_backward(residuals: tuple[jax.Array, ...], d_y: jax.Array) -> Any:
     x, weights, counts = residuals
     d_kernel = _kernel_gradient(x, d_y, counts, platform())
     return _rows_product(d_y, weights, counts, transposed=True), d_kernel, None, None
+
+
+@jax.custom_vjp
+def _packed_expert_product(x: jax.Array, kernel: Packed, counts: jax.Array) -> jax.Array:
+    """Dequantize in the forward and in the backward pass, see `quantized.quantized_product`."""
+    kernel, x = only_now(kernel, x)
+    return _rows_product(x, kernel.matrices(x.dtype), counts)
+
+
+def _packed_forward(x: jax.Array, kernel: Packed, counts: jax.Array) -> Any:
+    return _packed_expert_product(x, kernel, counts), (kernel, counts)
+
+
+def _packed_backward(residuals: Any, d_y: jax.Array) -> Any:
+    (kernel, counts), d_y = only_now(residuals, d_y)
+    return _rows_product(d_y, kernel.matrices(d_y.dtype), counts, transposed=True), None, None
+
+
+_packed_expert_product.defvjp(_packed_forward, _packed_backward)
 
 
 def _kernel_gradient(
@@ -273,24 +295,15 @@ class ExpertMLPs(nnx.Module):
         On a mesh every device sorts the pairs of its own rows and experts, see `Exchange`.
         """
         names = ("gate_up_proj", "down_proj") if self.config.swiglu else ("gate_proj", "up_proj", "down_proj")
-        linears = {name: getattr(self, name) for name in names}
-        params = {
-            name: [p for p in (each.kernel, each.bias) if p is not None] for name, each in linears.items()
-        }
-        arrays = {name: [p[...] for p in each] for name, each in params.items()}
+        both = {name: _parts_of(getattr(self, name)) for name in names}
+        arrays, axes = ({name: each[i] for name, each in both.items()} for i in (0, 1))
         mesh = mesh_of_rows(x)
         if row_parts() > 1:  # what is sent depends on the rows of a device
             raise NotImplementedError("the exchange of tokens among experts is not mapped over parts")
         mix = functools.partial(_mixed, self.config)
         if mesh is None:
             return mix(None, x, weight, chosen, arrays)
-        specs = {
-            name: [
-                param_spec(mesh, p.get_metadata("axes")[1:], a.shape)
-                for p, a in zip(each, arrays[name], strict=True)
-            ]
-            for name, each in params.items()
-        }
+        specs = jax.tree.map(lambda a, named: param_spec(mesh, named, a.shape), arrays, axes)
         rows = PartitionSpec(row_axes())
         over = jax.shard_map(
             functools.partial(mix, specs),
@@ -303,6 +316,17 @@ class ExpertMLPs(nnx.Module):
         return mixed
 
 
+def _parts_of(linear: Linear) -> tuple[list[Any], list[Any]]:
+    """Return one layer's kernels, an array or `Packed`, and biases, if any; and the logical axes of each array."""
+    params = [p for p in (linear.kernel, linear.bias) if p is not None]
+    arrays: list[Any] = [p[...] for p in params]
+    axes: list[Any] = [p.get_metadata("axes")[1:] for p in params]
+    if (packed := linear.quantized) is not None:
+        arrays.insert(0, Packed(packed.arrays["codes"], scales_of(packed.arrays)))
+        axes.insert(0, Packed(*[packed.codes.get_metadata("axes")[1:]] * 2))
+    return arrays, axes
+
+
 def _mixed(
     config: DecoderConfig, specs: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, arrays: Any
 ) -> jax.Array:
@@ -310,7 +334,7 @@ def _mixed(
     tokens, pairs = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
     k, down = chosen.shape[-1], arrays["down_proj"][0]
     kernels, weights, biases = _at_hand(x.dtype, specs, arrays)
-    mlp, own = functools.partial(_mlp, config), len(down)
+    mlp, own = functools.partial(_mlp, config), down.shape[0]
     peers = specs is None and own < config.experts
     if peers:  # in a sampler, devices that share layers have the same tokens, and each its own experts
         pairs = pairs - lax.axis_index("tensor") * own
@@ -334,12 +358,16 @@ def _mixed(
 
 def _at_hand(dtype: Any, specs: Any, arrays: Any) -> tuple[Any, Any, Any]:
     """Gather what `fsdp` spreads: kernels, which get float32 gradients; the same in `dtype`; and biases, float32."""
-    kernels, weights, biases = {}, {}, {}
+    kernels: dict[str, Any] = {}
+    weights, biases = {}, {}
     for name, (kernel, *bias) in arrays.items():
         spec = specs[name] if specs else [PartitionSpec()] * 2
-        kernels[name] = _gathered_by(kernel, spec[0])
-        if kernel.dtype != dtype:  # the other kernel is not gathered: only its gradient is computed
-            weights[name] = lax.stop_gradient(_gathered_by(kernel.astype(dtype), spec[0]))
+        if isinstance(kernel, Packed):
+            kernels[name] = Packed(*map(_gathered_by, kernel, spec[0])) if specs else kernel
+        else:
+            kernels[name] = _gathered_by(kernel, spec[0])
+            if kernel.dtype != dtype:  # the other kernel is not gathered: only its gradient is computed
+                weights[name] = lax.stop_gradient(_gathered_by(kernel.astype(dtype), spec[0]))
         if bias:
             biases[name] = _gathered_by(bias[0], spec[1])
     return kernels, weights, biases
@@ -463,7 +491,7 @@ def exchanged(
     x: [N, D]. pairs: int32 [N · k] each, the pairs by expert, where each is in this order, and their experts in it.
     kernels, biases, weights: of this device's experts, as for `_mlp`.
     """
-    (order, _, ids), weights = pairs, weights or kernels
+    (order, _, ids), weights = pairs, {**kernels, **weights}
 
     def one(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, made = state
@@ -485,13 +513,14 @@ def _exchanged_forward(
     exchange: Exchange, x: jax.Array, pairs: Any, kernels: Any, biases: Any, weights: Any
 ) -> tuple[jax.Array, Any]:
     made = exchanged(exchange, x, pairs, kernels, biases, weights)
-    return made, (x, pairs, biases, weights or kernels)
+    return made, (x, pairs, biases, {**kernels, **weights})
 
 
 def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -> Any:
     x, (order, place_of_pair, ids), biases, weights = residuals
+    trained = {name: w for name, w in weights.items() if not isinstance(w, Packed)}
     unused = jax.tree.map(
-        lambda w: jnp.zeros(w.shape, jnp.float32), weights
+        lambda w: jnp.zeros(w.shape, jnp.float32), trained
     )  # kernels, which only get gradients
 
     def one(state: Any) -> Any:
@@ -503,7 +532,9 @@ def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -
         got = exchange.sent(jnp.where(there[:, None], both, 0))[by_expert]
         inputs, d_out = jnp.split(got, 2, axis=1)
         pull = jax.vjp(
-            lambda inputs, kernels, biases: exchange.mlp(inputs, counts, used, kernels, biases, weights),
+            lambda inputs, kernels, biases: exchange.mlp(
+                inputs, counts, used, {**weights, **kernels}, biases, trained
+            ),
             inputs,
             unused,
             biases,
@@ -524,7 +555,7 @@ def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -
     _, d_pairs, d_kernels, d_biases = lax.while_loop(lambda state: state[0] < rounds, one, start)
     apart = d_pairs[place_of_pair].reshape(len(x), exchange.per_token, -1)
     d_x = apart.astype(jnp.float32).sum(1).astype(x.dtype)
-    return d_x, None, d_kernels, d_biases, None
+    return d_x, None, {name: d_kernels.get(name) for name in weights}, d_biases, None
 
 
 exchanged.defvjp(_exchanged_forward, _exchanged_backward)

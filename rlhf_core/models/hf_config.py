@@ -18,6 +18,7 @@ from rlhf_core.models.config import DecoderConfig, Rope, RopeKind
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, rotated_layers
 from rlhf_core.models.layers import ACTIVATIONS
+from rlhf_core.models.quantized_files import FP8_BLOCK, METHODS
 
 COMMON: Mapping[str, Any] = {
     "model_type": None,
@@ -129,8 +130,8 @@ class Fields:
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.data = data
         self.defaults = {**COMMON, **defaults}
-        self.quantized: str | None = None
-        """The `quant_method` of weights that can be read."""
+        self.quantized: tuple[str, ...] = METHODS
+        """Each `quant_method` of weights that can be read."""
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
@@ -216,19 +217,27 @@ class Fields:
             elif not value:
                 continue
             elif name == "quantization_config":
-                if (
-                    self.quantized
-                    and isinstance(value, Mapping)
-                    and value.get("quant_method") == self.quantized
-                ):
-                    continue
-                self.problem("quantization_config is not supported; use the unquantized checkpoint")
+                self._check_quantization(value)
             else:
                 hint = suggest(name, self.defaults) or " Remove it if it changes nothing."
                 self.problem(
                     f"unknown field '{name}'.{hint} It is {shown(value)}, which the {model_type} decoder does "
                     "not implement"
                 )
+
+    def _check_quantization(self, table: Any) -> None:
+        method = table.get("quant_method") if isinstance(table, Mapping) else None
+        if method not in self.quantized:
+            known = ", ".join(self.quantized)
+            self.problem(
+                f"quantization_config.quant_method {shown(method)} is not supported, only {known} are; use the "
+                "unquantized checkpoint, with lora.base = 'nf4' if memory is short"
+            )
+        elif method == "fp8" and table.get("weight_block_size") not in (None, [FP8_BLOCK, FP8_BLOCK]):
+            self.problem(
+                f"quantization_config.weight_block_size must be [{FP8_BLOCK}, {FP8_BLOCK}]; it is "
+                f"{shown(table['weight_block_size'])}"
+            )
 
 
 GROWTH = "llama_4_scaling_beta"

@@ -17,6 +17,7 @@ from jax import lax
 from rlhf_core.mesh import gathered, look_up, sum_over_tensor, with_rows_of
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.lora import Lora
+from rlhf_core.models.quantized import Quantization, Quantized, can_quantize
 from rlhf_core.models.rope import rotate
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -86,19 +87,29 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel, axes=axes)
         self.bias = nnx.Param(jnp.zeros((*lead, sizes[1])), axes=(*axes[:-2], axes[-1])) if bias else None
         self.adapter: Adapter | None = nnx.data(None)
+        self.quantized: Quantized | None = nnx.data(None)
 
     def adapt(self, lora: Lora, rngs: Any) -> None:
         """Add an adapter to the kernel, without effect until it is trained."""
         self.adapter = Adapter(lora, rngs, self.kernel.shape, self.kernel.get_metadata("axes"))
 
+    def quantize(self, kind: Quantization) -> None:
+        """Hold the kernel in few bits, if it can be; after `adapt`."""
+        if can_quantize(kind, self.kernel.shape[-2]):
+            self.quantized = Quantized(kind, self.kernel.shape, self.kernel.get_metadata("axes"))
+            self.kernel = nnx.data(None)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         # Tokens are one axis: otherwise XLA on CPU copies the output's gradient, transposed, for the kernel's.
-        kernel, flat = self.kernel[...], x.reshape(-1, x.shape[-1])
-        y = product(flat, kernel, self.kernel.get_metadata("axes")[-2:])
+        flat = x.reshape(-1, x.shape[-1])
+        if self.quantized is None:
+            y = product(flat, self.kernel[...], self.kernel.get_metadata("axes")[-2:])
+        else:
+            y = self.quantized(flat)
         if self.adapter is not None:
             y = y + self.adapter(flat)
-        y = y.reshape(*x.shape[:-1], kernel.shape[-1])
-        y = sum_over_tensor(y) if len(kernel) < self.parts_of else y
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
+        y = sum_over_tensor(y) if flat.shape[-1] < self.parts_of else y
         return y if self.bias is None else (y + self.bias[...]).astype(x.dtype)
 
 

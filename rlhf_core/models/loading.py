@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -37,6 +37,7 @@ from rlhf_core.plugins import installed_registry
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from rlhf_core.models.quantized import Quantization
     from rlhf_core.plugins.registry import Registry
 
 NO_REWARD_HEAD = "is a language model, without a reward head: rlhf train reward makes a reward model of it"
@@ -54,6 +55,7 @@ def load_model(
     fresh_head: bool = True,
     verify: bool = True,
     revision: str | None = None,
+    quantized: Quantization | Literal["none"] | None = None,
 ) -> Model:
     """Load a model from a Hugging Face directory, a hub name, or a PEFT adapter, which names its base model.
 
@@ -66,6 +68,8 @@ def load_model(
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
     verify: compare every file of an artifact with the hash in its manifest. Where the mesh spans several processes,
         each hashes some of the files, and all must make this call.
+    quantized: "nf4" or "int8": hold the matrices of the layers so, see `quantized.layout`; "none": in float32; default:
+        as adapters say that they were trained.
     Parameters are float32, whatever their dtype in the files. InputError names the file, field or tensor at fault.
     """
     directory, adapter_directory, base = model_directories(path, adapter, revision)
@@ -78,8 +82,16 @@ def load_model(
         if adapter_directory is not None:
             artifacts.require_base(adapter_directory, directory)
     definition, hf_config = define(_read_config(directory), head, directory, registry, dtype=dtype)
-    if "quantization_config" in text_config(hf_config):  # of a format that the family's code reads
-        warn(f"{directory}: quantized weights are converted; the model is saved in bfloat16")
+    if quantized is None and adapter_directory is not None:
+        quantized = artifacts.quantized_base(adapter_directory)
+    quantized = held_as(None if quantized == "none" else quantized, hf_config)
+    definition = definition.quantized_as(quantized)
+    if "quantization_config" in text_config(hf_config):
+        if quantized is None:
+            warn(
+                f"{directory}: quantized weights are converted to float32; adapters can be trained with "
+                "lora.base = 'nf4' or 'int8' instead"
+            )
         hf_config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     adapters = None if adapter_directory is None else peft.Adapter(adapter_directory)
     params = definition.load(directory, definition.shardings(mesh))
@@ -106,6 +118,14 @@ def load_model(
     if fresh and (adapters is None or adapters.score is None):
         model = with_padding_apart(model)
     return model if adapters is None else adapters.on(model, base)
+
+
+def held_as(kind: Quantization | None, hf_config: Mapping[str, Any]) -> Quantization | None:
+    """Return how a model is held for which `kind` is asked: as in its files, if that is nf4 with plain scales."""
+    stored = text_config(hf_config).get("quantization_config") or {}
+    if kind == "nf4" and stored.get("load_in_4bit") and not stored.get("bnb_4bit_use_double_quant"):
+        return "nf4_plain"
+    return kind
 
 
 def model_directories(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.models import quantized
 from rlhf_core.models.params import Path, paths
 
 GROUP = "adapter"
@@ -89,14 +90,16 @@ def has_noise(params: Mapping[str, Any]) -> bool:
 
 
 def merge(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Merge adapters into the kernels: kernel + scale · A · B, float32."""
-    merged = {
+    """Merge adapters into the kernels: kernel + scale · A · B, float32; quantized kernels are dequantized."""
+    merged: dict[str, Any] = {
         name: merge(value, scale) if isinstance(value, Mapping) else value
         for name, value in params.items()
-        if name != GROUP
+        if name not in (GROUP, quantized.GROUP)
     }
+    if quantized.GROUP in params:
+        merged["kernel"] = quantized.dequantize(params[quantized.GROUP], jnp.float32)
     if GROUP in params:
-        merged["kernel"] = params["kernel"] + scale * product(params[GROUP])
+        merged["kernel"] = merged["kernel"] + scale * product(params[GROUP])
     return merged
 
 

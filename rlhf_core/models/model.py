@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.contracts import AttentionOver
+    from rlhf_core.models.quantized import Quantization
 
 
 TEXT_CLASSIFIERS = ("gemma3_text", "qwen3_5_text")
@@ -197,6 +198,11 @@ class Model:
         return tuple(dict.fromkeys(ids))
 
     @property
+    def quantized(self) -> Quantization | None:
+        """How the matrices of its layers are held, "nf4" or "int8"; None: in float32."""
+        return getattr(self.definition, "quantized", None)
+
+    @property
     def max_positions(self) -> Any:
         """The `max_position_embeddings` of its config.json; None where there is none."""
         return text_config(self.hf_config).get("max_position_embeddings")
@@ -272,7 +278,7 @@ class Model:
         """
         if self.definition.lora is not None:
             raise InputError("lora: the model has adapters already; merge them first")
-        modules = linear_modules(self.definition.abstract_params())
+        modules = linear_modules(self.definition.quantized_as(None).abstract_params())
         lora = Lora(rank, float(alpha), dropout, use_rslora, resolve(targets, modules))
         definition = self.definition.with_lora(lora)
         named = base or (None if self.source is None else peft.fixed_name(self.source))
@@ -284,13 +290,14 @@ class Model:
         )
 
     def merged(self) -> Model:
-        """Return the model without adapters, after adding them to its weights."""
+        """Return the model without adapters, after adding them to its weights, which are float32 then."""
         lora = self.definition.lora
-        if lora is None:
+        if lora is None and self.quantized is None:
             return self
-        definition = self.definition.with_lora(None)
+        scale = 0.0 if lora is None else lora.scale
+        definition = self.definition.with_lora(None).quantized_as(None)
         merging = jax.jit(
-            functools.partial(merge, scale=lora.scale), out_shardings=definition.shardings(self.mesh)
+            functools.partial(merge, scale=scale), out_shardings=definition.shardings(self.mesh)
         )
         return dataclasses.replace(self, definition=definition, params=merging(self.params), adapter=None)
 

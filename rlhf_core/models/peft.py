@@ -245,8 +245,8 @@ class Adapter:
         """
         if self.score is not None and model.definition.head != "score":
             raise InputError(f"{self.directory}: a reward model's adapter: load it with head='score'")
-        layers = dict(paths(model.definition.abstract_params()))
-        names, possible = model.definition.module_names(), linear_modules(model.params)
+        shapes = model.definition.quantized_as(None).abstract_params()
+        layers, names, possible = dict(paths(shapes)), model.definition.module_names(), linear_modules(shapes)
         renamed = self._rename({name for target in possible for name in names[target]})
         if unknown := set(self._modules) - {name for target in possible for name in names[target]}:
             raise InputError(

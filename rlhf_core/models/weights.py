@@ -19,13 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest, warn
 from rlhf_core.mesh import fetch_array
-from rlhf_core.models import gpt_oss
+from rlhf_core.models import quantized, quantized_files
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy, described
 from rlhf_core.runtime.signals import stop_if_asked
 
 if TYPE_CHECKING:
     from rlhf_core.models.config import DecoderConfig
     from rlhf_core.models.decoder import Decoder
+    from rlhf_core.models.quantized import Quantization
 
 SHARD_BYTES = 5 * 10**9
 THREADS = 8
@@ -93,7 +94,7 @@ class Kept:
 def kept(decoder: Decoder, directory: Path) -> Kept:
     """Find what `save` has to know of a directory, from the headers of its files."""
     readers = open_weights(directory)
-    plain = gpt_oss.unquantized(readers)
+    plain = quantized_files.shown(readers)
     dtypes: list[str] = []
     by_leaf, wanted = {}, set[str]()
     for leaf in _leaves(decoder):
@@ -128,7 +129,7 @@ def placed(decoder: Decoder, directory: Path, *, contained: bool) -> Decoder:
     begin with a prefix of their own; the embeddings' name tells which. Raises InputError where several begin so.
     """
     try:
-        readers = gpt_oss.unquantized(open_weights(directory))
+        readers = quantized_files.shown(open_weights(directory))
     except InputError:
         return decoder  # `check` says what is wrong
     prefixes = [decoder.config.prefix]
@@ -227,7 +228,6 @@ class _Leaf:
     def read(self, view: Callable[[str], np.ndarray], sharding: Any, threads: Executor) -> jax.Array:
         """Read the parameter; its transfer to the devices may not have ended."""
         parts: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
-        size = math.prod(self.tensor_shape)
 
         def part(index: Any) -> np.ndarray:
             spans = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
@@ -238,10 +238,7 @@ class _Leaf:
                 numbers = np.arange(len(self.places)).reshape(self.lead)[(*leading, None)].reshape(-1)
 
                 def fill(slot: np.ndarray, number: int) -> None:
-                    name, first = self.places[number]
-                    tensor = view(name)
-                    if tensor.shape != self.tensor_shape:  # one expert's part
-                        tensor = tensor.reshape(-1)[first : first + size].reshape(self.tensor_shape)
+                    tensor = self._part(view, self.places[number])
                     copy(tensor.T[inner] if self.transposed else tensor[inner], slot)
 
                 list(threads.map(fill, out.reshape(-1, *out.shape[len(leading) :]), numbers))
@@ -250,12 +247,47 @@ class _Leaf:
 
         return jax.make_array_from_callback(self.shape, sharding, part)
 
+    def read_quantized(
+        self, kind: Quantization, readers: Mapping[str, Any], shardings: Any, threads: Executor
+    ) -> dict[str, jax.Array]:
+        """Read a kernel as the arrays of `quantized.layout`, unchanged where the files have them.
+
+        Every process quantizes all of it, matrix by matrix: the last scales of a matrix depend on the whole.
+        """
+        shapes = quantized.layout(kind, self.shape, (None,) * len(self.shape))
+        made = {name: np.empty(shape, dtype) for name, (shape, dtype, _) in shapes.items()}
+
+        def fill(index: tuple[int, ...], place: tuple[str, int]) -> None:
+            reader = readers[place[0]]
+            arrays = reader.arrays(kind) if isinstance(reader, quantized_files.Packed) else None
+            if arrays is None:
+                part = self._part(reader.view, place)
+                arrays = quantized.quantize(kind, part if self.transposed else part.T)
+            for name, value in arrays.items():
+                made[name][index] = value
+
+        list(threads.map(fill, np.ndindex(self.lead), self.places))
+        return {
+            name: jax.make_array_from_callback(whole.shape, shardings[name], whole.__getitem__)
+            for name, whole in made.items()
+        }
+
+    def _part(self, view: Callable[[str], np.ndarray], place: tuple[str, int]) -> np.ndarray:
+        """Return the values of one layer and expert as they lie in the files."""
+        name, first = place
+        tensor = view(name)
+        if tensor.shape != self.tensor_shape:  # one expert's part
+            tensor = tensor.reshape(-1)[first : first + math.prod(self.tensor_shape)].reshape(
+                self.tensor_shape
+            )
+        return tensor
+
 
 def _leaves(decoder: Decoder, config: DecoderConfig | None = None) -> list[_Leaf]:
-    """List the parameters; config: one with other names, if any."""
+    """List the parameters, none of them quantized; config: one with other names, if any."""
     return [
         _Leaf(path, leaf.shape, config or decoder.config)
-        for path, leaf in jax.tree.leaves_with_path(decoder.abstract_params())
+        for path, leaf in jax.tree.leaves_with_path(decoder.quantized_as(None).abstract_params())
     ]
 
 
@@ -277,7 +309,7 @@ def module_prefix(config: DecoderConfig) -> str:
 
 
 def load(decoder: Decoder, directory: Path, shardings: Any) -> dict[str, Any]:
-    """Load the parameters, float32, each device's own part; leave out a missing score head.
+    """Load the parameters, float32 or quantized, each device's own part; leave out a missing score head.
 
     Raises InputError naming file and tensor for what is missing, unexpected or of another shape.
     """
@@ -285,15 +317,25 @@ def load(decoder: Decoder, directory: Path, shardings: Any) -> dict[str, Any]:
     flat = {leaf.keys: leaf for leaf in leaves}
     params: dict[str, Any] = {}
     before: Any = None
+
+    def view(name: str) -> np.ndarray:
+        return readers[name].view(name)
+
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        for path, sharding in jax.tree.leaves_with_path(shardings):
+        places = jax.tree.leaves_with_path(shardings, is_leaf=lambda x: isinstance(x, dict) and "codes" in x)
+        for path, sharding in places:
             keys = tuple(str(entry.key) for entry in path)
             stop_if_asked(f"while {directory} was read")
-            if keys in flat:
+            stored = (*keys[:-1], "kernel") if isinstance(sharding, dict) else keys
+            if stored in flat:
                 inner = params
                 for key in keys[:-1]:
                     inner = inner.setdefault(key, {})
-                parameter = flat[keys].read(lambda name: readers[name].view(name), sharding, threads)
+                parameter: Any
+                if decoder.quantized and isinstance(sharding, dict):
+                    parameter = flat[stored].read_quantized(decoder.quantized, readers, sharding, threads)
+                else:
+                    parameter = flat[stored].read(view, sharding, threads)
                 inner[keys[-1]] = parameter
                 jax.block_until_ready(
                     before
@@ -307,7 +349,7 @@ def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_L
 
     Raises InputError as `load` does.
     """
-    readers = gpt_oss.unquantized(open_weights(directory))
+    readers = quantized_files.shown(open_weights(directory))
     leaves = _leaves(decoder)
     score = _head(decoder.config, "score")
     if decoder.head == "score" and score not in readers:

@@ -62,6 +62,7 @@ MAY_CHANGE = frozenset(
         "save_interval_minutes",
         "training_time_limit",
         "verify",
+        "offload",
         "checkpoints.last",
         "checkpoints.optimizer_state",
         "checkpoints.remove_loaded",

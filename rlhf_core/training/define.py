@@ -26,7 +26,7 @@ from rlhf_core.stage import Stage
 from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.training.context import Context
 from rlhf_core.training.expected import Expected, ModelNotHereError
-from rlhf_core.training.memory import device_bytes, memory_forecast, saved_bytes
+from rlhf_core.training.memory import device_bytes, host_bytes, memory_forecast, saved_bytes
 
 BuildFunction: TypeAlias = Callable[[Any, Context], Build]
 """(config, context) → what is trained, on what, towards what."""
@@ -40,7 +40,10 @@ def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], buil
 
     @wraps(build)  # a trainer's code is that of its own `build`
     def built(config: Any, context: Context) -> Build:
-        return _with_experts(build, config, context)
+        made = _with_experts(build, config, context)
+        if "reference" in config.offload and not {"reference", "starting model"} & made.held.keys():
+            context.warn("offload: reference has no effect: the stage keeps no copy of the model")
+        return made
 
     return Trainer(config, outputs, partial(run, built), built)
 
@@ -143,11 +146,21 @@ def forecast(
     if made is not None:
         lines += carried_lines(made)
         memory = memory_forecast(held_bytes(made, context, first), config.dtype, planned)
-        lines += memory.lines
+        lines += [*memory.lines, *_waiting_lines(made, context)]
         cautions += memory.warnings
     lines += first.later
     lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
     return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)), memory.memory)
+
+
+def _waiting_lines(made: Build, context: Context) -> Iterator[str]:
+    """Say what waits in the host's memory."""
+    state, _ = made.state(context.config, context.stage)
+    held = {"optimizer": state.opt_state, **made.held}
+    sizes = {name: host_bytes(tree) for name, tree in held.items()}
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+    if listed:
+        yield f"in the host's memory, for each device: {listed}"
 
 
 def carried_lines(made: Build) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,14 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import counted
-from rlhf_core.mesh import with_shardings
+from rlhf_core.mesh import HOST, with_shardings
 from rlhf_core.models import Decoder, Definition, Model
 from rlhf_core.models.config import remat_policy
 from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
+from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import array_bytes, device_memory, format_bytes, machine_memory
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.training.starting_model import COMPUTE, definition_of
@@ -169,8 +170,21 @@ def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: Abstra
 
 
 def device_bytes(tree: Any) -> int:
-    """Count the bytes of a tree of shapes, or arrays, that one device holds."""
-    return sum(_size(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
+    """Count the bytes of a tree of shapes, or arrays, that one device holds; a CPU also those that wait on the host."""
+    return _bytes(x for x in jax.tree.leaves(tree) if platform() == "cpu" or not _waits(x))
+
+
+def host_bytes(tree: Any) -> int:
+    """Count the bytes of a tree of shapes, or arrays, that wait in the host's memory for one device."""
+    return _bytes(filter(_waits, jax.tree.leaves(tree)))
+
+
+def _waits(x: Any) -> bool:
+    return bool(x.sharding.memory_kind == HOST)
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
+    return sum(_size(x.sharding.shard_shape(x.shape), x.dtype) for x in leaves)
 
 
 def _size(shape: tuple[int, ...], dtype: Any) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.mesh import replicated_sharding
+from rlhf_core.mesh import on_host, replicated_sharding, with_shardings
 from rlhf_core.models.params import join, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import fixed_parameters
@@ -23,7 +23,8 @@ class Reference:
 
     With adapters, which start without effect, that is the base model, which is in memory once.
 
-    apart: whether it is known to differ from the policy. moves: whether `move` will be called.
+    apart: whether it is known to differ from the policy. moves: whether `move` will be called. offload: whether the
+    copy is in the host's memory while it is not read.
     """
 
     def __init__(
@@ -33,13 +34,15 @@ class Reference:
         mesh: Mesh,
         *,
         moves: bool = False,
+        offload: bool = False,
     ) -> None:
         """Copy what is trained. params: the policy's, or shapes. frozen: the config's `frozen_parameters`."""
         self._fixed, self._mesh, self.moves = fixed_parameters(params, frozen), mesh, moves
         trained, self._rest = split(params, self._fixed)
         self._compiler = BackgroundCompiler()
         # The loop donates the policy's buffers to every update.
-        self._trained = jax.tree.map(_copy, trained)
+        self._here = jax.tree.map(lambda x: x.sharding, trained) if offload else None
+        self._trained = self._away(jax.tree.map(_copy, trained))
         self._equal = jax.jit(_all_equal, out_shardings=replicated_sharding(mesh))
         self.apart = False
 
@@ -51,7 +54,19 @@ class Reference:
     @property
     def params(self) -> Any:
         """All parameters, as the model takes them."""
-        return join(self._trained, self._rest)
+        return join(self._read(), self._rest)
+
+    def _read(self) -> Any:
+        """Return the copy, in the devices' memory."""
+        return self._trained if self._here is None else jax.device_put(self._trained, self._here)
+
+    def _away(self, copy: Any) -> Any:
+        """Return a copy in the memory where it waits."""
+        if self._here is None:
+            return copy
+        places = jax.tree.map(on_host, self._here)
+        shapes = isinstance(jax.tree.leaves(copy)[0], jax.ShapeDtypeStruct)
+        return with_shardings(copy, places) if shapes else jax.device_put(copy, places)
 
     def equals(self, params: Mapping[str, Any]) -> bool:
         """Return whether the policy's parameters equal the reference's, bit for bit; compare until they once differ.
@@ -59,22 +74,23 @@ class Reference:
         Then the KL is 0, and so is the gradient of k2 and k3. But two programs round the same log-probability
         differently, and an optimizer such as AdamW turns a gradient of rounding into whole steps.
         """
-        self.apart = self.apart or not bool(self._equal(split(params, self._fixed)[0], self._trained))
+        self.apart = self.apart or not bool(self._equal(split(params, self._fixed)[0], self._read()))
         return not self.apart
 
     def compile(self, share: float) -> None:
         """Start to compile `move` in the background; nothing is computed."""
-        self._compiler.compile("mix", _mix.lower(self._trained, self._trained, share))
+        copy = self._read()
+        self._compiler.compile("mix", _mix.lower(copy, copy, share))
 
     def move(self, params: Mapping[str, Any], share: float) -> None:
         """Set reference ← share · policy + (1 − share) · reference (TR-DPO, Gorbatovski et al. 2024)."""
         self._compiler.wait("mix")
-        self._trained = _mix(split(params, self._fixed)[0], self._trained, share)
+        self._trained = self._away(_mix(split(params, self._fixed)[0], self._read(), share))
         self.apart = False
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps of a reference that moves."""
-        whole = self._trained
+        whole = self._read()
         if jax.process_count() > 1:
             whole = jax.jit(_gather, out_shardings=replicated_sharding(self._mesh))(whole)
         leaves = jax.tree_util.tree_leaves_with_path(whole)

@@ -30,9 +30,10 @@ from rlhf_core.models import (
     stored_head,
     weights,
 )
-from rlhf_core.models.loading import complete_table, define, describe
+from rlhf_core.models.loading import complete_table, define, describe, held_as
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.models.model import with_padding_apart
+from rlhf_core.models.quantized import plain
 from rlhf_core.runtime.devices import planned
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_stop_ids
@@ -98,6 +99,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
                 registry=stage.registry,
                 verify=config.verify,
                 revision=config.model_revision,
+                quantized=config.lora.base if config.lora is not None else None,
             )
         if head == "score" and stored_head(local_directory(str(source), config.model_revision)) != "score":
             stage.say(f"{source} is a language model: its reward head is new")
@@ -136,9 +138,18 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
             f"{where}: an adapter needs a base model in a directory or on the hub; save this one first"
         )
     hub = isinstance(source, str) and not Path(source).exists()
+    if plain(model.quantized) != plain(asked.base):
+        held = "float32" if model.quantized is None else f"'{model.quantized}'"
+        raise InputError(
+            f"{where}.base: its adapters were trained on a base in {held}: give the same, or merge them, rlhf export "
+            "MODEL DIR --merge"
+            if present is not None
+            else f"{where}.base: the base of the model in memory is in {held}: give the model's directory"
+        )
     if present is None:
-        return model.with_lora(**asked.to_dict(), seed=stage.seed, base=source if hub else None)
-    modules = linear_modules(model.definition.abstract_params())
+        options = {name: value for name, value in asked.to_dict().items() if name != "base"}
+        return model.with_lora(**options, seed=stage.seed, base=source if hub else None)
+    modules = linear_modules(model.definition.quantized_as(None).abstract_params())
     if present != asked_lora(asked, modules):
         raise InputError(
             f"{where}: the model already has adapters of rank {present.rank}, alpha {present.alpha:g} on "
@@ -258,6 +269,7 @@ def model_of_shapes(
     if adapters and config.lora is not None:
         modules = linear_modules(definition.abstract_params())
         definition = definition.with_lora(asked_lora(config.lora, modules))
+        definition = definition.quantized_as(held_as(config.lora.base, hf_config))
     params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
     model_mesh: Any = mesh
     directory = _config_directory(Path(source)) if isinstance(source, str) else None

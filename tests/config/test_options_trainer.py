@@ -46,6 +46,7 @@ def test_defaults_are_the_contract_s() -> None:
         "track_memory": False,
         "attention": {"name": "auto"},
         "remat": "auto",
+        "offload": [],
         "dataloader_num_workers": 0,
         "shuffle_buffer": 4096,
     }

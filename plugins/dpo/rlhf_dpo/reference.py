@@ -134,7 +134,9 @@ class StartingModel:
     def __init__(self, context: Context, model: Model, layout: Layout) -> None:
         """Copy the parameters that are trained."""
         self._shapes, mesh = context.shapes, context.mesh
-        self._start = Reference(model.params, context.config.frozen_parameters, mesh)
+        config = context.config
+        waits = "reference" in config.offload
+        self._start = Reference(model.params, config.frozen_parameters, mesh, offload=waits)
         self._read = TreeReader(partial(sequence_logps, model.definition), layout, mesh, per="sequence")
 
     @property

@@ -60,7 +60,10 @@ def build(config: GRPOConfig, context: Context) -> Build:
     held_out = _held_out(config, context, policy, rewards)
     moves, reference = config.sync_ref_model, None
     if config.keeps_reference:
-        reference = Reference(policy.params, config.frozen_parameters, context.mesh, moves=moves)
+        waits = "reference" in config.offload
+        reference = Reference(
+            policy.params, config.frozen_parameters, context.mesh, moves=moves, offload=waits
+        )
     # The model that is trained may compute attention otherwise than samplers, which all take `policy`.
     model, layout = choose_rollout_rows(context, policy, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)

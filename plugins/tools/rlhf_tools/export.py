@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core import artifacts
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, warn
 from rlhf_core.models import Model, load_model, stored_head
 from rlhf_core.models.hf_config import text_config
 from rlhf_core.models.loading import local_directory
@@ -47,7 +47,7 @@ def export(
     lora = loaded.definition.lora
     if merge and lora is None:
         raise InputError(f"{model} has no adapters to merge; leave out --merge")
-    whole, readme = loaded.merged() if merge else loaded, None
+    whole, readme = _merged(loaded) if merge else loaded, None
     if untied:
         if not _tied(loaded) or whole.adapter is not None:
             raise InputError(f"{model} has no output head that is its embeddings; leave out --untied")
@@ -74,6 +74,18 @@ def export(
         kind += "; README.md says how others score with it"
     left_out = _left_out(source, directory, loaded)
     return f"{kind}; left out: {', '.join(left_out)}" if left_out else kind
+
+
+def _merged(model: Model) -> Model:
+    """Merge adapters; on a quantized base into the values that they were trained with, in bfloat16, with a warning."""
+    if model.quantized is None:
+        return model.merged()
+    warn(
+        f"the adapters were trained on a base in {model.quantized}: what is written is the base as {model.quantized} "
+        "rounds it, plus the adapters, in bfloat16. Rounding that sum changes outputs slightly; without --merge, the "
+        "adapters are written for the original base, which they fit less exactly"
+    )
+    return model.merged().storing("bfloat16")
 
 
 def _left_out(source: Path, written: Path, model: Model) -> list[str]:

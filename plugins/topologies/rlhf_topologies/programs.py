@@ -24,6 +24,7 @@ from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
 from rlhf_core.training.context import Context
 from rlhf_core.training.expected import ModelNotHereError
+from rlhf_core.training.memory import device_bytes
 from rlhf_core.training.starting_model import definition_of
 from rlhf_topologies.description import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_topologies.roofline import token_weights
@@ -93,7 +94,7 @@ def built_programs(
     several = not isinstance(made.models, Model)
     models: Any = made.models
     model: Model = models[next(iter(made.trains or models))] if several else models
-    held = resident(state) | {name: tree for name, tree in made.held.items() if jax.tree.leaves(tree)}
+    held = resident(state) | {name: tree for name, tree in made.held.items() if device_bytes(tree)}
     weights, sampled = token_weights(model.definition), _sampled(made.updates)
     if sampled is None:
         updates = made.updates
@@ -317,4 +318,4 @@ def resident(state: TrainState) -> dict[str, Any]:
     """Name what a state holds in memory during its stage."""
     trained, frozen = split(state.params, state.fixed)
     held = {"parameters": trained, "frozen parameters": frozen, "optimizer": state.opt_state}
-    return {name: tree for name, tree in held.items() if jax.tree.leaves(tree)}
+    return {name: tree for name, tree in held.items() if device_bytes(tree)}

@@ -140,7 +140,11 @@ def _others(devices: int) -> float:
 def all_weights(definition: Definition) -> tuple[int, int]:
     """Count the parameters of `token_weights` without experts, and those of all experts."""
     config = getattr(definition, "config", None)
-    sizes = [math.prod(leaf.shape) for path, leaf in paths(definition.abstract_params()) if "experts" in path]
+    sizes = [
+        math.prod(leaf.shape)
+        for path, leaf in paths(definition.quantized_as(None).abstract_params())
+        if "experts" in path
+    ]
     used, total = getattr(config, "experts_per_token", 0), sum(sizes)
     return token_weights(definition) - round(total * used / max(getattr(config, "experts", 1), 1)), total
 
@@ -153,7 +157,7 @@ def token_weights(definition: Definition) -> int:
     is_head = definition.head == "lm" and getattr(config, "tied", False)
     experts, used = getattr(config, "experts", 0), getattr(config, "experts_per_token", 0)
     total = 0.0
-    for path, leaf in paths(definition.abstract_params()):
+    for path, leaf in paths(definition.quantized_as(None).abstract_params()):
         if len(leaf.shape) < 2 or (path[-1] == "embedding" and not (is_head and path[0] == "embed_tokens")):
             continue
         share = used / experts if experts and "experts" in path else 1.0
