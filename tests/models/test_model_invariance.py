@@ -40,10 +40,13 @@ LINEAR = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "lfm2": {
-        "model_type": "lfm2",
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        **EXPERTS,
         "layer_types": ["conv", "full_attention"],
-        "block_auto_adjust_ff_dim": False,
+        "conv_bias": True,
+        "num_dense_layers": 1,
+        "num_experts": 4,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
     "qwen3_5_moe": {
@@ -95,7 +98,7 @@ TIME = 160
 LAYOUT = Layout((TIME,), (4,), (8,), (TIME,))
 """Rows of several trees, in two micro-batches; the last rows are empty."""
 MESHES = {"data 2, fsdp 2": (2, 2, 1), "fsdp 2, tensor 2": (1, 2, 2), "data 2, tensor 2": (2, 1, 2)}
-CASES = [("lfm2", "fsdp 2, tensor 2"), ("qwen3_5", "data 2, tensor 2"), ("gpt_oss", "data 2, fsdp 2")]
+CASES = [("lfm2_moe", "fsdp 2, tensor 2"), ("qwen3_5", "data 2, tensor 2"), ("gpt_oss", "data 2, fsdp 2")]
 """All meshes, and every new kind of layer."""
 
 
