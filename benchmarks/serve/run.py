@@ -109,7 +109,7 @@ class Load:
         self.tokens += len(tokens)
         if tokens != self.alone[number]:
             self.problems["wrong: not the tokens that it had alone"] += 1
-        if reason not in ("stop", "length") or (reason == "length") != (len(tokens) == body["max_tokens"]):
+        if reason != "stop" and (reason, len(tokens)) != ("length", body["max_tokens"]):
             self.problems[f"wrong: {reason} after {len(tokens)} tokens"] += 1
         if body["logprobs"] is not None and (len(logps) != len(tokens) or max(logps) > 1e-4):
             self.problems["wrong: log-probabilities"] += 1
@@ -131,7 +131,7 @@ class Load:
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 choice = json.loads(line[6:])["choices"][0]
-                if not tokens:
+                if not tokens and choice["token_ids"]:
                     self.first.append(time.perf_counter() - start)
                 tokens += choice["token_ids"] or []
                 logps += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
