@@ -184,7 +184,8 @@ class Load:
                     "stream": stream,
                     "ignore_eos": whole,
                 }
-                tokens += len((await self.send(body))[0])
+                written, *_ = await self.send(body)
+                tokens += len(written)
 
         await asyncio.gather(*(client() for _ in range(clients)))
         return tokens / (time.perf_counter() - start)
