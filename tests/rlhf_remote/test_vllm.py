@@ -154,6 +154,11 @@ def train(tiny: ModuleType, model: Path, place: Path, tmp_path: Path) -> Train:
             "patience": options.pop("patience", 300.0),
         }
         of, data = options.pop("model", model), tiny.prompts(8)
+        running = engines.Vllm(url, None, 60)
+        if (running.weights_name() or "").startswith(
+            "policy-"
+        ):  # of a test before: adapters need the first ones
+            running.load_weights(str(model), "first")
         config = GRPOConfig(
             **{
                 "total_batch_size": 8,
