@@ -268,13 +268,16 @@ class Station:
         return self.chosen + (not held) + (1000 if exclusive and not held and self.active else 0)
 
     @contextmanager
-    def holding(self, policy: Policy, load: Callable[[], None], *, exclusive: bool) -> Iterator[None]:
+    def holding(
+        self, policy: Policy, load: Callable[[], None], *, exclusive: bool, alone: bool
+    ) -> Iterator[None]:
         """Keep a policy loaded inside the block, whose receipt `load` has checked.
 
-        exclusive: the engine holds one policy at a time: wait until nothing runs with another one.
+        exclusive: the engine holds one policy at a time: wait until nothing runs with another one. alone: its receipt
+        must not be computed beside other requests.
         """
         with self.changed:
-            while exclusive and self.active and policy.name not in self.loaded:
+            while (exclusive or alone) and self.active and policy.name not in self.loaded:
                 self.changed.wait()
             if policy.name not in self.loaded:
                 if exclusive:
@@ -500,7 +503,9 @@ class Sampler:
                 if station is not None:
                     try:
                         load = partial(self._load, station, policy)
-                        with station.holding(policy, load, exclusive=exclusive):
+                        # vLLM 0.32 breaks where it scores a prompt with an adapter beside completions of others.
+                        alone = self.options.engine == "vllm"
+                        with station.holding(policy, load, exclusive=exclusive, alone=alone):
                             drawn = self._ask(station, policy, ask)
                         for each in drawn:
                             require_logps(each, station.url, self.inputs.definition.vocab_size)
