@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import counted
-from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -25,8 +24,6 @@ def config_warnings(
 
     updates: of the whole run. optimizers: the transformation and the schedule that a trainer was given from Python.
     """
-    if config.offload and platform() == "cpu":
-        yield "offload: has no effect on CPUs, whose memory is the host's"
     transformation, schedule = optimizers
     if transformation is not None or schedule is not None:
         fields = OF_A_RATE if transformation is None else ("optimizer", "weight_decay", *OF_A_RATE)
