@@ -18,7 +18,7 @@ BOTH = ["optimizer", "reference"]
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*offload: has no effect on CPUs")
+@pytest.mark.filterwarnings("ignore:.*offload. has no effect on CPUs")
 def test_a_run_has_the_same_bits_where_its_state_waits_also_resumed(short: Any) -> None:
     plain, _ = short.train("grpo", at="plain")
     short.train("grpo", at="waits", offload=BOTH, max_training_steps=1)
