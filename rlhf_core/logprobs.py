@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from rlhf_core.mesh import mesh_of_rows, row_axes, row_multiple, row_parts
+from rlhf_core.mesh import mesh_of_rows, over_pieces, row_parts
 from rlhf_core.runtime.devices import device_count, platform
 
 __all__ = ["token_logps"]
@@ -62,7 +62,8 @@ def token_logps(
     reach hidden and kernel: with l the logits after cap and temperature and g, h the cotangents,
     dl = g (onehot - p) - h p (log p + H).
 
-    Chunks run along K and never across rows: rows that are sharded over a mesh stay where they are.
+    Chunks run along K and never across rows: rows that are sharded over a mesh stay where they are. Where `context`
+    cuts rows, each device has its part of K.
     Raises ValueError for shapes that do not fit and a temperature, softcap or number at once that is not positive.
     """
     if kernel is None:
@@ -76,19 +77,22 @@ def token_logps(
         raise ValueError(
             f"temperature {temperature}, softcap {softcap} and at_once {at_once} must be positive"
         )
-    (rows, length, _), words = hidden.shape, kernel.shape[1]
-    if unit == "words":
-        size = block_size(rows * length, words) if number is None else min(number, words)
-    else:
-        size = (
-            chunk_size(rows * row_parts(), length, words) if number is None else min(number, max(length, 1))
-        )
-    settings = Settings(
-        float(temperature), None if softcap is None else float(softcap), size, entropy, absent
-    )
-    return (over_vocabulary if unit == "words" else over_tokens)(
-        hidden, kernel, jnp.asarray(targets, jnp.int32), settings
-    )
+    words = kernel.shape[1]
+
+    def compute(axes: Any, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, length, _ = hidden.shape
+        if unit == "words":
+            size = block_size(rows * length, words) if number is None else min(number, words)
+        elif number is None:
+            size = chunk_size(rows * row_parts(), length, words)
+        else:
+            size = min(number, max(length, 1))
+        cap = None if softcap is None else float(softcap)
+        settings = Settings(float(temperature), cap, size, entropy, absent, axes)
+        return (over_vocabulary if unit == "words" else over_tokens)(hidden, kernel, targets, settings)
+
+    results: tuple[jax.Array, jax.Array] = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
+    return results
 
 
 def _of_logits(
@@ -137,6 +141,8 @@ class Settings(NamedTuple):
     """Tokens of a chunk, or words of a block."""
     entropy: bool
     absent: tuple[tuple[int, int], ...] = ()
+    rows: tuple[str, ...] = ()
+    """The mesh axes that rows are sharded over."""
 
 
 NEVER = -1e30
@@ -380,7 +386,7 @@ def _backward_chunks(settings: Settings, residuals: Any, cotangents: Any) -> tup
     d_logps, d_entropies = (jnp.where(used, d, 0.0) for d in cotangents)
     mesh = mesh_of_rows(hidden)
     weights = _placed(kernel.astype(hidden.dtype), mesh, None)
-    shards = 1 if mesh is None else row_multiple(mesh)
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in settings.rows)
     vocabulary = jnp.arange(kernel.shape[1], dtype=jnp.int32)
 
     def one(d_kernels: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -396,7 +402,7 @@ def _backward_chunks(settings: Settings, residuals: Any, cotangents: Any) -> tup
         # are one axis: XLA on CPU cannot run the bfloat16 product over two axes that it makes for a tied kernel.
         flat, d_flat = (x.reshape(shards, -1, x.shape[-1]) for x in (chunk, d_logits))
         d_kernels += jnp.einsum("snd,snv->sdv", flat, d_flat, preferred_element_type=jnp.float32)
-        return _placed(d_kernels, mesh, row_axes(), None), d_chunk.astype(hidden.dtype)
+        return _placed(d_kernels, mesh, settings.rows, None), d_chunk.astype(hidden.dtype)
 
     arrays = (hidden, targets, normalizers, entropies, d_logps, d_entropies)
     xs = tuple(_chunks(x, settings.size) for x in arrays)

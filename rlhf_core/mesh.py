@@ -1,29 +1,34 @@
-"""The device mesh of four axes, and the table that maps logical axes of parameters to mesh axes."""
+"""The device mesh of five axes, and the table that maps logical axes of parameters to mesh axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from rlhf_core.errors import InputError
 
-__all__ = ["put_rows", "row_axes"]
+__all__ = ["over_pieces", "put_rows"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")
-"""The mesh axes that rows are sharded over."""
-SPREAD = ("fsdp", "expert")
+"""The mesh axes that rows are sharded over. `context` cuts each row along time, see `cut_rows`."""
+SPREAD = ("fsdp", "expert", "context")
 """The mesh axes that parameters are spread over, and gathered from where they are used. Only experts are not gathered
 over `expert`, which spreads them by their number: tokens are sent to them."""
+OPTIONAL = ("expert", "context")
+"""The mesh axes that are not mentioned where their size is 1."""
 RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "embed": SPREAD,
@@ -41,6 +46,7 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    context: int = 1,
     *,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
@@ -49,19 +55,23 @@ def make_mesh(
     Raises InputError if the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _sizes(len(devices), (data, fsdp, expert, tensor))
+    sizes = _sizes(len(devices), (data, fsdp, expert, context, tensor))
     return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def planned_mesh(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> AbstractMesh:
+def planned_mesh(
+    count: int, data: int = -1, fsdp: int = 1, tensor: int = 1, expert: int = 1, context: int = 1
+) -> AbstractMesh:
     """Make an abstract mesh of `count` devices that need not exist: for shapes and shardings, not for computing."""
-    sizes = _sizes(count, (data, fsdp, expert, tensor))
+    sizes = _sizes(count, (data, fsdp, expert, context, tensor))
     return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _sizes(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Compute the size of every axis over `count` devices. Raises InputError if they do not fit."""
-    each = [f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if (axis, size) != ("expert", 1)]
+    each = [
+        f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1 or axis not in OPTIONAL
+    ]
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise InputError(f"mesh: sizes are positive, one may be -1; got {', '.join(each)}")
     known = math.prod(s for s in sizes if s != -1)
@@ -100,7 +110,7 @@ def param_spec(mesh: AnyMesh, names: Sequence[str | None], shape: Sequence[int])
         axes = tuple(
             axis
             for axis in RULES.get(name or "", ())
-            if axis not in used and (axis != "expert" or mesh.shape[axis] > 1)
+            if axis not in used and (axis not in OPTIONAL or mesh.shape[axis] > 1)
         )
         while axes and size % math.prod(mesh.shape[axis] for axis in axes):
             axes = axes[:-1]
@@ -163,9 +173,15 @@ def sum_over_parts(x: jax.Array) -> jax.Array:
     return x if row_parts() == 1 else jax.lax.psum(x, "parts")
 
 
+_cut: ContextVar[bool] = ContextVar("cut", default=False)
+
+
 def row_axes() -> tuple[str, ...]:
-    """Return the axes that rows are sharded over: those of ROW_AXES, without `data` within `over_parts`."""
-    return ROW_AXES if row_parts() == 1 else ROW_AXES[1:]
+    """Return the axes that rows are sharded over: those of ROW_AXES, without `data` within `over_parts`, and with
+    `context` for what `cut_rows` returns, within `of_cut_rows`.
+    """
+    axes = ROW_AXES if row_parts() == 1 else ROW_AXES[1:]
+    return (*axes, "context") if _cut.get() else axes
 
 
 def row_sharding(mesh: AnyMesh) -> NamedSharding:
@@ -192,6 +208,113 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
     """
     mesh = mesh_of_rows(like)
     return x if mesh is None else jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+
+
+def context_mesh(x: jax.Array) -> AbstractMesh | None:
+    """Return the mesh of `x`, [rows, time, ...], if `context` cuts its rows: not within `of_cut_rows`."""
+    mesh = None if _cut.get() else mesh_of_rows(x)
+    return mesh if mesh is not None and mesh.shape["context"] > 1 else None
+
+
+@contextmanager
+def of_cut_rows() -> Iterator[None]:
+    """Have `row_axes` and all that asks it take rows for pieces of rows, while a program is traced."""
+    token = _cut.set(True)
+    try:
+        yield
+    finally:
+        _cut.reset(token)
+
+
+def cut_rows(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
+    """Cut rows into one piece per device of `context`: [rows, time, ...] → [rows · context, time / context, ...].
+
+    Pieces are more rows to everything that computes each token by itself, and are sharded like them: over `row_axes`
+    and `context`. They are not in the order of the rows. The mesh's `context` divides time.
+    """
+    return _on_devices(lambda x: x, mesh, _by_time(), PartitionSpec((*row_axes(), "context")))(x)
+
+
+def join_pieces(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
+    """Undo `cut_rows`; the result is sharded over `row_axes`, and along time over `context`."""
+    return _on_devices(lambda x: x, mesh, PartitionSpec((*row_axes(), "context")), _by_time())(x)
+
+
+def over_pieces(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Call function(axes, *arrays) → arrays [rows, n, ...] for arrays [rows, n, ...] of single tokens; for use inside
+    jit.
+
+    Where `context` cuts rows, the function gets pieces, each of them on one device, as more and shorter rows. axes: the
+    mesh axes that the function's rows are sharded over.
+    """
+    mesh = context_mesh(arrays[0])
+    if mesh is None:
+        return function(row_axes(), *arrays)
+    pieces = [cut_rows(with_room(x, mesh), mesh) for x in arrays]
+    with of_cut_rows():
+        made = function(row_axes(), *pieces)
+    return jax.tree.map(lambda x: join_pieces(x, mesh)[:, : arrays[0].shape[1]], made)
+
+
+def zigzag(time: int, size: int) -> NDArray[np.intp]:
+    """Order the tokens of rows, [time], so that `cut_rows` gives device i of `size` the parts i and 2 · size - 1 - i
+    of 2 · size: as queries of causal attention, they are then the same work for all devices.
+    """
+    parts = np.arange(time).reshape(2, size, -1)
+    return np.stack([parts[0], parts[1, ::-1]], 1).reshape(-1)
+
+
+def join_zigzag(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
+    """Undo `zigzag` and `cut_rows`: each device sends its two parts to those that have them in order."""
+    size = mesh.shape["context"]
+    owner = {part: min(part, 2 * size - 1 - part) for part in range(2 * size)}
+    routes = [[(owner[2 * to + half], to) for to in range(size)] for half in (0, 1)]
+
+    def local(x: jax.Array) -> jax.Array:
+        parts = jnp.split(x, 2, axis=1)
+        even = (
+            jax.lax.axis_index("context") % 2 == 0
+        )  # its first part has an even number, its second an odd one
+        sent = jnp.where(even, parts[0], parts[1]), jnp.where(even, parts[1], parts[0])
+        return jnp.concatenate(
+            [jax.lax.ppermute(part, "context", route) for part, route in zip(sent, routes, strict=True)],
+            axis=1,
+        )
+
+    return _on_devices(local, mesh, PartitionSpec((*row_axes(), "context")), _by_time())(x)
+
+
+def take_tokens(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Read x[b, at[b, j]]: [rows, time, D], int32 [rows, n] → [rows, n, D].
+
+    Where `context` cuts rows, every device gathers a row and reads its share of `at`.
+    """
+    mesh = context_mesh(x)
+    if mesh is None:
+        return jnp.take_along_axis(x, at[:, :, None], axis=1)
+
+    def local(x: jax.Array, at: jax.Array) -> jax.Array:
+        whole = jax.lax.all_gather(x, "context", axis=1, tiled=True)
+        return jnp.take_along_axis(whole, at[:, :, None], axis=1)
+
+    x, more = (with_room(each, mesh) for each in (x, at))
+    return _on_devices(local, mesh, (_by_time(), _by_time()), _by_time())(x, more)[:, : at.shape[1]]
+
+
+def with_room(x: jax.Array, mesh: AbstractMesh, parts: int = 1) -> jax.Array:
+    """Append zeros along time, so that `context` · parts divides it."""
+    fill = -x.shape[1] % (parts * mesh.shape["context"])
+    return jnp.pad(x, [(0, fill if i == 1 else 0) for i in range(x.ndim)]) if fill else x
+
+
+def _by_time() -> PartitionSpec:
+    return PartitionSpec(row_axes(), "context")
+
+
+def _on_devices(
+    function: Callable[..., jax.Array], mesh: AbstractMesh, ins: Any, outs: Any
+) -> Callable[..., jax.Array]:
+    return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
 
 def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:

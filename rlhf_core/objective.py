@@ -15,6 +15,7 @@ import numpy as np
 from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, code_location, error_line
 from rlhf_core.logprobs import token_logps
+from rlhf_core.mesh import take_tokens
 from rlhf_core.metrics import Balance, Mean, Metric, Uneven, Unused
 from rlhf_core.models.experts import Load, recording
 from rlhf_core.packing.rows import REPEATED
@@ -51,7 +52,7 @@ def trained_logps(
     rows = batch.rows
     with recording([model], routes=batch.routes) if replay else nullcontext():
         hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
-    states = jnp.take_along_axis(hidden, _parents(batch)[:, :, None], axis=1)
+    states = take_tokens(hidden, _parents(batch))
     tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
     targets = jnp.where(batch.trained >= 0, tokens, -1)
     kernel, softcap = model.unembedding(params)

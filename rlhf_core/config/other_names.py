@@ -207,7 +207,9 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "sparse_module_type": Ignored(_SPARSE, ("bcoo",)),
     "sparsify_module": Ignored(_SPARSE, (False,)),
     "state_apply_fn_kwarguments_to_model": Ignored("models take no further arguments", (None, {})),
-    "step_partition_spec": Ignored("a batch's rows are split over all axes of the mesh but tensor", (None,)),
+    "step_partition_spec": Ignored(
+        "rows are split over `mesh`, each of them over its axis context (sp)", (None,)
+    ),
     "step_start_point": Taken("checkpoints.start"),
     "train_on_inputs": Ignored(
         "reward models train on whole completions, SFT on completions and whole `text` rows"

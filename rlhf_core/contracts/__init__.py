@@ -311,6 +311,9 @@ class AttentionOver(Protocol):
 
     window: int32 scalar, traced where layers differ in it. softcap: a Python number. Layers with sinks also give
     `sinks`, float32 [K, G]; an implementation without this parameter is refused for their models.
+    starts: int32 [n], where devices share a row: q then holds n runs of consecutive queries, equally long, of which run
+        i begins at the token starts[i]; everything else is of the whole row. An implementation without this parameter
+        is refused where the mesh has `context`.
     An implementation raises InputError, while it is traced, for what it cannot compute.
     """
 
@@ -328,5 +331,7 @@ class AttentionOver(Protocol):
 
 
 ATTENTION: Kind[AttentionOver] = Kind(
-    "attention", ("q", "k", "v", "positions", "visible_until", "window", "softcap", "sinks"), constant=True
+    "attention",
+    ("q", "k", "v", "positions", "visible_until", "window", "softcap", "sinks", "starts"),
+    constant=True,
 )

@@ -163,11 +163,11 @@ def choose_row_layout(
 
 def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
     """Return whether attention skips the blocks of a row that no token sees: `blocks` does on one device, `pallas` on
-    any number.
+    any number, and both where `context` cuts rows.
     """
     name = config.attention.name
     on_one = name == "blocks" or (name == "auto" and platform() == "cpu")
-    return name == "pallas" or (mesh.size == 1 and on_one)
+    return name == "pallas" or (mesh.size == 1 and on_one) or mesh.shape["context"] > 1
 
 
 class DatasetUpdates:

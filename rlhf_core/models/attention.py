@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import row_axes
 from rlhf_core.models.attention_decode import MASKED as MASKED
 from rlhf_core.models.attention_decode import attend_visible, reads_visible
 from rlhf_core.runtime.devices import platform
@@ -285,10 +288,13 @@ class Blocks(NamedTuple):
         return -time % max(self)
 
 
-def visible_blocks(positions: Any, visible_until: Any, window: Any | None, blocks: Blocks) -> Any:
+def visible_blocks(
+    positions: Any, visible_until: Any, window: Any | None, blocks: Blocks, at: Any | None = None
+) -> Any:
     """Find the blocks of keys that a block of queries has to visit: bool [B, query blocks, key blocks].
 
     positions, visible_until: int32 [B, time], of NumPy or JAX; whole blocks. window: as in `attention.attend`.
+    at: int32 [n], the indices of the queries, whole blocks of the row; None: all.
     No pair that is seen lies outside; blocks in which no pair is seen may be among them.
     """
     rows, time = visible_until.shape
@@ -298,6 +304,16 @@ def visible_blocks(positions: Any, visible_until: Any, window: Any | None, block
     if window is not None:
         queries = positions.reshape(rows, -1, 1, blocks.queries).min(-1)
         visible &= queries - positions.reshape(rows, 1, -1, blocks.keys).max(-1) < window
+    return visible if at is None else visible[:, at[:: blocks.queries] // blocks.queries]
+
+
+def visible_of(rows: Any, blocks: Blocks) -> jax.Array:
+    """Find `visible_blocks` of the rows of a kernel: visible_until, positions, the window as int32 [1], and the indices
+    and positions of the queries where these are not all of a row; None without.
+    """
+    until, positions, window, of_queries = rows
+    near, at = None if window is None else window[0], None if of_queries is None else of_queries[0]
+    visible: jax.Array = visible_blocks(positions, until, near, blocks, at)
     return visible
 
 
@@ -323,14 +339,14 @@ def seen_pairs(
     return seen if window is None else seen & (query_positions - key_positions < window)
 
 
-def kernel_cost(products: int, queries: jax.Array, arrays: Any) -> dict[str, int]:
+def kernel_cost(products: int, queries: jax.Array, keys: jax.Array, arrays: Any) -> dict[str, int]:
     """Count what a kernel does at most: all pairs before a query are visited, and every array is moved once.
 
-    products: of queries × keys, two per pair in the forward pass. queries: [B, K, G, time, h]. arrays: those read and
-        written.
+    products: of queries × keys, two per pair in the forward pass. queries: [B, K, G, time, h]; keys: [B, K, time, h].
+    arrays: those read and written.
     """
     *heads, time, size = queries.shape
-    pairs = math.prod(heads) * time * (time + 1) // 2
+    pairs = math.prod(heads) * time * (keys.shape[2] + 1) // 2
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return {"flops": 2 * products * pairs * size, "transcendentals": pairs, "bytes_accessed": moved}
 
@@ -361,6 +377,7 @@ def attend_blocks(
     window: jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    starts: jax.Array | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """Compute `attend` up to float32 rounding, except that queries that see no key get 0, without the blocks of keys
@@ -369,17 +386,69 @@ def attend_blocks(
     FlashAttention's recurrence (Dao et al. 2022) in XLA's loops: no array of time × time exists, forward or backward.
     At run time, `visible_until` decides which blocks of keys a block of queries visits, for all rows of the batch
     together. A group of completions with a shared prompt costs what its completions see, not time².
-    block: queries per block, and keys; None: `block_size`.
+    starts: int32 [n], see `AttentionOver`. block: queries per block, and keys; None: `block_size`.
     """
-    time = q.shape[3]
-    block = block or block_size(time)
+    time = k.shape[2]
+    block, sinks = block or block_size(time), None if sinks is None else sinks.astype(jnp.float32)
+    if starts is not None:
+        run = q.shape[3] // len(starts)
+        block = math.gcd(block, run)
+        numbers = block_numbers(starts, run, block)
+        return _attend_blocks(q, k, v, (positions, visible_until, window, numbers), sinks, softcap, block)
     fill = -time % block
     if fill:
         q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
         positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
-    mixed = _attend_blocks(q, k, v, (positions, visible_until, window), sinks, softcap, block)
+    mixed = _attend_blocks(q, k, v, (positions, visible_until, window, None), sinks, softcap, block)
     return mixed[:, :time] if fill else mixed
+
+
+def block_numbers(starts: jax.Array, run: int, block: int) -> jax.Array:
+    """Number the blocks of the queries of runs that begin at `starts`, int32 [n]: int32 [n · run / block]."""
+    return (starts[:, None] // block + jnp.arange(run // block, dtype=jnp.int32)).reshape(-1)
+
+
+def attend_pieces(
+    over: Callable[..., jax.Array],
+    mesh: AbstractMesh,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    of_rows: tuple[jax.Array, jax.Array],
+    window: jax.Array | None,
+    **more: Any,
+) -> jax.Array:
+    """Compute attention over rows in the pieces of `cut_rows`, cut in the order of `zigzag`.
+
+    Every device gathers the keys and values of its rows, and computes its own queries.
+    arrays: q, k, v of pieces. of_rows: positions, visible_until of whole rows. more: further arguments of `over`:
+    softcap, and arrays by kv head.
+    """
+    axes, size = row_axes(), mesh.shape["context"]
+    tensor = "tensor" if arrays[1].shape[1] % mesh.shape["tensor"] == 0 else None
+    pieces, heads, nothing = PartitionSpec(axes, tensor), PartitionSpec(tensor), PartitionSpec()
+
+    def local(arrays: Any, of_rows: Any, window: Any, by_head: Any) -> jax.Array:
+        q, *both = arrays
+        k, v = (_in_order(lax.all_gather(x, "context")) for x in both)
+        number = lax.axis_index("context").astype(jnp.int32)
+        starts = jnp.stack([number, 2 * size - 1 - number]) * (q.shape[3] // 2)
+        return over(q, k, v, *of_rows, window=window, softcap=softcap, starts=starts, **by_head)
+
+    softcap = more.pop("softcap", None)
+    mixed: jax.Array = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=((pieces,) * 3, (PartitionSpec(axes[:-1]),) * 2, None if window is None else nothing, heads),
+        out_specs=PartitionSpec(axes, None, tensor),
+        check_vma=False,
+    )(arrays, of_rows, window, more)
+    return mixed
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """Put what the devices have of keys, [devices, B, K, t, h], in the order of the rows, [B, K, T, h]."""
+    first, second = jnp.split(x, 2, axis=3)
+    parts = jnp.moveaxis(jnp.concatenate([first, second[::-1]]), 0, 2)
+    return parts.reshape(*parts.shape[:2], -1, parts.shape[-1])
 
 
 def _cut(x: jax.Array, axis: int, block: int) -> jax.Array:
@@ -424,11 +493,12 @@ def _attend_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    of_rows: tuple[jax.Array, jax.Array, jax.Array | None],
+    of_rows: Any,
     sinks: jax.Array | None,
     softcap: float | None,
     block: int,
 ) -> jax.Array:
+    """of_rows: positions, visible_until, window, and which blocks of the row are those of q, int32 [n]; None: all."""
     return _forward_blocks(q, k, v, of_rows, sinks, softcap, block)[0]
 
 
@@ -436,13 +506,13 @@ def _forward_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    of_rows: tuple[jax.Array, jax.Array, jax.Array | None],
+    of_rows: Any,
     sinks: jax.Array | None,
     softcap: float | None,
     block: int,
 ) -> tuple[jax.Array, Any]:
     rows, kv_heads, groups, time, size = q.shape
-    dtype, (positions, until, window) = v.dtype, of_rows
+    dtype, (positions, until, window, numbers) = v.dtype, of_rows
     q, k, v = _cut(q, 3, block), _cut(k, 2, block), _cut(v, 2, block)
     # A block is visited for all rows, if any of them sees it.
     order, counts = visits(visible_blocks(positions, until, window, Blocks(block, block)).any(0))
@@ -471,14 +541,16 @@ def _forward_blocks(
         total = jnp.where(total > 0, total, 1.0)
         return None, ((mixed / total[..., None]).astype(dtype), top + jnp.log(total))
 
-    _, (mixed, normalizers) = lax.scan(one, None, (jnp.arange(time // block), q))
-    residuals = (q, k, v, positions, until, window, sinks, mixed, normalizers, order, counts)
+    every = jnp.arange(time // block) if numbers is None else numbers
+    _, (mixed, normalizers) = lax.scan(one, None, (every, q))
+    of_blocks = positions, until, window, numbers
+    residuals = (q, k, v, of_blocks, sinks, mixed, normalizers, order, counts)
     # [blocks, B, K, G, block, h] → [B, time, K·G·h]
     return mixed.transpose(1, 0, 4, 2, 3, 5).reshape(rows, time, kv_heads * groups * size), residuals
 
 
 def _backward_blocks(softcap: float | None, block: int, residuals: Any, cotangent: jax.Array) -> Any:
-    q, k, v, positions, until, window, sinks, mixed, normalizers, order, counts = residuals
+    q, k, v, (positions, until, window, numbers), sinks, mixed, normalizers, order, counts = residuals
     count, rows, kv_heads, groups, _, size = q.shape
     d_mixed = cotangent.reshape(rows, count, block, kv_heads, groups, size).transpose(1, 0, 3, 4, 2, 5)
     # Σ_s p dp of a query is Σ_h d_mixed · mixed.
@@ -516,8 +588,9 @@ def _backward_blocks(softcap: float | None, block: int, residuals: Any, cotangen
         *d_both, d_queries = lax.fori_loop(0, counts[i], visit, (*d_both, jnp.zeros(queries.shape)))
         return tuple(d_both), d_queries.astype(q.dtype)
 
-    none = jnp.zeros((count, rows, kv_heads, size, block))
-    (d_k, d_v), d_q = lax.scan(one, (none, none), (jnp.arange(count), q, d_mixed, normalizers, shared))
+    none = jnp.zeros((len(k), rows, kv_heads, size, block))
+    every = jnp.arange(count) if numbers is None else numbers
+    (d_k, d_v), d_q = lax.scan(one, (none, none), (every, q, d_mixed, normalizers, shared))
     d_q = jnp.moveaxis(d_q, 0, 3).reshape(rows, kv_heads, groups, count * block, size)
     # [blocks, B, K, h, block] → [B, K, time, h]
     d_k, d_v = (

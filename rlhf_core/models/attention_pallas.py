@@ -8,6 +8,7 @@ float32.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -48,6 +49,7 @@ def attend_pallas(
     window: jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    starts: jax.Array | None = None,
     kernels: Kernels | None = None,
 ) -> jax.Array:
     """Compute `attention.attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads
@@ -60,24 +62,32 @@ def attend_pallas(
     Raises InputError on CPUs.
     """
     kernels = kernels or Kernels(platform())
-    time, size = q.shape[3:]
+    time, size = k.shape[2:]
     if kernels.platform not in PLATFORMS:
         raise InputError(
             f"attention 'pallas': its kernels run on GPUs and TPUs, not on a {kernels.platform.upper()}; set attention "
             'to "blocks" or "auto"'
         )
     if size > LARGEST_HEAD:
-        return attend_blocks(q, k, v, positions, visible_until, window=window, softcap=softcap, sinks=sinks)
+        more: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "starts": starts}
+        return attend_blocks(q, k, v, positions, visible_until, **more)
     mesh = mesh_of_rows(q)
     if mesh is None and not _is_local(q):
         return attend(q, k, v, positions, visible_until, window=window, softcap=softcap, sinks=sinks)
     blocks = kernels.blocks or _kernels_of(kernels.platform).choose_blocks(time, size, q.shape[2], v.dtype)
+    of_queries = None
+    if starts is not None:
+        run = q.shape[3] // len(starts)
+        first, second = (Blocks(math.gcd(each.queries, run), math.gcd(each.keys, run)) for each in blocks)
+        blocks = first, second
+        at = (starts[:, None] + jnp.arange(run, dtype=jnp.int32)).reshape(-1)
+        of_queries = at, None if window is None else positions[:, at]
     fill = max(each.fill(time) for each in blocks)
     if fill:
         q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
         positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
     near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
-    rows = (visible_until, None if window is None else positions, near)
+    rows = (visible_until, None if window is None else positions, near, of_queries)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     mixed = _attend(q, k, v, rows, sinks, softcap, kernels, blocks)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
@@ -113,7 +123,7 @@ def _per_device(
         return PartitionSpec(*(row_axes(), *(None,) * (heads - 1))[:heads], tensor)
 
     by_row, window = PartitionSpec(row_axes()), rows[2] is not None
-    row_specs = (by_row, by_row if window else None, PartitionSpec() if window else None)
+    row_specs = (by_row, by_row if window else None, PartitionSpec() if window else None, None)
     return jax.shard_map(
         function,
         mesh=mesh,

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_of, visits
 
 
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:
@@ -57,13 +57,22 @@ def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> tuple[jax.Arra
 
 def _tokens(rows: Any, first: jax.Array, block: int) -> tuple[jax.Array, Any]:
     """Return the indices of a block that starts at `first`, and its positions if there is a window."""
-    _, positions, window = rows
+    _, positions, window, _ = rows
     return first + jnp.arange(block), None if window is None else positions[pl.ds(first, block)]
 
 
+def _queries(rows: Any, first: jax.Array, block: int) -> tuple[jax.Array, Any]:
+    """Return what `_tokens` does, of a block that starts at `first` among the queries, which may be some of a row's."""
+    if rows[3] is None:
+        return _tokens(rows, first, block)
+    at, positions = rows[3]
+    here = pl.ds(first, block)
+    return at[here], None if positions is None else positions[here]
+
+
 def _seen(rows: Any, queries: Any, first_key: jax.Array, blocks: Blocks) -> jax.Array:
-    """Compute which queries see which keys, [queries, keys]. queries: from `_tokens`."""
-    until, _, window = rows
+    """Compute which queries see which keys, [queries, keys]. queries: from `_queries`."""
+    until, _, window, _ = rows
     keys, key_positions = _tokens(rows, first_key, blocks.keys)
     until = until[pl.ds(first_key, blocks.keys)]
     if window is None:
@@ -77,7 +86,7 @@ def _forward(
     size: int, softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
     i, columns = pl.program_id(0), _in_width(size)
-    queries, query = _tokens(rows, i * blocks.queries, blocks.queries), _load(q, columns)
+    queries, query = _queries(rows, i * blocks.queries, blocks.queries), _load(q, columns)
 
     def visit(n: jax.Array, so_far: Any) -> Any:
         top, total, out = so_far
@@ -116,7 +125,7 @@ def _backward_queries(
     *, size: int, softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
     i, columns = pl.program_id(0), _in_width(size)
-    queries, query = _tokens(rows, i * blocks.queries, blocks.queries), _load(q, columns)
+    queries, query = _queries(rows, i * blocks.queries, blocks.queries), _load(q, columns)
     d_out, normalizer, total = _load(d_mixed, columns), normalizers[...], sums[...]
 
     def visit(n: jax.Array, so_far: jax.Array) -> jax.Array:
@@ -141,7 +150,7 @@ def _backward_keys(
         group, first = lax.rem(n, groups), order[lax.div(n, groups)] * blocks.queries
         at = pl.ds(first, blocks.queries)
         query, d_out = _load(q.at[group, at, :], columns), _load(d_mixed.at[at, group, :], columns)
-        seen = _seen(rows, _tokens(rows, first, blocks.queries), j * blocks.keys, blocks)
+        seen = _seen(rows, _queries(rows, first, blocks.queries), j * blocks.keys, blocks)
         normalizer, total = normalizers[group, at], sums[group, at]
         weights, d_logits = _d_logits(query, key, value, d_out, normalizer, total, seen, softcap)
         d_value += _dot(weights.astype(d_out.dtype).T, d_out)
@@ -162,7 +171,7 @@ def _call(
     """
     queries = arrays[3]
     # The compiler drops cost estimates on GPUs; metadata is kept in the program's text.
-    cost = kernel_cost(products, queries, (arrays[3:], shapes))
+    cost = kernel_cost(products, queries, arrays[4], (arrays[3:], shapes))
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -178,10 +187,18 @@ def _call(
 
 
 def _row_specs(rows: Any, time: int, at: Callable[..., Any]) -> Any:
-    """Return the specs of `rows`: visible_until, and with a window positions and window."""
-    whole = pl.BlockSpec((None, time), lambda *ids: (at(*ids), 0))
+    """Return the specs of `rows`: visible_until, with a window positions and window, and the same of queries."""
+
+    def whole(length: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, length), lambda *ids: (at(*ids), 0))
+
     window = pl.BlockSpec((1,), lambda *ids: (0,))
-    return (whole, *((None, None) if rows[2] is None else (whole, window)))
+    of_queries = None
+    if rows[3] is not None:
+        (length,) = rows[3][0].shape
+        indices = pl.BlockSpec((length,), lambda *ids: (0,))
+        of_queries = indices, None if rows[2] is None else whole(length)
+    return (whole(time), *((None, None) if rows[2] is None else (whole(time), window)), of_queries)
 
 
 def forward(
@@ -197,17 +214,17 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (the mixed values [B, T, K, G, h] in v's dtype, logarithms of the softmax sums float32 [B, K, G, T]).
 
-    rows: (visible_until, positions, window as int32 [1]), the last two None without a window. sinks: float32 [K, G].
+    rows: (visible_until, positions, window as int32 [1], the indices and positions of the queries), the second and
+    third None without a window, the last None where q holds all of a row. sinks: float32 [K, G].
     """
     batch, kv_heads, groups, time, size = q.shape
-    until, positions, window = rows
-    order, counts = visits(visible_blocks(positions, until, None if window is None else window[0], blocks))
+    order, counts = visits(visible_of(rows, blocks))
     width, per_row = _width(size), time // blocks.queries
 
     def of_head(head: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.div(head, groups), lax.rem(head, groups)
 
-    keys = pl.BlockSpec((None, None, time, width), lambda i, head, row: (row, of_head(head)[0], 0, 0))
+    keys = pl.BlockSpec((None, None, k.shape[2], width), lambda i, head, row: (row, of_head(head)[0], 0, 0))
     return _call(
         functools.partial(_forward, size=size, softcap=softcap, blocks=blocks),
         "attention_forward",
@@ -217,7 +234,7 @@ def forward(
         [
             pl.BlockSpec((None, None, order.shape[-1]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, per_row), lambda i, head, row: (row, 0)),
-            _row_specs(rows, time, lambda i, head, row: row),
+            _row_specs(rows, k.shape[2], lambda i, head, row: row),
             pl.BlockSpec(
                 (None, None, None, blocks.queries, width), lambda i, head, row: (row, *of_head(head), i, 0)
             ),
@@ -247,9 +264,8 @@ def backward(
     the sinks in them; sums: Σ d_mixed · mixed per query and head, float32 [B, K, G, T].
     """
     batch, kv_heads, groups, time, size = q.shape
-    until, positions, window = rows
-    visible = visible_blocks(positions, until, None if window is None else window[0], blocks)
-    width, per_queries, per_keys = _width(size), time // blocks.queries, time // blocks.keys
+    visible = visible_of(rows, blocks)
+    width, per_queries, per_keys = _width(size), time // blocks.queries, k.shape[2] // blocks.keys
 
     def of_head(head: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.div(head, groups), lax.rem(head, groups)
@@ -258,7 +274,7 @@ def backward(
     queries = pl.BlockSpec(
         (None, None, None, blocks.queries, width), lambda i, head, row: (row, *of_head(head), i, 0)
     )
-    keys = pl.BlockSpec((None, None, time, width), lambda i, head, row: (row, of_head(head)[0], 0, 0))
+    keys = pl.BlockSpec((None, None, k.shape[2], width), lambda i, head, row: (row, of_head(head)[0], 0, 0))
     per_query = pl.BlockSpec(
         (None, None, None, blocks.queries), lambda i, head, row: (row, *of_head(head), i)
     )
@@ -271,7 +287,7 @@ def backward(
         [
             pl.BlockSpec((None, None, per_keys), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, per_queries), lambda i, head, row: (row, 0)),
-            _row_specs(rows, time, lambda i, head, row: row),
+            _row_specs(rows, k.shape[2], lambda i, head, row: row),
             queries,
             keys,
             keys,
@@ -297,7 +313,7 @@ def backward(
         [
             pl.BlockSpec((None, None, per_queries), lambda j, head, row: (row, j, 0)),
             pl.BlockSpec((None, per_keys), lambda j, head, row: (row, 0)),
-            _row_specs(rows, time, lambda j, head, row: row),
+            _row_specs(rows, k.shape[2], lambda j, head, row: row),
             pl.BlockSpec((None, None, groups, time, width), lambda j, head, row: (row, head, 0, 0, 0)),
             keys,
             keys,

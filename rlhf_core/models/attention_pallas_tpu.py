@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_of, visits
 
 WIDEST = 1024
 """Values of all query heads of a key head per query, up to which 512 queries fit vector memory."""
@@ -51,15 +51,17 @@ def _seen(
 ) -> jax.Array:
     """Compute which keys of block j the queries of block i see, [keys, queries].
 
-    of_queries: positions int32 [1, queries], or None. of_keys: visible_until and positions, the same of keys.
+    of_queries: indices, None where q holds all of a row, and positions, int32 [1, queries], None without a window.
+    of_keys: visible_until and positions, the same of keys.
     """
-    shape = blocks.keys, blocks.queries
-    queries = i * blocks.queries + lax.broadcasted_iota(jnp.int32, shape, 1)
+    shape, (at, near) = (blocks.keys, blocks.queries), of_queries
+    all_queries = i * blocks.queries + lax.broadcasted_iota(jnp.int32, shape, 1)
+    queries = all_queries if at is None else at[...]
     keys = j * blocks.keys + lax.broadcasted_iota(jnp.int32, shape, 0)
     until, positions = (None if ref is None else _column(ref[...]) for ref in of_keys)
     if window is None:
         return seen_pairs(queries, keys, until, None, None, None)
-    return seen_pairs(queries, keys, until, of_queries[...], positions, window[0])
+    return seen_pairs(queries, keys, until, near[...], positions, window[0])
 
 
 def _column(row: jax.Array) -> jax.Array:
@@ -225,9 +227,12 @@ def _call(
     shapes: Any, scratch: Any, softcap: float | None, interpret: bool,
 ) -> Any:  # fmt: skip
     """Run a kernel. products: of queries × keys, two per pair in the forward pass. arrays: the first is q."""
-    until, positions, window = rows
-    near = positions is not None
+    until, positions, window, of_queries = rows
+    at, of_queries = (None, positions) if of_queries is None else of_queries
+    if at is not None:
+        at = jnp.broadcast_to(at, (len(until), len(at)))
     tokens = [grid.tokens(keys=keys) for keys in (False, True)]
+    near = positions is not None
     whole = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         functools.partial(kernel, softcap=softcap, blocks=grid.blocks, at=grid.at),
@@ -236,7 +241,7 @@ def _call(
             grid=grid.shape,
             in_specs=[
                 whole if near else None,
-                tokens[0] if near else None,
+                (None if at is None else tokens[0], tokens[0] if near else None),
                 (tokens[1], tokens[1] if near else None),
                 *specs,
             ],
@@ -247,10 +252,16 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=pl.CostEstimate(**kernel_cost(products, arrays[0], (arrays, shapes))),
+        cost_estimate=pl.CostEstimate(**kernel_cost(products, arrays[0], arrays[1], (arrays, shapes))),
         interpret=interpret,
         name=name,
-    )(*grid.lists, window, _rows(positions), (_rows(until), _rows(positions)), *arrays)
+    )(
+        *grid.lists,
+        window,
+        (_rows(at), _rows(of_queries)),
+        (_rows(until), _rows(positions)),
+        *arrays,
+    )
 
 
 def _rows(x: jax.Array | None) -> jax.Array | None:
@@ -271,8 +282,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute what `attention_pallas_gpu.forward` computes."""
     batch, kv_heads, groups, _, size = q.shape
-    until, positions, window = rows
-    visible = visible_blocks(positions, until, None if window is None else window[0], blocks)
+    visible = visible_of(rows, blocks)
     grid = _Grid(visible, batch, kv_heads, blocks, by_keys=False)
     queries, keys, per_query = grid.queries(groups, size), grid.keys(size), grid.per_query(groups)
     sums = pltpu.VMEM((groups, blocks.queries), jnp.float32)
@@ -299,8 +309,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute what `attention_pallas_gpu.backward` computes."""
     batch, kv_heads, groups, _, size = q.shape
-    until, positions, window = rows
-    visible = visible_blocks(positions, until, None if window is None else window[0], blocks)
+    visible = visible_of(rows, blocks)
     arrays = (q, k, v, d_mixed.transpose(0, 2, 3, 1, 4), normalizers, sums)
 
     def call(kernel: Callable[..., None], name: str, products: int, by_keys: bool) -> Any:

@@ -19,13 +19,31 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import AbstractMesh
 
 from rlhf_core.contracts import AttentionOver, TensorParallel
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import row_parts
+from rlhf_core.mesh import (
+    context_mesh,
+    cut_rows,
+    join_zigzag,
+    of_cut_rows,
+    row_parts,
+    take_tokens,
+    with_room,
+    zigzag,
+)
 from rlhf_core.models import gemma4, weights
-from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_groups
+from rlhf_core.models.attention import (
+    attend,
+    attend_at,
+    attend_blocks,
+    attend_cached,
+    attend_groups,
+    attend_pieces,
+)
+from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.models.config import (
     DecoderConfig,
     LayerKinds,
@@ -37,7 +55,7 @@ from rlhf_core.models.config import (
     repetition,
 )
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.experts import Experts, recorder_of
+from rlhf_core.models.experts import Experts, Recorder, recorder_of
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
 from rlhf_core.models.quantized import BLOCK, GROUP, Quantization, plain, with_plain_scales
@@ -284,12 +302,57 @@ class Decoder(Definition):
         """Compute (hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with
         `keep`, every layer's keys and values as in Cache, else None).
         """
-        c, dtype = self.config, self.compute_dtype
         self._check_length(tokens.shape[1])
+        mesh = None if keep else context_mesh(tokens)
+        if mesh is not None:
+            hidden = self._forward_pieces(mesh, params, tokens, positions, visible_until)
+            return hidden if at is None else take_tokens(hidden, at), None
+        mix = self._over_rows(positions, visible_until)
+        return self._forward_with(
+            mix, recorder_of(self), params, (tokens, positions, visible_until), keep, at
+        )
+
+    def _forward_pieces(
+        self,
+        mesh: AbstractMesh,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        visible_until: jax.Array,
+    ) -> jax.Array:
+        """Compute the hidden states of rows that `context` cuts: each device runs its pieces through the layers."""
+        time, size = tokens.shape[1], mesh.shape["context"]
+        # Tokens that blocks of attention divide.
+        step = 128 if time >= 1024 * size or platform() == "tpu" else 16
+        whole = [with_room(x, mesh, 2 * step) for x in (tokens, positions, visible_until)]
+        order, recorder = zigzag(whole[0].shape[1], size), recorder_of(self)
+
+        def cut(x: jax.Array) -> jax.Array:
+            return cut_rows(with_room(x, mesh, 2 * step)[:, order], mesh)
+
+        pieces = tuple(map(cut, whole))
+        if recorder:
+            given = [None if x is None else cut(x) for x in (recorder.counted, recorder.routes)]
+            recorder = replace(recorder, counted=given[0], routes=given[1])
+        with of_cut_rows():
+            mix = self._over_rows(whole[1], whole[2], mesh)
+            hidden, _ = self._forward_with(mix, recorder, params, pieces)
+        return join_zigzag(hidden, mesh)[:, :time]
+
+    def _forward_with(
+        self,
+        mix: Callable[..., jax.Array],
+        recorder: Recorder | None,
+        params: Params,
+        rows: tuple[jax.Array, ...],
+        keep: bool = False,
+        at: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Compute `_forward`. mix: from `_over_rows`. rows: tokens, positions, visible_until, or pieces of them."""
+        (c, dtype), (tokens, positions, visible_until) = (self.config, self.compute_dtype), rows
         trunk: Trunk = nnx.merge(self._tree[0], params)
         rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
-        mix, recorder = self._over_rows(positions, visible_until), recorder_of(self)
         x = trunk.embed_tokens(tokens, dtype)
         given = trunk.per_layer_inputs(tokens, x) if hasattr(trunk, "per_layer_inputs") else None
         own = next((i for i, source in enumerate(c.sources) if source != i), c.num_layers)
@@ -327,8 +390,7 @@ class Decoder(Definition):
 
         stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
         # Layers with a state take about three times as long to compile as attention: each is written out once.
-        states = any(map(self._has_state, range(c.num_layers)))
-        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS and not states
+        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS and not self.has_states
         if at is None or not unroll or c.kinds or recorder:
             kinds = c.kinds or ("",) * c.num_layers
             x, outputs = run_layers(kinds[:own], stacks, x, unroll=unroll)
@@ -355,14 +417,19 @@ class Decoder(Definition):
 
         return trunk.norm(layer(_read(x, at), lambda attention, y: attention(y, rope, over))), None
 
-    def _over_rows(self, positions: jax.Array, visible_until: jax.Array) -> Callable[..., jax.Array]:
+    def _over_rows(
+        self, positions: jax.Array, visible_until: jax.Array, mesh: AbstractMesh | None = None
+    ) -> Callable[..., jax.Array]:
         """Make the function that mixes the tokens of rows: a `Mix` with a list for the layer's number, which gets
-        what `Cache` has of the layer.
+        what `Cache` has of the layer. mesh: what cuts the rows that are mixed, but not these, into pieces.
         """
         over, cap = self.attention or attend, self.config.attention_softcap
+        if mesh is not None:
+            over = self.attention or (attend_blocks if platform() == "cpu" else attend_pallas)
         order: Order | None = None
-        if any(map(self._has_state, range(self.config.num_layers))):
-            order = Order(previous_tokens(positions, visible_until), chunk_paths(positions, visible_until))
+        if self.has_states:
+            paths = chunk_paths(positions, visible_until)
+            order = Order(previous_tokens(positions, visible_until), paths, mesh)
 
         def mix(kept: list[Any], rope: Any, window: Any, mixer: Any, x: jax.Array) -> jax.Array:
             if not isinstance(mixer, Attention):
@@ -378,6 +445,9 @@ class Decoder(Definition):
                 else:
                     kept.append((k.swapaxes(2, 3), v))
                 more = mixer.options
+                if mesh is not None:
+                    of_rows = positions, visible_until
+                    return attend_pieces(over, mesh, (q, k, v), of_rows, window, softcap=cap, **more)
                 return over(q, k, v, positions, visible_until, window=window, softcap=cap, **more)
 
             return mixer(x, rope, attention)
@@ -491,6 +561,11 @@ class Decoder(Definition):
             if not self._has_state(i) and self.config.sources[i] == i:
                 keys[i], values[i] = rolled(keys[i], 3), rolled(values[i], 2)
         return Cache(tuple(keys), tuple(values), rolled(cache.positions, 1))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer keeps a state in place of keys and values."""
+        return any(map(self._has_state, range(self.config.num_layers)))
 
     def _has_state(self, layer: int) -> bool:
         """Tell whether a layer keeps a state in place of keys and values."""
@@ -640,7 +715,7 @@ class Decoder(Definition):
         c = self.config
         each = [stack.config for stack in c.stacks.values()]
         # Models with a state and experts have few heads for their many experts.
-        states, experts = any(map(self._has_state, range(c.num_layers))), any(of.experts for of in each)
+        states, experts = self.has_states, any(of.experts for of in each)
         whole = c.qk_norm == "projection" or (states and (experts or self.quantized is not None))
         heads = [
             {"self_attn": of.num_kv_heads, "linear_attn": of.linear_heads[0], "conv": of.hidden_size}[

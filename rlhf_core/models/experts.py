@@ -438,7 +438,7 @@ class Exchange:
     def rounds(self, ids: jax.Array) -> jax.Array:
         """Count the rounds that the busiest device needs. ids: int32 [N], the experts of pairs, ascending."""
         ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
-        return lax.pmax(-(-jnp.diff(ends).max() // self.capacity), ROW_AXES)
+        return lax.pmax(-(-jnp.diff(ends).max() // self.capacity), (*ROW_AXES, "context"))
 
     def slots(self, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Choose the pairs of a round: int32 [devices · capacity], their indices; bool, whether there is one."""

@@ -7,7 +7,7 @@ Positions of a tree count from 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
 
+from rlhf_core.mesh import row_axes, zigzag
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.layers import Linear, RMSNorm
 
@@ -93,10 +95,43 @@ def chunk_paths(positions: jax.Array, visible_until: jax.Array, chunk: int = CHU
 
 
 class Order(NamedTuple):
-    """The order of tokens in rows: what `previous_tokens` and `chunk_paths` return."""
+    """The order of tokens in rows: what `previous_tokens` and `chunk_paths` return; the mesh, if layers get pieces of
+    these rows.
+    """
 
     previous: jax.Array
     paths: Paths
+    mesh: AbstractMesh | None = None
+
+
+def across_pieces(
+    function: Callable[[Any, Any, Any], jax.Array], mesh: AbstractMesh, x: Any, by_part: Any, of_rows: Any
+) -> jax.Array:
+    """Call a function of whole rows, in which channels, or heads, are independent, on rows that `cut_rows` has cut.
+
+    The devices that share a row exchange pieces of all channels for some channels of the whole row, and back.
+    function: (x, by_part, of_rows) → [B, T, n, …]. x: arrays of pieces, [B · c, T / c, n, …], cut in the order of
+    `zigzag`. by_part: arrays [n, …]. of_rows: arrays of whole rows, [B, …].
+    """
+    axes, size = row_axes(), mesh.shape["context"]
+    n = jax.tree.leaves(x)[0].shape[2]
+
+    def with_room(axis: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jnp.pad(x, [(0, -n % size if i == axis else 0) for i in range(x.ndim)])
+
+    def local(x: Any, by_part: Any, of_rows: Any) -> jax.Array:
+        def gathered(x: jax.Array) -> jax.Array:
+            whole = lax.all_to_all(x, "context", 2, 1, tiled=True)
+            return whole[:, np.argsort(zigzag(whole.shape[1], size))]
+
+        made = function(jax.tree.map(gathered, x), by_part, of_rows)
+        back: jax.Array = lax.all_to_all(made[:, zigzag(made.shape[1], size)], "context", 1, 2, tiled=True)
+        return back
+
+    pieces, parts, rows = PartitionSpec(axes), PartitionSpec("context"), PartitionSpec(axes[:-1])
+    over = jax.shard_map(local, mesh=mesh, in_specs=(pieces, parts, rows), out_specs=pieces, check_vma=False)
+    made: jax.Array = over(jax.tree.map(with_room(2), x), jax.tree.map(with_room(0), by_part), of_rows)
+    return made[:, :, :n]
 
 
 class Inputs(NamedTuple):
@@ -377,9 +412,15 @@ class Taps(nnx.Module):
         """Return the taps, [taps, channels]."""
         return jnp.concatenate([getattr(self, name)[...][:, 0] for name in self.parts]).T.astype(dtype)
 
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array]:
-        """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]."""
+    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array | None]:
+        """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]; None for pieces."""
         kernel = self.kernel(x.dtype)
+        if order.mesh is not None:
+
+            def convolve(x: jax.Array, taps: jax.Array, previous: jax.Array) -> jax.Array:
+                return short_convolution(x, taps.T, previous)
+
+            return self._biased(across_pieces(convolve, order.mesh, x, kernel.T, order.previous)), None
         at, kept = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32), []
         for _ in range(len(kernel) - 1):
             read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
@@ -431,7 +472,15 @@ class DeltaNet(nnx.Module):
     def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after each row's last token."""
         mixed, kept = self.conv1d.over_rows(jnp.concatenate(projected(self, x), -1), order)
-        out, state = gated_delta_rule(self._inputs(mixed, x), order.paths)
+        inputs = self._inputs(mixed, x)
+        if order.mesh is None:
+            out, state = gated_delta_rule(inputs, order.paths)
+        else:
+
+            def of_heads(inputs: Inputs, _: Any, paths: Paths) -> jax.Array:
+                return gated_delta_rule(inputs, paths)[0]
+
+            out, state = across_pieces(of_heads, order.mesh, inputs, (), order.paths), None
         return self._output(out, x), (kept, state)
 
     def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:

@@ -83,6 +83,8 @@ def assemble(
     problems: list[str] = []
     tables = _stage_tables(table, problems)
     top = {key: value for key, value in table.items() if key != "stage"}
+    if isinstance(top.get("mesh"), Mapping):
+        top["mesh"] = _named_axes(top["mesh"], problems)
     for text in sets:
         _apply(text, top, tables, problems)
     for key in top:
@@ -202,7 +204,7 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
         target = by_name[head]
         steps = steps[1:]
     elif head in TOP_LEVEL and head != "stage":
-        target = top
+        target, steps = top, [SAME_AXES.get(step, step) if head == "mesh" else step for step in steps]
     else:
         known = [*by_name, "seed", "mesh", "dir"]
         wrong = f"no stage '{head}'.{suggest(head, known)} Stages: {', '.join(by_name) or 'none'}"
@@ -262,8 +264,21 @@ def _seed(value: Any, problems: list[str]) -> int:
     return 0
 
 
-MESH = ("data", "fsdp", "tensor", "expert")
+MESH = ("data", "fsdp", "tensor", "expert", "context")
 """The axes in the order of `make_mesh`."""
+SAME_AXES = {"sp": "context"}
+"""Other names of axes."""
+
+
+def _named_axes(mesh: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Name the axes of a mesh as `MESH` does."""
+    named: dict[str, Any] = {}
+    for name, size in mesh.items():
+        axis = SAME_AXES.get(name, name)
+        if axis in named:
+            problems.append(f"mesh.{axis}: given twice, sp is another name of it; remove one")
+        named[axis] = size
+    return named
 
 
 def _mesh(value: Any, problems: list[str]) -> dict[str, int]:

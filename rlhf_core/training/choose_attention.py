@@ -58,6 +58,7 @@ def choose_attention(
     trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
     asked = config.attention
+    cut = stage.devices().shape["context"] > 1
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         sinks = isinstance(model.definition, Decoder) and model.definition.config.sinks
@@ -68,12 +69,13 @@ def choose_attention(
             )
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
     elif platform() != "cpu":
-        reason = why_kernels(model.definition, layout, stage.devices())
+        cuts = "mesh.context cuts rows" if cut else None
+        reason = cuts or why_kernels(model.definition, layout, stage.devices())
         if reason is None:
             return model
         chosen, name, why = attend_pallas, "pallas", reason
-    # Several devices would have to agree in every layer on the blocks to visit.
-    elif stage.devices().size > 1 or not isinstance(model.definition, Decoder):
+    # Several devices would have to agree in every layer on the blocks to visit, unless each computes its own queries.
+    elif (stage.devices().size > 1 and not cut) or not isinstance(model.definition, Decoder):
         return model
     else:
         chosen = attend_blocks
@@ -81,7 +83,7 @@ def choose_attention(
         batches = pack(trees[:SAMPLE], layout, group=group)
         block = fastest_block(batches)
         share = visited_share(batches, block)
-        if asked.name == "auto" and share > WORTH_BLOCKS:
+        if asked.name == "auto" and share > WORTH_BLOCKS and not cut:
             return model
         chosen = in_blocks(block)
         name, why = f"attend_blocks, {block} x {block}", f"{share:.0%} of blocks are visited"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -11,16 +12,17 @@ from jax.sharding import AbstractMesh
 
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
-from rlhf_core.contracts import Forecast, Trainer
+from rlhf_core.contracts import ATTENTION, Forecast, Trainer
 from rlhf_core.errors import InputError, counted
 from rlhf_core.fit import Build, fit
 from rlhf_core.fit.progress import require_rest
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
-from rlhf_core.models import Model
+from rlhf_core.models import Decoder, Model
 from rlhf_core.models.experts import expert_count, has_corrections, move_biases
 from rlhf_core.objective import with_experts
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
+from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.stage import Stage
 from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
@@ -52,6 +54,8 @@ def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context)
     """Build a stage, and have it report the load of experts and train their balance."""
     made = build(config, context)
     models: Mapping[str, Model] = {"": made.models} if isinstance(made.models, Model) else made.models
+    if context.mesh.shape["context"] > 1:
+        _check_cut_rows(config, context, models)
     configs = made.trains or dict.fromkeys(models, config)
     trained = {name: models[name] for name in configs if expert_count(models[name].definition)}
     for name in configs.keys() - trained.keys():
@@ -84,6 +88,22 @@ def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context)
             )
     several = not isinstance(made.models, Model)
     return replace(made, objective=objective, adjust=partial(_move_biases, definitions, rates, several))
+
+
+def _check_cut_rows(config: TrainerConfig, context: Context, models: Mapping[str, Model]) -> None:
+    """Raise InputError for a model, or attention, that cannot compute rows that `mesh.context` cuts along time."""
+    for model in models.values():
+        if not isinstance(model.definition, Decoder):
+            raise InputError(
+                f"mesh.context: models of type {model.hf_config.get('model_type')!r} compute whole rows; leave it out"
+            )
+    asked = config.attention
+    over = context.registry.get(ATTENTION, asked.name, **asked.options)
+    if asked.name != "auto" and "starts" not in inspect.signature(over).parameters:
+        raise InputError(
+            f"stage '{context.name}'.attention: {asked.name!r} computes whole rows, which mesh.context cuts in time; "
+            f'leave it out, or write "{"blocks" if platform() == "cpu" else "pallas"}"'
+        )
 
 
 def _move_biases(
@@ -201,9 +221,9 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
     # bound. A device holds those of its rows, whole along `tensor`.
     slots = min(MICRO_BATCH_TOKENS, -(-expected.tokens // config.gradient_accumulation_steps))
     rows = rows_per_device(mesh, -(-slots // expected.longest))
+    time = -(-expected.longest // mesh.shape["context"])
     parts["activations"] = sum(
-        saved_bytes(models[name].definition, (rows, expected.longest), config.frozen_parameters)
-        for name in trains
+        saved_bytes(models[name].definition, (rows, time), config.frozen_parameters) for name in trains
     )
     parts |= {name: device_bytes(tree) for name, tree in made.held.items()}
     if config.log_weights is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import counted
-from rlhf_core.mesh import HOST, with_shardings
+from rlhf_core.mesh import HOST, OPTIONAL, with_shardings
 from rlhf_core.models import Decoder, Definition, Model
 from rlhf_core.models.config import remat_policy
 from rlhf_core.models.params import join, split
@@ -164,7 +164,7 @@ def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: Abstra
     precision = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
     where = "in all"
     if mesh is not None:
-        axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if axis != "expert" or n > 1)
+        axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1 or axis not in OPTIONAL)
         where = f"on {'each of ' * (mesh.size > 1)}{counted(mesh.size, 'devices')} ({axes})"
     return f"memory at most about {format_bytes(sum(parts.values()))} {where}, {precision}: {listed}"
 

@@ -58,11 +58,11 @@ def early(completions: list[str]) -> list[float]:
 
 
 def trained(
-    tiny: ModuleType, model: Any, directory: Path, devices: int, stop: int | None = None
+    tiny: ModuleType, model: Any, directory: Path, devices: int, stop: int | None = None, context: int = 1
 ) -> tuple[dict[str, np.ndarray], dict[int, dict[str, float]]]:
     watch = StopsAt(stop or -1)
     inputs = {"model": model, "rewards": [early], "train_dataset": tiny.prompts(6)}
-    mesh = make_mesh(devices=jax.devices()[:devices])
+    mesh = make_mesh(context=context, devices=jax.devices()[:devices])
     artifact = tiny.run("grpo", GRPOConfig(**CONFIG), directory, listeners=[watch], mesh=mesh, **inputs)
     return tiny.leaves(load_model(artifact.path, mesh=tiny.one_device()).params), watch.rows
 
@@ -93,4 +93,21 @@ def test_a_run_resumes_within_a_rollout_on_another_mesh(
         for step, row in rows.items():
             assert row[name] == pytest.approx(logged[step][name], abs=2e-5), (name, step)
     for name, leaf in params.items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.long
+def test_a_run_on_rows_that_are_cut_is_that_of_whole_rows_and_resumes_to_the_same_bits(
+    whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
+) -> None:
+    params, rows = trained(tiny, model, tmp_path / "whole", 4, context=2)
+    expected, logged = whole
+    for name in ("loss", "kl", "entropy", "reward"):
+        for step, row in rows.items():
+            assert row[name] == pytest.approx(logged[step][name], abs=2e-5), (name, step)
+    with pytest.raises((StopError, RunError)):
+        trained(tiny, model, tmp_path / "stopped", 4, stop=2, context=2)
+    resumed, _ = trained(tiny, model, tmp_path / "stopped", 4, context=2)
+    for name, leaf in resumed.items():
+        assert np.array_equal(leaf, params[name]), name
         np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=2e-4, err_msg=name)

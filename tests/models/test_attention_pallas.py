@@ -24,7 +24,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import make_mesh, over_parts, planned_mesh, row_sharding
 from rlhf_core.models import DECODER, fresh_model
-from rlhf_core.models.attention import Blocks, attend, visible_blocks, visits
+from rlhf_core.models.attention import Blocks, attend, attend_blocks, visible_blocks, visits
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
@@ -147,6 +147,31 @@ def test_kernels_compute_attention(platform: str) -> None:
     draw = np.random.default_rng(0)
     for _ in range(6):
         check(USUAL, platform, draw)
+
+
+PIECES = Shape(128, 32, window=True, softcap=3.0)
+
+
+@pytest.mark.parametrize("platform", ["blocks", "gpu", "tpu"])
+def test_devices_that_share_a_row_compute_their_own_queries(platform: str) -> None:
+    """Each two runs of 32 queries; gradients of keys and values are summed over them."""
+    q, k, v, cotangent, positions, until, window = map(jnp.asarray, batch(PIECES, np.random.default_rng(2)))
+    kernels = Kernels(platform, PIECES.blocks, interpret=True)
+    over = functools.partial(attend_blocks, block=32)
+    if platform != "blocks":
+        over = functools.partial(attend_pallas, kernels=kernels)
+
+    @jax.jit
+    def run(starts: Any) -> Any:
+        at = (starts[:, None] + jnp.arange(32)).reshape(-1)
+        more = {"window": window, "softcap": 3.0, "starts": starts}
+        mixed, back = jax.vjp(lambda q, k, v: over(q[:, :, :, at], k, v, positions, until, **more), q, k, v)
+        return jnp.zeros(cotangent.shape).at[:, at].set(mixed), *back(cotangent[:, at])
+
+    parts = [run(jnp.int32([32 * i, 32 * (3 - i)])) for i in range(2)]
+    found = [sum(each) for each in zip(*parts, strict=True)]
+    expected = program(PIECES, None)(q, k, v, cotangent, positions, until, window)
+    assert differ(found, expected, np.asarray(until)) < 1e-5
 
 
 @pytest.mark.exhaustive

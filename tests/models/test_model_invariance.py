@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -85,6 +86,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "attention_multiplier": 0.2,
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 30,
+        "query_pre_attn_scalar": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "ministral3": {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
 }
 for each in ("olmo3", "granite"):
@@ -97,9 +105,21 @@ TREES = [
 TIME = 160
 LAYOUT = Layout((TIME,), (4,), (8,), (TIME,))
 """Rows of several trees, in two micro-batches; the last rows are empty."""
-MESHES = {"data 2, fsdp 2": (2, 2, 1), "fsdp 2, tensor 2": (1, 2, 2), "data 2, tensor 2": (2, 1, 2)}
-CASES = [("lfm2_moe", "fsdp 2, tensor 2"), ("qwen3_5", "data 2, tensor 2"), ("gpt_oss", "data 2, fsdp 2")]
-"""All meshes, and every new kind of layer."""
+MESHES = {
+    "data 2, fsdp 2": (2, 2, 1),
+    "fsdp 2, tensor 2": (1, 2, 2),
+    "data 2, tensor 2": (2, 1, 2),
+    "fsdp 2, context 2": (1, 2, 1, 1, 2),
+    "data 2, context 4": (2, 1, 1, 1, 4),
+    "expert 2, context 2, tensor 2": (1, 1, 2, 2, 2),
+}
+CASES = [("lfm2_moe", "fsdp 2, tensor 2"), ("qwen3_5", "data 2, context 4"), ("gpt_oss", "fsdp 2, context 2")]
+"""All axes, and every new kind of layer: with `context`, states, windows, sinks, experts, and pieces that need room."""
+LONG = [
+    *((name, mesh) for name in FAMILIES for mesh in MESHES if "context" not in mesh and name != "gemma2"),
+    *(("gemma2", "data 2, context 4"), ("lfm2_moe", "fsdp 2, context 2")),
+    *((name, "expert 2, context 2, tensor 2") for name in ("qwen3_5_moe", "gpt_oss")),
+]
 
 
 def make(name: str, mesh: Any) -> Model:
@@ -155,12 +175,12 @@ def alone(name: str) -> tuple[dict[tuple[str, ...], np.ndarray], float]:
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        each if each in CASES else pytest.param(*each, marks=pytest.mark.long)
-        for each in [(name, mesh) for name in FAMILIES for mesh in MESHES]
+        *CASES,
+        *(pytest.param(*each, marks=pytest.mark.long) for each in LONG if each not in CASES),
     ],
 )
 def test_gradients_of_packed_rows_on_a_mesh_are_those_of_each_sequence_alone(name: str, mesh: str) -> None:
-    model = make(name, make_mesh(*MESHES[mesh], devices=jax.devices()[:4]))
+    model = make(name, make_mesh(*MESHES[mesh], devices=jax.devices()[: math.prod(MESHES[mesh])]))
 
     def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
         logps, _ = trained_logps(model.definition, params, batch)

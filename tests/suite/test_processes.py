@@ -125,7 +125,10 @@ def start(directory: Path, name: str, *arguments: str, **environment: str) -> An
 
 
 @pytest.mark.long
-def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Path):
+@pytest.mark.parametrize(
+    "mesh", [(), ("--set", "mesh.data=1", "--set", "mesh.context=2")], ids=["data", "context"]
+)
+def test_two_processes_train_what_two_devices_do(mesh: tuple[str, ...], tiny: ModuleType, tmp_path: Path):
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     for name, rows in (("texts", tiny.texts(11)), ("pairs", tiny.pairs(11)), ("prompts", tiny.prompts(11))):
         tiny.write_rows(tmp_path / f"{name}.jsonl", rows)
@@ -133,8 +136,8 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
     (tmp_path / "local.py").write_text(LOCAL)
     (tmp_path / "talk.py").write_text(TALK)
     job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
-    runs = [start(tmp_path, "many", **job, JAX_PROCESS_ID=str(i)) for i in range(2)]
-    runs.append(start(tmp_path, "one", JAX_NUM_CPU_DEVICES="2"))
+    runs = [start(tmp_path, "many", *mesh, **job, JAX_PROCESS_ID=str(i)) for i in range(2)]
+    runs.append(start(tmp_path, "one", *mesh, JAX_NUM_CPU_DEVICES="2"))
     processes.finish(runs, timeout=600)
     for stage in ("sft", "reward", "dpo", "grpo", "talk"):
         ours, theirs = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from rlhf_core.mesh import row_axes
+from rlhf_core.mesh import over_pieces
 from rlhf_distill.divergences import Divergence
 
 CHUNK_BYTES = 32 * 2**20
@@ -39,13 +40,16 @@ class Head(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Static settings of a compiled program. caps: of student and teacher. size: tokens of each row in a chunk."""
+    """Static settings of a compiled program. caps: of student and teacher. size: tokens of each row in a chunk. rows:
+    the mesh axes that rows are sharded over.
+    """
 
     divergence: Divergence
     caps: tuple[float | None, float | None]
     temperature: float
     top_k: int | None
     size: int
+    rows: tuple[str, ...]
 
 
 def token_divergences(
@@ -82,15 +86,21 @@ def token_divergences(
     if not rows * length:
         return jnp.zeros((rows, length))
     ids = min(student.kernel.shape[1], teacher.kernel.shape[1])
-    settings = Settings(
-        divergence,
-        (student.softcap, teacher.softcap),
-        float(temperature),
-        None if top_k is None or top_k >= ids else top_k,  # without others it is the whole vocabulary
-        min(chunk, length) if chunk is not None else _chunk_size(student.hidden, ids),
-    )
-    arrays = (x for head in (student, teacher) for x in (head.hidden, head.kernel[:, :ids]))
-    return over_tokens(*arrays, settings)
+
+    def compute(axes: tuple[str, ...], hidden: jax.Array, teacher_hidden: jax.Array) -> jax.Array:
+        settings = Settings(
+            divergence,
+            (student.softcap, teacher.softcap),
+            float(temperature),
+            None if top_k is None or top_k >= ids else top_k,  # without others it is the whole vocabulary
+            min(chunk, hidden.shape[1]) if chunk is not None else _chunk_size(hidden, ids, axes),
+            axes,
+        )
+        kernels = (head.kernel[:, :ids] for head in (student, teacher))
+        return over_tokens(hidden, next(kernels), teacher_hidden, next(kernels), settings)
+
+    values: jax.Array = over_pieces(compute, student.hidden, teacher.hidden)
+    return values
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -125,7 +135,7 @@ def _forward(
 def _backward(settings: Settings, residuals: Any, d_values: jax.Array) -> tuple[jax.Array | None, ...]:
     hidden, kernel, teacher_hidden, teacher_kernel = residuals
     weights, teacher_weights = _gathered(kernel, hidden), _gathered(teacher_kernel, teacher_hidden)
-    mesh, shards = _mesh(hidden), _shards(hidden)
+    mesh, shards = _mesh(hidden), _shards(hidden, settings.rows)
 
     def one(d_kernels: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         chunk, teacher, d_chunk_values = xs
@@ -137,9 +147,8 @@ def _backward(settings: Settings, residuals: Any, d_values: jax.Array) -> tuple[
         # are one axis: XLA on CPU cannot run the bfloat16 product over two axes that it makes for a tied kernel.
         flat, d_flat = (x.reshape(shards, -1, x.shape[-1]) for x in (chunk, d_product))
         d_kernels += jnp.einsum("snd,snv->sdv", flat, d_flat, preferred_element_type=jnp.float32)
-        return _placed(d_kernels, mesh if shards > 1 else None, row_axes(), None), d_chunk.astype(
-            hidden.dtype
-        )
+        d_kernels = _placed(d_kernels, mesh if shards > 1 else None, settings.rows, None)
+        return d_kernels, d_chunk.astype(hidden.dtype)
 
     xs = tuple(_chunks(x, settings.size) for x in (hidden, teacher_hidden, d_values))
     d_kernels, d_hidden = lax.scan(one, jnp.zeros((shards, *kernel.shape), jnp.float32), xs)
@@ -177,18 +186,18 @@ def _product(hidden: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.einsum("rkd,dv->rkv", hidden, weights, preferred_element_type=jnp.float32)
 
 
-def _chunk_size(hidden: jax.Array, ids: int) -> int:
+def _chunk_size(hidden: jax.Array, ids: int, axes: Sequence[str]) -> int:
     """Choose the tokens of each row in a chunk; chunks of one call have nearly equal sizes."""
     rows, length, _ = hidden.shape
     budget = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_ACCELERATOR
-    tokens = max(CHUNK_TOKENS, budget // (4 * ids)) * _shards(hidden)
+    tokens = max(CHUNK_TOKENS, budget // (4 * ids)) * _shards(hidden, axes)
     return math.ceil(length / math.ceil(length / max(1, tokens // rows)))
 
 
-def _shards(hidden: jax.Array) -> int:
-    """Count the parts that the rows of hidden states are sharded into."""
+def _shards(hidden: jax.Array, axes: Sequence[str]) -> int:
+    """Count the parts that the rows of hidden states are sharded into over these axes of the mesh."""
     mesh = _mesh(hidden)
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes())
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     return 1 if hidden.shape[0] % shards else shards
 
 
