@@ -35,6 +35,7 @@ from rlhf_topologies.verdicts import judge_stage
 from rlhf_core import cli, plugins
 from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.attention import attend_blocks
 from rlhf_core.pipeline.plan import plan, read
 from rlhf_core.runtime import devices
 from rlhf_core.training.memory import remat_of
@@ -166,6 +167,27 @@ def test_a_mesh_with_experts_is_suggested_where_it_is_faster(monkeypatch: pytest
     assert found.mesh["expert"] in (4, 8)
     assert f"mesh.expert={found.mesh['expert']}" in found.sets
     assert "expert" not in best().mesh
+
+
+def test_rows_that_do_not_fit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`context` is suggested where a device cannot compute a row, and nowhere else."""
+    monkeypatch.setattr("rlhf_topologies.suggest.meshes", lambda _: [{"data": 1, "fsdp": 2, "tensor": 1}])
+    wide = model("full", hidden_size=2048, intermediate_size=4096).computing(attention=attend_blocks)
+
+    def best(time: int) -> Candidate:
+        def described(_: Any, mesh: dict[str, int], *__: Any) -> Any:
+            shape = ProgramShape(wide, mesh["fsdp"], time)  # a row for each device, or for two
+            programs = (Program("accumulate", lambda: None, "train", 1, shape=shape),)
+            return {"base": (1, StagePrograms(programs))}
+
+        search = Search(job("h100:2"), here)
+        monkeypatch.setattr(search, "_describe", described)
+        return search.candidates(parse("h100:2"))[0]
+
+    cut = best(2**20)
+    assert cut.fits
+    assert cut.mesh == {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
+    assert "context" not in best(4096).mesh
 
 
 def test_a_step_of_decoding_reads_weights_and_caches() -> None:

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from rlhf_core import plugins, runtime
 from rlhf_core.errors import UNREADABLE, InputError
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import OPTIONAL, make_mesh
 from rlhf_core.pipeline.plan import plan, read
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.runtime.files import write_atomic
@@ -88,7 +88,7 @@ def describe(
             "usable": chip.usable,
             **{key: value for key, value in asdict(chip).items() if key not in ("platform", "target")},
         },
-        "mesh": {axis: size for axis, size in mesh.items() if axis != "expert" or size > 1},
+        "mesh": {axis: size for axis, size in mesh.items() if size > 1 or axis not in OPTIONAL},
         "compiler": dict(compiler),
         "stages": dict(stages),
     }

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
 from rlhf_core.mesh import ROW_AXES
 from rlhf_core.models import Decoder, Definition
+from rlhf_core.models.attention import attend_blocks
 from rlhf_core.runtime.devices import platform
 from rlhf_core.training.memory import SCORING_WIDTHS, remat_of, saved_bytes
 
@@ -26,25 +27,29 @@ def pass_bytes(
     """Estimate the bytes per device that a pass over a micro-batch takes besides parameters and gradients.
 
     shape: rows and time of the micro-batch. mesh: {axis: devices}. trains: forward and backward; else forward alone.
-    A device computes its rows, and with `tensor` its heads, columns of MLPs and words. In memory at the same time are
-    what all layers save, what one layer computes with, its weights gathered, and what the head reads.
+    A device computes its rows, or with `context` a part of each, and with `tensor` its heads, columns of MLPs and
+    words. In memory at the same time are what all layers save, what one layer computes with, its weights gathered, and
+    what the head reads.
     """
-    rows = -(-shape[0] // math.prod(mesh.get(axis, 1) for axis in ROW_AXES))
+    rows, cut = -(-shape[0] // math.prod(mesh.get(axis, 1) for axis in ROW_AXES)), mesh.get("context", 1)
+    time = -(-shape[1] // cut)
     part = _share_of(definition, mesh["tensor"])
     if not isinstance(part, Decoder):
         return (
-            saved_bytes(part, (rows, shape[1]))
-            if trains
-            else rows * shape[1] * part.hidden_size * SCORING_WIDTHS * 4
+            saved_bytes(part, (rows, time)) if trains else rows * time * part.hidden_size * SCORING_WIDTHS * 4
         )
+    if cut > 1:  # attention is then in blocks
+        part = part.computing(attention=part.attention or attend_blocks)
     remat = remat_of(definition, shape)
     layer, kept = 0, 0
     for config, layers in part.config.stacks.values():
         alike = replace(part, config=config)
-        whole, saved = (_layer_bytes(alike, (rows, shape[1]), each, platform()) for each in ("none", remat))
+        whole, saved = (_layer_bytes(alike, (rows, time), each, platform()) for each in ("none", remat))
+        if cut > 1:  # keys and values of whole rows, and their gradients
+            whole += (1 + trains) * 2 * 2 * rows * shape[1] * config.num_kv_heads * config.head_dim
         layer, kept = max(layer, whole), kept + saved * len(layers)
     inside = layer * FORWARD_SHARE if not trains else 0 if remat == "none" else layer
-    return round(MERGED * (kept * trains + inside) + _head_bytes(part, rows * shape[1], trains))
+    return round(MERGED * (kept * trains + inside) + _head_bytes(part, rows * time, trains))
 
 
 def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:

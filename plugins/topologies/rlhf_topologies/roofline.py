@@ -78,18 +78,21 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"
     passes = 3 + again if trains else 1
     data, fsdp, expert = (mesh.get(axis, 1) for axis in ROW_AXES)
+    cut = mesh.get("context", 1)
     rows = -(-shape.rows // (data * fsdp * expert))
-    tokens = rows * shape.time
-    logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
+    tokens = rows * -(-shape.time // cut)
+    logits = tokens * shape.time / 2 * layers * heads / tensor  # causal
     size = _head_size(shape.model)
     dense, experts = all_weights(shape.model)
     memory = (
         passes * 2 * (dense + experts / expert) / tensor
         + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
     )
-    if getattr(shape.model, "attention", None) is None:  # other kernels keep logits out of memory
+    # Other kernels keep logits out of memory.
+    if getattr(shape.model, "attention", None) is None and cut == 1:
         memory += 4 * SCORES[program.work] * logits
-    gathered = dense * _others(fsdp * expert) + experts / expert * _others(fsdp)
+    gathered = dense * _others(fsdp * expert * cut) + experts / expert * _others(fsdp * cut)
+    both = 2 * size * getattr(config, "num_kv_heads", heads) / tensor  # of a key and a value, in a layer
     pairs = (
         tokens * layers * getattr(config, "experts_per_token", 0)
     )  # of a token and an expert that it is sent to
@@ -97,7 +100,8 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
         "tensor": 8 * layers * tokens * width * (passes - trains) * _others(mesh["tensor"]),
         "expert": 2 * pairs * width * (2 * (passes - trains) + 3 * trains) * _others(expert),
         "fsdp": 2 * gathered / tensor * (3 if trains else 1),
-        "data": 8 * (dense + experts) / tensor / (fsdp * expert) * _others(data) if trains else 0,
+        "context": 2 * both * layers * rows * shape.time * (passes - trains) * _others(cut),
+        "data": 8 * (dense + experts) / tensor / (fsdp * expert * cut) * _others(data) if trains else 0,
     }
     return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
 
@@ -123,7 +127,7 @@ def _bound(
     An axis that reaches beyond a machine sends through the network.
     """
     chip, reach, link, network = topology.chip, 1, 0.0, 0.0
-    for axis in ("tensor", "expert", "fsdp", "data"):
+    for axis in ("tensor", "context", "expert", "fsdp", "data"):
         reach *= mesh.get(axis, 1)
         if reach > topology.machine and chip.network:
             network += sent.get(axis, 0) / chip.network

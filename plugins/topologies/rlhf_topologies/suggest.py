@@ -167,7 +167,7 @@ def suggest(
             save(results)
             if time.monotonic() > began + job["suggest"]:
                 return results
-            made = compiled({**job, "on": topology.name, "sets": [*job["sets"], *best.sets]}, say=say)
+            made = compiled({**job, "on": topology.name, "sets": [*job["sets"], *search.sets(best)]}, say=say)
             results["compiled"].append({"candidate": best.to_dict(), **made})
             if all(stage["fits"] for stage in made["stages"].values()):
                 return {**results, "chosen": best.to_dict()}
@@ -193,6 +193,11 @@ class Search:
     def file(self, sets: Sequence[str] = ()) -> PipelineFile:
         return read(self.job["pipeline"], sets=[*self.job["sets"], *sets], dir=self.job["dir"])
 
+    def sets(self, candidate: Candidate) -> list[str]:
+        """Write a candidate's settings as `--set` takes them, in place of every axis of the file's mesh."""
+        others = [axis for axis in self.file().mesh if axis not in candidate.mesh]
+        return [*(f"mesh.{axis}=1" for axis in others), *candidate.sets]
+
     def candidates(self, topology: Topology, until: float = math.inf) -> list[Candidate]:
         """Return a candidate for every mesh over the devices, best first.
 
@@ -207,6 +212,8 @@ class Search:
         best = found[:REFINED]
         for first in best if spread in best else [*best, spread]:
             found += self._exchanging(topology, first, until)
+        if not found[0].fits:
+            found += self._cutting(topology, spread, until)
         found.sort(key=lambda each: each.order)
         for first in found[:REFINED]:
             found += self._sampled(topology, first, until)
@@ -225,6 +232,16 @@ class Search:
             changed = self.candidate(topology, mesh)
             if changed.order < first.order:
                 yield changed
+
+    def _cutting(self, topology: Topology, first: Candidate, until: float) -> Iterator[Candidate]:
+        """Yield the candidate with each size of `context`, in place of `fsdp`: rows cut in time take less memory."""
+        spread = first.mesh["fsdp"]
+        for size in (n for n in range(2, topology.machine + 1) if spread % n == 0):
+            if time.monotonic() < until:
+                try:
+                    yield self.candidate(topology, {**first.mesh, "fsdp": spread // size, "context": size})
+                except InputError:  # a model or attention that computes whole rows
+                    return
 
     def _sampled(self, topology: Topology, first: Candidate, until: float) -> Iterator[Candidate]:
         """Yield the candidate with each size of the sampler's mesh that makes it better."""
@@ -273,7 +290,7 @@ class Search:
     ) -> dict[str, tuple[int, StagePrograms]]:
         """Return {stage: (its micro-batches, its programs)} of the stages whose trainers describe any."""
         tables = {name: {k: v for k, v in table.items() if k != REMAT} for name, table in settings.items()}
-        sets = Candidate(topology, mesh, tables, {}).sets
+        sets = self.sets(Candidate(topology, mesh, tables, {}))
         key = f"{topology.name} {sets}"
         if key not in self._described:
             with planned_devices(topology):

@@ -122,7 +122,7 @@ def advise(
         return lines
     usable, held = topology.chip.usable, sum(resident.values())
     if held > usable / 2:
-        kept = mesh["tensor"] * mesh.get("expert", 1)
+        kept = mesh["tensor"] * mesh.get("context", 1) * mesh.get("expert", 1)
         lines.append(
             f"{format_bytes(held)} of {format_bytes(usable)} are the stage's {', '.join(resident)}: "
             + (
@@ -137,7 +137,7 @@ def advise(
         one_each = all(count is not None and count <= _spread(mesh) for count in rows)
         steps = [
             *([] if remat == "full" else ['set remat = "full"']),
-            "share each layer, since every device has one row already (mesh.tensor)"
+            "cut rows over devices, since each has one row already (mesh.context)"
             if one_each
             else "raise gradient_accumulation_steps",
             "shorten rows (max_sequence_length, or max_completion_length and num_generations)",
