@@ -58,7 +58,7 @@ def choose_attention(
     trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
     asked = config.attention
-    cut = stage.devices().shape["context"] > 1
+    cut = asked.name == "auto" and stage.devices().shape["context"] > 1
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         sinks = isinstance(model.definition, Decoder) and model.definition.config.sinks
@@ -83,7 +83,7 @@ def choose_attention(
         batches = pack(trees[:SAMPLE], layout, group=group)
         block = fastest_block(batches)
         share = visited_share(batches, block)
-        if asked.name == "auto" and share > WORTH_BLOCKS and not cut:
+        if asked.name == "auto" and not cut and share > WORTH_BLOCKS:
             return model
         chosen = in_blocks(block)
         name, why = f"attend_blocks, {block} x {block}", f"{share:.0%} of blocks are visited"

@@ -149,13 +149,14 @@ def test_kernels_compute_attention(platform: str) -> None:
         check(USUAL, platform, draw)
 
 
-PIECES = Shape(128, 32, window=True, softcap=3.0)
+PIECES = Shape(128, 32, window=True, softcap=3.0, sinks=True)
 
 
 @pytest.mark.parametrize("platform", ["blocks", "gpu", "tpu"])
 def test_devices_that_share_a_row_compute_their_own_queries(platform: str) -> None:
-    """Each two runs of 32 queries; gradients of keys and values are summed over them."""
-    q, k, v, cotangent, positions, until, window = map(jnp.asarray, batch(PIECES, np.random.default_rng(2)))
+    """Each two runs of 32 queries; gradients of keys, values and sinks are summed over them."""
+    given = tuple(map(jnp.asarray, batch(PIECES, np.random.default_rng(2))))
+    *arrays, cotangent, positions, until, window = given
     kernels = Kernels(platform, PIECES.blocks, interpret=True)
     over = functools.partial(attend_blocks, block=32)
     if platform != "blocks":
@@ -165,12 +166,16 @@ def test_devices_that_share_a_row_compute_their_own_queries(platform: str) -> No
     def run(starts: Any) -> Any:
         at = (starts[:, None] + jnp.arange(32)).reshape(-1)
         more = {"window": window, "softcap": 3.0, "starts": starts}
-        mixed, back = jax.vjp(lambda q, k, v: over(q[:, :, :, at], k, v, positions, until, **more), q, k, v)
+
+        def mix(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            return over(q[:, :, :, at], k, v, positions, until, sinks=sinks, **more)
+
+        mixed, back = jax.vjp(mix, *arrays)
         return jnp.zeros(cotangent.shape).at[:, at].set(mixed), *back(cotangent[:, at])
 
     parts = [run(jnp.int32([32 * i, 32 * (3 - i)])) for i in range(2)]
     found = [sum(each) for each in zip(*parts, strict=True)]
-    expected = program(PIECES, None)(q, k, v, cotangent, positions, until, window)
+    expected = program(PIECES, None)(*given)
     assert differ(found, expected, np.asarray(until)) < 1e-5
 
 
