@@ -122,7 +122,8 @@ def ours(host: Host) -> dict[str, dict[str, list[str]]]:
     """{distribution: {kind: [names]}} of this repository."""
     files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
     projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
-    names = [project["name"] for project in projects if "entry-points" in project]  # rlhf-suite has no code
+    # rlhf-suite has no code; rlhf-verifiers is installed by itself.
+    names = [each["name"] for each in projects if "entry-points" in each and each["name"] != "rlhf-verifiers"]
     infos = extensions.with_commands(host.plugins)
     loaded = {info.distribution: dict(info.components) for info in infos if info.state == "loaded"}
     if missing := [name for name in names if name not in loaded]:

@@ -14,10 +14,12 @@ from rlhf_serve import chats
 from rlhf_serve.answers import Call, Target
 from rlhf_serve.fields import Chat, read
 from rlhf_serve.flight import Flight, TextReader, Wish
+from rlhf_serve.opening import Opening, load_policy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.environments import CallParser, ConversationEncoder
+from rlhf_core.tokenizer import template_text
 
 MESSAGES = [
     {"role": "user", "content": "a b"},
@@ -212,3 +214,8 @@ def test_a_thought_in_a_channel_is_no_part_of_the_reply(bytewise: Any, step: int
         assert "".join(each["delta"].get("content", "") for each in parts) == (content or "")
         assert parts[-1]["delta"]["reasoning_content"] == "hm"
         assert parts[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+def test_a_template_may_be_given(directory: Path, tiny: Any) -> None:
+    given = load_policy(directory / "policy", Opening(mesh=tiny.one_device(), chat_template="plain"))
+    assert template_text(given.tokenizer) == template_text(given.tokenizer, "plain")

@@ -51,7 +51,7 @@ def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     if served.encoder.template is None:
         raise BadRequest(
-            f"messages: {target.name} has no chat template; ask /v1/completions, with a prompt",
+            f"messages: {target.name} has no chat template; serve it with --chat-template, or ask /v1/completions",
             param="messages",
         )
     try:

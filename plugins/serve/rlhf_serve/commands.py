@@ -30,6 +30,10 @@ def serve(
             help="Tokens of a prompt and its completion; default: what the model takes, at most 2,048.",
         ),
     ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", help='"plain" or a file, for policies; default: the tokenizer\'s.'),
+    ] = None,
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -74,5 +78,6 @@ def serve(
             adapters=adapters,
             drain_seconds=drain_seconds,
             plugins=tuple(plugin or ()),
+            chat_template=chat_template,
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from rlhf_core.models import Model, load_model, local_directory, stored_head
 from rlhf_core.sampling import ConversationSampler, SamplingOptions
 from rlhf_core.sampling.stop_strings import token_bytes
 from rlhf_core.sampling.turns import STOP_IDS
+from rlhf_core.tokenizer import with_template_and_stop_ids
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.tokenizer.options import TextOptions
 from rlhf_serve.engine import Policy
@@ -35,13 +36,14 @@ DEFAULT_LENGTH = 2048
 @dataclass(frozen=True)
 class Opening:
     """How models are opened. slots: completions that are sampled together. length: tokens of a prompt and its
-    completion; None: what the model takes, at most `DEFAULT_LENGTH`.
+    completion; None: what the model takes, at most `DEFAULT_LENGTH`. chat_template: of policies; None: the tokenizer's.
     """
 
     slots: int = 32
     length: int | None = None
     registry: Registry | None = None
     mesh: Mesh | None = None
+    chat_template: str | None = None
 
 
 @dataclass
@@ -154,6 +156,9 @@ def open_model(name: str, path: str, opening: Opening) -> ServedPolicy | ServedS
 def load_policy(path: str | Path, opening: Opening) -> Model:
     """Load a language model, an adapter merged into its base."""
     model = load_model(str(path), registry=opening.registry, mesh=opening.mesh)
+    if model.tokenizer is not None and opening.chat_template is not None:
+        tokenizer = with_template_and_stop_ids(model.tokenizer, opening.chat_template, model.source)
+        model = replace(model, tokenizer=tokenizer)
     return model if model.definition.lora is None else model.merged()
 
 

@@ -39,6 +39,7 @@ class Settings:
     adapters: Path | None = None
     drain_seconds: float = 30.0
     plugins: Sequence[Path] = ()
+    chat_template: str | None = None
 
 
 def run(settings: Settings) -> None:
@@ -54,7 +55,7 @@ def run(settings: Settings) -> None:
     listener = listen(settings.host, settings.port)
     runtime.prepare()
     registry = plugins.load(files=settings.plugins).registry
-    opening = Opening(settings.slots, settings.length, registry)
+    opening = Opening(settings.slots, settings.length, registry, chat_template=settings.chat_template)
     models = {name: open_model(name, path, opening) for name, path in names.items()}
     server = make_server(models, settings, key)
     asyncio.run(_serve(server, application(server, settings, opening), listener, settings.drain_seconds))
