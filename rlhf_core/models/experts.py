@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from rlhf_core.mesh import ROW_AXES, gathered, mesh_of_rows, param_spec, row_axes, row_parts, sum_over_tensor
+from rlhf_core.mesh import gathered, mesh_of_rows, param_spec, row_axes, row_parts, sum_over_tensor
 from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.experts_exchange import Exchange, by_expert, exchanged, room, taken
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
 from rlhf_core.models.quantized import Packed, only_now, scales_of
 from rlhf_core.runtime.devices import platform
@@ -108,6 +109,31 @@ def _rows_product(
 
 
 _rounded_expert_product.defvjp(_expert_forward, _expert_backward)
+
+
+@jax.custom_vjp
+def _add_bias(y: jax.Array, bias: jax.Array, own: jax.Array) -> jax.Array:
+    """Add each expert's bias to its rows.
+
+    y: [N, out]. bias: float32 [experts, out], which gets a float32 gradient. own: bool [N, experts], whose row it is. A
+    product, since the TPU compiler takes long for the sums of a gather's gradient.
+    """
+    return y + jnp.matmul(own.astype(y.dtype), bias.astype(y.dtype), precision=lax.Precision.HIGHEST)
+
+
+def _bias_forward(y: jax.Array, bias: jax.Array, own: jax.Array) -> Any:
+    return _add_bias(y, bias, own), own
+
+
+def _bias_backward(own: jax.Array, d_y: jax.Array) -> Any:
+    rows = (((0,), (0,)), ((), ()))
+    d_bias = lax.dot_general(
+        own.astype(d_y.dtype), d_y, rows, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return d_y, d_bias, None
+
+
+_add_bias.defvjp(_bias_forward, _bias_backward)
 
 
 def expert_count(definition: Any) -> int:
@@ -339,18 +365,15 @@ def _mixed(
     if peers:  # in a sampler, devices that share layers have the same tokens, and each its own experts
         pairs = pairs - lax.axis_index("tensor") * own
         pairs = jnp.where((pairs >= 0) & (pairs < own), pairs, own)
-    order = jnp.argsort(pairs, stable=True)  # by expert; pair n belongs to token n // k
-    place = jnp.argsort(order)
-    if peers or own == config.experts:
-        counts = jnp.bincount(pairs, length=own + 1)[:-1]
-        used = (jnp.arange(len(pairs)) < counts.sum())[:, None] if peers else None
-        made = mlp(tokens[order // k], counts, used, kernels, biases, weights)
+    order, place, counts = by_expert(pairs, own + 1 if peers else config.experts)
+    if peers or own == config.experts:  # pair n belongs to token n // k
+        used = (jnp.arange(len(pairs)) < counts[:own].sum())[:, None] if peers else None
+        made = mlp(taken(tokens, order, place, k), counts[:own], used, kernels, biases, weights)
     else:
         devices = config.experts // own
-        room = 8 * math.ceil(CAPACITY * len(pairs) / (8 * devices))
-        exchange = Exchange(mlp, devices, own, k, min(room, len(pairs)))
+        exchange = Exchange(mlp, devices, own, k, room(len(pairs), devices))
         made = exchanged(exchange, tokens, (order, place, pairs[order]), kernels, biases, weights)
-    apart = made[place].reshape(len(tokens), k, -1)
+    apart = taken(made, place, order, 1).reshape(len(tokens), k, -1)
     mixed = jnp.einsum("nkd,nk->nd", apart, weight.reshape(-1, k).astype(x.dtype))
     mixed = sum_over_tensor(mixed) if peers or down.shape[1] < config.intermediate_size else mixed
     return mixed.reshape(x.shape)
@@ -381,6 +404,20 @@ def _gathered_by(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return x
 
 
+def every_other(x: jax.Array, on: str) -> tuple[jax.Array, jax.Array]:
+    """Split the columns of x, [N, 2n], into the even and the odd ones, [N, n] each, on a platform.
+
+    The gradient of a slice with steps takes the TPU compiler minutes and gigabytes: there, columns are chosen by
+    products with ones.
+    """
+    if on != "tpu":
+        return x[:, 0::2], x[:, 1::2]
+    size = math.gcd(x.shape[1], 128)
+    parts, ones = x.reshape(len(x), -1, size), jnp.eye(size, dtype=x.dtype)
+    even, odd = (jnp.matmul(parts, ones[:, i::2], precision=lax.Precision.HIGHEST) for i in (0, 1))
+    return even.reshape(len(x), -1), odd.reshape(len(x), -1)
+
+
 def _mlp(
     config: DecoderConfig,
     x: jax.Array,
@@ -396,169 +433,26 @@ def _mlp(
     those of the last expert; None: there are none.
     """
 
+    ends, rows = jnp.cumsum(counts), jnp.arange(len(x))[:, None]
+    own = (rows >= ends - counts) & (rows < ends)
+
     def linear(name: str, x: jax.Array) -> jax.Array:
         y = expert_product(x, kernels[name], counts, weights.get(name))
         if name in biases:
-            bias, rows = biases[name], kernels[name].shape[1]
-            if name == "down_proj" and rows < config.intermediate_size:  # the devices' products are summed
+            bias = biases[name]
+            parts = kernels[name].shape[1] < config.intermediate_size
+            if name == "down_proj" and parts:  # the devices' products are summed
                 bias = jnp.where(lax.axis_index("tensor") == 0, bias, 0)
-            y = y + jnp.repeat(bias, counts, axis=0, total_repeat_length=len(x)).astype(x.dtype)
+            y = _add_bias(y, bias, own)
         return y if used is None else jnp.where(used, y, 0)
 
     if config.swiglu:
-        (slope, limit), both = config.swiglu, linear("gate_up_proj", x)
-        gate, up = jnp.minimum(both[:, 0::2], limit), jnp.clip(both[:, 1::2], -limit, limit)
+        (slope, limit), (gate, up) = config.swiglu, every_other(linear("gate_up_proj", x), platform())
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         inner = (up + 1) * gate * jax.nn.sigmoid(slope * gate)
     else:
         inner = ACTIVATIONS[config.activation](linear("gate_proj", x)) * linear("up_proj", x)
     return linear("down_proj", inner)
-
-
-CAPACITY = 2
-"""Pairs that a device sends to another in one round, in multiples of an even share."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """How devices along `expert` send tokens to the experts, and get their outputs back.
-
-    Every device sorts its pairs of token and expert, and sends each of the others at most `capacity` of them a round;
-    another round follows while any device has pairs left, so that no token is dropped. Unless one device's experts get
-    CAPACITY times the even share, there is one round. Buffers have devices · capacity rows, whatever the router does.
-    The backward pass sends the tokens again, with the gradients of the outputs, so that nothing of this is kept.
-    """
-
-    mlp: Callable[..., jax.Array]
-    devices: int
-    experts: int
-    """Per device."""
-    per_token: int
-    capacity: int
-
-    def rounds(self, ids: jax.Array) -> jax.Array:
-        """Count the rounds that the busiest device needs. ids: int32 [N], the experts of pairs, ascending."""
-        ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
-        return lax.pmax(-(-jnp.diff(ends).max() // self.capacity), (*ROW_AXES, "context"))
-
-    def slots(self, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Choose the pairs of a round: int32 [devices · capacity], their indices; bool, whether there is one."""
-        ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
-        at = ends[:-1, None] + number * self.capacity + jnp.arange(self.capacity)
-        there = at < ends[1:, None]
-        return jnp.where(there, at, len(ids)).reshape(-1), there.reshape(-1)
-
-    def received(self, ids: jax.Array, number: jax.Array, back: jax.Array, whole: jax.Array) -> jax.Array:
-        """Put what came back in a round, [devices · capacity, D], in its place among all pairs, [N, D]."""
-        ends = jnp.searchsorted(ids, jnp.arange(self.devices + 1) * self.experts)
-        device = ids // self.experts
-        rank = jnp.arange(len(ids)) - ends[device] - number * self.capacity
-        there = (rank >= 0) & (rank < self.capacity)
-        slot = jnp.where(there, device * self.capacity + rank, 0)
-        return jnp.where(there[:, None], back[slot], whole)
-
-    def sent(self, x: jax.Array) -> jax.Array:
-        """Send the parts of x, [devices · capacity, …], to the devices in order, and return what they sent."""
-        return lax.all_to_all(x, "expert", 0, 0, tiled=True)
-
-    def arrived(self, ids: jax.Array, at: jax.Array, there: jax.Array) -> tuple[jax.Array, ...]:
-        """Sort what arrives by expert: int32 [rows], its order, and where each row is in it; rows per expert; bool
-        [rows, 1], the used ones.
-        """
-        own = self.sent(jnp.where(there, ids.at[at].get(mode="clip") % self.experts, self.experts))
-        each = own.reshape(self.devices, -1)  # of every device, sorted by expert
-        counts = (each[:, :, None] == jnp.arange(self.experts + 1)).sum(1, dtype=jnp.int32)
-        total = counts.sum(0)
-        # Before a row are those of lower experts, those of its expert from earlier devices, and some of its own device.
-        begin = (
-            (jnp.cumsum(total) - total) + (jnp.cumsum(counts, 0) - counts) - (jnp.cumsum(counts, 1) - counts)
-        )
-        place = jnp.take_along_axis(begin, each, 1) + jnp.arange(each.shape[1])
-        used = (jnp.arange(len(own)) < total[:-1].sum())[:, None]
-        return jnp.argsort(own, stable=True), place.reshape(-1), total[:-1], used
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exchanged(
-    exchange: Exchange,
-    x: jax.Array,
-    pairs: tuple[jax.Array, jax.Array, jax.Array],
-    kernels: Any,
-    biases: Any,
-    weights: Any,
-) -> jax.Array:
-    """Compute the output of each pair's expert, [N · k, D], by expert, on the devices that have the experts.
-
-    x: [N, D]. pairs: int32 [N · k] each, the pairs by expert, where each is in this order, and their experts in it.
-    kernels, biases, weights: of this device's experts, as for `_mlp`.
-    """
-    (order, _, ids), weights = pairs, {**kernels, **weights}
-
-    def one(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        number, made = state
-        at, there = exchange.slots(ids, number)
-        token = order.at[at].get(mode="clip") // exchange.per_token
-        by_expert, place, counts, used = exchange.arrived(ids, at, there)
-        got = exchange.sent(jnp.where(there[:, None], x[token], 0))
-        out = exchange.mlp(got[by_expert], counts, used, weights, biases, {})
-        back = exchange.sent(out[place])
-        return number + 1, exchange.received(ids, number, back, made)
-
-    rounds = exchange.rounds(ids)
-    start = jnp.zeros((len(ids), x.shape[1]), x.dtype)
-    made: jax.Array = lax.while_loop(lambda state: state[0] < rounds, one, (jnp.int32(0), start))[1]
-    return made
-
-
-def _exchanged_forward(
-    exchange: Exchange, x: jax.Array, pairs: Any, kernels: Any, biases: Any, weights: Any
-) -> tuple[jax.Array, Any]:
-    made = exchanged(exchange, x, pairs, kernels, biases, weights)
-    return made, (x, pairs, biases, {**kernels, **weights})
-
-
-def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -> Any:
-    x, (order, place_of_pair, ids), biases, weights = residuals
-    trained = {name: w for name, w in weights.items() if not isinstance(w, Packed)}
-    unused = jax.tree.map(
-        lambda w: jnp.zeros(w.shape, jnp.float32), trained
-    )  # kernels, which only get gradients
-
-    def one(state: Any) -> Any:
-        number, d_pairs, d_kernels, d_biases = state
-        at, there = exchange.slots(ids, number)
-        token = order.at[at].get(mode="clip") // exchange.per_token
-        by_expert, place, counts, used = exchange.arrived(ids, at, there)
-        both = jnp.concatenate([x[token], d_made.at[at].get(mode="clip")], 1)
-        got = exchange.sent(jnp.where(there[:, None], both, 0))[by_expert]
-        inputs, d_out = jnp.split(got, 2, axis=1)
-        pull = jax.vjp(
-            lambda inputs, kernels, biases: exchange.mlp(
-                inputs, counts, used, {**weights, **kernels}, biases, trained
-            ),
-            inputs,
-            unused,
-            biases,
-        )[1]
-        d_inputs, *more = pull(d_out)
-        back = exchange.sent(d_inputs[place])
-        add = functools.partial(jax.tree.map, jnp.add)
-        d_pairs = exchange.received(ids, number, back, d_pairs)
-        return number + 1, d_pairs, *map(add, (d_kernels, d_biases), more)
-
-    rounds = exchange.rounds(ids)
-    start = (
-        jnp.int32(0),
-        jnp.zeros(d_made.shape, d_made.dtype),
-        unused,
-        jax.tree.map(jnp.zeros_like, biases),
-    )
-    _, d_pairs, d_kernels, d_biases = lax.while_loop(lambda state: state[0] < rounds, one, start)
-    apart = d_pairs[place_of_pair].reshape(len(x), exchange.per_token, -1)
-    d_x = apart.astype(jnp.float32).sum(1).astype(x.dtype)
-    return d_x, None, {name: d_kernels.get(name) for name in weights}, d_biases, None
-
-
-exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 class Experts(nnx.Module):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.models import experts, fresh_model
+from rlhf_core.models import experts, experts_exchange, fresh_model
 from rlhf_core.models.decoder import _parts
 from rlhf_core.models.params import paths
 from tests.shared.mesh_cases import FAMILIES
@@ -36,7 +36,7 @@ def test_a_decoded_token_is_routed_in_float32(shared: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, with biases, where the router sends most tokens to one device: in several rounds."""
-    monkeypatch.setattr(experts, "CAPACITY", 0.5)
+    monkeypatch.setattr(experts_exchange, "CAPACITY", 0.5)
     model = fresh_model(FAMILIES["gpt_oss"], seed=3)
     draw = np.random.default_rng(0)
     x = draw.normal(size=(8, 6, 16)).astype(dtype)
@@ -66,6 +66,25 @@ def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPa
         a, b = (np.asarray(each, np.float64) for each in (a, b))
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=".".join(path))
+
+
+@pytest.mark.parametrize("rows", [1, 127, 300])
+def test_rows_are_sorted_by_expert_in_their_order(rows: int) -> None:
+    ids = np.random.default_rng(0).choice([0, 1, 3, 4], rows)  # none of expert 2
+    order, place, counts = jax.jit(experts_exchange.by_expert, static_argnums=1)(ids, 5)
+    np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
+    np.testing.assert_array_equal(np.asarray(order)[place], np.arange(rows))
+    np.testing.assert_array_equal(counts, np.bincount(ids, minlength=5))
+
+
+@pytest.mark.parametrize("columns", [6, 384])
+def test_columns_are_split_by_products_where_slices_are_slow(columns: int) -> None:
+    x, *d_y = np.random.default_rng(0).normal(size=(3, 5, columns)).astype(np.float32)
+    d_y = [each[:, : columns // 2] for each in d_y]
+    (even, odd), back = jax.vjp(lambda x: experts.every_other(x, "tpu"), x)
+    np.testing.assert_array_equal(even, x[:, 0::2])
+    np.testing.assert_array_equal(odd, x[:, 1::2])
+    np.testing.assert_array_equal(back((*map(jnp.asarray, d_y),))[0], np.stack(d_y, 2).reshape(x.shape))
 
 
 def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
