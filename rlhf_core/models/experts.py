@@ -274,7 +274,9 @@ def move_biases(definition: Any, params: Any, load: jax.Array, rate: float) -> d
         if not stack.config.experts or CORRECTION not in gate:  # frozen
             continue
         own = load[jnp.asarray([every.index(i) for i in stack.layers])]
-        gate[CORRECTION] = gate[CORRECTION] + rate * jnp.sign(own.mean(-1, keepdims=True) - own)
+        gate[CORRECTION] = gate[CORRECTION] + rate * jnp.sign(
+            own.sum(-1, keepdims=True) - own * own.shape[-1]
+        )
         inside["mlp"] = {**inside["mlp"], "gate": gate}
         layers = {**layers, kind: inside} if kind else inside
     return {**params, "layers": layers}

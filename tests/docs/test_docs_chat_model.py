@@ -57,6 +57,5 @@ def test_the_table_is_of_the_options() -> None:
     assert {name for name, _ in rows} == set(defaults)
     for name, shown in rows:
         value = defaults[name]
-        assert shown == (
-            f'"{value}"' if isinstance(value, str) else f"{value:g}" if value is not False else "false"
-        )
+        word = {"None": "none", "False": "false"}.get(str(value))
+        assert shown == (f'"{value}"' if isinstance(value, str) else word or f"{value:g}")

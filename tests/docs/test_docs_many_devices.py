@@ -104,7 +104,8 @@ def test_the_page_shows_the_files() -> None:
     assert {name: text for name, text in SHOWN.items() if name != "pipeline.toml"} == {
         name: FILES[name] for name in SHOWN if name != "pipeline.toml"
     }
-    targets = [*documents.links(PAGE), *documents.links(PAGE.with_name("serve.md"))]
+    pages = [PAGE, PAGE.with_name("serve.md"), PAGE.with_name("engines.md")]
+    targets = [target for page in pages for target in documents.links(page)]
     linked = {Path(target).name for target in targets if "examples/launch/" in target}
     assert linked == set(FILES)
 

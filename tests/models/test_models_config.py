@@ -141,7 +141,7 @@ def test_longrope_refuses_rows_that_it_would_turn_otherwise() -> None:
         ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number; it is 'tiny'"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false; it is 'yes'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method None is not supported"),
         ({"use_bidirectional_attention": True}, "unknown field 'use_bidirectional_attention'"),
         ({"is_causal": False}, "is_causal False is not supported; the decoder has True only"),
         ({"is_causal": False, "attention_bias": 3}, "attention_bias must be true or false; it is 3"),

@@ -178,7 +178,7 @@ def test_what_to_change_where_something_does_not_fit(work: str, words: list[str]
 def test_a_row_per_device_cannot_be_split_further() -> None:
     large = program("big", memory={"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB}, rows=8)
     (advice,) = judge_stage(stage(large), parse("h100:8"), MESH)["advice"]
-    assert "mesh.tensor" in advice
+    assert "mesh.context" in advice
     assert "gradient_accumulation_steps" not in advice
 
 

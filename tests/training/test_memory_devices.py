@@ -101,7 +101,7 @@ def test_rows_of_a_device() -> None:
 
 def test_devices_that_are_not_here(tiny: ModuleType) -> None:
     many = planned_mesh(4096, fsdp=16)
-    assert dict(many.shape) == {"data": 256, "fsdp": 16, "expert": 1, "tensor": 1}
+    assert dict(many.shape) == {"data": 256, "fsdp": 16, "expert": 1, "context": 1, "tensor": 1}
     model = model_on(tiny, make_mesh(2, 2, 2))
     alone = state_bytes(replace(model, mesh=planned_mesh(1)), optax.identity())
     kernels = state_bytes(replace(model, mesh=many), optax.identity())

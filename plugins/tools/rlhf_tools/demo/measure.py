@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core import SamplerInputs, data, load_model
+from rlhf_core import SamplerInputs, data, installed_registry, load_model
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import Encoder
@@ -149,8 +149,12 @@ def measure(directory: Path, heldout: Path, seed: int) -> dict[str, Any]:
     directory: the run's, with the stages base, rm and policy done. heldout: where `pairs.heldout.jsonl` and
     `prompts.heldout.jsonl` are.
     """
-    before, after = (load_model(directory / stage / "artifacts" / "model") for stage in ("base", "policy"))
-    scorer = Scorer.load(directory / "rm" / "artifacts" / "model", mesh=before.mesh)
+    registry = installed_registry()
+    before, after = (
+        load_model(directory / stage / "artifacts" / "model", registry=registry)
+        for stage in ("base", "policy")
+    )
+    scorer = Scorer.load(directory / "rm" / "artifacts" / "model", registry=registry, mesh=before.mesh)
     with open(heldout / "prompts.heldout.jsonl", encoding="utf-8") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
     drawn = {
