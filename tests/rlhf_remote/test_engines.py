@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +136,10 @@ def test_every_policy_is_published_and_proven(train: Callable[..., Any], weights
     kept = sorted(path.name for path in place.glob(f"*{directory.name}/policy-v*"))
     assert kept[-1] == "policy-v2"
     assert len(kept) <= 3
+    if weights == "disk":  # a run begun again finds other policies under its versions
+        shutil.rmtree(directory)
+        _, rows = train(directory, weights=weights, ahead=0, steps=3)
+        assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize("weights", ["adapter", "disk"])
@@ -221,6 +226,8 @@ def test_what_an_engine_cannot_do_exactly_is_refused(train: Callable[..., Any]) 
 def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Path) -> None:
     (place / "taken").mkdir()
     (place / "taken" / "owner.json").write_text(json.dumps({"stage": "runs/other/policy"}))
+    (place / "taken" / "policy-v0").mkdir()
+    (place / "taken" / "policy-v0" / sampler.PROBE_FILE).touch()
     with pytest.raises(InputError, match="has the policies of runs/other/policy; give another"):
         train(place="taken")
 

@@ -52,6 +52,8 @@ PROCESSED = (
 )
 PROBE_FILE = "probe.npz"
 OWNER_FILE = "owner.json"
+SAME = 1e-5
+"""How far a policy's log-probabilities of the probe may be from those that were written with it, in nats."""
 POLL_SECONDS = 0.02
 """Between two looks at requests while environments answer."""
 PREFIX = "policy-"
@@ -335,6 +337,12 @@ _STATIONS: dict[tuple[str, ...], list[Station]] = {}
 """Stations by engine, address and key: samplers of training, evaluation and previews share what engines hold."""
 
 
+def _known(policy: Policy) -> np.ndarray | None:
+    """Return the log-probabilities of the probe that were written with a policy, None where there is none."""
+    file = policy.path / PROBE_FILE
+    return np.load(file)["logps"] if file.is_file() else None
+
+
 class Sampler:
     """Publishes policies to engines and samples with them, from any number of threads."""
 
@@ -369,15 +377,16 @@ class Sampler:
 
     def publish(self, params: Any, version: int) -> Policy:
         """Write a policy for the engines, with the trainer's own log-probabilities of the probe."""
-        policy = self._policy(version)
-        if (policy.path / PROBE_FILE).is_file():
-            return policy
         self._claim()
+        policy = self._policy(version)
         model = self.inputs.model.with_params(params)
         if self.options.weights == "disk" and self.options.engine != "rlhf":
             model = model.untied()
         logits = np.asarray(model.logits(self.probe, np.ones_like(self.probe)), np.float64)
         own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
+        # Of a run that was deleted and begun again, a policy of this version is another one.
+        if (known := _known(policy)) is not None and np.allclose(known, own, rtol=0, atol=SAME):
+            return policy
         unfinished = policy.path.with_name(f".{policy.path.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(policy.path, ignore_errors=True)
@@ -397,6 +406,7 @@ class Sampler:
 
     def published(self, version: int) -> Policy:
         """Find a policy that was published before the run was stopped. Raises InputError where it is gone."""
+        self._claim()
         policy = self._policy(version)
         if not (policy.path / PROBE_FILE).is_file():
             raise InputError(
