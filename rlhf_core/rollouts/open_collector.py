@@ -71,7 +71,8 @@ def open_collector(
             f"stage '{stage.name}'.total_batch_size={config.total_batch_size} (completions of an update) is not a "
             f"multiple of num_generations={options.num_generations}: a group would be split"
         )
-    absent, routes = model.definition.absent, route_shape(model.definition) if options.replay_routes else None
+    known = model.definition is not None  # not of a model that an earlier stage will make
+    routes = route_shape(model.definition) if options.replay_routes and known else None
     route_bytes = 0 if routes is None else math.prod(routes.shape) * routes.dtype.itemsize
     prompts = _open_prompts(context, rewards, options, field, route_bytes)
     if prompts is None:
@@ -109,7 +110,7 @@ def open_collector(
     if options.replay_routes and routes is None:
         context.warn("replay_routes has no effect: the model has no experts")
     return RolloutCollector(
-        stage, prompts, model.tokenizer, function, rewards, options, episodes, absent, routes
+        stage, prompts, model.tokenizer, function, rewards, options, episodes, model.definition.absent, routes
     )
 
 

@@ -128,6 +128,8 @@ class RolloutUpdates:
         self.flights: dict[int, Flight] = {}
         """Rollouts that are being sampled, by number."""
         self._unfinished: list[Order] = []
+        self._entered = -1
+        """The update whose groups were entered in the ledger last."""
         """Rollouts that were being sampled when the run was killed."""
         self.journal: Journal | None = None
         self.ledger = Ledger()
@@ -163,8 +165,11 @@ class RolloutUpdates:
         minibatch, groups = within % minibatches, len(self.rollout.prompts) // minibatches
         batches = self.packed[minibatch]
         chosen = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
-        if within < minibatches:
+        if (
+            within < minibatches and step != self._entered
+        ):  # programs may be compiled for an update before it is made
             self.ledger.use(groups)
+        self._entered = step
         self._count_groups()
         rows = self.rollout.prompts[np.asarray(chosen, np.int64)]
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)

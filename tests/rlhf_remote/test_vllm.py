@@ -158,7 +158,7 @@ def train(tiny: ModuleType, model: Path, place: Path, tmp_path: Path) -> Train:
         if (running.weights_name() or "").startswith(
             "policy-"
         ):  # of a test before: adapters need the first ones
-            running.load_weights(str(model), "first")
+            running.load_weights(str(of), "first")
         config = GRPOConfig(
             **{
                 "total_batch_size": 8,
@@ -246,7 +246,7 @@ def test_what_an_engine_was_started_with_is_caught_before_it_samples(
     ):
         train(url, "disk", place="raw", probe_tolerance=0.5)
     with pytest.raises(RunError, match=r"context of 64 tokens, .* up to \d+: --max-model-len"):
-        train(url, "disk", place="short", max_completion_length=64)
+        train(url, "disk", place="short", probe_tolerance=0.5, max_completion_length=64)
     other = tiny.make_model(vocab_size=50, **SIZES)
     other.save(place / "other")
     with pytest.raises(

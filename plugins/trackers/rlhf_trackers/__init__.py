@@ -124,7 +124,9 @@ class Trackio(Tracker):
             space_id=self.space_id,
             server_url=self.server_url,
             config=described(stage, config),
-            resume="must" if begun else "never",
+            resume="allow"
+            if begun
+            else "never",  # a thread may not have written the run yet when it was killed
             embed=False,
         )
         write_atomic(file, f"{run.name}\n")
