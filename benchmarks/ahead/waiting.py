@@ -1,10 +1,10 @@
-"""Train with an engine that is as slow as an update: how long does an update take with k = 0 and with k = 1?
+"""Time updates whose rollout takes as long as the update itself, with k = 0 and k = 1.
 
     python benchmarks/ahead/waiting.py [--rounds 3]
 
 Both waits are sleeps, so that the numbers do not depend on what else the machine does: the engine's is a sampler that
 publishes policies like those of rlhf-remote and sleeps before it returns; the trainer's is in the advantage, which runs
-between a rollout and its updates. Prints, and appends to results/waiting.jsonl, medians of the seconds per update.
+between a rollout and its updates. Prints the median seconds per update and appends them to results/waiting.jsonl.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rlhf_core import ADVANTAGE, SAMPLER, AdvantageInputs, Registry, Rollouts, h
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 1.0
-"""Of a rollout, and of an update."""
+"""How long a rollout takes, and an update."""
 UPDATES, FIRST = 12, 4
-"""Of a run, and those that are not counted: programs compile, and the first rollouts are by the first policy."""
+"""Updates per run, and how many of the first are not timed: programs compile, and rollouts are by the first policy."""
 
 
 class SlowEngine:

@@ -33,7 +33,7 @@ import httpx
 LENGTH = 512
 WORDS = 2000
 REQUESTS = 128
-"""Different ones under load, each of which was asked alone before."""
+"""Distinct requests under load; each is first answered alone, for comparison."""
 
 
 def make_model(directory: Path, hidden: int = 256) -> Path:

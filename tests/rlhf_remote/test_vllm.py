@@ -232,7 +232,7 @@ def test_an_engine_that_keeps_its_policy_is_caught(
 
 
 def test_what_an_engine_was_started_with_is_caught_before_it_samples(
-    train: Train, server: Server, ill_started: Server
+    train: Train, server: Server, ill_started: Server, tiny: ModuleType, place: Path
 ) -> None:
     url = ill_started.url
     with pytest.raises(RunError, match="it was started without adapters: --enable-lora"):
@@ -247,6 +247,12 @@ def test_what_an_engine_was_started_with_is_caught_before_it_samples(
         train(url, "disk", place="raw", probe_tolerance=0.5)
     with pytest.raises(RunError, match=r"context of 64 tokens, .* up to \d+: --max-model-len"):
         train(server.url, "disk", place="short", max_completion_length=64)
+    other = tiny.make_model(vocab_size=50, **SIZES)
+    other.save(place / "other")
+    with pytest.raises(
+        RunError, match="'policy' is another model: its vocabulary is not the policy's, of 50 ids"
+    ):
+        train(server.url, "disk", place="vocabulary", model=place / "other")
 
 
 def test_a_check_asks_an_engine_and_prints_how_to_start_one(

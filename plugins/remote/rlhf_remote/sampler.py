@@ -259,8 +259,8 @@ class Station:
         self.loaded: set[str] = set()
         self.shown: dict[str, tuple[float, float]] = {}
         """{policy: (the largest difference of its newest receipt, seconds that loading it took)}"""
-        self.examined = False
-        """Whether it was asked what it serves since it last failed."""
+        self.examined: Needs | None = None
+        """What it was last found to meet; None since it failed. Another run of this process may need more."""
         self.active = self.chosen = self.failures = 0
         self.retry_at = 0.0
 
@@ -298,7 +298,7 @@ class Station:
         """Leave the engine out for a while; requests that fail together count once."""
         with self.changed:
             self.loaded.clear()
-            self.examined = False
+            self.examined = None
             if (now := time.monotonic()) >= self.retry_at:
                 self.failures += 1
                 self.retry_at = now + min(FIRST_WAIT * 2 ** (self.failures - 1), LONGEST_WAIT)
@@ -569,10 +569,10 @@ class Sampler:
     def _load(self, station: Station, policy: Policy) -> None:
         """Have an engine load a policy, and compare its log-probabilities of the probe with the trainer's."""
         began = time.monotonic()
-        if not station.examined:
+        if station.examined != self.needs:
             if found := problems(station.engine, self.needs):
                 raise RunError("sampler: " + "; ".join(found))
-            station.examined = True
+            station.examined = self.needs
         if self.options.weights == "adapter":
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
