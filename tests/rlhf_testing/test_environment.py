@@ -328,7 +328,7 @@ class Sets(Guess):
 
 class Hashes(Guess):
     def answer(self, right: bool, done: bool) -> Turn:
-        return Turn([{"role": "user", "content": "No."}], hash("a text") % 1000 / 1000, done)
+        return Turn([{"role": "user", "content": "No."}], float(hash("a text")), done)
 
 
 class FirstWord(Loose):
