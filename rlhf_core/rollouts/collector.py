@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
 from rlhf_core.data import EpisodeRows, Prompts, PromptStream
 from rlhf_core.data.prompts import AnyPrompts
-from rlhf_core.environments import Episode, Episodes
+from rlhf_core.environments import CallParser, ConversationEncoder, Episode, Episodes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, as_settled, logged_metrics, score
 from rlhf_core.rollouts.environment import run_episodes
@@ -290,7 +290,8 @@ def reward_inputs(
     tokenizer: Any,
     stop_ids: Sequence[int] = (),
 ) -> RewardInputs:
-    """Make the inputs of reward functions: texts that continue their prompts, or message lists for message prompts.
+    """Make the inputs of reward functions: texts that continue their prompts, or message lists for message prompts, in
+    which a thought that the template gives a channel of its own is apart, see `CallParser.parse`.
 
     stop_ids: tokens that end completions besides those of the tokenizer, `sampling.stop_token_ids`.
     """
@@ -301,9 +302,10 @@ def reward_inputs(
     raw = [prompts.raw[i] for i in rows]
     before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in rows]
     texts = continuations(tokenizer, before, tokens, stop_ids)
+    parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stop_ids))
     completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(raw, texts, strict=True)
+        text if isinstance(prompt, str) else [parser.message(each)]
+        for prompt, text, each in zip(raw, texts, tokens, strict=True)
     ]
     columns = {
         name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()

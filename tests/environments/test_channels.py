@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_core import data
 from rlhf_core.environments.conversation import ConversationEncoder
 from rlhf_core.environments.parsing import CallParser
+from rlhf_core.rollouts.collector import reward_inputs
+from rlhf_core.sampling import Rollouts
 
 TOOL = {
     "type": "function",
@@ -155,12 +158,34 @@ def test_what_the_template_writes_is_read_back(template: str, make_tokenizer: An
         text = encoder.write(encoder.with_call_ids([asked, reply]), [TOOL]).removeprefix(opened)
         ids = encoder.tokenizer.encode(text, add_special_tokens=False)
         assert calls_of(parser.message(ids)) == [["add", arguments]]
-    # Without tools, a thought is still no part of the reply.
-    said = {HARMONY: SAID + "<|channel|>final<|message|>3", GEMMA4: "<|channel>thought\nhm<channel|>3"}[
-        template
-    ]
-    ids = encoder.tokenizer.encode(said, add_special_tokens=False)
-    assert CallParser(encoder).message(ids)["content"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "expected"),
+    [
+        (HARMONY, SAID + "<|channel|>final<|message|>3<|return|>", {"content": "3", "thinking": "hm to=functions.no"}),
+        (GEMMA4, "<|channel>thought\nhm<channel|>3<turn|>", {"content": "3", "reasoning_content": "hm"}),
+        (GEMMA4, "<think>hm</think>3<turn|>", {"content": "<think>hm</think>3"}),  # written as text
+    ],
+)  # fmt: skip
+def test_rewards_get_the_final_text(
+    template: str, said: str, expected: dict[str, str], make_tokenizer: Any
+) -> None:
+    """A completion of the prompts of a dataset is read as an episode's reply is; one of a text prompt stays text."""
+    tokenizer = encoder_of(template, make_tokenizer).tokenizer
+    tokens = np.array([tokenizer.encode(said, add_special_tokens=False)], np.int32)
+    samples = Rollouts(
+        tokens, np.array([tokens.size], np.int32), np.zeros(tokens.shape, np.float32), np.ones(1, bool)
+    )
+    stops = tokenizer.convert_tokens_to_ids(MARKS[template][0])
+    for prompt in ("a", [{"role": "user", "content": "a"}]):
+        prompts = data.encode_prompts(data.load([{"prompt": prompt}]), tokenizer, max_prompt_length=64)
+        (read,) = reward_inputs(prompts, [0], samples, tokenizer, stops).completions
+        if isinstance(prompt, str):
+            assert isinstance(read, str)
+            assert read.endswith("3")
+        else:
+            assert read == [{"role": "assistant", **expected}]
 
 
 @pytest.mark.parametrize(
