@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rlhf_core.tokenizer.encoding import Ints
 
 SEQUENCES_AT_ONCE = 64
+THOUGHTS = ("thinking", "reasoning_content")
+"""Fields of a message, and columns of its row, for a thought in a channel of its own (gpt-oss, Gemma 4)."""
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -133,6 +135,7 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
     """Sample completions of the prompts: their rows with `completion` and `finished`."""
     import jax
 
+    from rlhf_core.environments import CallParser, ConversationEncoder
     from rlhf_core.rollouts.rollout_warnings import empty_warning
     from rlhf_core.tokenizer.encoding import continuations
 
@@ -154,6 +157,11 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
         for _ in range(group)
     ]
     texts = continuations(model.tokenizer, prefixes, completions, given.stop_token_ids or ())
+    parser = CallParser(ConversationEncoder(model.tokenizer, stop_ids=given.stop_token_ids or ()))
+    said = [
+        {"content": text} if prefix is not None else parser.message(tokens)
+        for text, prefix, tokens in zip(texts, prefixes, completions, strict=True)
+    ]
     whole = [len(ids[i // group]) + len(tokens) for i, tokens in enumerate(completions)]
     if positions and max(whole) > positions:
         warn(
@@ -161,16 +169,17 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
             f"up to {max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
             "--max_completion_length"
         )
-    if warning := empty_warning(texts):
+    if warning := empty_warning([each["content"] for each in said]):
         warn(f"{given.model}: {warning}")
     return [
         {
             **records[int(encoded.rows[i // group])],
-            "completion": text,
+            "completion": each["content"],
+            **{name: each[name] for name in THOUGHTS if name in each},
             "finished": bool(rollouts.finished[i]),
             **({"prompt_tokens_cut": lost} if (lost := cut[i // group]) else {}),
         }
-        for i, text in enumerate(texts)
+        for i, each in enumerate(said)
     ]
 
 

@@ -19,6 +19,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.rollout_warnings import empty_warning
 from rlhf_core.sampling import Rollouts
+from rlhf_core.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] + ' ' + m.content + ' </s> ' }}{% endfor %}"
@@ -78,7 +79,9 @@ def test_a_prompt_is_what_a_user_says(tiny: Any, model: Path, asked: list[list[i
     assert asked[-1] == ids(tiny, "c d")
 
 
-def test_rows_of_messages_are_prompts(tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path) -> None:
+def test_rows_of_messages_are_prompts(
+    tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user, reply = {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": [user, reply]}, {"messages": [user]}])
     out = tmp_path / "out.jsonl"
@@ -86,6 +89,14 @@ def test_rows_of_messages_are_prompts(tiny: Any, model: Path, asked: list[list[i
     assert asked == [ids(tiny, "u c </s> A")] * 2
     assert [row["completion"] for row in tiny.read_rows(out)] == ["a b"] * 2
     assert tiny.read_rows(out)[0]["messages"] == [user, reply]
+    assert set(tiny.read_rows(out)[0]) == {"messages", "completion", "finished"}
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
+    tokenizer.save_pretrained(model)
+    opening, closing = tokenizer.convert_tokens_to_ids(["<|channel>", "<channel|>"])
+    monkeypatch.setattr(sampling.Sampler, "said", [opening, 3, closing, 4])
+    run(model, rows, "-o", out)  # a thought in a channel of its own is apart
+    assert [tiny.read_rows(out)[0][name] for name in ("completion", "reasoning_content")] == [" b", "a"]
     bad = tiny.write_rows(tmp_path / "bad.jsonl", [{"messages": [user]}, {"messages": [reply]}])
     with pytest.raises(Exception, match=r"bad\.jsonl row 2: 'messages' has no turn to reply to"):
         run(model, bad)
