@@ -418,7 +418,8 @@ def attend_pieces(
 ) -> jax.Array:
     """Compute attention over rows in the pieces of `cut_rows`, cut in the order of `zigzag`.
 
-    Every device gathers the keys and values of its rows, and computes its own queries.
+    Every device gathers the keys and values of its rows, and computes its own queries. Where windows are short, or the
+    sequences of packed rows, it gets only the parts before its own.
     arrays: q, k, v of pieces. of_rows: positions, visible_until of whole rows. more: further arguments of `over`:
     softcap, and arrays by kv head.
     """
@@ -426,29 +427,67 @@ def attend_pieces(
     tensor = "tensor" if arrays[1].shape[1] % mesh.shape["tensor"] == 0 else None
     pieces, heads, nothing = PartitionSpec(axes, tensor), PartitionSpec(tensor), PartitionSpec()
 
-    def local(arrays: Any, of_rows: Any, window: Any, by_head: Any) -> jax.Array:
+    def local(arrays: Any, of_rows: Any, window: Any, far: Any, by_head: Any) -> jax.Array:
         q, *both = arrays
-        k, v = (_in_order(lax.all_gather(x, "context")) for x in both)
+        k, v = lax.cond(far, _all_parts, _parts_before, both)
         number = lax.axis_index("context").astype(jnp.int32)
         starts = jnp.stack([number, 2 * size - 1 - number]) * (q.shape[3] // 2)
         return over(q, k, v, *of_rows, window=window, softcap=softcap, starts=starts, **by_head)
 
     softcap = more.pop("softcap", None)
+    rows = PartitionSpec(axes[:-1])
     mixed: jax.Array = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=((pieces,) * 3, (PartitionSpec(axes[:-1]),) * 2, None if window is None else nothing, heads),
+        in_specs=((pieces,) * 3, (rows, rows), None if window is None else nothing, nothing, heads),
         out_specs=PartitionSpec(axes, None, tensor),
         check_vma=False,
-    )(arrays, of_rows, window, more)
+    )(arrays, of_rows, window, sees_far(*of_rows, window, 2 * size), more)
     return mixed
 
 
-def _in_order(x: jax.Array) -> jax.Array:
-    """Put what the devices have of keys, [devices, B, K, t, h], in the order of the rows, [B, K, T, h]."""
-    first, second = jnp.split(x, 2, axis=3)
-    parts = jnp.moveaxis(jnp.concatenate([first, second[::-1]]), 0, 2)
-    return parts.reshape(*parts.shape[:2], -1, parts.shape[-1])
+def sees_far(
+    positions: jax.Array, visible_until: jax.Array, window: jax.Array | None, parts: int
+) -> jax.Array:
+    """Tell whether a query of any row may see a key that is neither in its part of the row nor in the one before."""
+    block = math.gcd(visible_until.shape[1] // parts, 1024)
+    visible = visible_blocks(positions, visible_until, window, Blocks(block, block)).any(0)
+    part = np.arange(len(visible)) * parts // len(visible)
+    far: jax.Array = (visible & (part[:, None] - part > 1)).any()
+    return far
+
+
+def _all_parts(both: list[jax.Array]) -> list[jax.Array]:
+    """Gather keys and values of rows, [B, K, T, h], from the devices' two parts each, [B, K, t, h]."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        first, second = jnp.split(lax.all_gather(x, "context"), 2, axis=3)
+        parts = jnp.moveaxis(jnp.concatenate([first, second[::-1]]), 0, 2)
+        return parts.reshape(*parts.shape[:2], -1, parts.shape[-1])
+
+    return [whole(x) for x in both]
+
+
+def _parts_before(both: list[jax.Array]) -> list[jax.Array]:
+    """Make what `_all_parts` does of a device's two parts and those before them, which neighbours have; others are 0
+    there.
+    """
+    size, number = lax.axis_size("context"), lax.axis_index("context")
+
+    def whole(x: jax.Array) -> jax.Array:
+        first, second = jnp.split(x, 2, axis=2)
+        last = number == size - 1  # its two parts are neighbours, too
+        before = lax.ppermute(first, "context", [(i, i + 1) for i in range(size - 1)])
+        between = lax.ppermute(second, "context", [(i + 1, i) for i in range(size - 1)])
+        placed = jnp.zeros((*x.shape[:2], (2 * size + 1) * first.shape[2], x.shape[3]), x.dtype)
+        for at, part in (
+            (number, [before, first]),
+            (2 * size - 1 - number, [jnp.where(last, first, between), second]),
+        ):
+            placed = lax.dynamic_update_slice_in_dim(placed, jnp.concatenate(part, 2), at * first.shape[2], 2)
+        return placed[:, :, first.shape[2] :]  # part 0 has none before it
+
+    return [whole(x) for x in both]
 
 
 def _cut(x: jax.Array, axis: int, block: int) -> jax.Array:

@@ -22,9 +22,26 @@ from rlhf_core import Component, plugins
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
-from rlhf_core.mesh import make_mesh, over_parts, planned_mesh, row_sharding
+from rlhf_core.mesh import (
+    cut_rows,
+    join_zigzag,
+    make_mesh,
+    of_cut_rows,
+    over_parts,
+    planned_mesh,
+    row_sharding,
+    zigzag,
+)
 from rlhf_core.models import DECODER, fresh_model
-from rlhf_core.models.attention import Blocks, attend, attend_blocks, visible_blocks, visits
+from rlhf_core.models.attention import (
+    Blocks,
+    attend,
+    attend_blocks,
+    attend_pieces,
+    sees_far,
+    visible_blocks,
+    visits,
+)
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
@@ -152,15 +169,13 @@ def test_kernels_compute_attention(platform: str) -> None:
 PIECES = Shape(128, 32, window=True, softcap=3.0, sinks=True)
 
 
-@pytest.mark.parametrize("platform", ["blocks", "gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_devices_that_share_a_row_compute_their_own_queries(platform: str) -> None:
     """Each two runs of 32 queries; gradients of keys, values and sinks are summed over them."""
     given = tuple(map(jnp.asarray, batch(PIECES, np.random.default_rng(2))))
     *arrays, cotangent, positions, until, window = given
     kernels = Kernels(platform, PIECES.blocks, interpret=True)
-    over = functools.partial(attend_blocks, block=32)
-    if platform != "blocks":
-        over = functools.partial(attend_pallas, kernels=kernels)
+    over = functools.partial(attend_pallas, kernels=kernels)
 
     @jax.jit
     def run(starts: Any) -> Any:
@@ -177,6 +192,50 @@ def test_devices_that_share_a_row_compute_their_own_queries(platform: str) -> No
     found = [sum(each) for each in zip(*parts, strict=True)]
     expected = program(PIECES, None)(*given)
     assert differ(found, expected, np.asarray(until)) < 1e-5
+
+
+def test_devices_that_share_a_row_get_the_parts_of_it_that_they_see() -> None:
+    """All of a row's parts, or only those before their own; either way what whole rows give, and their gradients."""
+    shape, mesh, draw = (
+        Shape(128, 16, window=True, sinks=True),
+        make_mesh(2, context=4),
+        np.random.default_rng(5),
+    )
+    order, index = zigzag(128, 4), np.arange(128)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, sinks: Any, cotangent: Any, *rows: Any) -> Any:
+        def mix(*arrays: Any) -> Any:
+            cut = [
+                jnp.moveaxis(cut_rows(jnp.moveaxis(x, -2, 1)[:, order], mesh.abstract_mesh), 1, -2)
+                for x in arrays[:3]
+            ]
+            with of_cut_rows():
+                over, more = functools.partial(attend_blocks, block=16), {"softcap": None, "sinks": arrays[3]}
+                mixed = attend_pieces(over, mesh.abstract_mesh, tuple(cut), rows[:2], rows[2], **more)
+            return join_zigzag(mixed, mesh.abstract_mesh)
+
+        mixed, back = jax.vjp(mix, q, k, v, sinks)
+        return mixed, *back(cotangent)
+
+    whole = index, np.full(128, 128)
+    packed = index % 11, np.minimum(index // 11 * 11 + 11, 128)  # no sequence touches three parts of 16
+    last = index % 37, np.minimum(index // 37 * 37 + 37, 128)
+    rows = [(whole, 128, True), (packed, 128, False), (whole, 9, False), (last, 128, True)]
+    rows += [(layout(128, draw), int(draw.integers(1, 30)), None) for _ in range(3)]
+    for (positions, until), window, far in rows:
+        of_rows = [np.stack([x, y]).astype(np.int32) for x, y in zip((positions, until), packed, strict=True)]
+        if far is not None:
+            assert bool(sees_far(*map(jnp.asarray, of_rows), jnp.int32(window), 8)) == far
+        arrays = batch(shape, draw)[:4]
+        cotangent = draw.standard_normal((ROWS, 128, 32)) * (of_rows[1] > 0)[..., None]
+        given = (*arrays, jnp.asarray(cotangent, jnp.float32), *of_rows, np.int32(window))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        placed = [
+            jax.device_put(x, row_sharding(mesh) if i not in (3, 7) else everywhere)
+            for i, x in enumerate(given)
+        ]
+        assert differ(run(*placed), program(shape, None)(*given), of_rows[1]) < 1e-5
 
 
 @pytest.mark.exhaustive
