@@ -154,8 +154,10 @@ def assert_close(found: Any, expected: Any) -> None:
     ("kind", "table", "axes"),
     [
         pytest.param("nf4", TABLE, {"data": 1, "fsdp": 2, "expert": 4}, marks=pytest.mark.long),
-        pytest.param("int8", TABLE, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
-        ("nf4", DENSE, {"data": 1, "fsdp": 4, "tensor": 2}),
+        pytest.param(
+            "int8", TABLE, {"data": 1, "expert": 2, "context": 2, "tensor": 2}, marks=pytest.mark.long
+        ),
+        ("nf4", DENSE, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}),
         pytest.param("int8", DENSE, {"fsdp": 8}, marks=pytest.mark.long),
     ],
     ids=["nf4-experts", "int8-experts", "nf4-fused", "int8-fused"],
