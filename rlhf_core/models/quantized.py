@@ -197,9 +197,10 @@ def with_plain_scales(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def quantized_product(
-    x: jax.Array, arrays: Mapping[str, jax.Array], axes: Mapping[str, tuple[str | None, ...]]
+    x: jax.Array, arrays: Mapping[str, jax.Array], axes: tuple[tuple[str, tuple[str | None, ...]], ...]
 ) -> jax.Array:
-    """Compute x · matrix, [N, in] · [in, out], in the dtype of `x`. axes: the arrays' logical axes.
+    """Compute x · matrix, [N, in] · [in, out], in the dtype of `x`. axes: each array's
+    name and logical axes.
 
     The backward pass dequantizes again: of a layer, only its codes are kept for it. The arrays get no gradient.
     """
@@ -215,7 +216,7 @@ def only_now(arrays: Any, x: jax.Array) -> tuple[Any, jax.Array]:
 
 def _whole(arrays: Mapping[str, jax.Array], axes: Any, dtype: Any) -> jax.Array:
     """Gather what `fsdp` spreads, in few bits, and dequantize it."""
-    return dequantize({name: gathered(each, axes[name]) for name, each in arrays.items()}, dtype)
+    return dequantize({name: gathered(arrays[name], named) for name, named in axes}, dtype)
 
 
 def _forward(x: jax.Array, arrays: Any, axes: Any) -> tuple[jax.Array, Any]:
@@ -247,12 +248,5 @@ class Quantized(nnx.Module):
         arrays = self.arrays
         named = {name: getattr(self, name).get_metadata("axes") for name in arrays}
         # Of one layer: the last axes.
-        axes = {name: named[name][len(named[name]) - each.ndim :] for name, each in arrays.items()}
-        return quantized_product(x, arrays, Axes(axes))
-
-
-class Axes(dict[str, tuple[str | None, ...]]):
-    """Logical axes by name, static under jit."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
+        axes = tuple((name, named[name][len(named[name]) - each.ndim :]) for name, each in arrays.items())
+        return quantized_product(x, arrays, axes)

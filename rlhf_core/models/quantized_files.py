@@ -15,21 +15,19 @@ import ml_dtypes
 import numpy as np
 
 from rlhf_core.errors import InputError
-from rlhf_core.models.quantized import NF4, OUTER, scale_values
-from rlhf_core.models.safetensors import Reader
+from rlhf_core.models import safetensors
+from rlhf_core.models.quantized import BLOCK, NF4, OUTER, Quantization, scale_values
+from rlhf_core.models.safetensors import NAMES, Reader
 
 METHODS = ("bitsandbytes", "fp8")
 """Each `quant_method` that any family may have; gpt_oss has mxfp4, too."""
 DTYPES: Mapping[str, Any] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    **safetensors.DTYPES,
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-SHORT = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The numbers that 4 bits stand for in MXFP4: a sign, two bits of exponent, one of mantissa."""
 FP8_BLOCK = 128
@@ -74,6 +72,10 @@ class Stored:
     def view(self, name: str) -> np.ndarray:
         """Return the numbers, float32."""
         raise NotImplementedError
+
+    def arrays(self, kind: Quantization) -> dict[str, np.ndarray] | None:
+        """Return the arrays of `quantized.layout` for `kind`, where the files have them; else None."""
+        return None
 
 
 class MXFP4(Stored):
@@ -131,15 +133,7 @@ class FP8(Stored):
         return numbers
 
 
-class Packed(Stored):
-    """A matrix in a format of `quantized.layout`, or one like it."""
-
-    def arrays(self, kind: str) -> dict[str, np.ndarray] | None:
-        """Return the arrays of `quantized.layout` for `kind`, where the file has them; else None."""
-        raise NotImplementedError
-
-
-class Int8(Packed):
+class Int8(Stored):
     """bitsandbytes' 8 bits: codes [out, in], and the largest absolute value of each output over 127, in `SCB`."""
 
     stored_dtype = "F16"
@@ -153,12 +147,12 @@ class Int8(Packed):
         codes, scales = self.array(), array(self.readers, self.parts(name)[1])
         return codes.astype(np.float32) * (scales.astype(np.float32)[:, None] / 127)
 
-    def arrays(self, kind: str) -> dict[str, np.ndarray] | None:
+    def arrays(self, kind: Quantization) -> dict[str, np.ndarray] | None:
         scales = array(self.readers, self.parts(self.name)[1])
         return {"codes": self.array().T, "scales": scales[None]} if kind == "int8" else None
 
 
-class Bits4(Packed):
+class Bits4(Stored):
     """bitsandbytes' 4 bits: see `quantized`. The 16 numbers, the size of a block and the shape are in the file.
 
     Two numbers to a byte, the first in the upper half, in the order of the tensor.
@@ -179,7 +173,7 @@ class Bits4(Packed):
     def shape(self) -> list[int]:
         state = next(n for n in self.parts(self.name)[5:] if n in self.readers)
         self.state: dict[str, Any] = json.loads(array(self.readers, state).tobytes())
-        self.stored_dtype = SHORT[self.state["dtype"]]
+        self.stored_dtype = NAMES[self.state["dtype"]]
         return list(self.state["shape"])
 
     def largest(self) -> np.ndarray:
@@ -201,28 +195,22 @@ class Bits4(Packed):
         made: np.ndarray = both * self.largest().repeat(size)[: both.size]
         return made.astype(np.float32).reshape(self.state["shape"])
 
-    def arrays(self, kind: str) -> dict[str, np.ndarray] | None:
+    def arrays(self, kind: Quantization) -> dict[str, np.ndarray] | None:
         out, size = self.state["shape"]
-        nested, absmax = "nested_offset" in self.state, self.array(".absmax")
-        same = self.state["quant_type"] == "nf4" and self.state["blocksize"] == 64 and size % 64 == 0
-        if (
-            not same
-            or kind != ("nf4" if nested else "nf4_plain")
-            or not np.array_equal(self.array(".quant_map"), NF4)
-        ):
+        nested = "nested_offset" in self.state
+        same = self.state["blocksize"] == BLOCK and size % BLOCK == 0
+        same &= kind == ("nf4" if nested else "nf4_plain") and np.array_equal(self.array(".quant_map"), NF4)
+        if nested:
+            same &= self.state["nested_blocksize"] == OUTER
+            same &= np.array_equal(self.array(".nested_quant_map"), scale_values())
+        if not same:
             return None
-        arrays = {"codes": self.array().reshape(out, -1).T, "scales": absmax.reshape(out, -1).T}
-        if not nested:
-            return arrays
-        if self.state["nested_blocksize"] != OUTER or not np.array_equal(
-            self.array(".nested_quant_map"), scale_values()
-        ):
-            return None
-        return {
-            **arrays,
-            "outer": self.array(".nested_absmax"),
-            "mean": np.array(self.state["nested_offset"], np.float32),
-        }
+        arrays = {"codes": self.array(), "scales": self.array(".absmax")}
+        arrays = {name: stored.reshape(out, -1).T for name, stored in arrays.items()}
+        if nested:
+            arrays["outer"] = self.array(".nested_absmax")
+            arrays["mean"] = np.array(self.state["nested_offset"], np.float32)
+        return arrays
 
 
 def shown(readers: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class _Leaf:
 
         def fill(index: tuple[int, ...], place: tuple[str, int]) -> None:
             reader = readers[place[0]]
-            arrays = reader.arrays(kind) if isinstance(reader, quantized_files.Packed) else None
+            arrays = reader.arrays(kind) if isinstance(reader, quantized_files.Stored) else None
             if arrays is None:
                 part = self._part(reader.view, place)
                 arrays = quantized.quantize(kind, part if self.transposed else part.T)
