@@ -395,8 +395,9 @@ def commands_page() -> str:
 
 def flag_row(flag: Any) -> tuple[str, str, str]:
     annotation = flag.type_descriptor.annotation
-    (kind,) = get_args(annotation) or (annotation,)
-    value = "" if flag.is_flag else f" {flag.metavar or {int: 'N', float: 'X'}.get(kind, 'TEXT')}"
+    kinds = get_args(annotation) or (annotation,)
+    named = "|".join(kinds) if isinstance(kinds[0], str) else {int: "N", float: "X"}.get(kinds[0], "TEXT")
+    value = "" if flag.is_flag else f" {flag.metavar or named}"
     given = "" if flag.default is None or flag.is_flag else default(flag.default)
     return f"`{', '.join(flag.opts)}{value}`", flag.help or "", given
 

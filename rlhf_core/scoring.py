@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.data import Records
+    from rlhf_core.models.quantized import Quantization
     from rlhf_core.plugins.registry import Registry
 
 __all__ = ["Scorer"]
@@ -237,6 +238,7 @@ class Scorer:
         normalize: bool = False,
         dtype: str | None = None,
         base: str | Path | None = None,
+        quantized: Quantization | Literal["none"] | None = None,
     ) -> Scorer:
         """Load a reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
@@ -244,7 +246,7 @@ class Scorer:
         template's text.
         mesh: default: all devices. registry: has the model families; default: those of all installed plugins.
         dtype: of the computation; default: the one it was trained in; another one causes a warning.
-        base: the base model of an adapter; default: the one that it names.
+        base: the base model of an adapter; default: the one that it names. quantized: as `load_model` takes it.
         Raises InputError for a language model, and for an adapter whose base model has changed since its training.
         """
         directory, contract = local_directory(path), None
@@ -268,6 +270,7 @@ class Scorer:
             registry=registry,
             fresh_head=False,
             dtype=dtype,
+            quantized=quantized,
         )
         if model.tokenizer is None:
             raise InputError(

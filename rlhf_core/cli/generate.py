@@ -203,9 +203,11 @@ def _open(given: Generation, registry: Registry) -> Model:
 
     if stored_head(local_directory(given.model)) == "score":
         raise InputError(f"{given.model} is a reward model, which does not generate: use it with rlhf score")
-    held: Any = given.quantize
     model = load_model(
-        given.base or given.model, adapter=given.base and given.model, registry=registry, quantized=held
+        given.base or given.model,
+        adapter=given.base and given.model,
+        registry=registry,
+        quantized=given.quantize,
     )
     if model.tokenizer is None:
         raise InputError(

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -24,18 +24,10 @@ Base = Annotated[
 ]
 
 
-def _quantization(text: str) -> str:
-    if text not in ("nf4", "int8", "none"):
-        raise typer.BadParameter(f"{text!r} is not nf4, int8 or none")
-    return text
-
-
 Quantize = Annotated[
-    str | None,
+    Literal["nf4", "int8", "none"] | None,
     typer.Option(
         "--quantize",
-        metavar="nf4|int8|none",
-        parser=_quantization,
         help="Hold the matrices of the model's layers in 4 or 8 bits, or in float32; default: as its adapters were "
         "trained.",
     ),

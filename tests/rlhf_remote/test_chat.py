@@ -15,7 +15,7 @@ import pytest
 from rlhf_remote.chat import HELP, Conversation, Local, Settings, talk
 from typer.testing import CliRunner
 
-from rlhf_core import cli
+from rlhf_core import cli, load_model
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
 
@@ -50,10 +50,12 @@ def model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_local_model_says_what_generate_says(model: Path, tmp_path: Path, tiny: Any) -> None:
-    """Two turns, with a system message: each reply is the completion of all that was said."""
+    """Two turns, with a system message: each reply is the completion of all that was said; on a base in 8 bits."""
+    base = load_model(model / "model", mesh=tiny.one_device(), quantized="int8")
+    adapter = tiny.save_policy(base.with_lora(rank=2), tmp_path)
     flags = ("--max_completion_length", 20, "--temperature", 0)
     saved = tmp_path / "said.jsonl"
-    printed = chat(f"b c d\n//e f\n/save {saved}\n", model / "model", "--system", "a b", *flags)
+    printed = chat(f"b c d\n//e f\n/save {saved}\n", adapter, "--system", "a b", *flags)
     (row,) = [json.loads(line) for line in saved.read_text().splitlines()]
     messages = row["messages"]
     assert [m["content"] for m in messages[:2]] == ["a b", "b c d"]
@@ -62,7 +64,7 @@ def test_a_local_model_says_what_generate_says(model: Path, tmp_path: Path, tiny
     assert printed == f"{messages[2]['content']}\n{messages[4]['content']}\n{saved}: 5 messages added\n"
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": messages[:n]}) + "\n" for n in (2, 4)))
-    generate = ["generate", model / "model", file, "-o", tmp_path / "out", *flags]
+    generate = ["generate", adapter, file, "-o", tmp_path / "out", *flags]
     CliRunner().invoke(cli.app, list(map(str, generate)), catch_exceptions=False)
     completions = [json.loads(line)["completion"] for line in (tmp_path / "out").read_text().splitlines()]
     assert completions == [messages[2]["content"], messages[4]["content"]]

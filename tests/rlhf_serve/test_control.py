@@ -206,3 +206,25 @@ def test_adapters_under_their_names(controlled: Any, models: Path, tiny: Any) ->
         body = {"lora_name": "x", "lora_path": path}
         assert controlled.client.post("/v1/load_lora_adapter", json=body).status_code in (400, 404), path
     assert len(controlled.server.policies()[0].adapters) == 2 < MOST_ADAPTERS
+
+
+@pytest.mark.long
+def test_an_adapter_is_served_on_the_quantized_base_that_it_was_trained_on(
+    models: Path, tiny: Any, running: Any, tmp_path: Path
+) -> None:
+    base = load_model(models / "policy", mesh=tiny.one_device(), quantized="int8").with_lora(rank=2)
+    noisy = base.with_params(filled(base.params, np.random.default_rng(3)))
+    adapter = tiny.save_policy(noisy, tmp_path)
+    opening = Opening(slots=4, length=96, mesh=tiny.one_device())
+    served = open_model("policy", str(adapter), opening)
+    assert served.policy.model.quantized == "int8"
+    settings = Settings(models=(), control=True, adapters=models / "adapters")
+    server = type(running)({"policy": served}, settings, None, opening)
+    try:
+        body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 1, "return_token_ids": True}
+        (choice,) = server.post("/v1/completions", body)["choices"]
+        check(choice, logps_of(adapter, tiny, choice["token_ids"]))
+        more = {"lora_name": "more", "lora_path": str(models / "adapters/v1")}
+        assert "is held in int8" in server.refused("/v1/load_lora_adapter", more)
+    finally:
+        server.close()

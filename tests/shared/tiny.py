@@ -8,6 +8,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core import plugins
+from rlhf_core import artifacts, plugins
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Model, fresh_model
@@ -32,6 +33,13 @@ SIZES = {
     "intermediate_size": 24,
     "max_position_embeddings": 128,
 }
+
+
+def save_policy(model: Model, run: Path) -> Path:
+    """Save a model as the artifact of a stage, and return its directory."""
+    told = SimpleNamespace(rlhf_artifact_saved=lambda **_: None)
+    stage: Any = SimpleNamespace(dir=run / "policy", name="policy", is_main=True, hook=told)
+    return artifacts.save_model(stage, "model", "language_model", model).path
 
 
 def make_tokenizer() -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 import numpy as np
@@ -163,6 +163,7 @@ class Local:
         *,
         chat_template: str | None = None,
         base: str | None = None,
+        quantize: Literal["nf4", "int8", "none"] | None = None,
         plugins: Sequence[Path] = (),
     ) -> Local:
         """Load a language model with a chat template. Raises InputError for any other."""
@@ -179,7 +180,7 @@ class Local:
         registry = loading.load(files=plugins).registry
         if stored_head(local_directory(path)) == "score":
             raise InputError(f"{path} is a reward model, which does not write: use it with rlhf score")
-        model = load_model(base or path, adapter=base and path, registry=registry)
+        model = load_model(base or path, adapter=base and path, registry=registry, quantized=quantize)
         if model.tokenizer is None:
             raise InputError(
                 f"{path}: no tokenizer files; add tokenizer.json and tokenizer_config.json next to config.json"
@@ -190,8 +191,6 @@ class Local:
                 f"{path} has no chat template: give one, --chat_template FILE, or complete texts with rlhf generate"
             )
         model = dataclasses.replace(model, tokenizer=tokenizer)
-        if model.definition.lora is not None:
-            model = model.merged()
         if not keeps_caches(model.definition, model.mesh):
             raise InputError(
                 f"{path}: its caches cannot stay on these devices between tokens; use rlhf generate"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,6 +35,13 @@ def chat(
             "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
         ),
     ] = None,
+    quantize: Annotated[
+        Literal["nf4", "int8", "none"] | None,
+        typer.Option(
+            "--quantize",
+            help="Hold the layers' matrices in 4 or 8 bits, or in float32; default: as MODEL's adapters were trained.",
+        ),
+    ] = None,
     plugin: Annotated[
         list[Path] | None,
         typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
@@ -50,11 +57,20 @@ def chat(
         raise InputError(f"--top_p {top_p:g}: give a number above 0, at most 1")
     settings = Settings(max_completion_length, temperature, top_p, top_k, min_p, seed)
     if is_url(model):
-        refuse_flags({"--chat_template": chat_template, "--base": base, "--plugin": plugin})
+        refuse_flags(
+            {"--chat_template": chat_template, "--base": base, "--quantize": quantize, "--plugin": plugin}
+        )
         remote = Remote.open(model, "language_model")
         if not takes_chats(remote):
             raise InputError(f"{remote.name} has no chat template; complete texts with rlhf generate")
         speaker: Local | Streamed = Streamed(remote, settings)
     else:
-        speaker = Local.open(model, settings, chat_template=chat_template, base=base, plugins=plugin or ())
+        speaker = Local.open(
+            model,
+            settings,
+            chat_template=chat_template,
+            base=base,
+            quantize=quantize,
+            plugins=plugin or (),
+        )
     talk(Conversation(system), speaker)

@@ -123,6 +123,7 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
             "--base": given.base,
             "--chat_template": given.chat_template,
             "--max_prompt_length": given.max_prompt_length,
+            "--quantize": given.quantize,
         }
     )
     remote = Remote.open(given.model, "language_model")

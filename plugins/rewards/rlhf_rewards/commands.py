@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,6 +26,13 @@ Base = Annotated[
     str | None,
     typer.Option(
         "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
+    ),
+]
+Quantize = Annotated[
+    Literal["nf4", "int8", "none"] | None,
+    typer.Option(
+        "--quantize",
+        help="Hold the layers' matrices in 4 or 8 bits, or in float32; default: as MODEL's adapters were trained.",
     ),
 ]
 AsChat = Annotated[
@@ -60,6 +67,7 @@ def score(
     subset: SubsetColumn = None,
     prompt_repeated: PromptRepeated = None,
     base: Base = None,
+    quantize: Quantize = None,
     plugin: Plugins = None,
 ) -> None:
     """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
@@ -87,16 +95,18 @@ def score(
     if any(lists) and summary.column in records.columns:
         check_ties(records, summary.column)
     if is_url(model):
+        if quantize is not None:
+            raise InputError("--quantize: has no effect on a model behind a URL; leave it out")
         scorer: Scorer = load_for_url("open_scorer")(model, normalize=normalize, base=base)
     else:
-        scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
+        scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base, quantized=quantize)
         scorer.reuses_shapes = True  # as a server does, which has the same last bits
     read = data.Records([prompts_as_turns(source) for source in records.sources]) if chat else records
     _warn_untemplated(read, lists, scorer)
     stream = None if output is None else open_stream(output)
     unfinished, unread = None, []
     if output is not None and stream is None:
-        settings = [model, normalize, base, prompt_repeated, chat]
+        settings = [model, normalize, base, quantize, prompt_repeated, chat]
         unfinished = Unfinished(output, identity_of(scorer, records, settings), scorer)
         summary.add(unfinished.open())
         if summary.rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,6 +33,13 @@ def serve(
     chat_template: Annotated[
         str | None,
         typer.Option("--chat-template", help='"plain" or a file, for policies; default: the tokenizer\'s.'),
+    ] = None,
+    quantize: Annotated[
+        Literal["nf4", "int8", "none"] | None,
+        typer.Option(
+            "--quantize",
+            help="Hold the layers' matrices in 4 or 8 bits, or in float32; default: as adapters were trained.",
+        ),
     ] = None,
     max_waiting: Annotated[
         int,
@@ -79,5 +86,6 @@ def serve(
             drain_seconds=drain_seconds,
             plugins=tuple(plugin or ()),
             chat_template=chat_template,
+            quantize=quantize,
         )
     )

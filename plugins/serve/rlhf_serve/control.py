@@ -230,7 +230,12 @@ class Control:
         served.adapters[name] = ServedAdapter(name, str(path), weights)
 
     def _merged(self, policy: Policy, base: Model, path: str) -> Weights:
-        """Merge an adapter into the weights of its base."""
+        """Merge an adapter into the weights of its base. Raises InputError where these are quantized."""
+        if base.quantized is not None:
+            raise InputError(
+                f"{path}: an adapter is merged into weights in float32, and {base.source} is held in {base.quantized}; "
+                "start the server with --quantize none"
+            )
         adapted = peft.Adapter(Path(path)).on(base, peft.Base(str(base.source), None))
         merged = adapted if adapted.definition.lora is None else adapted.merged()
         return policy.sampler.place(merged.params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import SamplerInputs
@@ -37,6 +37,7 @@ DEFAULT_LENGTH = 2048
 class Opening:
     """How models are opened. slots: completions that are sampled together. length: tokens of a prompt and its
     completion; None: what the model takes, at most `DEFAULT_LENGTH`. chat_template: of policies; None: the tokenizer's.
+    quantize: as `load_model` takes it.
     """
 
     slots: int = 32
@@ -44,6 +45,7 @@ class Opening:
     registry: Registry | None = None
     mesh: Mesh | None = None
     chat_template: str | None = None
+    quantize: Literal["nf4", "int8", "none"] | None = None
 
 
 @dataclass
@@ -123,7 +125,7 @@ def open_model(name: str, path: str, opening: Opening) -> ServedPolicy | ServedS
     if stored_head(local_directory(path)) == "score":
         from rlhf_core.scoring import Scorer
 
-        scorer = Scorer.load(path, registry=opening.registry, mesh=opening.mesh)
+        scorer = Scorer.load(path, registry=opening.registry, mesh=opening.mesh, quantized=opening.quantize)
         scorer.reuses_shapes = True
         return ServedScorer(name, path, scorer)
     model = load_policy(path, opening)
@@ -154,12 +156,12 @@ def open_model(name: str, path: str, opening: Opening) -> ServedPolicy | ServedS
 
 
 def load_policy(path: str | Path, opening: Opening) -> Model:
-    """Load a language model, an adapter merged into its base."""
-    model = load_model(str(path), registry=opening.registry, mesh=opening.mesh)
+    """Load a language model; an adapter is merged into its base, unless that is quantized."""
+    model = load_model(str(path), registry=opening.registry, mesh=opening.mesh, quantized=opening.quantize)
     if model.tokenizer is not None and opening.chat_template is not None:
         tokenizer = with_template_and_stop_ids(model.tokenizer, opening.chat_template, model.source)
         model = replace(model, tokenizer=tokenizer)
-    return model if model.definition.lora is None else model.merged()
+    return model if model.definition.lora is None or model.quantized else model.merged()
 
 
 def _sampler(model: Model, length: int, opening: Opening) -> ConversationSampler:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
@@ -40,6 +40,7 @@ class Settings:
     drain_seconds: float = 30.0
     plugins: Sequence[Path] = ()
     chat_template: str | None = None
+    quantize: Literal["nf4", "int8", "none"] | None = None
 
 
 def run(settings: Settings) -> None:
@@ -55,7 +56,13 @@ def run(settings: Settings) -> None:
     listener = listen(settings.host, settings.port)
     runtime.prepare()
     registry = plugins.load(files=settings.plugins).registry
-    opening = Opening(settings.slots, settings.length, registry, chat_template=settings.chat_template)
+    opening = Opening(
+        settings.slots,
+        settings.length,
+        registry,
+        chat_template=settings.chat_template,
+        quantize=settings.quantize,
+    )
     models = {name: open_model(name, path, opening) for name, path in names.items()}
     server = make_server(models, settings, key)
     asyncio.run(_serve(server, application(server, settings, opening), listener, settings.drain_seconds))
