@@ -225,9 +225,10 @@ class RolloutCollector:
     def score(self, drawn: Drawn, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
         """Have the rewards score what was drawn; as in `sample`."""
         samples, run, seconds, receipt = drawn
-        began = time.perf_counter()
+        began, before = time.perf_counter(), list[NDArray[np.int32]]()
         if run is None:
             assert not isinstance(self.prompts, EpisodeRows)
+            before = [np.asarray(self.prompts.ids[i], np.int32) for i in chosen]
             inputs = reward_inputs(
                 self.prompts, chosen.tolist(), samples, self.tokenizer, self.options.sampling.stop_token_ids
             )
@@ -242,7 +243,9 @@ class RolloutCollector:
             rewards, total = measure(self.rewards, inputs, needed=required)
             metrics = {**receipt, **logged_metrics(self.rewards)}
         timing = Timing(seconds, time.perf_counter() - began, int(np.sum(samples.mask)))
-        made = Rollout(chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing)
+        made = Rollout(
+            chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, prompt_ids=before
+        )
         if run is None or self.episodes is None:
             return made
         failed = [episode.failure is not None for episode in run.episodes]

@@ -177,6 +177,8 @@ class Rollout:
         trainer reads at the start of the rollout and keeps, such as `old_logps`. Both are the trainer's to fill in.
     conversations: of episodes with an environment: what prompts and turns were; None: completions of the dataset's
         prompts. The samples then have the environment's tokens too, outside their mask.
+    prompt_ids: int32 [n] each, the tokens that completions continue, whose row may have been corrected since; empty
+        for episodes.
     """
 
     prompts: NDArray[np.int64]
@@ -192,6 +194,7 @@ class Rollout:
     token_values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     conversations: Conversations | None = None
     samples_read: Sequence[Mapping[str, Any]] = ()
+    prompt_ids: Sequence[Ints] = ()
 
     @property
     def group(self) -> int:
@@ -209,6 +212,7 @@ class Rollout:
             total=self.total[rows],
             inputs=None if self.inputs is None else self.inputs.take(rows.tolist()),
             conversations=None if self.conversations is None else self.conversations.take(groups, rows),
+            prompt_ids=[self.prompt_ids[i] for i in groups.tolist()] if self.prompt_ids else (),
         )
 
     @classmethod
@@ -231,6 +235,7 @@ class Rollout:
             metrics=_joined([part.metrics for part in parts]),
             timing=Timing(*(sum(values) for values in zip(*(part.timing for part in parts), strict=True))),
             conversations=Conversations.join([part.conversations for part in parts]),
+            prompt_ids=[ids for part in parts for ids in part.prompt_ids],
         )
 
     def trees(
@@ -243,7 +248,7 @@ class Rollout:
     ) -> list[Tree]:
         """Make trees of the groups from `start` to `stop`: the prompt once, its completions as branches.
 
-        prompts: the `Prompts` that were completed; those of episodes are in `conversations`.
+        prompts: the `Prompts` that were completed, for a rollout without `prompt_ids`.
         mask: bool [N, C], the tokens to train on; None: those that the policy wrote. Branches carry, per token, the
         sampler's log-probabilities as `sampling_logps`, the advantages, if there are any, and all token values; and
         `index`, the completion's number in the rollout, and `reward`, its total, 0 where it has none.
@@ -275,9 +280,10 @@ class Rollout:
             )
 
         trees, said = [], self.conversations
+        before = self.prompt_ids if said is None else said.prompts
         for group in range(len(self.prompts))[start:stop]:
             members = range(group * self.group, (group + 1) * self.group)
-            prompt = said.prompts[group] if said is not None else prompts.ids[self.prompts[group]]
+            prompt = before[group] if before else prompts.ids[self.prompts[group]]
             if said is not None and said.one_row_per_turn:
                 trees += [
                     tree(prompt if turn.context is None else turn.context, [(i, slice(turn.start, turn.end))])
@@ -354,6 +360,14 @@ class Rollout:
             **{f"samples_{name}": x for name, x in self.samples._asdict().items() if x.size},
             **{f"{VALUE}{name}": values for name, values in self.token_values.items()},
             **({} if self.conversations is None else self.conversations.arrays(EPISODES)),
+            **(
+                {
+                    "prompt_ids": np.concatenate(self.prompt_ids),
+                    "prompt_lengths": np.array([len(ids) for ids in self.prompt_ids], np.int32),
+                }
+                if self.prompt_ids
+                else {}
+            ),
         }
 
     @classmethod
@@ -376,6 +390,9 @@ class Rollout:
             advantages=advantages,
             token_values=values,
             conversations=Conversations.from_arrays(arrays, EPISODES),
+            prompt_ids=_split(np.asarray(arrays["prompt_ids"]), np.asarray(arrays["prompt_lengths"]))
+            if "prompt_ids" in arrays
+            else (),
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:

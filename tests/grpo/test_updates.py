@@ -710,6 +710,27 @@ def test_the_journal_of_another_experiment_is_not_used(make):
     assert same._open_journal().known == frozenset()
 
 
+def test_rollouts_that_a_checkpoint_holds_keep_the_prompts_that_they_had(make):
+    """Rows were corrected, and that was accepted: the rollout in use and the one that is ready are older."""
+    options = {"rollouts_ahead": 1, "num_iterations": 2, "max_training_steps": 8}
+    first = make(**options)
+    for n in range(3):
+        first.update(n, state(n))
+    host, arrays = first.snapshot(3)
+    expected = [first.update(n, state(n)) for n in range(3, 8)]
+    again = make(place=first.stage.dir, **options)
+    again.stage.experiment = {**RECORD, "seed": 6}
+    ids = [again.prompts.ids[i][::-1] for i in range(8)]
+    again.prompts = again.steps.prompts = replace(again.prompts, ids=ids)
+    again.collector = replace(again.collector, prompts=again.prompts)
+    again.restore(3, host, arrays)
+    for n in range(3, 8):
+        same = jax.tree.map(
+            np.array_equal, list(again.update(n, state(n)).batches), list(expected[n - 3].batches)
+        )
+        assert all(jax.tree.leaves(same)) == (n < 6)
+
+
 def test_a_damaged_journal_is_named(make):
     first = make()
     first.update(0, state(0))
