@@ -170,12 +170,15 @@ def test_an_engine_that_keeps_its_policy_is_caught(
 def test_weights_of_another_run_are_noticed(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which reloads the engine after the receipt, with the same numbers, even."""
+    """Which reloads the engine after the receipt, with the same numbers, even; other requests are not waited for."""
     honest = engines.Vllm.complete
-    other = threading.Event()
+    held, other, may_end = threading.Event(), threading.Event(), threading.Event()
 
     def complete(self: Any, *arguments: Any) -> Any:
-        if arguments[-1].max_tokens > 1 and not other.is_set():
+        if arguments[-1].max_tokens > 1 and not held.is_set():
+            held.set()
+            may_end.wait()
+        elif arguments[-1].max_tokens > 1 and not other.is_set():
             other.set()
             self.post("/update_weight_version", {"new_version": "policy-other-v3"})
         return honest(self, *arguments)
@@ -185,6 +188,7 @@ def test_weights_of_another_run_are_noticed(
         RunError, match="its weights are now called 'policy-other-v3', and this run loaded 'policy-"
     ):
         train(weights="disk")
+    may_end.set()
 
 
 def test_a_run_that_no_engine_serves_stops_with_its_state_saved(
@@ -216,13 +220,6 @@ def test_a_run_that_no_engine_serves_stops_with_its_state_saved(
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
 
-def test_what_an_engine_cannot_do_exactly_is_refused(train: Callable[..., Any]) -> None:
-    with pytest.raises(
-        InputError, match=r'sampler.weights = "adapter": the model is trained without adapters'
-    ):
-        train(weights="adapter", lora=None)
-
-
 def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Path) -> None:
     (place / "taken").mkdir()
     (place / "taken" / "owner.json").write_text(json.dumps({"stage": "runs/other/policy"}))
@@ -250,7 +247,7 @@ def test_probes_see_every_tensor(tiny: ModuleType) -> None:
         )
 
 
-def test_a_check_asks_the_engines(server: Server, tiny: ModuleType) -> None:
+def test_a_check_asks_the_engines(server: Server, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.make_model()
 
     def check(url: str, longest: int = 64, name: str | None = "policy", **options: Any) -> Forecast:
@@ -279,6 +276,12 @@ def test_a_check_asks_the_engines(server: Server, tiny: ModuleType) -> None:
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             check(server.url, **wrong)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(InputError, match="sampler 'rlhf': the trainer must be one process"):
+            check(server.url)
+    with pytest.raises(InputError, match=r'weights = "adapter": the model is trained without adapters'):
+        sampler.RlhfSampler((server.url,)).check(model, RolloutOptions(32, 4, SamplingOptions(), 2), 8)
     other = tiny.make_model(vocab_size=50)
     with pytest.raises(InputError, match="another model: its vocabulary is not the policy's, of 50 ids"):
         sampler.RlhfSampler((server.url,), weights="disk").check(

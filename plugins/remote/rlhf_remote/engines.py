@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import httpx
 
@@ -90,62 +90,11 @@ class Wanted:
     stop: tuple[str, ...] = ()
 
 
-class Engine(Protocol):
+class HttpEngine:
     """One server. Methods raise EngineDownError where it does not answer, RunError where it refuses."""
 
-    url: str
-    length_flag: ClassVar[str]
-    """Sets the length of its context."""
-
-    def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
-        """Sample n completions of a prompt."""
-        ...
-
-    def logps(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each id but the first, given those before it, at temperature 1."""
-        ...
-
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter, in the place of one of that name; requests then name it as their model."""
-        ...
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
-        ...
-
-    def load_weights(self, path: str, version: str) -> None:
-        """Replace the weights by those of a directory, once nothing runs."""
-        ...
-
-    def models(self) -> dict[str, Served]:
-        """Return the models that it serves, by name."""
-        ...
-
-    def facts(self) -> Facts:
-        """Ask how it was started."""
-        ...
-
-    def weights_name(self) -> str | None:
-        """Return what it calls the weights that it holds now."""
-        ...
-
-    def base(self, name: str) -> str:
-        """Return what requests call the model that it was started with, listed under `name`."""
-        ...
-
-    def knows(self, token: int, model: str) -> bool | None:
-        """Tell whether its model has a token id; None where asking could harm it."""
-        ...
-
-    def missing_routes(self, weights: str) -> list[str]:
-        """Say which routes are missing that publishing needs, and how to have them."""
-        ...
-
-
-class HttpEngine:
-    """Sends requests to one server."""
-
     length_flag: ClassVar[str] = "--max-model-len"
+    """Sets the length of its context."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         """url: as http://host:8000. timeout: seconds of a request for completions."""
@@ -171,7 +120,7 @@ class HttpEngine:
         except EngineDownError as error:
             with suppress(httpx.HTTPError):
                 if self._client.get(self.url + "/health", timeout=HEALTH_SECONDS).status_code == 200:
-                    raise RunError(str(error)) from error
+                    raise RunError(f"{error}; the engine's log says why; is it of another model?") from error
             raise
 
     def get(self, path: str) -> Any:
@@ -186,14 +135,16 @@ class HttpEngine:
             raise EngineDownError(f"{self.url}: {words(error)}") from error
 
     def models(self) -> dict[str, Served]:
+        """Return the models that it serves, by name."""
         cards = self.get("/v1/models")["data"]
         return {
             card["id"]: Served(card.get("max_model_len"), card.get("parent"), card.get("root"))
             for card in cards
         }
 
-    def base(self, name: str) -> str:
-        return name
+    def base(self, name: str | None) -> str:
+        """Return what requests call the model that it was started with. name: that the user gives it."""
+        return name or next(name for name, each in self.models().items() if each.parent is None)
 
     def _answer(self, send: Any) -> Any:
         try:
@@ -220,6 +171,7 @@ class Vllm(HttpEngine):
     """vLLM, or `rlhf serve --control`."""
 
     def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+        """Sample n completions of a prompt."""
         body = {
             "model": model,
             "prompt": [list(prompt)],
@@ -246,6 +198,7 @@ class Vllm(HttpEngine):
         return Drawn(choice["token_ids"], logps, reason == "stop", versions)
 
     def logps(self, model: str, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each id but the first, given those before it, at temperature 1."""
         body = {
             "model": model,
             "prompt": [list(ids)],
@@ -260,14 +213,17 @@ class Vllm(HttpEngine):
         ]
 
     def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, in the place of one of that name; requests then name it as their model."""
         self.unload_adapter(name)
         self.command("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
         if name in self.models():
             self.command("/v1/unload_lora_adapter", {"lora_name": name})
 
     def load_weights(self, path: str, version: str) -> None:
+        """Replace the weights by those of a directory, once nothing runs."""
         self.command("/pause?mode=wait&clear_cache=true")
         try:
             self.command("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
@@ -277,6 +233,7 @@ class Vllm(HttpEngine):
             self.command("/resume")
 
     def facts(self) -> Facts:
+        """Ask how it was started."""
         try:
             told = self.get("/server_info?config_format=json")["vllm_config"]
         except RunError:  # without VLLM_SERVER_DEV_MODE, and `rlhf serve`
@@ -290,10 +247,12 @@ class Vllm(HttpEngine):
         )
 
     def weights_name(self) -> str | None:
+        """Return what it calls the weights that it holds now."""
         name: str | None = self.get("/weight_info")["weight_version"]
         return name
 
     def knows(self, token: int, model: str) -> bool | None:
+        """Tell whether its model has a token id; None where asking could harm it."""
         try:
             self.post("/v1/completions", {"model": model, "prompt": [[token]], "max_tokens": 1})
         except RunError:
@@ -301,12 +260,13 @@ class Vllm(HttpEngine):
         return True
 
     def missing_routes(self, weights: str) -> list[str]:
+        """Say which routes are missing that publishing needs."""
         route = "/v1/load_lora_adapter" if weights == "adapter" else "/collective_rpc"
         return [f"it has no route {route}"] if self.status(route) in WRONG_SETUP else []
 
 
 class Sglang(HttpEngine):
-    """SGLang."""
+    """SGLang. Methods as of `Vllm`."""
 
     length_flag: ClassVar[str] = "--context-length"
 
@@ -374,7 +334,7 @@ class Sglang(HttpEngine):
     def weights_name(self) -> str | None:
         return None  # completions say it
 
-    def base(self, name: str) -> str:
+    def base(self, name: str | None) -> str:
         return ""  # a name is an adapter's
 
     def knows(self, token: int, model: str) -> bool | None:
@@ -385,7 +345,8 @@ class Sglang(HttpEngine):
         return [f"it has no route {route}"] if self.status(route) in WRONG_SETUP else []
 
 
-KINDS: dict[str, type[Vllm | Sglang]] = {"vllm": Vllm, "rlhf": Vllm, "sglang": Sglang}
+Engine: TypeAlias = Vllm | Sglang
+KINDS: dict[str, type[Engine]] = {"vllm": Vllm, "rlhf": Vllm, "sglang": Sglang}
 
 
 def require_logps(drawn: Drawn, url: str, vocabulary: int) -> None:
@@ -420,11 +381,11 @@ def problems(engine: Engine, needs: Needs) -> list[str]:
     if len(named) != 1:
         return [f"{engine.url} serves {', '.join(served)}: name one, sampler.model"]
     found = []
-    (name,), facts = named, engine.facts()
-    length, root = served[name].length, served[name].root
-    if engine.knows(needs.largest, engine.base(name)) is False or engine.knows(
-        needs.vocabulary, engine.base(name)
-    ):
+    (name,), facts, asked = named, engine.facts(), engine.base(named[0])
+    length, config = served[name].length, _config(served[name].root)
+    # An engine takes ids of its tokenizer for its model's, so that another padding shows in its files alone.
+    padded = config.get("vocab_size", needs.vocabulary) != needs.vocabulary
+    if padded or engine.knows(needs.largest, asked) is False or engine.knows(needs.vocabulary, asked):
         found.append(
             f"'{name}' is another model: its vocabulary is not the policy's, of {needs.vocabulary:,} ids"
         )
@@ -439,7 +400,7 @@ def problems(engine: Engine, needs: Needs) -> list[str]:
         found.append(
             f"its adapters have a rank of at most {facts.rank}: --max-lora-rank {lora_rank(needs.rank)}"
         )
-    if needs.weights == "disk" and needs.tied and facts.on_cpu and _ties(root):
+    if needs.weights == "disk" and needs.tied and facts.on_cpu and config.get("tie_word_embeddings"):
         found.append(
             "vLLM on CPUs keeps the first output head of a model that shares it with the embeddings: start it with "
             "a copy that has a head of its own, rlhf export MODEL DIR --untied"
@@ -452,10 +413,10 @@ def lora_rank(rank: int) -> int:
     return min((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), default=rank)
 
 
-def _ties(root: str | None) -> bool:
-    """Tell whether the model that an engine was started with shares its head; False where its files are elsewhere."""
+def _config(root: str | None) -> Mapping[str, Any]:
+    """Read the config of the model that an engine was started with; {} where its files are elsewhere."""
     try:
         told = json.loads((Path(root or "") / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False
-    return bool({**told, **(told.get("text_config") or {})}.get("tie_word_embeddings"))
+        return {}
+    return {**told, **(told.get("text_config") or {})}

@@ -160,12 +160,7 @@ class EngineSampler:
 
     def _temperature(self, engine: Any, needs: Needs) -> list[str]:
         """Ask for a token at temperature 2: its log-probability must not be the one at temperature 1."""
-        (name,) = (
-            [self.model]
-            if self.model is not None
-            else [name for name, each in engine.models().items() if each.parent is None]
-        )
-        model, prompt = engine.base(name), [needs.largest]
+        model, prompt = engine.base(self.model), [needs.largest]
         (drawn,) = engine.complete(model, prompt, 1, 0, Wanted(2.0, 1))
         if abs(engine.logps(model, [*prompt, *drawn.ids])[-1] - drawn.logps[0]) > SAME_LOGPS:
             return []
@@ -337,12 +332,6 @@ _STATIONS: dict[tuple[str, ...], list[Station]] = {}
 """Stations by engine, address and key: samplers of training, evaluation and previews share what engines hold."""
 
 
-def _known(policy: Policy) -> np.ndarray | None:
-    """Return the log-probabilities of the probe that were written with a policy, None where there is none."""
-    file = policy.path / PROBE_FILE
-    return np.load(file)["logps"] if file.is_file() else None
-
-
 class Sampler:
     """Publishes policies to engines and samples with them, from any number of threads."""
 
@@ -385,7 +374,8 @@ class Sampler:
         logits = np.asarray(model.logits(self.probe, np.ones_like(self.probe)), np.float64)
         own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
         # Of a run that was deleted and begun again, a policy of this version is another one.
-        if (known := _known(policy)) is not None and np.allclose(known, own, rtol=0, atol=SAME):
+        there = policy.path / PROBE_FILE
+        if there.is_file() and np.allclose(np.load(there)["logps"], own, rtol=0, atol=SAME):
             return policy
         unfinished = policy.path.with_name(f".{policy.path.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -443,6 +433,8 @@ class Sampler:
             )
             for i, prompt in enumerate(prompts)
         ]
+        for request in futures.wait(asked, return_when=futures.FIRST_EXCEPTION).done:
+            request.result()  # raises what any of them raised, while others may still look for an engine
         return self._rollouts([each for group in asked for each in group.result()])
 
     def converse(
@@ -632,8 +624,7 @@ class Sampler:
         if self.options.weights == "adapter":
             return policy.name
         if station.url not in self._names:
-            served = [name for name, each in station.engine.models().items() if each.parent is None]
-            self._names[station.url] = station.engine.base(self.options.model or served[0])
+            self._names[station.url] = station.engine.base(self.options.model)
         return self._names[station.url]
 
     def _policy(self, version: int) -> Policy:
