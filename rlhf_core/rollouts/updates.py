@@ -128,9 +128,9 @@ class RolloutUpdates:
         self.flights: dict[int, Flight] = {}
         """Rollouts that are being sampled, by number."""
         self._unfinished: list[Order] = []
+        """Rollouts that were being sampled when the run was killed."""
         self._entered = -1
         """The update whose groups were entered in the ledger last."""
-        """Rollouts that were being sampled when the run was killed."""
         self.journal: Journal | None = None
         self.ledger = Ledger()
         self.config = config
@@ -165,9 +165,8 @@ class RolloutUpdates:
         minibatch, groups = within % minibatches, len(self.rollout.prompts) // minibatches
         batches = self.packed[minibatch]
         chosen = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
-        if (
-            within < minibatches and step != self._entered
-        ):  # programs may be compiled for an update before it is made
+        # Programs may be compiled for an update before it is made, which enters it once.
+        if within < minibatches and step != self._entered:
             self.ledger.use(groups)
         self._entered = step
         self._count_groups()
