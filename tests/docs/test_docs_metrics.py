@@ -120,9 +120,8 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:2 rounds of")
-@pytest.mark.parametrize(
-    "trainer", ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "reward", "dpo"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("trainer", ["grpo", "sft", "reward", "dpo"])
 def test_what_is_logged_is_in_the_table_and_the_other_way_round(
     trainer: str, short: Any, tables: dict[str, dict[str, Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

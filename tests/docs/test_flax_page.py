@@ -13,6 +13,7 @@ from rlhf_core.plugins.component import load_file
 documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 
 
+@pytest.mark.long  # `tests/models/test_flax_modules.py` has what it shows
 def test_the_page_can_be_followed(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

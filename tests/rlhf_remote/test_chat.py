@@ -206,6 +206,7 @@ def test_a_local_reply_that_is_stopped_makes_room(model: Path) -> None:
     assert "".join(speaker.reply(messages, 2)) == whole
 
 
+@pytest.mark.long  # `tests/sampling` has where it is noticed
 def test_a_broken_model_says_so(model: Path, tiny: Any) -> None:
     import jax
 

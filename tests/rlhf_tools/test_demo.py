@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import zipfile
-from io import BytesIO, StringIO
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,6 @@ from rlhf_tools.demo.run import HERE, demo
 from rlhf_tools.demo.table import closing_table
 
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline.replay import Replayed, replay
 
 SETS = (
     "base.model.hidden_size=16",
@@ -51,35 +48,6 @@ def shown(summary: dict[str, Any], directory: Path) -> str:
     out = StringIO()
     Console(file=out, width=80, highlight=False).print(closing_table(summary, directory))
     return out.getvalue()
-
-
-def test_the_policy_is_trained_again_from_its_journal(finished: SimpleNamespace, tmp_path: Path) -> None:
-    """To the same bits; and where a rollout or the data were changed, the metrics and the weights are other ones."""
-    found = replay(finished.directory)
-    assert found == Replayed("policy", 1, [], model=True)
-    other = tmp_path / "other"
-    shutil.copytree(finished.directory, other)
-    (path,) = (other / "policy" / "journal").glob("rollout-*")
-    with zipfile.ZipFile(path) as file:
-        contents = {name: file.read(name) for name in file.namelist()}
-    out = BytesIO()
-    np.save(out, -np.load(BytesIO(contents["total.npy"])))
-    with zipfile.ZipFile(path, "w") as file:
-        for name, content in {**contents, "total.npy": out.getvalue()}.items():
-            file.writestr(name, content)
-    prompts = finished.directory / "data" / "prompts.jsonl"
-    before = prompts.read_text()
-    try:
-        prompts.write_text(before.replace(" wants ", " dear "))
-        found = replay(other)
-    finally:
-        prompts.write_text(before)
-    assert any(line.startswith("loss: first at update 1, ") for line in found.differences)
-    assert found.differences[-1] == "model/model.safetensors: other weights"
-    assert [line.partition(":")[0] for line in found.changes] == ["train_data"]
-    path.unlink()
-    with pytest.raises(InputError, match="no stage has a journal"):
-        replay(other)
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ CONFIG = {
     "initializer_range": 0.5,
 }
 DEFINITION = DECODER.define(CONFIG, "lm")
+LOGITS = jax.jit(DEFINITION.padded_logits)
 
 
 class Wish(NamedTuple):
@@ -131,6 +132,13 @@ def run(sampler: ConversationSampler, weights: list[Weights], wishes: dict[int, 
     return world
 
 
+def whole_logits(params: Any, ids: list[int]) -> np.ndarray:
+    """Compute a sequence's logits [time, vocabulary] in one pass, padded so that one program serves every length."""
+    mask = (np.arange(48) < len(ids)).astype(np.int32)[None]
+    padded = np.pad(np.array([ids], np.int32), ((0, 0), (0, 48 - len(ids))))
+    return np.asarray(LOGITS(params, padded, mask), np.float64)[0, : len(ids)]
+
+
 def test_settings_per_turn(sampler: ConversationSampler, weights: list[Weights], params: list[Any]) -> None:
     together = run(sampler, weights, dict(enumerate(WISHES)))
     for number, wish in enumerate(WISHES):
@@ -140,11 +148,8 @@ def test_settings_per_turn(sampler: ConversationSampler, weights: list[Weights],
         assert tokens.tolist() == alone.result(77)[0].tolist()
         assert logps.tobytes() == alone.result(77)[1].tobytes()
         # The log-probabilities of softmax(logits / temperature), in float64.
-        context = np.array([[*wish.prompt, *tokens]], np.int32)
-        logits = DEFINITION.padded_logits(params[wish.own], context, np.ones_like(context))
-        at = np.asarray(logits, np.float64)[0, len(wish.prompt) - 1 : -1] / (
-            wish.settings.get("temperature", 1.0) or 1.0
-        )
+        logits = whole_logits(params[wish.own], [*wish.prompt, *tokens])
+        at = logits[len(wish.prompt) - 1 : -1] / (wish.settings.get("temperature", 1.0) or 1.0)
         everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
         np.testing.assert_allclose(logps, everything[np.arange(len(tokens)), tokens], atol=2e-5)
         if wish.settings.get("alternatives"):
@@ -153,7 +158,7 @@ def test_settings_per_turn(sampler: ConversationSampler, weights: list[Weights],
         if wish.settings.get("temperature") == 0:
             assert tokens.tolist() == everything.argmax(-1).tolist()
         if wish.settings.get("reads_context"):
-            before = np.asarray(logits, np.float64)[0, : len(wish.prompt) - 1]
+            before = logits[: len(wish.prompt) - 1]
             before -= np.log(np.exp(before).sum(-1, keepdims=True))
             own, ranks, likeliest = zip(*together.contexts[number], strict=True)
             expected = before[np.arange(len(before)), wish.prompt[1:]]
@@ -244,10 +249,8 @@ def test_weights_that_change_in_the_middle(
     while schedule.step():
         pass
     tokens, logps, *_ = world.result(0)
-    context = np.array([[5, 6, 7, *tokens]], np.int32)
     for some, own in ((slice(0, 4), 0), (slice(4, 30), 1)):
-        logits = DEFINITION.padded_logits(params[own], context, np.ones_like(context))
-        at = np.asarray(logits, np.float64)[0, 2:-1]
+        at = whole_logits(params[own], [5, 6, 7, *tokens])[2:-1]
         everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
         np.testing.assert_allclose(logps[some], everything[np.arange(30), tokens][some], atol=2e-5)
 
