@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -225,8 +225,12 @@ def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Pa
     (place / "taken" / "owner.json").write_text(json.dumps({"stage": "runs/other/policy"}))
     (place / "taken" / "policy-v0").mkdir()
     (place / "taken" / "policy-v0" / sampler.PROBE_FILE).touch()
-    with pytest.raises(InputError, match="has the policies of runs/other/policy; give another"):
+    with pytest.raises(InputError, match="has the policies of runs/other/policy; give another directory"):
         train(place="taken")
+    # The default is in the stage's own directory, which may be moved.
+    moved: Any = SimpleNamespace(directory=place / "taken", options=sampler.RlhfSampler(("",)))
+    moved.inputs = SimpleNamespace(directory=place)
+    sampler.Sampler._claim(moved)
 
 
 def test_probes_see_every_tensor(tiny: ModuleType) -> None:

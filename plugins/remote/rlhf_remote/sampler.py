@@ -631,14 +631,22 @@ class Sampler:
         return Policy(f"{PREFIX}{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
 
     def _claim(self) -> None:
-        """Make the directory this run's. Raises InputError where it is another run's."""
+        """Make the directory this run's. Raises InputError where it is another run's.
+
+        That of the stage itself, the default, is the stage's also where it was moved to.
+        """
+        owner, file = str(self.inputs.directory), self.directory / OWNER_FILE
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            owner, file = str(self.inputs.directory), self.directory / OWNER_FILE
+            if self.options.directory is None:
+                return
             if not file.is_file():
                 file.write_text(json.dumps({"stage": owner}))
             other = json.loads(file.read_text())["stage"]
         except OSError as error:
             raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
         if other != owner:
-            raise InputError(f"sampler.directory: {self.directory} has the policies of {other}; give another")
+            raise InputError(
+                f"sampler.directory: {self.directory} has the policies of {other}; give another directory, or delete "
+                f"{OWNER_FILE} in it if that run was moved to {owner}"
+            )
