@@ -272,9 +272,8 @@ def join_zigzag(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
 
     def local(x: jax.Array) -> jax.Array:
         parts = jnp.split(x, 2, axis=1)
-        even = (
-            jax.lax.axis_index("context") % 2 == 0
-        )  # its first part has an even number, its second an odd one
+        # Of devices with even numbers, the first part has an even number and the second an odd one.
+        even = jax.lax.axis_index("context") % 2 == 0
         sent = jnp.where(even, parts[0], parts[1]), jnp.where(even, parts[1], parts[0])
         return jnp.concatenate(
             [jax.lax.ppermute(part, "context", route) for part, route in zip(sent, routes, strict=True)],

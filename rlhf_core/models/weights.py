@@ -337,9 +337,8 @@ def load(decoder: Decoder, directory: Path, shardings: Any) -> dict[str, Any]:
                 else:
                     parameter = flat[stored].read(view, sharding, threads)
                 inner[keys[-1]] = parameter
-                jax.block_until_ready(
-                    before
-                )  # the host holds a parameter until its transfer ends: two at most
+                # The host holds a parameter until its transfer ends: two at most.
+                jax.block_until_ready(before)
                 before = parameter
     return jax.block_until_ready(params)
 

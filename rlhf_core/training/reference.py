@@ -58,15 +58,11 @@ class Reference:
 
     def _read(self) -> Any:
         """Return the copy, in the devices' memory."""
-        return self._trained if self._here is None else jax.device_put(self._trained, self._here)
+        return self._trained if self._here is None else _put(self._trained, self._here)
 
     def _away(self, copy: Any) -> Any:
         """Return a copy in the memory where it waits."""
-        if self._here is None:
-            return copy
-        places = jax.tree.map(on_host, self._here)
-        shapes = isinstance(jax.tree.leaves(copy)[0], jax.ShapeDtypeStruct)
-        return with_shardings(copy, places) if shapes else jax.device_put(copy, places)
+        return copy if self._here is None else _put(copy, jax.tree.map(on_host, self._here))
 
     def equals(self, params: Mapping[str, Any]) -> bool:
         """Return whether the policy's parameters equal the reference's, bit for bit; compare until they once differ.
@@ -101,6 +97,12 @@ class Reference:
         self._trained = jax.tree_util.tree_map_with_path(
             lambda path, leaf: jax.device_put(arrays[_name(path)], leaf.sharding), self._trained
         )
+
+
+def _put(tree: Any, shardings: Any) -> Any:
+    """Place arrays, or shapes."""
+    shapes = isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
+    return with_shardings(tree, shardings) if shapes else jax.device_put(tree, shardings)
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import jax
 import pytest
 from rlhf_topologies import interpreters
 from rlhf_topologies.chips import CHIPS
-from rlhf_topologies.compile import compile_pipeline, device_bytes
+from rlhf_topologies.compile import compile_pipeline
 from rlhf_topologies.programs import built_programs, stage_programs
 
 from rlhf_core import cli, create_state, plugins
@@ -28,6 +28,7 @@ from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import Build, Context
+from rlhf_core.training.memory import device_bytes
 
 CHAIN = """
 dir = "run"
@@ -189,6 +190,13 @@ def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) 
     stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
     assert ("frozen parameters" in stage["resident"]) == adapters
     assert_counted_once(stage)
+
+
+def test_what_waits_in_the_hosts_memory_is_not_in_a_devices(place: Any) -> None:
+    place.settings("policy.toml", 'offload = ["optimizer", "reference"]')
+    found = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
+    assert found is not None
+    assert set(found.resident) == {"parameters"}
 
 
 def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> None:

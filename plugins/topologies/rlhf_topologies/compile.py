@@ -23,6 +23,7 @@ from rlhf_core.mesh import OPTIONAL, make_mesh
 from rlhf_core.pipeline.plan import plan, read
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.runtime.files import write_atomic
+from rlhf_core.training.memory import device_bytes
 from rlhf_topologies import hlo
 from rlhf_topologies.chips import Topology, parse, target_config
 from rlhf_topologies.description import Program, StagePrograms
@@ -154,14 +155,6 @@ def compile_stage(
         "weights": described.weights,
         "programs": programs,
     }
-
-
-def device_bytes(tree: Any) -> int:
-    """Count the bytes of each device's part of arrays described with shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 4)
-        for x in jax.tree.leaves(tree)
-    )
 
 
 class Cache:

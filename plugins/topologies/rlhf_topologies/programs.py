@@ -95,6 +95,9 @@ def built_programs(
     models: Any = made.models
     model: Model = models[next(iter(made.trains or models))] if several else models
     held = resident(state) | {name: tree for name, tree in made.held.items() if device_bytes(tree)}
+    # By name: shapes on GPUs that need not exist do not say that they wait in the host's memory.
+    waits = {*config.offload, *(["starting model"] if "reference" in config.offload else [])}
+    held = {name: tree for name, tree in held.items() if name not in waits}
     weights, sampled = token_weights(model.definition), _sampled(made.updates)
     if sampled is None:
         updates = made.updates

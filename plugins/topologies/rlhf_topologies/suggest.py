@@ -19,8 +19,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import ROW_AXES, make_mesh
 from rlhf_core.models.experts import expert_count
 from rlhf_core.pipeline.plan import PipelineFile, plan, read
+from rlhf_core.training.memory import device_bytes
 from rlhf_topologies.chips import Topology, machines
-from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices, planned_devices
+from rlhf_topologies.compile import compile_pipeline, find_devices, planned_devices
 from rlhf_topologies.description import Program, StagePrograms
 from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.programs import stage_programs
