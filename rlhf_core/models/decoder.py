@@ -7,8 +7,6 @@ float32 [layers, …]. The dict is merged with the cached module definition insi
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +32,7 @@ from rlhf_core.mesh import (
     with_room,
     zigzag,
 )
-from rlhf_core.models import gemma4, weights
+from rlhf_core.models import decode_layout, gemma4, weights
 from rlhf_core.models.attention import (
     attend,
     attend_at,
@@ -54,15 +52,16 @@ from rlhf_core.models.config import (
     remat_policy,
     repetition,
 )
+from rlhf_core.models.decode_layout import is_joined, separate, stack_of, unmerged
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.experts import Experts, Recorder, recorder_of
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
-from rlhf_core.models.lora import ROUTER, Lora, linear_modules, merge
-from rlhf_core.models.quantized import BLOCK, GROUP, Quantization, plain, with_plain_scales
-from rlhf_core.models.recurrence import MIXERS, Order, apart, chunk_paths, previous_tokens
+from rlhf_core.models.lora import ROUTER, Lora, linear_modules
+from rlhf_core.models.quantized import Quantization, plain
+from rlhf_core.models.recurrence import MIXERS, Order, chunk_paths, previous_tokens
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.devices import device_count, platform
+from rlhf_core.runtime.devices import platform
 
 Params = dict[str, Any]
 UNROLLED_LAYERS = 8
@@ -192,18 +191,11 @@ def _parts(
     """
     prepared = replace(config, fused=fused, apart=apart)
     if lora is not None and config.fused and not fused:
-        lora = replace(lora, targets=_separate(lora.targets))
+        lora = replace(lora, targets=separate(lora.targets))
     whole = nnx.eval_shape(lambda: Trunk(prepared, "lm", lora, nnx.Rngs(0), quantized))
-    layers = {kind: nnx.split(_stack(whole.layers, kind))[0] for kind in config.stacks}
+    layers = {kind: nnx.split(stack_of(whole.layers, kind))[0] for kind in config.stacks}
     around = [name for name in ("embed_tokens", "per_layer_inputs", "norm") if hasattr(whole, name)]
     return {name: nnx.split(getattr(whole, name))[0] for name in around}, layers
-
-
-def _stack(layers: Any, kind: str) -> Any:
-    """Return the layers of a kind: of modules or of parameters, where all layers of the model may be of one kind."""
-    if not kind:
-        return layers
-    return layers[kind] if isinstance(layers, dict) else getattr(layers, kind)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -368,7 +360,7 @@ class Decoder(Definition):
             return lambda kind: jax.tree.map(lambda each: each[kind.rope], several)
 
         def prepared(kind: str, stack: Stack) -> tuple[Any, tuple[Any, LayerKinds]]:
-            graph, state = nnx.split(_stack(trunk.layers, kind))
+            graph, state = nnx.split(stack_of(trunk.layers, kind))
             rope = rope_of(stack)
 
             def one(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
@@ -528,10 +520,10 @@ class Decoder(Definition):
 
         weights: from `prepare`. rotations: from `_rotations`.
         """
-        fused = any(map(_is_joined, weights["layers"]))
+        fused = any(map(is_joined, weights["layers"]))
         separate = any("in_proj_q" in layer.get("linear_attn", {}) for layer in weights["layers"])
         separate |= any("in_proj_inner" in layer.get("conv", {}) for layer in weights["layers"])
-        around, blocks = _parts(self.config, fused, separate, self._unmerged, plain(self.quantized))
+        around, blocks = _parts(self.config, fused, separate, unmerged(self), plain(self.quantized))
         parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
         given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
@@ -570,39 +562,6 @@ class Decoder(Definition):
     def _has_state(self, layer: int) -> bool:
         """Tell whether a layer keeps a state in place of keys and values."""
         return self.config.stacks[self.config.at(layer)[0]].config.mixer != "self_attn"
-
-    def prepare(self, params: Params) -> Params:
-        """Lay the parameters out as `decode` reads them fastest: a dict per layer, in the compute dtype, adapters
-        merged, projections of the same input joined.
-
-        Slicing stacked parameters inside a loop copies every weight for every token; XLA does not hoist that.
-        """
-        # On several devices, the shards of joined projections would not lie next to each other.
-        join = device_count() == 1 and not self.config.fused and self.quantized is None
-
-        def one(i: int) -> Params:
-            cast = jax.tree.map_with_path(self._cast, self._merged(params, i))
-            return _joined(cast) if join else cast
-
-        around = {"per_layer_inputs"} & set(params)  # a large table, of which rows are read
-        cast = {name: jax.tree.map_with_path(self._cast, params[name]) for name in around}
-        return {**params, **cast, "layers": tuple(map(one, range(self.config.num_layers)))}
-
-    def _cast(self, path: Any, x: jax.Array) -> jax.Array:
-        return x if any(part.key in EXACT for part in path) else x.astype(self.compute_dtype)
-
-    def _merged(self, params: Params, i: int) -> Params:
-        """Return the parameters of layer `i`, its adapters merged unless the base is quantized."""
-        kind, n = self.config.at(i)
-        layer = jax.tree.map(lambda x: x[n], _stack(params["layers"], kind))
-        if self.quantized is not None:
-            return with_plain_scales(_without_keys(layer))
-        return layer if self.lora is None else merge(layer, self.lora.scale)
-
-    @property
-    def _unmerged(self) -> Lora | None:
-        """The adapters that `_merged` leaves as they are; without dropout."""
-        return replace(self.lora, dropout=0.0) if self.lora and self.quantized else None
 
     def decode(
         self,
@@ -709,90 +668,12 @@ class Decoder(Definition):
         states = self._run_prepared(weights, tokens, self._rotations(positions, rotation), mix)[-1]
         return states, Cache(tuple(keys), tuple(values), placed)
 
+    def prepare(self, params: Params) -> Params:
+        return decode_layout.prepare(self, params)
+
     @property
     def tensor_parallel(self) -> TensorParallel:
-        # A norm over all heads would need the sum of squares of every device.
-        c = self.config
-        each = [stack.config for stack in c.stacks.values()]
-        # Models with a state and experts have few heads for their many experts.
-        states, experts = self.has_states, any(of.experts for of in each)
-        whole = c.qk_norm == "projection" or (states and (experts or self.quantized is not None))
-        heads = [
-            {"self_attn": of.num_kv_heads, "linear_attn": of.linear_heads[0], "conv": of.hidden_size}[
-                of.mixer
-            ]
-            for of in each
-        ]
-        sizes = [n for of in each for n in (of.experts or of.intermediate_size, of.shared_size)]
-        if self.quantized not in (None, "int8"):  # the blocks of a matrix that is cut along its inputs
-            inner = (0 if of.experts else of.intermediate_size for of in each)
-            inputs = (*inner, *(n for of in each for n in (of.num_heads * of.head_dim, of.shared_size)))
-            sizes += [n // BLOCK for n in inputs if n % BLOCK == 0]
-        # Experts are shared in any case, by their number: a device computes the tokens that are sent to its own.
-        divides = (math.gcd(*(of.experts for of in each)) or 1) if whole else math.gcd(*heads, *sizes)
-        prepare = functools.partial(self._prepare_shards, not whole)
-        return TensorParallel(divides, prepare, self._shard_axes(whole), not whole)
-
-    def _prepare_shards(self, shares_heads: bool, params: Params) -> Params:
-        """Lay the parameters out as `prepare` does, but with separate projections, whose columns belong to heads in
-        order, and in the compute dtype throughout, except for norms and routers.
-        """
-
-        def cast(tree: Any) -> Any:
-            return jax.tree.map_with_path(lambda path, x: self._cast(path, x) if x.ndim > 1 else x, tree)
-
-        layers = (self._merged(params, i) for i in range(self.config.num_layers))
-        separate = [self._separated(layer) if self.config.fused else layer for layer in layers]
-        if shares_heads:
-            kinds = (self.config.at(i)[0] for i in range(self.config.num_layers))
-            separate = [
-                apart(layer, self.config.stacks[kind].config)
-                for kind, layer in zip(kinds, separate, strict=True)
-            ]
-        return {**cast(params), "layers": tuple(map(cast, separate))}
-
-    def _separated(self, layer: Params) -> Params:
-        """Split the parameters of fused projections into separate ones."""
-        layer, keys = {**layer}, self.config.num_kv_heads * self.config.head_dim
-        queries, inner = self.config.num_heads * self.config.head_dim, self.config.intermediate_size
-        widths: dict[str, tuple[int, ...]] = {"self_attn": (queries, keys, keys), "mlp": (inner, inner)}
-        for module, together, parts in JOINED:
-            inside = layer.get(module, {})
-            if together not in inside:  # experts have separate ones
-                continue
-            ends = list(itertools.accumulate(widths[module]))[:-1]
-
-            def piece(i: int, path: Any, x: jax.Array) -> jax.Array:
-                return x if path[-1].key == "lora_a" else jnp.split(x, ends, axis=-1)[i]  # noqa: B023
-
-            layer[module] = {k: v for k, v in inside.items() if k != together} | {
-                part: jax.tree.map_with_path(functools.partial(piece, i), inside[together])
-                for i, part in enumerate(parts)
-            }
-        return layer
-
-    def _shard_axes(self, whole_layers: bool) -> Params:
-        """Return the logical axes of what `_prepare_shards` returns; every device has the whole embedding table.
-
-        whole_layers: whether every device has the whole layers, their experts excepted.
-        """
-        laid_out = replace(self.config, fused=False, apart=not whole_layers)
-        lora = self._unmerged and replace(self._unmerged, targets=_separate(self._unmerged.targets))
-        of = replace(self, lora=lora, quantized=plain(self.quantized), config=laid_out)
-        names = of.logical_axes()
-
-        def shared(path: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
-            if any(part.key == "experts" for part in path):
-                return ("peers", *[None] * (len(names) - 2))
-            return (None,) * (len(names) - 1) if whole_layers else names[1:]
-
-        layers = jax.tree.map_with_path(shared, names["layers"], is_leaf=lambda x: isinstance(x, tuple))
-        each = (_stack(layers, self.config.at(i)[0]) for i in range(self.config.num_layers))
-        axes, whole = {**names, "layers": tuple(each)}, {"embedding": (None, None)}
-        axes["embed_tokens"] = whole
-        if inputs := names.get("per_layer_inputs"):
-            axes["per_layer_inputs"] = {**inputs, "embed_tokens_per_layer": whole}
-        return axes
+        return decode_layout.tensor_parallel(self)
 
 
 def run_layers(
@@ -849,53 +730,6 @@ def run_layers(
 def _read(x: jax.Array, at: jax.Array) -> jax.Array:
     """Gather x[b, at[b, j]]: [B, T, …] → [B, n, …]."""
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-EXACT = ("A_log", "dt_bias", ROUTER, GROUP)
-"""Parameters, or modules, that keep their dtype."""
-JOINED = (
-    ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
-)
-"""(module, the fused projection, the separate projections in its order)."""
-
-
-def _without_keys(layer: Params) -> Params:
-    """Drop the random state of adapters' dropout."""
-    inner = {name: _without_keys(x) if isinstance(x, dict) else x for name, x in layer.items()}
-    return {name: x for name, x in inner.items() if name != "lora_key"}
-
-
-def _separate(targets: Sequence[str]) -> tuple[str, ...]:
-    """Replace fused projections among the targets of adapters by the separate ones."""
-    parts = {f"{module}.{together}": (module, names) for module, together, names in JOINED}
-    found = []
-    for target in targets:
-        end = next((name for name in parts if target.endswith(name)), None)
-        module, names = parts[end] if end else ("", ())
-        found += [f"{target.removesuffix(end)}{module}.{name}" for name in names] if end else [target]
-    return tuple(found)
-
-
-def _joined(layer: Params) -> Params:
-    """Join the parameters of a layer's separate projections into fused ones."""
-    layer = {**layer}
-    for module, together, parts in JOINED:
-        inside = layer.get(module, {})
-        each = [inside[part] for part in parts if part in inside]
-        if len(each) > 1:  # absent in experts
-            whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
-            layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
-    if shared := layer.get("mlp", {}).get("shared_expert"):
-        layer["mlp"] = {**layer["mlp"], "shared_expert": _joined({"mlp": shared})["mlp"]}
-    return layer
-
-
-def _is_joined(layer: Params) -> bool:
-    """Tell whether a layer's parameters are from `_joined`."""
-    mlp = layer.get("mlp", {})
-    inside = (layer.get("self_attn", {}), mlp, mlp.get("shared_expert", {}))
-    return any(together in each for each in inside for _, together, _ in JOINED)
 
 
 def _zero_where(rows: jax.Array, x: jax.Array) -> jax.Array:

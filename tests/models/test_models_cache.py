@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.models import DECODER, Decoder, decoder
+from rlhf_core.models import DECODER, Decoder, decode_layout
 from rlhf_core.sampling.loop import STATE, empty_cache, time_axes
 
 SIZES = {
@@ -167,7 +167,7 @@ def test_projections_that_one_device_joins_compute_the_same(
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
     apart = model.prepare(params)
-    monkeypatch.setattr(decoder, "device_count", lambda: 1)
+    monkeypatch.setattr(decode_layout, "device_count", lambda: 1)
     joined = model.prepare(params)
     (before,), (layer,) = apart["layers"], joined["layers"]
     if table is STATES:
