@@ -197,21 +197,19 @@ class Stack(NamedTuple):
     layers: tuple[int, ...]
 
 
-def repetition(kinds: Sequence[str]) -> tuple[int, int, int]:
-    """Split layers into (how many come before, the period, how many times it repeats); the others come after.
+def repetition(loops: Sequence[Any]) -> tuple[int, int, int]:
+    """Split a sequence into (how many come before, the period, how many times it repeats); the others come after.
 
-    The split leaves the fewest layers to write out: those before, one period, and those after.
+    The split leaves the fewest to write out: those before, one period, and those after.
     """
-    if len(set(kinds)) == 1:
-        return 0, 1, len(kinds)
-    best = (len(kinds), 0, 0)
-    fewest = len(kinds)
-    for before in range(len(kinds)):
-        for period in range(1, (len(kinds) - before) // 2 + 1):
+    best = (len(loops), 0, 0)
+    fewest = len(loops)
+    for before in range(len(loops)):
+        for period in range(1, (len(loops) - before) // 2 + 1):
             repeats = 1
-            while kinds[before : before + period] == kinds[before + repeats * period :][:period]:
+            while loops[before : before + period] == loops[before + repeats * period :][:period]:
                 repeats += 1
-            written = len(kinds) - (repeats - 1) * period
+            written = len(loops) - (repeats - 1) * period
             if written < fewest:
                 best, fewest = (before, period, repeats), written
     return best

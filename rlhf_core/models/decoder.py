@@ -7,6 +7,7 @@ float32 [layers, …]. The dict is merged with the cached module definition insi
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -679,52 +680,57 @@ class Decoder(Definition):
 def run_layers(
     kinds: Sequence[str], stacks: Mapping[str, tuple[Any, Any]], x: jax.Array, *, unroll: bool
 ) -> tuple[jax.Array, list[Any]]:
-    """Run layers one after the other, a repeating pattern of kinds as a loop; return the result and what each kept.
+    """Run layers one after the other; return the result and what each kept.
 
-    stacks: {kind: (function of x and one layer's parameters → x and what is kept, the stacked parameters)}.
+    Layers of one kind in a row are a loop, and so is a repeating pattern of such loops: a kind's layer is compiled once
+    in each. stacks: {kind: (function of x and one layer's parameters → x and what is kept, the stacked parameters)}.
     """
-    used: Counter[str] = Counter()
-    kept: list[Any] = []
 
-    def several(x: jax.Array, names: Sequence[str]) -> jax.Array:
-        for kind in names:
-            function, parameters = stacks[kind]
-            one = jax.tree.map(lambda each: each[used[kind]], parameters)  # noqa: B023
-            x, keeps = function(x, one)
-            used[kind] += 1
-            kept.append(keeps)
-        return x
+    def run(x: jax.Array, loops: Sequence[tuple[str, int]], take: Any) -> tuple[jax.Array, list[Any]]:
+        kept: list[Any] = []
+        for kind, count in loops:
+            x, keeps = lax.scan(stacks[kind][0], x, take(kind, count), unroll=unroll)
+            kept += _each(keeps, count)
+        return x, kept
 
-    before, period, repeats = repetition(kinds)
-    pattern = kinds[before : before + period]
-    x = several(x, kinds[:before])
+    loops = [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
+    before, period, repeats = repetition(loops)
+    pattern, take = (
+        loops[before : before + period],
+        _taker({kind: stack for kind, (_, stack) in stacks.items()}),
+    )
+    x, kept = run(x, loops[:before], take)
     if repeats:
-        per = Counter(pattern)
+        per = Counter[str]()
+        for kind, count in pattern:
+            per[kind] += count
+        layers = {
+            kind: jax.tree.map(
+                lambda each: each.reshape(repeats, -1, *each.shape[1:]), take(kind, count * repeats)
+            )
+            for kind, count in per.items()
+        }
+        x, keeps = lax.scan(lambda x, own: run(x, pattern, _taker(own)), x, layers, unroll=unroll)
+        kept += itertools.chain.from_iterable(_each(keeps, repeats))
+    x, more = run(x, loops[before + period * repeats :], take)
+    return x, kept + more
 
-        def slices(kind: str) -> Any:
-            first, count = used[kind], per[kind]
 
-            def shaped(each: jax.Array) -> jax.Array:
-                part = each if len(each) == count * repeats else each[first : first + count * repeats]
-                return part if count == 1 else part.reshape(repeats, count, *each.shape[1:])
+def _taker(stacks: Mapping[str, Any]) -> Callable[[str, int], Any]:
+    """Make a function of (kind, count) that returns the parameters of the next layers of a kind."""
+    used = Counter[str]()
 
-            return jax.tree.map(shaped, stacks[kind][1])
+    def take(kind: str, count: int) -> Any:
+        first = used[kind]
+        used[kind] += count
+        return jax.tree.map(lambda each: each[first : first + count], stacks[kind])
 
-        def body(x: jax.Array, parts: Mapping[str, Any]) -> tuple[jax.Array, list[Any]]:
-            seen: Counter[str] = Counter()
-            keeps = []
-            for kind in pattern:
-                at = seen[kind]
-                part = parts[kind] if per[kind] == 1 else jax.tree.map(lambda each: each[at], parts[kind])  # noqa: B023
-                x, keep = stacks[kind][0](x, part)
-                seen[kind] += 1
-                keeps.append(keep)
-            return x, keeps
+    return take
 
-        x, keeps = lax.scan(body, x, {kind: slices(kind) for kind in per}, unroll=unroll)
-        kept += [jax.tree.map(lambda each: each[i], keep) for i in range(repeats) for keep in keeps]  # noqa: B023
-        used.update({kind: count * repeats for kind, count in per.items()})
-    return several(x, kinds[before + period * repeats :]), kept
+
+def _each(stacked: Any, count: int) -> list[Any]:
+    """Split a tree of stacked arrays into one tree for each of `count` layers."""
+    return [jax.tree.map(lambda each: each[i], stacked) for i in range(count)]  # noqa: B023
 
 
 def _read(x: jax.Array, at: jax.Array) -> jax.Array:

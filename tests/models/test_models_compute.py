@@ -16,6 +16,7 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, load_model
+from rlhf_core.models.decoder import run_layers
 from rlhf_core.plugins.component import load_file
 from rlhf_core.training.memory import saved_bytes
 from rlhf_core.training.starting_model import definition_of
@@ -128,6 +129,34 @@ def test_the_forecast_counts_both() -> None:
     assert kept[0] > 1.5 * kept[1] > 2 * kept[2]
     assert activations() == kept[0]  # auto: these are small
     assert 0.5 < activations(dtype="bfloat16") / kept[0] < 0.9  # softmax and norms stay float32
+
+
+@pytest.mark.parametrize(
+    ("kinds", "compiled"),
+    [("LLLALLLA", 2), ("LLALLALAA", 4), ("AAAA", 1), ("ABLLALLAB", 5), ("ALALALL", 4)],
+)
+def test_a_pattern_of_layers_is_compiled_once(kinds: str, compiled: int) -> None:
+    """Layers run in their order, each with its own parameters, and what each keeps comes in that order."""
+    factors = {kind: np.float32(1 + np.arange(kinds.count(kind))) / 4 for kind in sorted({*kinds})}
+
+    def layer(kind: str, x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * factor + ord(kind), factor
+
+    stacks = {kind: (functools.partial(layer, kind), stack) for kind, stack in factors.items()}
+    run = functools.partial(run_layers, kinds, stacks, unroll=False)
+    found, kept = jax.jit(run)(jnp.float32(1))
+    left, expected, order = {kind: [*stack] for kind, stack in factors.items()}, np.float32(1), []
+    for kind in kinds:
+        order.append(left[kind].pop(0))
+        expected = expected * order[-1] + ord(kind)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_array_equal(kept, order)
+
+    def layers(jaxpr: Any) -> int:
+        inner = [layers(each.params["jaxpr"].jaxpr) for each in jaxpr.eqns if each.primitive.name == "scan"]
+        return sum(inner) + sum(each.primitive.name == "mul" for each in jaxpr.eqns)
+
+    assert layers(jax.make_jaxpr(run)(jnp.float32(1)).jaxpr) == compiled
 
 
 def test_a_family_that_takes_no_such_option() -> None:
