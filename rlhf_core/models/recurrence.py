@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from rlhf_core.mesh import row_axes, zigzag
@@ -168,8 +169,28 @@ def gated_delta_rule(
         padding = [(0, 0), (0, chunks * size - time)] + [(0, 0)] * (x.ndim - 2)
         return jnp.pad(x.astype(jnp.float32), padding).reshape(len(x), chunks, size, *x.shape[2:])
 
-    q, k = (jnp.moveaxis(split(x), 2, 3) for x in (inputs.q, inputs.k))  # [B, n, K, C, d]
-    v, g, beta = (jnp.moveaxis(split(x), 2, 4) for x in (inputs.v, inputs.log_decay, inputs.beta))
+    inputs = Inputs(*map(split, inputs))
+    again = functools.partial(jax.checkpoint, prevent_cse=False)  # what the backward pass computes again
+    q, attention, chunk = again(_prepared, policy=jax.checkpoint_policies.save_only_these_names(INVERSE))(
+        inputs, paths
+    )
+    empty = jnp.zeros((*chunk.v.shape[1:4], 2, chunk.k.shape[-1], chunk.v.shape[-1]), jnp.float32)
+    first = empty if state is None else empty.at[:, :, :, 0].set(state)
+    states, last = _run_chunks(first, chunk)
+    out = again(_outputs)(q, attention, states, chunk)  # [n, B, K, G, C, e]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(len(paths.last), -1, *out.shape[2:4], out.shape[-1])
+    return out[:, :time], last[:, :, :, 0]
+
+
+INVERSE = "inverse"
+
+
+def _prepared(inputs: Inputs, paths: Paths) -> tuple[jax.Array, jax.Array, _Chunk]:
+    """Compute what chunks need before the loop over them: queries [n, B, K, C, d], what each query takes of each key's
+    correction [n, B, K, G, C, C], and `_Chunk`, stacked. inputs: float32 [B, n, C, …].
+    """
+    q, k = (jnp.moveaxis(x, 2, 3) for x in (inputs.q, inputs.k))  # [B, n, K, C, d]
+    v, g, beta = (jnp.moveaxis(x, 2, 4) for x in (inputs.v, inputs.log_decay, inputs.beta))
     total = jnp.einsum("bnij,bnkgj->bnkgi", paths.precedes.astype(jnp.float32), g, precision="highest")
     between = total[..., :, None] - total[..., None, :]
     between = jnp.exp(jnp.where(paths.precedes[:, :, None, None], between, -jnp.inf))
@@ -180,33 +201,26 @@ def gated_delta_rule(
     ends = jnp.stack([paths.last, paths.fork], 2).astype(jnp.float32)
     kept = jnp.einsum("bnsi,bnkgti->bnkgst", ends, starts)  # the share of state t that state s keeps
     kept = kept.at[..., 1, 1].add(1.0 - paths.fork.any(-1)[:, :, None, None])
-    chunk = _Chunk(
-        k,
-        v,
-        _inverse(system) * beta[..., None, :],
-        starts,
-        jnp.einsum("bnsi,bnkgij->bnkgsj", ends, between),
-        kept,
-    )
-    empty = jnp.zeros((len(q), *v.shape[2:4], 2, k.shape[-1], v.shape[-1]), jnp.float32)
-    first = empty if state is None else empty.at[:, :, :, 0].set(state)
-    chunk = jax.tree.map(lambda x: x.swapaxes(0, 1), chunk)
-    states, last = _run_chunks(first, chunk)
-    q, attention, starts = (x.swapaxes(0, 1) for x in (q, attention, starts))
-    read = _read(states, q, starts)
-    out = read + attention @ jax.vmap(_corrections)(states, chunk)  # [n, B, K, G, C, e]
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(len(read[0]), -1, *read.shape[2:4], read.shape[-1])
-    return out[:, :time], last[:, :, :, 0]
+    inverse = checkpoint_name(_inverse(system), INVERSE)
+    weights = jnp.einsum("bnsi,bnkgij->bnkgsj", ends, between)
+    found = q, attention, _Chunk(k, v, beta, inverse, starts, weights, kept)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), found)
+
+
+def _outputs(q: jax.Array, attention: jax.Array, states: jax.Array, chunks: _Chunk) -> jax.Array:
+    """Compute the outputs of all chunks, [n, B, K, G, C, e], from the states before them."""
+    return _read(states, q, chunks.starts) + attention @ jax.vmap(_corrections)(states, chunks)
 
 
 class _Chunk(NamedTuple):
-    """A chunk of C tokens: k [B, K, C, d], v [B, K, G, C, e], the inverse of its system times β, [B, K, G, C, C]; how
-    much of each of the two states its tokens start from, [B, K, G, 2, C], how much of its corrections the next states
-    have, likewise, and how much of the states, [B, K, G, 2, 2].
+    """A chunk of C tokens: k [B, K, C, d], v [B, K, G, C, e], β [B, K, G, C], the inverse of its system
+    [B, K, G, C, C]; how much of each of the two states its tokens start from, [B, K, G, 2, C], how much of its
+    corrections the next states have, likewise, and how much of the states, [B, K, G, 2, 2].
     """
 
     k: jax.Array
     v: jax.Array
+    beta: jax.Array
     inverse: jax.Array
     starts: jax.Array
     weights: jax.Array
@@ -221,7 +235,7 @@ def _read(states: jax.Array, x: jax.Array, starts: jax.Array) -> jax.Array:
 
 def _corrections(states: jax.Array, chunk: _Chunk) -> jax.Array:
     """Compute the corrections of a chunk's tokens, [B, K, G, C, e], from the states before it."""
-    return chunk.inverse @ (chunk.v - _read(states, chunk.k, chunk.starts))
+    return chunk.inverse @ (chunk.beta[..., None] * (chunk.v - _read(states, chunk.k, chunk.starts)))
 
 
 def _next_states(states: jax.Array, chunk: _Chunk) -> jax.Array:
@@ -426,7 +440,8 @@ class Taps(nnx.Module):
             read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
             kept.append(jnp.where(at[..., None] < 0, 0, read))
             at = jnp.where(at < 0, -1, jnp.take_along_axis(order.previous, jnp.maximum(at, 0), 1))
-        y = short_convolution(x, kernel, order.previous)
+        # The backward pass reads the taps' inputs again: it would keep a copy for each tap.
+        y = jax.checkpoint(short_convolution, prevent_cse=False)(x, kernel, order.previous)
         return self._biased(y), jnp.concatenate(kept[::-1], 1)
 
     def extend(self, x: jax.Array, kept: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
