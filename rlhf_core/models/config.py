@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -195,6 +196,11 @@ class Stack(NamedTuple):
 
     config: DecoderConfig
     layers: tuple[int, ...]
+
+
+def layer_loops(kinds: Sequence[str]) -> list[tuple[str, int]]:
+    """Group layers: the kind of those that follow each other, and how many they are."""
+    return [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
 
 
 def repetition(loops: Sequence[Any]) -> tuple[int, int, int]:

@@ -50,6 +50,7 @@ from rlhf_core.models.config import (
     Rope,
     Stack,
     layer_kinds,
+    layer_loops,
     remat_policy,
     repetition,
 )
@@ -693,7 +694,7 @@ def run_layers(
             kept += _each(keeps, count)
         return x, kept
 
-    loops = [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
+    loops = layer_loops(kinds)
     before, period, repeats = repetition(loops)
     pattern, take = (
         loops[before : before + period],

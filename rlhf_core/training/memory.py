@@ -13,7 +13,7 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.errors import counted
 from rlhf_core.mesh import HOST, OPTIONAL, with_shardings
 from rlhf_core.models import Decoder, Definition, Model
-from rlhf_core.models.config import remat_policy
+from rlhf_core.models.config import layer_loops, remat_policy, repetition
 from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -44,7 +44,10 @@ SCORING_WIDTHS = 12
 def saved_bytes(
     definition: Definition, shape: tuple[int, int], frozen: str | Sequence[str] | None = None
 ) -> int:
-    """Count the bytes that a forward pass over rows × time tokens saves for the backward pass, parameters left out."""
+    """Count the bytes that a forward pass over rows × time tokens saves for the backward pass, parameters left out.
+
+    Where a pattern of layers repeats, the backward pass copies what one round of it has saved.
+    """
     params = definition.abstract_params()
     trained, fixed = split(params, fixed_parameters(params, frozen, definition))
     tokens = jax.ShapeDtypeStruct(shape, np.int32)
@@ -57,7 +60,10 @@ def saved_bytes(
         shapes = [leaf.shape, leaf.shape[1:]] if leaf.shape[:1] == (1,) else [leaf.shape]
         if found := [(shape, leaf.dtype) for shape in shapes if (shape, leaf.dtype) in residuals]:
             residuals.remove(found[0])
-    return sum(_size(*residual) for residual in residuals)
+    size = sum(_size(*residual) for residual in residuals)
+    kinds = definition.config.kinds if isinstance(definition, Decoder) else ()
+    repeats = repetition(layer_loops(kinds))[2]
+    return size + (size // repeats if repeats else 0)
 
 
 def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
