@@ -409,20 +409,34 @@ class ConversationSampler(_PlacedModel):
         """
         check_prompts(lengths, self.max_prompt_length)
         self._ahead.compile("weights", self._prepare.lower(params))
-        names: list[Hashable] = [
-            "decode",
-            *(("extend", chunk) for chunk in self.program.chunks),
-            "begin",
-            "copy",
-        ]
-        if self.program.alternatives is not None:
-            names += [("read", chunk) for chunk in self.program.chunks]
-        for name in (*names, "note") if self.program.penalised else names:
-            self._ahead.compile(name, self.lower(name))
+        for length in reversed(self.program.lengths):
+            for name in self._names(length):
+                self._ahead.compile((name, length), self.lower(name, length))
 
-    def lower(self, name: Hashable) -> Any:
-        """Lower a program from shapes: "begin", "copy", "note", "decode", ("extend", chunk) or ("read", chunk)."""
-        program, rows = self.program, partial(abstract_rows, self.mesh)
+    def _names(self, length: int) -> list[Hashable]:
+        """List the programs, as `lower` calls them, over caches of `length` entries."""
+        program, lengths = self.program, self.program.lengths
+        chunks = dataclasses.replace(program, length=length).chunks
+        names: list[Hashable] = ["decode", "copy"]
+        if length == lengths[0]:
+            names.append("begin")
+        if not program.packs or length > turns.PACKED[1]:
+            names += [("extend", chunk) for chunk in chunks]
+        if program.packs:
+            names.append("place")
+        if length == program.length:
+            names += ["prefill"] * program.packs
+            names += [("read", chunk) for chunk in chunks] * (program.alternatives is not None)
+        if program.penalised:
+            names.append("note")
+        return names + [("resize", other) for other in lengths if other != length]
+
+    def lower(self, name: Hashable, length: int | None = None) -> Any:
+        """Lower a program from shapes: "begin", "copy", "note", "decode", "prefill", "place", or ("extend", chunk),
+        ("read", chunk), ("resize", new length). length: of the caches; None: the longest.
+        """
+        program = dataclasses.replace(self.program, length=length or self.program.length)
+        rows = partial(abstract_rows, self.mesh)
         weights = abstract_weights(program.definition, self.mesh, shared=program.shared_layers)
 
         def placed(spec: Any, tree: Any) -> Any:
@@ -438,12 +452,20 @@ class ConversationSampler(_PlacedModel):
         if name == "note":
             fed = rows(turns.padded_fed(program, program.copies, program.length))
             return turns.note.lower(seen, fed, program=program)
+        if name in ("prefill", "place"):
+            packed, pieces = rows(turns.padded_packed(program))
+            if name == "prefill":
+                return turns.prefill.lower(weights, packed, program=program)
+            read = placed(turns.CACHE, turns.prefill.eval_shape(weights, packed, program=program))
+            return turns.place.lower(cache, read, pieces, program=program)
         if name == "decode":
             slots = rows(turns.empty_slots(program))
             key = np.asarray(jax.random.key_data(jax.random.key(0, impl=program.key_type)))
             arguments = (weights, cache, seen, slots, key, self._abstract_stop_table, np.int32(0))
             return turns.decode.lower(*arguments, program=program)
         assert isinstance(name, tuple)
+        if name[0] == "resize":
+            return turns.resize.lower(cache, program=program, length=name[1])
         fed = rows(turns.padded_fed(program, program.rows(name[1]), name[1]))
         if name[0] == "read":
             return turns.read.lower(weights, cache, fed, fed.tokens, program=program)

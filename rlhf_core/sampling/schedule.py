@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhf_core.contracts import Beginning, Continuation, SamplerFunction, TurnSettings, Weights, World
 from rlhf_core.sampling.next_token import ENDED
-from rlhf_core.sampling.turns import STEPS, STOP_IDS, Devices, empty_slots, turn_number
+from rlhf_core.sampling.turns import PACKED, STEPS, STOP_IDS, Devices, empty_slots, turn_number
 
 STEPS_WAITING = 16
 """The most tokens per turn that are decoded before the world is asked for replies that are outstanding."""
@@ -291,6 +291,11 @@ class Schedule:
     def _feed_with(
         self, weights: Weights | None, ends: Sequence[tuple[Conversation, int]], reads: bool
     ) -> None:
+        if self.devices.program.packs and not reads:
+            short = [(c, end) for c, end in ends if c.fed == 0 < end <= PACKED[1]]
+            self.devices.prefill([(c.slot, c.context[:end]) for c, end in short], weights)
+            for conversation, end in short:
+                conversation.fed = end
         pending = [(c, end, c.pieces(end, self.chunks, self.length)) for c, end in ends]
         while pending:
             pieces: list[Any] = []
@@ -303,6 +308,8 @@ class Schedule:
                     pieces.append((conversation.slot, chunk, start, tokens))
                     left.append((conversation, end, rest))
             pending = left
+            entries = [start + chunk for _, chunk, start, _ in pieces]
+            self.devices.grow(self.length if pieces and reads else max(entries, default=0))
             if weights is None or not reads:
                 self.devices.feed(pieces, weights)
                 continue
@@ -340,17 +347,28 @@ class Schedule:
 
     def _decode(self) -> None:
         """Decode for a while with the weights of each conversation."""
+        slots = self.slots
+        ahead = np.minimum(slots.limit - slots.drawn, self._steps)
+        entries = int((slots.position + ahead)[slots.active].max())
+        self.devices.grow(entries)
+        if self.devices.cut(entries):
+            self.groups = [group if self.slots.active[i] else None for i, group in enumerate(self.groups)]
         holders = [self.holders[slot] for slot in np.flatnonzero(self.slots.active)]
         for weights in dict.fromkeys(holder.weights for holder in holders if holder is not None):
             self._decode_with(weights)
+
+    @property
+    def _steps(self) -> int:
+        """The most tokens of each turn that are decoded before the world is asked again."""
+        steps: int = getattr(self.world, "steps", STEPS_WAITING if self.answering else STEPS)
+        return steps
 
     def _decode_with(self, weights: Weights | None) -> None:
         """Decode for a while, and submit the turns that have ended, by the number of their conversations."""
         slots = self.slots
         mine = [holder is not None and holder.weights is weights for holder in self.holders]
         active = slots.active & np.array(mine)
-        steps = getattr(self.world, "steps", STEPS_WAITING if self.answering else STEPS)
-        decoded = self.devices.decode(slots._replace(active=active), steps, weights)
+        decoded = self.devices.decode(slots._replace(active=active), self._steps, weights)
         ended = []
         for slot in np.flatnonzero(active):
             conversation = self.holders[slot]

@@ -298,6 +298,11 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
         def __init__(self, *_: Any) -> None:
             self.program = sampler.program
 
+        def grow(self, entries: int) -> None: ...
+
+        def cut(self, entries: int) -> bool:
+            return False
+
         def feed(self, pieces: Any, own: Any = None) -> None: ...
 
         def copy(self, pairs: Any) -> None: ...

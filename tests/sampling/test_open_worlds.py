@@ -14,7 +14,7 @@ from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh, SamplingOptions
+from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh, SamplingOptions, turns
 from rlhf_core.sampling.filters import top_k_filter, top_k_rows_filter
 
 VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
@@ -41,6 +41,7 @@ class Wish(NamedTuple):
 
 
 WISHES = [
+    Wish([*range(4, 39)] * 5, limit=6, seed=4),
     Wish([5, 6, 7, 8], seed=1),
     Wish([5, 6, 7, 8], seed=2, settings={"temperature": 0.6, "top_k": 5}),
     Wish([9] * 25, seed=1, settings={"temperature": 1.4, "top_p": 0.7}, own=1),
@@ -52,6 +53,7 @@ WISHES = [
     Wish([*range(4, 28), 5], seed=3, settings={"reads_context": True}, own=1),
     Wish([5, 6, 7, 8], seed=1, settings={"reads_context": True}),
 ]
+"""The first one needs longer caches than the others."""
 
 
 class Asking:
@@ -100,18 +102,22 @@ class Asking:
         )
 
 
-@pytest.fixture(scope="module")
-def sampler() -> ConversationSampler:
+def make_sampler(slots: int = SLOTS) -> ConversationSampler:
     inputs = SamplerInputs(
         definition=DEFINITION,
         options=SamplingOptions(max_completion_length=64),
         mesh=make_mesh(devices=jax.devices()[:1]),
         stop_ids=(3,),
-        prompts_per_call=SLOTS,
-        max_prompt_length=30,
+        prompts_per_call=slots,
+        max_prompt_length=180,
         conversation_length=40,
     )
     return ConversationSampler(inputs, alternatives=4)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> ConversationSampler:
+    return make_sampler()
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +140,34 @@ def run(sampler: ConversationSampler, weights: list[Weights], wishes: dict[int, 
 
 def whole_logits(params: Any, ids: list[int]) -> np.ndarray:
     """Compute a sequence's logits [time, vocabulary] in one pass, padded so that one program serves every length."""
-    mask = (np.arange(48) < len(ids)).astype(np.int32)[None]
-    padded = np.pad(np.array([ids], np.int32), ((0, 0), (0, 48 - len(ids))))
+    mask = (np.arange(192) < len(ids)).astype(np.int32)[None]
+    padded = np.pad(np.array([ids], np.int32), ((0, 0), (0, 192 - len(ids))))
     return np.asarray(LOGITS(params, padded, mask), np.float64)[0, : len(ids)]
 
 
-def test_settings_per_turn(sampler: ConversationSampler, weights: list[Weights], params: list[Any]) -> None:
+def note_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make a list of the lengths of caches that turns are decoded in."""
+    lengths: list[int] = []
+    decode = turns.Devices.decode
+
+    def noted(self: turns.Devices, *arguments: Any) -> turns.Decoded:
+        lengths.append(self._now.length)
+        return decode(self, *arguments)
+
+    monkeypatch.setattr(turns.Devices, "decode", noted)
+    return lengths
+
+
+def test_settings_per_turn(
+    sampler: ConversationSampler,
+    weights: list[Weights],
+    params: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", 1)
+    lengths = note_lengths(monkeypatch)
     together = run(sampler, weights, dict(enumerate(WISHES)))
+    assert set(lengths) == {128, 256}
     for number, wish in enumerate(WISHES):
         tokens, logps, ids, best = together.result(number)
         # To the bit what it is alone, in another slot.
@@ -219,8 +246,29 @@ def test_ends_new_weights_and_forgotten_prompts(
 
 
 @pytest.mark.long
+def test_nothing_compiles_after_the_warm_up(params: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", 1)
+    fresh, compiled = make_sampler(SLOTS + 1), list[str]()
+
+    def note(name: str, *_: Any, **__: Any) -> None:
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    fresh.warm_up(params[0], [1])
+    fresh._ahead.wait_for_all()
+    both = [fresh.place(each) for each in params]
+    jax.random.key_data(jax.random.fold_in(KEY, 0))  # the world's
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        run(fresh, both, dict(enumerate(WISHES)))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not compiled
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any]) -> None:
+def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_settings_per_turn` has the assertions."""
     mesh = make_mesh(devices=jax.devices()[:4])
     inputs = SamplerInputs(
@@ -229,12 +277,12 @@ def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any]) -> None:
         mesh=mesh,
         stop_ids=(3,),
         prompts_per_call=8,
-        max_prompt_length=30,
+        max_prompt_length=180,
         conversation_length=40,
     )
     spread = ConversationSampler(inputs, alternatives=4)
     placed = [jax.device_put(each, DEFINITION.shardings(mesh)) for each in params]
-    test_settings_per_turn(spread, [spread.place(each) for each in placed], placed)
+    test_settings_per_turn(spread, [spread.place(each) for each in placed], placed, monkeypatch)
 
 
 def test_weights_that_change_in_the_middle(
