@@ -177,8 +177,6 @@ class ScoringContract:
 
 
 SEQUENCES_AT_ONCE = 4096
-FEW_SEQUENCES = 256
-"""Sequences of a call for which one of a few usual row shapes does, see `Scorer.reuses_shapes`."""
 SHORTEST_ROW = 64
 
 
@@ -203,8 +201,8 @@ class Scorer:
     Programs are compiled once, for a few row shapes chosen at the first call.
 
     layout: these shapes, None before. The last bits of a score depend on them, so a resumed run sets the earlier ones.
-    reuses_shapes: whether a first call with at most `FEW_SEQUENCES` takes one of a few usual shapes, so that scorers of
-        the same model share programs, in place of the cheapest for its sequences. False unless it is set.
+    reuses_shapes: whether the first call takes one of a few usual shapes, so that scorers of the same model share
+        programs, in place of the cheapest for its sequences. False unless it is set.
     normalize: whether to subtract the contract's mean from scores and divide by its standard deviation.
     """
 
@@ -457,8 +455,8 @@ class Scorer:
         # The shapes chosen first serve while every sequence fits; a tree that does not fit is split.
         if self.layout is None or longest > self.layout.time[-1]:
             sizes = [each.size for each in trees]
-            if self.reuses_shapes and len(sequences) <= FEW_SEQUENCES:
-                self.layout = usual_layout(mesh, sizes, group)
+            if self.reuses_shapes:
+                self.layout = usual_layout(mesh, sizes, group, longest=longest)
             else:
                 longest = max(longest, self.contract.max_length or 0)
                 self.layout = scoring_layout(definition, mesh, sizes, group, longest=longest)
@@ -480,9 +478,10 @@ def scoring_layout(
     )
 
 
-def usual_layout(mesh: Mesh, sizes: Sequence[int], group: int) -> Layout:
+def usual_layout(mesh: Mesh, sizes: Sequence[int], group: int, *, longest: int) -> Layout:
     """Choose rows as `scoring_layout` does, from a few: their length and number are the next powers of two."""
-    time = max(SHORTEST_ROW, 1 << (max(sizes) - 1).bit_length())
+    wanted = max(SHORTEST_ROW, longest, min(max(sizes), MICRO_BATCH_TOKENS))  # a larger group is split
+    time = 1 << (wanted - 1).bit_length()
     multiple = row_multiple(mesh)
     # First fit leaves at most one row less than half full.
     needed = -(-min(2 * sum(sizes) // time + 1, len(sizes)) // multiple)

@@ -24,8 +24,7 @@ from rlhf_serve.opening import ServedScorer
 MOST_ROWS = 16_384
 """Rows of one request."""
 MOST_LAYOUTS = 64
-"""Shapes of batches that are compiled for, at most: each request has those that `rlhf score` would choose for its rows,
-one of a few for up to `FEW_SEQUENCES`."""
+"""Shapes of batches that are compiled for, at most: each request has the one that `rlhf score` would choose."""
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
