@@ -5,8 +5,9 @@
 
 Clients ask for completions of mixed lengths, streamed or not, without pause. Each request is one of a few that were
 asked alone before, and must get the same tokens. Before that, rounds with fewer clients measure the time to the first
-token, and others time fixed work against `Sampler`, as `rlhf generate` uses it, in turn. --vllm starts vLLM with the
-same model and sends the same requests to both in turn. Prints JSON.
+token, and others time fixed work against `Sampler`, as `rlhf generate` uses it, in turn, with the seconds of CPU of the
+server and of the sampler: on a busy machine only those can be compared. --vllm starts vLLM with the same model and
+sends the same requests to both in turn. Prints JSON.
 """
 
 from __future__ import annotations
@@ -257,6 +258,11 @@ class Process:
         """Return its resident bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
 
+    def cpu(self) -> float:
+        """Return the seconds of CPU that it has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def end(self) -> None:
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
@@ -342,8 +348,16 @@ async def measure(
         prompts = fixed_prompts(256)
         sample, rounds = generate(model, prompts, 64), []
         for _ in range(given.rounds):
+            spent = [0.0 if server is None else server.cpu()]
             served = await load.work(prompts, 64, given.clients)
-            rounds.append({"served": round(served, 1), "generate": round(sample(), 1)})
+            spent += [0.0 if server is None else server.cpu(), time.process_time()]
+            row = {"served": round(served, 1), "generate": round(sample(), 1)}
+            spent.append(time.process_time())
+            row |= {
+                "served_cpu": round(spent[1] - spent[0], 2),
+                "generate_cpu": round(spent[3] - spent[2], 2),
+            }
+            rounds.append(row)
         found["fixed_work"] = rounds
         found["ratio"] = round(statistics.median(r["served"] / r["generate"] for r in rounds), 3)
     minutes = []
