@@ -60,6 +60,10 @@ def serve(
         Path | None,
         typer.Option("--adapters", metavar="DIR", help="Where adapters may be loaded from, with --control."),
     ] = None,
+    max_adapters: Annotated[
+        int,
+        typer.Option("--max-adapters", min=1, help="Adapters of a policy; each holds a copy of its weights."),
+    ] = 16,
     drain_seconds: Annotated[
         float,
         typer.Option("--drain-seconds", min=0, help="How long requests may take to end after SIGTERM."),
@@ -83,6 +87,7 @@ def serve(
             key_name=api_key_env,
             control=control,
             adapters=adapters,
+            most_adapters=max_adapters,
             drain_seconds=drain_seconds,
             plugins=tuple(plugin or ()),
             chat_template=chat_template,

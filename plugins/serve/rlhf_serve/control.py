@@ -21,8 +21,6 @@ from rlhf_serve.fields import BadRequest, Fields, read
 from rlhf_serve.opening import Opening, ServedAdapter, ServedPolicy, load_policy
 
 MODES = ("abort", "wait", "keep")
-MOST_ADAPTERS = 16
-"""Adapters of a policy that are loaded at a time; each holds merged weights."""
 
 
 class LoadAdapter(Fields):
@@ -65,10 +63,14 @@ class AbortRequests(Fields):
 
 
 class Control:
-    """The control routes of one server. adapters: the directory that adapters may be loaded from, if any."""
+    """The control routes of one server.
 
-    def __init__(self, server: Server, opening: Opening, adapters: Path | None) -> None:
-        self.server, self.opening = server, opening
+    adapters: the directory that adapters may be loaded from, if any. most_adapters: of a policy that are loaded at a
+    time; each holds merged weights.
+    """
+
+    def __init__(self, server: Server, opening: Opening, adapters: Path | None, most_adapters: int) -> None:
+        self.server, self.opening, self.most_adapters = server, opening, most_adapters
         self.directory = None if adapters is None else adapters.resolve(strict=True)
         self._changing = asyncio.Lock()
 
@@ -216,9 +218,11 @@ class Control:
                     "lora_name",
                     kind="InvalidUserInput",
                 )
-            if owner is None and len(served.adapters) >= MOST_ADAPTERS:
+            if owner is None and len(served.adapters) >= self.most_adapters:
                 raise BadRequest(
-                    f"{MOST_ADAPTERS} adapters are loaded; unload one first", kind="InvalidUserInput"
+                    f"{self.most_adapters} adapters are loaded; unload one first, or start the server with a larger "
+                    "--max-adapters",
+                    kind="InvalidUserInput",
                 )
             path = self._adapter_directory(body.lora_path)
             await self.server.engine.call(partial(self._load, served, name, path))

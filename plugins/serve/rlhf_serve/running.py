@@ -37,6 +37,7 @@ class Settings:
     key_name: str | None = None
     control: bool = False
     adapters: Path | None = None
+    most_adapters: int = 16
     drain_seconds: float = 30.0
     plugins: Sequence[Path] = ()
     chat_template: str | None = None
@@ -80,7 +81,7 @@ def application(server: Server, settings: Settings, opening: Opening) -> Any:
     """Make the ASGI application with the routes that the settings ask for."""
     if not settings.control:
         return make_app(server)
-    return make_app(server, Control(server, opening, settings.adapters).routes())
+    return make_app(server, Control(server, opening, settings.adapters, settings.most_adapters).routes())
 
 
 def named(model: str) -> tuple[str, str]:
