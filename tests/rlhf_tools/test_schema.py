@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,10 @@ WRONG: dict[str, tuple[str | int, ...]] = {
 def validator() -> Draft7Validator:
     schema = json.loads(json.dumps(pipeline_schema(plugins.load().registry)))
     Draft7Validator.check_schema(schema)
+    # taplo refuses a schema in which a reference is no address, such as one with a space.
+    assert all(
+        map(re.compile(r"#/definitions/\w+").fullmatch, re.findall(r'"\$ref": "(.*?)"', json.dumps(schema)))
+    )
     return Draft7Validator(schema)
 
 

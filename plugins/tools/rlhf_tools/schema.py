@@ -38,7 +38,7 @@ def pipeline_schema(registry: Registry) -> Schema:
     found = Schemas(registry)
     names = list(registry.names(TRAINER))
     choices = [
-        when("trainer", name, {"$ref": f"#/definitions/{name} stage"}) for name in names if found.stage(name)
+        when("trainer", name, {"$ref": f"#/definitions/{name}_stage"}) for name in names if found.stage(name)
     ]
     stage = {
         "type": "object",
@@ -99,7 +99,7 @@ class Schemas:
                 properties.pop(name, None)
         properties |= {name: {} for name in config.names() if name not in properties}
         properties |= {"name": NAME, "trainer": {"const": trainer}}
-        name = f"{trainer} stage"
+        name = f"{trainer}_stage"
         about = (config.__doc__ or "").strip().split("\n\n")[0]
         self.definitions[name] = closed(properties, ["name", "trainer"]) | {
             "description": " ".join(about.split())
@@ -162,7 +162,8 @@ class Schemas:
 
     def component(self, kind: Kind[Any], owner: type[Component]) -> Schema:
         """Return the schema of a component: a name, or a table with the name, the owner's fields and the options."""
-        key = kind.name if owner is Component else f"{kind.name} of {owner.__name__}"
+        key = kind.name.replace(" ", "_")  # a space is no part of an address: taplo refuses the whole schema
+        key = key if owner is Component else f"{key}_of_{owner.__name__}"
         if key not in self.definitions:
             own = {name: self.field(field) for name, field in owner.model_fields.items() if name != "name"}
             names = list(self.registry.names(kind))
