@@ -94,10 +94,14 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
 
 
 def page_of(file: Path) -> Path:
-    """Return the page of a file or folder: itself, for code the file's name with .md behind it."""
+    """Return the page of a file or folder: itself, for code the file's name with .md behind it.
+
+    Folders lose the dot that their names begin with: zensical takes nothing from hidden ones.
+    """
     if file.is_dir():
         return file / "README.md"
-    return file if file.suffix in {".md", *PICTURES} else file.with_name(file.name + ".md")
+    page = file if file.suffix in {".md", *PICTURES} else file.with_name(file.name + ".md")
+    return ROOT.joinpath(*(part.removeprefix(".") for part in page.relative_to(ROOT).parts))
 
 
 def as_list(folder: Path) -> str:
@@ -169,12 +173,20 @@ def build(version: str) -> Path:
     for page in target.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         page.write_text(FORMULA.sub(formula, text), encoding="utf-8")
-    versions = sorted((each.name for each in (SITE / "html").iterdir() if each.is_dir()), reverse=True)
+    made = (each.name for each in (SITE / "html").iterdir() if each.is_dir())
+    versions = sorted(made, key=newest_first)
     (SITE / "html/versions.json").write_text(
         json.dumps([{"version": each, "title": each, "aliases": []} for each in versions])
     )
     (SITE / "html/index.html").write_text(f'<meta http-equiv="refresh" content="0; url={versions[0]}/">\n')
     return target
+
+
+def newest_first(version: str) -> tuple[int, ...]:
+    """Sort latest first, then 0.10 before 0.9."""
+    return (
+        tuple(-int(number) for number in re.findall(r"\d+", version)) if version[0].isdigit() else (-(10**9),)
+    )
 
 
 def formula(found: re.Match[str]) -> str:

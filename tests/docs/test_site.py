@@ -22,6 +22,8 @@ def test_every_page_is_reached_and_stands_in_the_navigation_once(tmp_path: Path)
         for page in ([value] if isinstance(value, str) else value)
     ]
     assert sorted(listed) == sorted([*(page.relative_to(ROOT).as_posix() for page in pages), "api/x.md"])
+    hidden = [each for each in tmp_path.rglob("*") if each.name.startswith(".")]
+    assert not hidden, "zensical takes nothing from these"
     unreached = set((ROOT / "docs").rglob("*.md")) - set(pages)
     assert not unreached, "no page links these"
 
