@@ -138,7 +138,7 @@ def test_every_policy_is_published_and_proven(train: Callable[..., Any], weights
     assert len(kept) <= 3
     if weights == "disk":  # a run begun again finds other policies under its versions
         shutil.rmtree(directory)
-        _, rows = train(directory, weights=weights, ahead=0, steps=3)
+        _, rows = train(directory, weights=weights, ahead=0, steps=2)
         assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_no_engine_serves_stops_with_its_state_saved(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And the same command continues it to the same weights, once an engine answers."""
-    _, rows = train(ahead=1, steps=4)
+    _, rows = train(ahead=1, steps=3)
     honest = engines.Vllm.complete
     gone = threading.Event()
 
@@ -209,11 +209,11 @@ def test_a_run_that_no_engine_serves_stops_with_its_state_saved(
         patch.setattr(engines.Vllm, "complete", complete)
         patch.setattr(sampler, "FIRST_WAIT", 0.05)
         with pytest.raises(Stopped, match=r"no engine has answered for 0.2 s: .*no route to host"):
-            train(tmp_path / "run", ahead=1, steps=4, patience=0.2)
+            train(tmp_path / "run", ahead=1, steps=3, patience=0.2)
     kept = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert kept == ["2"]
     sampler._STATIONS.clear()  # another process
-    _, again = train(tmp_path / "run", ahead=1, steps=4, patience=0.2)
+    _, again = train(tmp_path / "run", ahead=1, steps=3, patience=0.2)
     clock = {"time", "step_time", "tokens_per_second", "sync/seconds"}
     for row, other in zip(rows, again, strict=True):
         names = {name for name in row if name not in clock and not name.startswith(("time/", "rollout/tok"))}
