@@ -24,7 +24,7 @@ from torture.children import Child, rlhf
 from torture.experiment import Case, Trial
 
 SHARE = 3.0
-DISTURBANCES = 4
+DISTURBANCES = 8
 """Kills of a run, unless it ends before."""
 PROMPTS, UPDATES = 2, 2
 """Of a rollout: its prompts, and the updates it serves."""
@@ -183,7 +183,7 @@ def disturb(case: Case, work: Path, engine: Engine, seconds: float) -> None:
     trainer = rlhf("run", "killed.toml", cwd=work)
     for _ in range(DISTURBANCES):
         kills_engine = engine.process is not None and case.random.random() < 0.4
-        until = time.monotonic() + case.random.uniform(0.0, 0.7 * seconds)
+        until = time.monotonic() + case.random.uniform(0.0, 0.3 * seconds)
         while trainer.running() and time.monotonic() < until:
             time.sleep(0.01)
         if not trainer.running():
