@@ -9,13 +9,14 @@ port=8000
 settings="VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True CUDA_VISIBLE_DEVICES=0,1,2,3"
 serve="$vllm serve $model --port $port --tensor-parallel-size 4 --logprobs-mode processed_logprobs
     --enable-lora --max-loras 3 --max-lora-rank 16"
-if [ "$engine_host" ]; then        # where the connection ends, so does the engine
+if [ "$engine_host" ]; then        # the engine ends with its input, and where the connection is lost
     exec 3< <(exec sleep infinity)
-    ssh "$engine_host" "cd $PWD && env $settings $(echo $serve) & engine=\$!; cat; kill \$engine" <&3 &
+    engine=$!
+    ssh "$engine_host" "cd $PWD || exit; env $settings $(echo $serve) & engine=\$!; cat; kill \$engine" <&3 &
 else
     env $settings $serve &
+    engine=$!
 fi
-engine=$!
 # The run waits `patience` seconds for its engine.
 CUDA_VISIBLE_DEVICES=4,5,6,7 "$rlhf" run pipeline.toml \
     --set "policy.sampler.urls=[\"http://${engine_host:-127.0.0.1}:$port\"]" &
