@@ -6,6 +6,7 @@ A module is built once for all layers, its parameters float32 [layers, …], and
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +21,21 @@ from rlhf_core.models.lora import Lora
 from rlhf_core.models.quantized import Quantization, Quantized, can_quantize
 from rlhf_core.models.rope import rotate
 
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Compute x · (1 + tanh u) / 2 with u = √(2/π) · (x + 0.044715 x³), as x · sigmoid(2u).
+
+    1 + tanh u cancels below -3: in float32 nothing is left of it at -5, and a norm may follow.
+    """
+    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": jax.nn.relu,
 }
 
