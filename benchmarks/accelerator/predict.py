@@ -28,19 +28,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start_in_compiler(names: list[str], arguments: list[str]) -> int:
-    """Run this script again, in the environment that has the compiler."""
+def start_in_compiler(script: str, name: str, arguments: list[str]) -> int:
+    """Run a script again, in the environment that has the compiler for the devices of this name."""
     from rlhf_topologies import interpreters
     from rlhf_topologies.chips import parse
 
-    python = interpreters.find(parse(names[0]))
+    python = interpreters.find(parse(name))
     paths = [
         path for path in map(os.path.abspath, sys.path) if Path(path).is_dir() and "lib/python" not in path
     ]
     paths += [path for path in sys.path if path.endswith("-packages")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [python, "-c", START, json.dumps(paths), __file__, "--here", *arguments],
+        [python, "-c", START, json.dumps(paths), script, "--here", *arguments],
         env={**environment, **interpreters.SETTINGS},
         check=False,
     ).returncode
@@ -105,7 +105,7 @@ def main() -> None:
     if given.here:
         predict(given.on, given.only)
     else:
-        sys.exit(start_in_compiler(given.on, sys.argv[1:]))
+        sys.exit(start_in_compiler(__file__, given.on[0], sys.argv[1:]))
 
 
 if __name__ == "__main__":
