@@ -43,7 +43,7 @@ class Generation:
         str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory, hub name or URL.")
     ]
     file: Annotated[
-        Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
+        str | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
     ] = None
     prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None
     output: Annotated[
@@ -117,7 +117,7 @@ def generate(given: Generation) -> None:
     from rlhf_core.runtime.files import require_writable, write_atomic
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
 
-    require_writable(given.output, given.file)
+    require_writable(given.output, None if given.file is None else Path(given.file))
     runtime.prepare()
     registry = plugins.load(files=given.plugin or ()).registry
     records = _records(given, registry)
@@ -193,7 +193,7 @@ def _records(given: Generation, registry: Registry) -> Records:
         raise InputError(f"--chat_template_kwargs {problem}")
     if given.file is None:
         return data.Records([from_memory([{"prompt": text} for text in given.prompt or ()], "--prompt")])
-    return data.load(str(given.file), registry=registry)
+    return data.load(given.file, registry=registry)
 
 
 def _open(given: Generation, registry: Registry) -> Model:

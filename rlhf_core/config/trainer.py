@@ -216,14 +216,16 @@ class TrainerConfig(Options):
 
     model: Annotated[str | dict[str, Any] | None, BeforeValidator(path_text)] = Field(
         None,
-        description="a directory, a hub name, an earlier stage's STAGE.OUTPUT, or a table for a fresh model",
+        description="a directory, a hub name (hf://OWNER/NAME@REVISION or OWNER/NAME), an earlier STAGE.OUTPUT, "
+        "or a table for a fresh model",
     )
     model_revision: str | None = Field(
-        None, description="branch, tag or commit of a model of the hub; none: its main branch"
+        None, description="branch, tag or commit of a model named OWNER/NAME; none: its main branch"
     )
     train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
         None,
-        description="a file, a dataset name, a table { name, path, weight, split, field, columns }, or a list of these",
+        description="a file, a name of the hub (hf://datasets/OWNER/NAME@REVISION/FILE or OWNER/NAME), a table "
+        "{ name, path, weight, split, field, columns }, or a list of these",
     )
     eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
         None,

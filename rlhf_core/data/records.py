@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core import hub
 from rlhf_core.contracts import DATASET
 from rlhf_core.data.columns import normalise_conversations, rename_columns, require_text
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
@@ -181,7 +182,7 @@ def _from_table(
                 raise InputError(
                     f"'{name}' is not a file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
                 )
-            source = _from_file(_resolve(str(path), base), str(path), name, options)
+            source = _from_file(resolve(str(path), base), str(path), name, options)
         elif name in FORMATS:
             raise InputError(
                 f'{{ name = "{name}" }} needs a path: {{ name = "{name}", path = "pairs.{name}" }}'
@@ -196,12 +197,15 @@ def _from_table(
     return source.take([*range(n)] * whole + [i * n // extra for i in range(extra)], f"weight {weight}")
 
 
-def _resolve(name: str, base: Path | None) -> Path:
-    return (base or Path()) / Path(name).expanduser()
+def resolve(name: str, base: Path | None = None) -> Path:
+    """Return the path of a file, relative to `base`; one on the hub is downloaded."""
+    return hub.fetch(name) if hub.is_hub_name(name) else (base or Path()) / Path(name).expanduser()
 
 
 def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Source:
-    path = _resolve(name, base)
+    if hub.is_hub_name(name) and hub.parse(name).file is None:
+        return from_memory(hub_dataset(name, options), name)
+    path = resolve(name, base)
     if path.exists():
         return _from_file(path, name, None, options)
     if registry is not None and name in registry.names(DATASET):
@@ -308,6 +312,15 @@ def hub_dataset(
 
     if "field" in options:
         raise InputError(f"{name} is not a file: field is for files; leave it out")
+    if hub.is_hub_name(name):
+        of_hub = hub.parse(name)
+        if of_hub.type != "dataset":
+            raise InputError(f"{name} is a model; a dataset is named hf://datasets/{of_hub.repository}")
+        if "revision" in options:
+            raise InputError(
+                f"{name}: its revision is a part of the name, {name}@REVISION; leave revision out"
+            )
+        name, options = of_hub.repository, {**options, "revision": of_hub.revision}
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
     hint = suggest(path.name, siblings) or suggest(name, registered)

@@ -17,7 +17,15 @@ import numpy as np
 from rlhf_core.contracts import DATASET
 from rlhf_core.data.files import COMPRESSIONS, FORMATS, array_records, format_of, parse_line
 from rlhf_core.data.lazy import BLOCK, SAMPLE, Block, BlockEncoder, LazyRows, State
-from rlhf_core.data.records import drop_columns, hub_dataset, is_stream, load, missing_file, with_columns
+from rlhf_core.data.records import (
+    drop_columns,
+    hub_dataset,
+    is_stream,
+    load,
+    missing_file,
+    resolve,
+    with_columns,
+)
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, RunError, error_line, reading
 
@@ -143,7 +151,7 @@ def _of_table(
         return str(name), _of_iterable(registry.get(DATASET, name, **given), str(name))
     if path is None:
         return str(name), _of_iterable(hub_dataset(str(name), options, streaming=True), str(name))
-    file, kind = Path(path).expanduser(), name or format_of(Path(path))
+    file, kind = resolve(str(path)), name or format_of(Path(path))
     if options or kind not in FORMATS:
         raise InputError(
             f"data table {path}: {', '.join(options) or kind} cannot be streamed; a table of a file has name (one of "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from rlhf_core import artifacts
+from rlhf_core import artifacts, hub
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object, reading, suggest, warn
@@ -25,7 +25,6 @@ from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.hf_config import COMMON, DECODER, EXPERT_COUNTS, text_config
 from rlhf_core.models.model import (
     PROCESSOR_FILES,
-    TOKENIZER_FILES,
     Model,
     config_for,
     require_architectures,
@@ -33,6 +32,7 @@ from rlhf_core.models.model import (
 )
 from rlhf_core.models.params import paths
 from rlhf_core.plugins import installed_registry
+from rlhf_core.tokenizer import SMALL_FILES
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -138,7 +138,7 @@ def model_directories(
         )
     directory = local_directory(path, revision)
     if adapter is not None:
-        return directory, local_directory(adapter), peft.Base(peft.fixed_name(path), revision)
+        return directory, local_directory(adapter), peft.named(path, revision)
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         base = peft.base_of(directory)
         try:
@@ -148,7 +148,12 @@ def model_directories(
                 f"{directory / peft.CONFIG}: its base model, base_model_name_or_path, is not there: {error} Where the "
                 "model has moved, set the field to its directory, or give it as --base"
             ) from error
-    return directory, None, peft.Base(peft.fixed_name(path), revision)
+    return directory, None, peft.named(path, revision)
+
+
+DESCRIBING = (*SMALL_FILES, "rlhf_artifact.json", peft.CONFIG, *PROCESSOR_FILES)
+"""What is downloaded of a model's repository to describe it; `WHOLE` to load it."""
+WHOLE = (*DESCRIBING, "*.safetensors", "*.safetensors.index.json")
 
 
 def local_directory(path: str | Path, revision: str | None = None) -> Path:
@@ -156,7 +161,12 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
 
     Raises InputError where there is neither.
     """
-    directory = Path(path).expanduser()
+    if hub.is_hub_name(path):
+        if revision is not None:
+            raise InputError(f"{path}: its revision is a part of the name: leave {revision!r} out")
+        directory = hub.fetch(str(path), WHOLE)
+    else:
+        directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
     if directory.exists():
@@ -168,27 +178,15 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
             f"{path}: no such directory; give a directory in Hugging Face layout, or a hub name OWNER/NAME."
             f"{suggest(directory.name, names)}"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    patterns = [
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "config.json",
-        "generation_config.json",
-        "rlhf_artifact.json",
-        peft.CONFIG,
-        *TOKENIZER_FILES,
-        *PROCESSOR_FILES,
-    ]
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"{path}: no such directory, and the hub did not give it: {reason}. Where there is no network, fetch it on "
-            f"another machine (hf download {path}) and give its directory; a gated model needs hf auth login"
-        ) from None
+        return hub.fetch(str(hub.HubName(str(path), "model", revision, None)), WHOLE)
+    except InputError as error:
+        raise InputError(f"{path}: no such directory, and {error}") from None
+
+
+def described(name: str) -> Path:
+    """Find the directory that describes a model with an hf:// name: its files without the weights."""
+    return hub.fetch(name, DESCRIBING)
 
 
 def stored_head(directory: Path) -> Head | None:
@@ -224,7 +222,7 @@ def check_model(
     definition, _ = define(_read_config(directory), head, directory, registry)
     if adapter_directory is not None:
         peft.Adapter(adapter_directory)
-    absent = not needs_weights and not any(directory.glob("*.safetensors"))
+    absent = (not needs_weights or hub.in_cache(directory)) and not any(directory.glob("*.safetensors"))
     if isinstance(definition, Decoder) and not absent:
         weights.check(definition, directory)
 

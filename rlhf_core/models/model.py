@@ -26,7 +26,7 @@ from rlhf_core.models.hf_config import shown, text_config, with_text_config
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.models.params import Path as ParameterPath
 from rlhf_core.models.params import join, paths, split
-from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
+from rlhf_core.tokenizer import TOKENIZER_FILES, load_tokenizer, special_ids, template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import stop_ids_in
 
 if TYPE_CHECKING:
@@ -126,18 +126,6 @@ def save_stop_ids(stop_ids: Sequence[int], config_ids: Any, directory: Path) -> 
     file.write_text(text + "\n", encoding="utf-8")
 
 
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-]
 PROCESSOR_FILES = ["*processor_config.json", "tekken.json", "params.json"]
 """Files of checkpoints that hold more than a text model, which are copied as they are."""
 
@@ -273,7 +261,7 @@ class Model:
         """Return the model with fresh adapters, without effect until they are trained; see `Lora`.
 
         targets: "all-linear", or names and regular expressions of linear layers. base: the name of this model in the
-        adapter's configuration; default: the directory that it came from.
+        adapter's configuration, which has the revision of an hf:// name; default: the directory that it came from.
         Raises InputError for a target that does not exist, and for a model that has adapters already.
         """
         if self.definition.lora is not None:
@@ -281,7 +269,8 @@ class Model:
         modules = linear_modules(self.definition.quantized_as(None).abstract_params())
         lora = Lora(rank, float(alpha), dropout, use_rslora, resolve(targets, modules))
         definition = self.definition.with_lora(lora)
-        named = base or (None if self.source is None else peft.fixed_name(self.source))
+        source = base or self.source
+        named = None if source is None else peft.named(source)
         return dataclasses.replace(
             self,
             definition=definition,

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 from safetensors.numpy import save_file
 
+from rlhf_core import hub
 from rlhf_core.artifacts import ADAPTER_CONFIG, MANIFEST
 from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.models.hf_config import shown
@@ -127,6 +128,14 @@ def fixed_name(named: str | Path) -> str:
     return "/".join(cached.groups()) if cached else str(directory.resolve())
 
 
+def named(path: str | Path, revision: str | None = None) -> Base:
+    """Name a model for its adapters, by a directory, a hub name or an hf:// name."""
+    if not hub.is_hub_name(path):
+        return Base(fixed_name(path), revision)
+    name = hub.parse(str(path))
+    return Base(name.repository, name.revision)
+
+
 def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
     """Set the task in an adapter's configuration to `head`, and whether the head is saved with the adapter."""
     changed, saved = dict(config), config.get("modules_to_save") or []
@@ -140,18 +149,14 @@ def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
 
 
 def config_for(
-    lora: Lora,
-    names: Mapping[str, Sequence[str]],
-    *,
-    base: str | None,
-    head: str,
-    revision: str | None = None,
+    lora: Lora, names: Mapping[str, Sequence[str]], *, base: Base | None, head: str
 ) -> dict[str, Any]:
     """Make the adapter_config.json of an adapter of the model `base`. names: `Definition.module_names`."""
+    revision = None if base is None else base.revision
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": None if base is None else base.named,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
@@ -286,7 +291,7 @@ class Adapter:
                 config["revision"] = base.revision
         else:
             head = definition.head
-            config = config_for(lora, names, base=base.named, head=head, revision=base.revision)
+            config = config_for(lora, names, base=base, head=head)
         adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
         return self._merge_dora(adapted, names) if self.fields.use_dora else adapted
 

@@ -182,7 +182,9 @@ def _request(plan: Plan, stage: StagePlan, host: Host, accept: Collection[str]) 
     return Request(
         stage.name,
         stage.dir,
-        identity.of_pipeline(stage.trainer_name, stage.seed, stage.written, inputs, host.registry),
+        identity.of_pipeline(
+            stage.trainer_name, stage.seed, stage.written, inputs, host.registry, stage.pins
+        ),
         _reads(stage),
         accept=frozenset(accept),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.contracts import TRAINER, Forecast
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest_file
+from rlhf_core.hub import is_hub_name
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
@@ -125,7 +126,7 @@ def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
     field = "model.tokenizer" if isinstance(model, Mapping) else "model"
     name = model.get("tokenizer") if isinstance(model, Mapping) else model
     by_earlier_stage = model != planned.written.model
-    if by_earlier_stage or not isinstance(name, str) or Path(name).expanduser().is_dir():
+    if by_earlier_stage or not isinstance(name, str) or is_hub_name(name) or Path(name).expanduser().is_dir():
         return ()
     hint = suggest_file(Path(name)) if Path(name).parent.is_dir() else ""
     return (
@@ -166,7 +167,7 @@ def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
 
 
 def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:
-    """Return the directory of the tokenizer of a stage's model; None if it is not known locally yet."""
+    """Return the directory or hf:// name of the tokenizer of a stage's model; None if it is not known yet."""
     if isinstance(model, Mapping):
         model = model.get("tokenizer")
     if not isinstance(model, str):
@@ -174,4 +175,4 @@ def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | No
     stage = model.partition(".")[0]
     if stage in earlier:
         return earlier[stage]
-    return model if Path(model).is_dir() else None
+    return model if is_hub_name(model) or Path(model).is_dir() else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core import hub
 from rlhf_core.config import Component, TrainerConfig, build, parse_value
 from rlhf_core.config.build import components
 from rlhf_core.config.paths import (
@@ -25,6 +26,8 @@ from rlhf_core.config.paths import (
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
 from rlhf_core.data.records import named_sets
 from rlhf_core.errors import UNREADABLE, InputError, collected, exists, reading, suggest, suggest_file
+from rlhf_core.models.loading import described
+from rlhf_core.stage.record import recorded_pins
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
@@ -141,7 +144,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     if isinstance(value, list | tuple):
         return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
     field = TrainerConfig.aliases().get(field, field)
-    if not isinstance(value, str):
+    if not isinstance(value, str) or hub.is_hub_name(value):
         return value
     if not value:
         if is_input_field(field):
@@ -343,9 +346,9 @@ class StagePlan:
 
     config: the trainer's config, with references replaced by the paths of the artifacts.
     written: the config with its references, as the resolved pipeline shows it.
-    inputs: {dotted path in the config: Input}.
+    inputs: {dotted path in the config: Input}. pins: {hf:// name as written: the same with its commit}, of the run.
     preview: `config` for a forecast: a model that this pipeline has yet to train is replaced by the one it starts from,
-    which has the same shapes and tokenizer.
+    which has the same shapes and tokenizer; a model of the hub by the directory of its config.json and tokenizer.
     """
 
     name: str
@@ -355,6 +358,7 @@ class StagePlan:
     written: TrainerConfig
     preview: TrainerConfig
     inputs: Mapping[str, Input]
+    pins: Mapping[str, str]
     dir: Path
     seed: int
 
@@ -372,10 +376,11 @@ class Plan:
 
 @dataclass
 class _Known:
-    """The outputs of earlier stages: {stage: {output: kind}}, None where the trainer is unknown."""
+    """The outputs of earlier stages: {stage: {output: kind}}, None where the trainer is unknown; commits of the hub."""
 
     dir: Path
     names: Sequence[str]
+    pins: hub.Pins
     outputs: dict[str, Mapping[str, str] | None] = field(default_factory=dict)
     models: dict[str, Any] = field(default_factory=dict)
 
@@ -390,7 +395,8 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     and options, wrong types, missing files, dangling references and references of the wrong kind.
     """
     problems = [*file.problems, *_directory_problems(file.dir)]
-    known = _Known(file.dir, [table.name for table in file.stages])
+    names = [table.name for table in file.stages]
+    known = _Known(file.dir, names, recorded_pins([file.dir / name for name in names]))
     stages = []
     for table in file.stages:
         stage = _stage(table, file, host, known, problems)
@@ -433,10 +439,11 @@ def _stage(
         except InputError as error:
             problems += [f"{where}.trainer: {problem}" for problem in error.problems]
     outputs = None if trainer is None else dict(trainer.outputs)
-    written, given = None, dict(table.options)
+    pinned = known.pins.pin(table.options, where, problems)
+    written, given = None, dict(pinned)
     if trainer is not None:
         with collected(problems):
-            options = _with_default_names(trainer.config, table.options)
+            options = _with_default_names(trainer.config, pinned)
             written = build(trainer.config, options, where=where, registry=host.registry)
             given = written.to_dict()
 
@@ -454,6 +461,11 @@ def _stage(
     source = config.model
     while isinstance(source, str) and (made := _made_by(source, known)) is not None:
         source = known.models[made]
+    if isinstance(source, str) and source in known.pins.used.values():
+        try:
+            source = str(described(source))
+        except InputError as error:
+            problems += [f"{where}.model: {problem}" for problem in error.problems]
     return StagePlan(
         name=table.name,
         trainer_name=table.trainer,
@@ -462,6 +474,7 @@ def _stage(
         written=written,
         preview=config if source == config.model else config.replace(model=source),
         inputs=fields.inputs,
+        pins=known.pins.used,
         dir=file.dir / table.name,
         seed=file.seed if config.seed is None else config.seed,
     )

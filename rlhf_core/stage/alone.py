@@ -24,7 +24,7 @@ from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.stage import Stage, identity
 from rlhf_core.stage.decide import Request
 from rlhf_core.stage.execute import Notes, run_stage
-from rlhf_core.stage.record import decide_together
+from rlhf_core.stage.record import decide_together, recorded_pins
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -151,6 +151,14 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
         inputs["model"] = model_init()
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
     directory = Path(broadcast_text(str(config.save_directory or made)), directory_name(config.full_name))
+    pins, problems = recorded_pins([directory]), list[str]()
+    table = config.to_dict()
+    pinned = pins.pin(table, trainer, problems)
+    if changes := {name: value for name, value in pinned.items() if value != table[name]}:
+        config = config.replace(**changes)
+    inputs = identity.pinned_inputs(inputs, pins, problems)
+    if problems:
+        raise InputError(*problems)
     stage = Stage(
         name=trainer,
         dir=directory,
@@ -164,7 +172,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     )
 
     def ask() -> list[Request]:
-        now = identity.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
+        now = identity.of_objects(trainer, stage.seed, config, stage.inputs, host.registry, pins.used)
         return [Request(trainer, directory, now, elsewhere="save_directory", accept=frozenset(accept))]
 
     with lock(directory, "save_directory"):

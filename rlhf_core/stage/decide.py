@@ -26,7 +26,8 @@ from rlhf_core.hidden import HIDDEN
 Record = Mapping[str, Any]
 """What a stage computes, as JSON: `trainer`, `seed`, `config` (nested), `inputs` {field: {path, reference, identity}},
 `code` {field: {name, owner, hash}}, `versions` {distribution: version}; after accepted changes also `accepted`, a list
-of {field, change, after_update, time}. `rlhf_core.stage.identity` makes it."""
+of {field, change, after_update, time}; with names of the hub, `hub` {name as written: the same with its commit}.
+`rlhf_core.stage.identity` makes it."""
 Action = Literal["begin", "continue", "extend", "skip", "refuse"]
 UNCOMPARED = frozenset(
     {

@@ -32,6 +32,7 @@ from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.source import digest, json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
+from rlhf_core.hub import Pins
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import Model
 from rlhf_core.plugins.component import load_function
@@ -63,19 +64,25 @@ def of_pipeline(
     written: TrainerConfig,
     inputs: Mapping[str, tuple[Path, str | None]],
     registry: Registry,
+    pins: Mapping[str, str],
 ) -> dict[str, Any]:
     """Record a stage of a pipeline.
 
-    inputs: {field: (path, STAGE.OUTPUT or None)}; a path that does not exist yet has no identity.
+    inputs: {field: (path, STAGE.OUTPUT or None)}; a path that does not exist yet has no identity. pins: of the hub.
     """
     paths = {field: _path_input(path, reference) for field, (path, reference) in inputs.items()}
-    return _record(trainer, seed, written, public_table(written, registry), paths, registry)
+    return _record(trainer, seed, written, public_table(written, registry), paths, registry) | _hub(pins)
 
 
 def of_objects(
-    trainer: str, seed: int, config: TrainerConfig, given: Mapping[str, Any], registry: Registry
+    trainer: str,
+    seed: int,
+    config: TrainerConfig,
+    given: Mapping[str, Any],
+    registry: Registry,
+    pins: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Record a trainer called from Python. given: its arguments, as in `Stage.inputs`."""
+    """Record a trainer called from Python. given: its arguments, as in `Stage.inputs`. pins: of the hub."""
     table = public_table(config, registry)
     inputs: dict[str, dict[str, Any]] = {}
     functions: dict[str, dict[str, Any]] = {}
@@ -112,7 +119,18 @@ def of_objects(
     for field, path in _paths(table):
         inputs.setdefault(field, _path_input(path, None))
     record = _record(trainer, seed, config, table, inputs, registry)
-    return {**record, "code": {**record["code"], **functions}}
+    return {**record, "code": {**record["code"], **functions}} | _hub(pins)
+
+
+def _hub(pins: Mapping[str, str] | None) -> dict[str, Any]:
+    return {"hub": dict(pins)} if pins else {}
+
+
+def pinned_inputs(given: Mapping[str, Any], pins: Pins, problems: list[str]) -> dict[str, Any]:
+    """Replace hf:// names in what a trainer is given from Python, as `Pins.pin` does; objects stay."""
+    specs = {name: _spec(value) for name, value in given.items()}
+    pinned = {name: pins.pin(spec, name, problems) for name, spec in specs.items()}
+    return {name: value if pinned[name] == specs[name] else pinned[name] for name, value in given.items()}
 
 
 def _record(

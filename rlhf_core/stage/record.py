@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import UNREADABLE, InputError, warn
+from rlhf_core.hub import Pins
 from rlhf_core.runtime.agreement import broadcast_text, raise_together
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
 from rlhf_core.stage.decide import Begun, Decision, Difference, Record, Request, compare, decide_all
@@ -143,6 +144,17 @@ class StageRecord:
     def _write(self, record: dict[str, Any]) -> None:
         write(self.dir, record)
         self.then = record
+
+
+def recorded_pins(directories: Sequence[Path]) -> Pins:
+    """Return the commits of hf:// names that are in the records of stages."""
+    pins: dict[str, str] = {}
+    for directory in directories:
+        with suppress(
+            InputError, ValueError
+        ):  # damaged, or no path: reported when the stage is decided about
+            pins |= StageRecord(directory, directory.name).then.get("hub", {})
+    return Pins(pins)
 
 
 def write(directory: Path, record: Mapping[str, Any]) -> None:

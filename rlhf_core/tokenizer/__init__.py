@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from rlhf_core import hub
 from rlhf_core.errors import InputError, is_library_error, suggest
 from rlhf_core.tokenizer.chat_template import templates_of
 from rlhf_core.tokenizer.encoding import (
@@ -43,6 +44,22 @@ __all__ = [
 ]
 
 
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+]
+SMALL_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json")
+"""Files of a model that a tokenizer and its special tokens are read from."""
+
+
 def load_tokenizer(source: str | Path) -> Any:
     """Load a transformers tokenizer from a local directory or the hub, without running code that comes with it.
 
@@ -51,7 +68,7 @@ def load_tokenizer(source: str | Path) -> Any:
     # Silences transformers' advice to install PyTorch, and tokenizers' warnings about forks.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    path = Path(source).expanduser()
+    path = hub.fetch(str(source), SMALL_FILES) if hub.is_hub_name(source) else Path(source).expanduser()
     if path.is_file():
         raise InputError(f"{source} is a file: give the directory that holds tokenizer.json")
     if path.is_dir():

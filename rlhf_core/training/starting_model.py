@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_core import hub
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.trainer import SCHEDULES
@@ -137,7 +138,6 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
         raise InputError(
             f"{where}: an adapter needs a base model in a directory or on the hub; save this one first"
         )
-    hub = isinstance(source, str) and not Path(source).exists()
     if plain(model.quantized) != plain(asked.base):
         held = "float32" if model.quantized is None else f"'{model.quantized}'"
         raise InputError(
@@ -148,7 +148,7 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
         )
     if present is None:
         options = {name: value for name, value in asked.to_dict().items() if name != "base"}
-        return model.with_lora(**options, seed=stage.seed, base=source if hub else None)
+        return model.with_lora(**options, seed=stage.seed, base=_hub_name(config, source))
     modules = linear_modules(model.definition.quantized_as(None).abstract_params())
     if present != asked_lora(asked, modules):
         raise InputError(
@@ -157,6 +157,15 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
             f"they are merged"
         )
     return model
+
+
+def _hub_name(config: TrainerConfig, source: Any) -> str | None:
+    """Return the name of the hub that adapters give their base; None for a base on this machine."""
+    if not isinstance(source, str) or Path(source).exists():
+        return None
+    if hub.is_hub_name(source):
+        return source
+    return str(hub.HubName(source, "model", config.model_revision, None))
 
 
 def asked_lora(options: LoraOptions, modules: Sequence[str]) -> Lora:

@@ -70,6 +70,7 @@ def data(
 ) -> None:
     """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""
     from rlhf_core import data, plugins
+    from rlhf_core.hub import is_hub_name, parse
     from rlhf_core.runtime.terminal import show
     from rlhf_core.tokenizer import load_tokenizer
     from rlhf_report import data_profile
@@ -84,7 +85,8 @@ def data(
     else:
         from rlhf_core.data.streams import first_rows, open_streams
 
-        spec = {"path" if Path(file).exists() else "name": file, "streaming": True}
+        is_file = Path(file).exists() or (is_hub_name(file) and parse(file).file is not None)
+        spec = {"path" if is_file else "name": file, "streaming": True}
         records = first_rows(open_streams(spec, registry=registry), first)
     profile = data_profile.profile(
         records, loaded, max_length=max_sequence_length, chat_template=chat_template

@@ -60,7 +60,7 @@ def score(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A reward model: an artifact, directory, hub name or URL.")
     ],
-    file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
+    file: Annotated[str, typer.Argument(metavar="INPUT.jsonl")],
     output: Output = None,
     normalize: Normalize = False,
     chat: AsChat = False,
@@ -81,10 +81,10 @@ def score(
     from rlhf_rewards.reward_bench import Summary, check_ties
     from rlhf_rewards.score import Unfinished, identity_of, prompts_as_turns, with_scores
 
-    require_writable(output, file)
+    require_writable(output, Path(file))
     runtime.prepare()
     registry = plugins.load(files=plugin or ()).registry
-    records = data.load(str(file), registry=registry)
+    records = data.load(file, registry=registry)
     if subset is not None and subset not in records.columns:
         raise InputError(
             f"--subset {subset}: {records.name} has no such column; it has {', '.join(records.columns)}."

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_core import InputError, RunError
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.errors import UNREADABLE
+from rlhf_core.hub import is_hub_name, parse
 
 CARD = "README.md"
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
@@ -93,7 +94,7 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     reward = manifest.get("kind") == "reward_model"
     stage = _json(source.parent.parent / "stage.json") if manifest else {}
     stages = list(_ancestors(source.parent.parent)) if stage else []
-    base = next((record["config"]["model"] for _, record in reversed(stages) if _hub_name(record)), None)
+    base = next((name for _, record in reversed(stages) if (name := _hub_name(record))), None)
     adapter = _json(exported / "adapter_config.json").get("base_model_name_or_path")
     if adapter and (Path(adapter).is_absolute() or (exported / adapter).exists() or adapter.startswith(".")):
         raise InputError(
@@ -162,15 +163,13 @@ def _ancestors(stage: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         ]
 
 
-def _hub_name(record: Mapping[str, Any]) -> bool:
-    """Return whether a stage starts from a model of the hub: OWNER/NAME that is no path here."""
+def _hub_name(record: Mapping[str, Any]) -> str | None:
+    """Return OWNER/NAME of the model of the hub that a stage starts from; None for a path or another stage's output."""
     model = record["config"].get("model")
-    return (
-        isinstance(model, str)
-        and model.count("/") == 1
-        and not Path(model).exists()
-        and not model.startswith(".")
-    )
+    if is_hub_name(model):
+        return parse(model).repository
+    of_hub = isinstance(model, str) and model.count("/") == 1 and not model.startswith(".")
+    return model if of_hub and not Path(model).exists() else None
 
 
 def _stage_row(directory: Path, record: Mapping[str, Any]) -> str:
