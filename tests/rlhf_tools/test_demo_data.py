@@ -90,18 +90,8 @@ def test_the_judge_knows_only_the_words() -> None:
     assert imported == {"__future__", "re", "typing", "rlhf_tools.demo.words"}
 
 
-def test_no_trainer_and_no_reward_sees_the_judge(repository: Path) -> None:
-    sources = [
-        *(repository / "rlhf_core").rglob("*.py"),
-        *(p for p in (repository / "plugins").rglob("*.py") if "rlhf_tools" not in p.parts),
-    ]
-    assert len(sources) > 20
-    for source in sources:
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-            for name in [*names, module]:
-                assert not {"judge", "examples", "rlhf_tools"} & set(name.split(".")), f"{source}: {name}"
+def test_no_reward_sees_the_judge() -> None:
+    """Nor does a trainer: import-linter keeps rlhf_tools from core and from every other plugin."""
     pipeline = tomllib.loads((HERE / "quickstart.toml").read_text(encoding="utf-8"))
     rewards = [reward for stage in pipeline["stage"] for reward in stage.get("rewards", [])]
     assert rewards == [{"name": "model", "model": "rm.model"}]

@@ -197,6 +197,7 @@ def test_hub_names_without_network(monkeypatch):
         load_tokenizer("nobody/nothing-of-this-name")
 
 
+@pytest.mark.long
 def test_loading_is_silent(tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     code = f"from rlhf_core.tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r})"
