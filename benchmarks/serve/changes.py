@@ -1,11 +1,11 @@
 """Change a server's weights, adapters and pace under load, and check every token and every count.
 
-    python benchmarks/serve/changes.py [--requests 10000] [--adapters 100] [--clients 16] [--out FILE]
+    python benchmarks/serve/changes.py [--requests 10000] [--adapters 100] [--clients 16] [--changes 8] [--out FILE]
 
 Starts `rlhf serve --control` with a small llama of made-up weights. Adapters are loaded under their names and asked in
 turn; streams run while weights are replaced, adapters come and go, and sampling pauses; then requests of one connection
 after the other show what the process keeps. The log-probabilities of every stream must be those of the weights that
-`weight_versions` names for each of its tokens; the server's counters must be the client's. Prints JSON.
+`weight_versions` names for each of its tokens; the server's counters must be the client's. Prints JSON, a line each.
 """
 
 from __future__ import annotations
@@ -46,13 +46,9 @@ def fill(tree: dict[str, Any], draw: np.random.Generator) -> dict[str, Any]:
 
 def make_models(directory: Path, adapters: int) -> None:
     """Write two sets of weights of one model, and adapters of the first."""
-    for version in VERSIONS:
-        make_model(directory / version, 64)
-    base = load_model(directory / "b")
-    draw = np.random.default_rng(1)
+    base, draw = load_model(make_model(directory / "a", 64)), np.random.default_rng(1)
     other = {**base.params, "norm": {"weight": draw.uniform(0.5, 2, 64).astype(np.float32)}}
     base.with_params(other).save(directory / "b")
-    base = load_model(directory / "a")
     for number in range(adapters):
         adapted = base.with_lora(rank=2, seed=number)
         adapted.with_params(fill(adapted.params, draw)).save(directory / "adapters" / f"n{number}")
@@ -155,7 +151,7 @@ async def use_adapters(client: Client, count: int, server: Process) -> dict[str,
     }
 
 
-async def change_under_load(client: Client, directory: Path, clients: int, adapters: int) -> dict[str, Any]:
+async def change_under_load(client: Client, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Let clients stream while everything changes that control can change."""
     stopped, started = asyncio.Event(), client.counts["requests"]
     streamed: list[dict[str, Any]] = []
@@ -163,9 +159,9 @@ async def change_under_load(client: Client, directory: Path, clients: int, adapt
     async def stream(first: int) -> None:
         number = first
         while not stopped.is_set():
-            name = NAME if number % 2 else f"n{number // 2 % adapters}"
+            name = NAME if number % 2 else f"n{number // 2 % given.adapters}"
             streamed.append(await client.ask(number, 48, model=name, stream=True))
-            number += clients
+            number += given.clients
 
     async def reload(version: str) -> None:
         await client.control("/pause?mode=keep")
@@ -175,9 +171,9 @@ async def change_under_load(client: Client, directory: Path, clients: int, adapt
         await client.control("/update_weight_version", {"new_version": version})
         await client.control("/resume")
 
-    tasks = [asyncio.ensure_future(stream(number)) for number in range(clients)]
-    for round_ in range(8):
-        await asyncio.sleep(1)
+    tasks = [asyncio.ensure_future(stream(number)) for number in range(given.clients)]
+    for round_ in range(given.changes):
+        await asyncio.sleep(0.5)
         await reload(VERSIONS[1 - round_ % 2])
         name = {"lora_name": f"new{round_}"}
         await client.control("/v1/load_lora_adapter", {**name, "lora_path": "n0"})
@@ -210,19 +206,26 @@ async def ask_many(client: Client, requests: int, clients: int, server: Process)
     return memory
 
 
-async def measure(given: argparse.Namespace, directory: Path, server: Process, url: str) -> dict[str, Any]:
+def show(out: Path | None, **found: Any) -> None:
+    """Print what was found, and add it to a file."""
+    print(json.dumps(found), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+async def measure(given: argparse.Namespace, directory: Path, server: Process, url: str) -> None:
     client = Client(url)
     await client.control("/update_weight_version", {"new_version": "a"})
-    found: dict[str, Any] = {"adapters": await use_adapters(client, given.adapters, server)}
-    found["changes"] = await change_under_load(client, directory, given.clients, given.adapters)
-    found["memory_mb"] = await ask_many(client, given.requests, given.clients, server)
+    show(given.out, adapters=await use_adapters(client, given.adapters, server))
+    show(given.out, changes=await change_under_load(client, directory, given))
+    show(given.out, memory_mb=await ask_many(client, given.requests, given.clients, server))
+    await asyncio.sleep(0.5)  # the last answers are counted after they were sent
     counted = await client.counters()
-    found["counters"] = {"server": counted, "same_as_client": counted == dict(client.counts)}
+    show(given.out, counters=counted, same_as_client=counted == dict(client.counts))
     await client.client.aclose()
     checked = [answer for answer in client.answers if answer["tokens"]]
-    found["logp_difference"] = check(directory, checked)
-    found["checked"] = len(checked)
-    return found
+    show(given.out, checked=len(checked), logp_difference=check(directory, checked))
 
 
 def main() -> None:
@@ -232,6 +235,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--adapters", type=int, default=100)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--changes", type=int, default=8)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -243,13 +247,9 @@ def main() -> None:
         server, url = Process(command), f"http://127.0.0.1:{port}"
         try:
             server.wait_for(url)
-            found = asyncio.run(measure(given, directory, server, url))
+            asyncio.run(measure(given, directory, server, url))
         finally:
             server.end()
-    text = json.dumps(found, indent=1)
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
