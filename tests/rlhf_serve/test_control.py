@@ -203,10 +203,21 @@ def test_adapters_under_their_names(controlled: Any, models: Path, tiny: Any) ->
     assert "there is no adapter" in controlled.refused(
         "/v1/unload_lora_adapter", {"lora_name": "policy-v0"}, 404
     )
+    # A completion keeps an adapter that is unloaded, but not once the base has other weights.
+    controlled.client.post("/pause?mode=keep")
+    thread = threading.Thread(target=ask, args=("policy-v2",))
+    thread.start()
+    while not controlled.server.calls:
+        time.sleep(0.01)
+    controlled.client.post("/v1/unload_lora_adapter", json={"lora_name": "policy-v2"})
+    controlled.post("/collective_rpc", {"method": "reload_weights"})
+    controlled.client.post("/resume")
+    thread.join()
+    assert (results["policy-v2"]["finish_reason"], results["policy-v2"]["token_ids"]) == ("abort", [])
     for path in ("../newer", "v1/../../newer", str(models / "newer"), "out", ".", "/", "v1\0", "~"):
         body = {"lora_name": "x", "lora_path": path}
         assert controlled.client.post("/v1/load_lora_adapter", json=body).status_code in (400, 404), path
-    assert len(controlled.server.policies()[0].adapters) == 2
+    assert len(controlled.server.policies()[0].adapters) == 1
 
 
 @pytest.mark.long

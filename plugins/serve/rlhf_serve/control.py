@@ -164,6 +164,7 @@ class Control:
         for adapter, merged in zip(served.adapters.values(), adapters, strict=True):
             adapter.weights.value = merged.value
         policy.model = changed
+        policy.keep_only([policy.weights, *(adapter.weights for adapter in served.adapters.values())])
         policy.schedule.forget_prompts()
 
     async def reset_prefix_cache(self, request: Request) -> Response:

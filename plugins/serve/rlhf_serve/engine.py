@@ -21,6 +21,7 @@ from rlhf_core.errors import RunError
 from rlhf_serve.flight import Flight
 
 if TYPE_CHECKING:
+    from rlhf_core.contracts import Weights
     from rlhf_core.models import Model
     from rlhf_core.sampling import ConversationSampler
 
@@ -143,6 +144,14 @@ class Policy:
         for number, flight in self.running.items():
             self.ending.append(number)
             self.events.append((flight.finish, ("abort",)))
+
+    def keep_only(self, weights: Sequence[Weights]) -> None:
+        """End what has other weights than these, with what it has: their versions have no name any more."""
+        kept = {each.number for each in weights}
+        for flight in (*self.running.values(), *self.incoming):
+            if flight.weights.number not in kept:
+                self.ending.append(flight.number)
+                self.events.append((flight.finish, ("abort",)))
 
     def fail(self, error: Exception) -> None:
         """End everything that was admitted or has arrived by an error."""
