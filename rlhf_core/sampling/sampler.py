@@ -420,7 +420,7 @@ class ConversationSampler(_PlacedModel):
         names: list[Hashable] = ["decode", "copy"]
         if length == lengths[0]:
             names.append("begin")
-        if not program.packs or length > turns.PACKED[1]:
+        if not program.packs or length > turns.PACKED:
             names += [("extend", chunk) for chunk in chunks]
         if program.packs:
             names.append("place")

@@ -292,7 +292,7 @@ class Schedule:
         self, weights: Weights | None, ends: Sequence[tuple[Conversation, int]], reads: bool
     ) -> None:
         if self.devices.program.packs and not reads:
-            short = [(c, end) for c, end in ends if c.fed == 0 < end <= PACKED[1]]
+            short = [(c, end) for c, end in ends if c.fed == 0 < end <= PACKED]
             self.devices.prefill([(c.slot, c.context[:end]) for c, end in short], weights)
             for conversation, end in short:
                 conversation.fed = end

@@ -47,8 +47,10 @@ SHORT_CACHE = CACHED_BLOCK
 every block."""
 PATIENCE = 16
 """Times that turns are decoded in caches longer than they need, before these are cut."""
-PACKED = (2, 128)
-"""Rows of a shard in which new contexts are prefilled together, and tokens of a row."""
+PACKED = 128
+"""Tokens of a row in which new contexts are prefilled together."""
+PACKED_AT_ONCE = {"cpu": 256}
+"""Tokens of these rows that a shard is fed together, padding included; elsewhere `FED_AT_ONCE`."""
 PIECE, SPAN = 16, 64
 """Contexts in a row begin at multiples of the one and lie between multiples of the other, or begin the row: products
 with values are added in such spans, so that a context has the same bits at each of these places."""
@@ -112,6 +114,11 @@ class TurnsProgram:
     def packs(self) -> bool:
         """Return whether contexts that fit a row of `PACKED` are prefilled there."""
         return self.alternatives is not None and not self.has_states
+
+    @property
+    def packed_rows(self) -> int:
+        """Count the rows of `PACKED` tokens that a shard is fed together."""
+        return PACKED_AT_ONCE.get(platform(), FED_AT_ONCE) // PACKED
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -221,11 +228,10 @@ class Pieces(NamedTuple):
 
 def padded_packed(program: TurnsProgram) -> tuple[Packed, Pieces]:
     """Make rows without a context."""
-    rows, time = PACKED
-    shape, pieces = (rows * program.shards, time), rows * time // PIECE * program.shards
-    packed = Packed(*(np.zeros(shape, np.int32) for _ in Packed._fields))
+    rows = program.packed_rows * program.shards
+    packed = Packed(*(np.zeros((rows, PACKED), np.int32) for _ in Packed._fields))
     types = (np.int32, np.bool_, np.int32, np.int32)
-    return packed, Pieces(*(np.zeros(pieces, dtype) for dtype in types))
+    return packed, Pieces(*(np.zeros(rows * PACKED // PIECE, dtype) for dtype in types))
 
 
 class Copies(NamedTuple):
@@ -326,18 +332,18 @@ def place(cache: Any, read: Any, pieces: Pieces, *, program: TurnsProgram) -> An
     """Write what `prefill` computed into the caches of slots. What follows a context in its row comes with it, and is
     overwritten before it is seen.
     """
-    axes, time = time_axes(program.definition), PACKED[1]
+    axes = time_axes(program.definition)
 
     def shard(cache: Any, read: Any, pieces: Pieces) -> Any:
         longer = jax.tree.map(
-            lambda x, axis: jnp.pad(x, [(0, time * (i == axis)) for i in range(x.ndim)]), read, axes
+            lambda x, axis: jnp.pad(x, [(0, PACKED * (i == axis)) for i in range(x.ndim)]), read, axes
         )
 
         def one(i: jax.Array, cache: Any) -> Any:
             slot, used, row, start = (x[i] for x in pieces)
 
             def write(x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-                new = lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(new, row, 1), start, time, axis)
+                new = lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(new, row, 1), start, PACKED, axis)
                 at = (slot, *[0] * (x.ndim - 1))
                 kept = lax.dynamic_slice(x, at, new.shape)
                 return lax.dynamic_update_slice(x, jnp.where(used, new, kept), at)
@@ -640,12 +646,16 @@ class Devices:
             left[slot // self.program.slots].append((slot % self.program.slots, tokens))
         while any(left):
             packed, pieces = padded_packed(self.program)
-            left = [_pack(packed, pieces, shard, mine) for shard, mine in enumerate(left)]
+            rows = self.program.packed_rows
+            left = [
+                _pack(packed, pieces, range(shard * rows, (shard + 1) * rows), mine)
+                for shard, mine in enumerate(left)
+            ]
             self._compiling.wait(("prefill", self.program.length))
-            rows = put_rows(self.program.mesh, (packed, pieces))
-            read = prefill(weights, rows[0], program=self.program)
+            put_packed, put_pieces = put_rows(self.program.mesh, (packed, pieces))
+            read = prefill(weights, put_packed, program=self.program)
             self._wait("place")
-            self._cache = place(self._cache, read, rows[1], program=self._now)
+            self._cache = place(self._cache, read, put_pieces, program=self._now)
 
     def feed(self, pieces: Sequence[tuple[int, int, int, np.ndarray]], own: Weights | None = None) -> None:
         """Feed slots: (slot, chunk, start, tokens int32 [n ≤ chunk]) each, different slots.
@@ -741,14 +751,14 @@ class Devices:
 
 
 def _pack(
-    packed: Packed, pieces: Pieces, shard: int, contexts: Sequence[tuple[int, np.ndarray]]
+    packed: Packed, pieces: Pieces, rows: range, contexts: Sequence[tuple[int, np.ndarray]]
 ) -> list[tuple[int, np.ndarray]]:
     """Put contexts, (slot, tokens) each, into the rows of a shard, each at the first place where it fits; return those
     that fit nowhere.
     """
-    rows, time = PACKED
-    used, spans = [0] * (rows * time // SPAN), time // SPAN
-    left, number = [], shard * (rows * time // PIECE)
+    spans, number = PACKED // SPAN, rows.start * (PACKED // PIECE)
+    used = [0] * (len(rows) * spans)
+    left = []
     for slot, tokens in contexts:
         count = len(tokens)
         if count > SPAN:
@@ -759,14 +769,15 @@ def _pack(
             left.append((slot, tokens))
             continue
         first = fits[0]
-        row, start = divmod(first * SPAN + used[first], time)
+        row, start = divmod(first * SPAN + used[first], PACKED)
+        row += rows.start
         for i in range(first, first + -(-count // SPAN)):
             used[i] += -(-min(count, SPAN) // PIECE) * PIECE
             count -= SPAN
-        at, where = shard * rows + row, slice(start, start + len(tokens))
-        packed.tokens[at, where], packed.positions[at, where] = tokens, np.arange(len(tokens))
-        packed.visible_until[at, where] = start + len(tokens)
+        where = slice(start, start + len(tokens))
+        packed.tokens[row, where], packed.positions[row, where] = tokens, np.arange(len(tokens))
+        packed.visible_until[row, where] = start + len(tokens)
         pieces.slot[number], pieces.used[number] = slot, True
-        pieces.row[number], pieces.start[number] = row, start
+        pieces.row[number], pieces.start[number] = row - rows.start, start
         number += 1
     return left

@@ -245,6 +245,31 @@ def test_ends_new_weights_and_forgotten_prompts(
     assert world.result(1)[1].tobytes() == fresh.result(1)[1].tobytes()
 
 
+def test_contexts_are_packed_whole_and_where_their_bits_do_not_depend_on_the_place(
+    sampler: ConversationSampler,
+) -> None:
+    draw, size = np.random.default_rng(0), turns.PACKED // turns.PIECE
+    for count in range(1, 30):
+        wanted = {slot: draw.integers(1, 99, draw.integers(1, turns.PACKED + 1)) for slot in range(count)}
+        left, found = list(wanted.items()), set[int]()
+        while left:
+            packed, pieces = turns.padded_packed(sampler.program)
+            before, rows = len(left), len(packed.tokens)
+            left = turns._pack(packed, pieces, range(1, rows), left)  # as if row 0 were another shard's
+            assert len(left) < before
+            assert not pieces.used[:size].any()
+            for i in np.flatnonzero(pieces.used):
+                tokens, row, start = wanted[pieces.slot[i]], 1 + pieces.row[i], pieces.start[i]
+                end = start + len(tokens)
+                assert packed.tokens[row, start:end].tolist() == tokens.tolist()
+                assert packed.positions[row, start:end].tolist() == list(range(len(tokens)))
+                assert (packed.visible_until[row, start:end] == end).all()
+                assert start % turns.PIECE == 0
+                assert start == 0 or start // turns.SPAN == (end - 1) // turns.SPAN
+                found.add(int(pieces.slot[i]))
+        assert found == set(wanted)
+
+
 @pytest.mark.long
 def test_nothing_compiles_after_the_warm_up(params: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "PATIENCE", 1)
