@@ -548,8 +548,8 @@ FAULTS = (
     Fault(
         "sampler-without-adapters",
         "completions are drawn from the base model",
-        CORE + "models/decoder.py",
-        "merge(layer, self.lora.scale)",
+        CORE + "models/decode_layout.py",
+        "merge(layer, decoder.lora.scale)",
         "merge(layer, 0.0)",
         ("lora",),
         ("tests/models/test_models_lora.py",),

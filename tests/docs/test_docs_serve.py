@@ -37,7 +37,7 @@ def test_every_field_is_in_the_table() -> None:
 def test_every_route_is_in_a_table() -> None:
     written = {re.sub(r"\?.*", "", name) for name in cells("route") if name.startswith("/")}
     own = {route.path for route in app.routes()}
-    controls = {route.path for route in control.Control(None, None, None).routes()}  # type: ignore[arg-type]
+    controls = {route.path for route in control.Control(None, None, None, 0).routes()}  # type: ignore[arg-type]
     assert own | controls <= written | set(re.findall(r"`(/[a-z_/0-9]+)", TEXT))
     assert {"rows", "chat", "text_1", "text_2"} <= set(Score.model_fields)
 
