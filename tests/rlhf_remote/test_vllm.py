@@ -247,8 +247,7 @@ def test_what_an_engine_was_started_with_is_caught_before_it_samples(
         train(url, "disk", place="raw", probe_tolerance=0.5)
     with pytest.raises(RunError, match=r"context of 64 tokens, .* up to \d+: --max-model-len"):
         train(server.url, "disk", place="short", max_completion_length=64)
-    other = tiny.make_model(vocab_size=50, **SIZES)
-    other.save(place / "other")
+    tiny.make_model(vocab_size=50, **SIZES).save(place / "other")
     with pytest.raises(
         RunError, match="'policy' is another model: its vocabulary is not the policy's, of 50 ids"
     ):
@@ -392,6 +391,10 @@ def test_a_directory_that_is_full(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
 
 
+EVEN = """
+def even(completion_ids):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+"""
 SMOLLM2 = """
 dir = "{dir}"
 
@@ -400,45 +403,73 @@ name = "policy"
 trainer = "grpo"
 model = "{model}"
 train_data = "prompts.jsonl"
-rewards = [{{ name = "length", target = 20 }}]
+rewards = ["rewards.py:even"]
 num_generations = 4
 total_batch_size = 8
 learning_rate = {rate}
 max_training_steps = 6
 max_completion_length = 8
 log_steps = 1
+save_steps = 2
 rollouts_ahead = {ahead}
 sampler = {{ name = "vllm", urls = ["{url}"], weights = "{weights}", probe_tolerance = 1e-3 }}
 {lora}
 """
 
 
-@pytest.mark.parametrize("weights", ["adapter", "disk"])
-def test_smollm2(place: Path, repository: Path, tiny: ModuleType, weights: str, rlhf: Any) -> None:
-    """Six updates of a pretrained model, whose head is tied, with rollouts 0, 1 and 2 ahead, by the command."""
+@pytest.fixture(scope="module")
+def smollm2(vllm: None, place: Path, repository: Path) -> Iterator[Server]:
+    """Serves a copy of SmolLM2, whose head is tied, with a head of its own."""
     source = repository / ".cache" / "smollm2"
     if not source.is_dir():
         pytest.skip(f"no model at {source}; make test-engines fetches it")
-    if not (place / "smollm2").is_dir():
-        assert rlhf("export", str(source), str(place / "smollm2"), "--untied").code == 0
+    command("export", str(source), str(place / "smollm2"), "--untied", cwd=place)
+    running = Server(place / "smollm2", *WITH_LORA)
+    yield running
+    running.kill()
+
+
+def command(*arguments: str, cwd: Path) -> None:
+    """Run `rlhf` without the tests' flags for XLA, which make large programs slow."""
+    subprocess.run([*RLHF, *arguments], cwd=cwd, env=PLAIN, check=True)
+
+
+RLHF = [sys.executable, "-m", "rlhf_core.cli"]
+PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("weights", ["adapter", "disk"])
+def test_smollm2(
+    smollm2: Server, place: Path, repository: Path, tiny: ModuleType, weights: str, ahead: int
+) -> None:
+    """Six updates of a pretrained model; a run that is killed after its third is trained again to the same bits."""
+    engine = engines.Vllm(smollm2.url, None, 60)
+    if (engine.weights_name() or "").startswith("policy-"):  # of a case before
+        engine.load_weights(str(place / "smollm2"), "first")
     rows = [{"prompt": [{"role": "user", "content": f"What is {i} + {i}?"}]} for i in range(8)]
     tiny.write_rows(place / "prompts.jsonl", rows)
-    engine = Server(place / "smollm2", *(WITH_LORA if weights == "adapter" else ()))
-    # The flags of the tests' XLA make large programs slow.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    try:
-        for ahead in (0, 1, 2):
-            named = {"dir": f"{weights}-{ahead}", "model": source, "url": engine.url, "ahead": ahead}
-            lora, rate = ("lora = { rank = 8 }", "1e-4") if weights == "adapter" else ("", "1e-5")
-            (place / "pipeline.toml").write_text(
-                SMOLLM2.format(**named, weights=weights, lora=lora, rate=rate)
-            )
-            command = [sys.executable, "-m", "rlhf_core.cli", "run", "pipeline.toml"]
-            subprocess.run(command, cwd=place, env=environment, check=True)
-            rows = tiny.read_rows(place / named["dir"] / "policy" / "metrics.jsonl")
-            assert len(rows) == 6
-            assert all(row["sync/probe_difference"] < 1e-3 for row in rows)
-            assert all(row["sampling/logp_difference_max"] < 1e-3 for row in rows[: 1 if ahead else 6])
-            shutil.rmtree(place / named["dir"])
-    finally:
-        engine.kill()
+    (place / "rewards.py").write_text(EVEN)
+    run, logged = f"{weights}-{ahead}", place / f"{weights}-{ahead}" / "policy" / "metrics.jsonl"
+    lora, rate = ("lora = { rank = 8 }", "1e-3") if weights == "adapter" else ("", "1e-5")
+    named = {"dir": run, "model": repository / ".cache" / "smollm2", "url": smollm2.url, "ahead": ahead}
+    (place / "pipeline.toml").write_text(SMOLLM2.format(**named, weights=weights, lora=lora, rate=rate))
+    if ahead == 1:
+        killed = subprocess.Popen([*RLHF, "run", "pipeline.toml"], cwd=place, env=PLAIN)
+        while not logged.is_file() or logged.read_bytes().count(b"\n") < 3:
+            assert killed.poll() is None
+            time.sleep(0.1)
+        killed.kill()
+        killed.wait()
+    command("run", "pipeline.toml", cwd=place)
+    rows = tiny.read_rows(logged)
+    assert len(rows) == 6
+    assert min(row["grad_norm"] for row in rows) > 1e-3
+    assert all(row["sync/probe_difference"] < 1e-3 for row in rows)
+    same = rows[: 1 if ahead else 6]
+    assert all(row["sampling/logp_difference_max"] < 1e-3 for row in same)
+    if ahead:  # the policies differ by more than the receipts
+        assert max(row["sampling/logp_difference_max"] for row in rows) > 2e-3
+    if ahead == 1:
+        command("replay", run, cwd=place)
+    shutil.rmtree(place / run)
