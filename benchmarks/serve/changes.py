@@ -30,6 +30,8 @@ from rlhf_core import load_model
 
 NAME = "policy"
 VERSIONS = ("a", "b")
+MADE = 10
+"""Adapters that are made, at most; further names are theirs, too."""
 
 
 def fill(tree: dict[str, Any], draw: np.random.Generator) -> dict[str, Any]:
@@ -49,9 +51,14 @@ def make_models(directory: Path, adapters: int) -> None:
     base, draw = load_model(make_model(directory / "a", 64)), np.random.default_rng(1)
     other = {**base.params, "norm": {"weight": draw.uniform(0.5, 2, 64).astype(np.float32)}}
     base.with_params(other).save(directory / "b")
-    for number in range(adapters):
+    for number in range(min(adapters, MADE)):
         adapted = base.with_lora(rank=2, seed=number)
         adapted.with_params(fill(adapted.params, draw)).save(directory / "adapters" / f"n{number}")
+
+
+def path_of(name: str) -> str:
+    """Return the directory of the adapter of a name."""
+    return f"n{int(name[1:]) % MADE}"
 
 
 class Client:
@@ -113,7 +120,7 @@ def check(directory: Path, answers: list[dict[str, Any]]) -> float:
         if spans[-1]["end"] != len(answer["tokens"]):
             raise AssertionError(f"spans do not cover {len(answer['tokens'])} tokens: {spans}")
         for span in spans:
-            adapter = None if answer["model"] == NAME else directory / "adapters" / answer["model"]
+            adapter = None if answer["model"] == NAME else directory / "adapters" / path_of(answer["model"])
             key = span["version"], answer["model"]
             if key not in models:
                 models[key] = load_model(directory / key[0], adapter=adapter)
@@ -134,7 +141,9 @@ async def use_adapters(client: Client, count: int, server: Process) -> dict[str,
     """Load adapters, and ask each alone, then all of them together."""
     before, start = server.memory(), time.perf_counter()
     for number in range(count):
-        await client.control("/v1/load_lora_adapter", {"lora_name": f"n{number}", "lora_path": f"n{number}"})
+        await client.control(
+            "/v1/load_lora_adapter", {"lora_name": f"n{number}", "lora_path": path_of(f"n{number}")}
+        )
     loaded = time.perf_counter() - start
     alone = [await client.ask(number, 8, model=f"n{number}") for number in range(count)]
     start = time.perf_counter()
@@ -198,8 +207,9 @@ async def ask_many(client: Client, requests: int, clients: int, server: Process)
 
     async def work() -> None:
         while left:
-            await client.ask(left.pop(), 4)
-            if len(left) % (requests // 10) == 0:
+            number = left.pop()
+            await client.ask(number, 4)
+            if number % (requests // 10) == 0:
                 memory.append(server.memory() // 2**20)
 
     await asyncio.gather(*(work() for _ in range(clients)))
