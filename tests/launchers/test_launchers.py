@@ -25,7 +25,6 @@ from torture import runs
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 ENVIRONMENT = Path(os.environ.get("LAUNCHERS", Path(__file__).parents[2] / ".launchers")) / "bin"
-REAL = Path(os.environ.get("ENGINES", Path(__file__).parents[2] / ".engines")) / "bin" / "vllm"
 processes: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 slurm: Any = load_file(Path(__file__).with_name("slurm.py"))
 pytestmark = pytest.mark.launchers
@@ -366,18 +365,14 @@ log_steps = 1
 lora = { rank = 4 }
 sampler = { name = "vllm", urls = ["http://nobody"], directory = "policies", probe_tolerance = 1e-3 }
 """
-# The routes of vLLM, answered by `rlhf serve`; and vLLM itself on CPUs, for which the last of two equal flags counts.
+# The routes of vLLM, answered by `rlhf serve`; its flags are those that a real one was started with in test_vllm.py.
 AS_VLLM = """#!/bin/bash
 [ "$VLLM_SERVER_DEV_MODE$VLLM_ALLOW_RUNTIME_LORA_UPDATING" = 1True ] || exit 1
 exec {rlhf} serve "policy=$2" --port "$4" --control --adapters "$PWD/policies"
 """
-VLLM = """#!/bin/bash
-export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-exec {vllm} "$@" --tensor-parallel-size 1 --dtype float32 --max-model-len 64 --enforce-eager
-"""
 
 
-def engine_project(place: Place, *, real: bool = False) -> Path:
+def engine_project(place: Place) -> Path:
     from rlhf_core.models import fresh_model
     from rlhf_core.tokenizer import load_tokenizer
 
@@ -388,7 +383,7 @@ def engine_project(place: Place, *, real: bool = False) -> Path:
     fresh_model(table, tokenizer=load_tokenizer(project / "data" / "tokenizer"), seed=0).save(
         project / "model"
     )
-    place.command("vllm", VLLM.format(vllm=REAL) if real else AS_VLLM.format(rlhf=place.bin / "rlhf"))
+    place.command("vllm", AS_VLLM.format(rlhf=place.bin / "rlhf"))
     return project
 
 
@@ -398,14 +393,12 @@ def engine_script(place: Place, project: Path, name: str) -> Path:
     return place.script(name, *changes, ("/path/to/engine/bin/vllm", str(place.bin / "vllm")))
 
 
-@pytest.mark.parametrize(("host", "real"), [("", False), ("127.0.0.1", False), ("", True)])
-def test_an_engine_and_a_trainer(host: str, real: bool, place: Place, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_an_engine_and_a_trainer(host: str, place: Place, request: pytest.FixtureRequest) -> None:
     """On one machine, and on two; the engine ends with the run, whose exit code is the script's."""
     if host:
         request.getfixturevalue("sshd")
-    if real:
-        need(str(REAL), hint="make test-engines installs it")
-    project = engine_project(place, real=real)
+    project = engine_project(place)
     script = ["bash", str(engine_script(place, project, "engine.sh"))]
     path = f"{place.bin}:{os.environ['PATH']}"
     assert finish(start(script, project, PATH=path, ENGINE_HOST=host)) == 0
