@@ -25,9 +25,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -78,13 +80,59 @@ def ask(draw: random.Random, name: str) -> dict[str, Any]:
     }
 
 
+class Connections:
+    """Connections to one server, kept open: a client that leaves the cores to the server."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urlsplit(url)
+        self.tls = parts.scheme == "https"
+        self.host, self.port = parts.hostname or "", parts.port or (443 if self.tls else 80)
+        lines = [f"Host: {parts.netloc}", "Content-Type: application/json"]
+        lines += [] if key is None else [f"Authorization: Bearer {key}"]
+        self.head = "POST /v1/completions HTTP/1.1\r\n" + "".join(f"{line}\r\n" for line in lines)
+        self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Yield an answer's body in the pieces in which it comes. Raises ValueError for a refusal."""
+        reader, writer = await self._take()
+        content = json.dumps(body).encode()
+        writer.write(f"{self.head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        status = (await reader.readline()).split()
+        length = 0
+        while line := (await reader.readline()).strip():
+            name, _, value = line.lower().partition(b":")
+            length = int(value) if name == b"content-length" else length
+        if length:
+            answer = await reader.readexactly(length)
+            if status[1] != b"200":
+                raise ValueError(f"{status[1].decode()}: {answer.decode()[:200]}")
+            yield answer
+        else:
+            while size := int(await reader.readline(), 16):
+                yield await reader.readexactly(size)
+                await reader.readline()
+            await reader.readline()
+        self.idle.append((reader, writer))
+
+    async def _take(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self.idle:
+            reader, writer = self.idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()  # the server closes those that were idle for long
+        return await asyncio.open_connection(self.host, self.port, ssl=self.tls or None)
+
+    def close(self) -> None:
+        """Close those that are not in use."""
+        for _, writer in self.idle:
+            writer.close()
+
+
 class Load:
     """Asks one server the same requests again and again, and checks its answers."""
 
     def __init__(self, url: str, name: str, key: str | None = None) -> None:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        limits = httpx.Limits(max_connections=None)
-        self.client = httpx.AsyncClient(base_url=url, timeout=600, limits=limits, headers=headers)
+        self.connections = Connections(url, key)
         self.name = name
         self.requests = [ask(random.Random(number), name) for number in range(REQUESTS)]
         self.alone: list[list[int]] = []
@@ -103,7 +151,7 @@ class Load:
         body = {**self.requests[number], "stream": draw.random() < 0.5}
         try:
             tokens, reason, logps = await self.send(body)
-        except (httpx.HTTPError, KeyError, ValueError, IndexError) as error:
+        except (OSError, EOFError, KeyError, ValueError, IndexError) as error:
             self.problems[f"lost: {type(error).__name__}"] += 1
             return
         self.answered += 1
@@ -117,26 +165,22 @@ class Load:
 
     async def send(self, body: dict[str, Any]) -> tuple[list[int], str, list[float]]:
         """Return an answer's tokens, what ended it, and its log-probabilities."""
-        start = time.perf_counter()
-        if not body.get("stream"):
-            answer = await self.client.post("/v1/completions", json=body)
-            choice = answer.raise_for_status().json()["choices"][0]
-            logps = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-            return choice["token_ids"], choice["finish_reason"], logps
+        start, streams = time.perf_counter(), body.get("stream")
         tokens: list[int] = []
         logps: list[float] = []
-        reason = ""
-        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                choice = json.loads(line[6:])["choices"][0]
-                if not tokens and choice["token_ids"]:
-                    self.first.append(time.perf_counter() - start)
-                tokens += choice["token_ids"] or []
-                logps += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-                reason = choice["finish_reason"] or reason
+        reason, left = "", b""
+        async with asyncio.timeout(600):
+            async for piece in self.connections.post(body):
+                *lines, left = (left + piece).split(b"\n") if streams else (b"data: " + piece, b"")
+                for line in lines:
+                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                        continue
+                    choice = json.loads(line[6:])["choices"][0]
+                    if streams and not tokens and choice["token_ids"]:
+                        self.first.append(time.perf_counter() - start)
+                    tokens += choice["token_ids"] or []
+                    logps += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+                    reason = choice["finish_reason"] or reason
         return tokens, reason, logps
 
     async def run(self, clients: int, seconds: float, seed: int) -> dict[str, Any]:
@@ -323,7 +367,7 @@ async def compare(given: argparse.Namespace, servers: dict[str, tuple[Process, s
                 some = prompts if clients > 1 else prompts[:8]
                 row[name] = round(await load.work(some, 64, clients, stream=True, whole=True), 1)
                 row[f"{name}_first_token"] = load.first_tokens()["first_token_median"]
-                await load.client.aclose()
+                load.connections.close()
             if number:  # the first round compiles
                 rows.append(row)
     return rows
@@ -348,14 +392,15 @@ async def measure(
         prompts = fixed_prompts(256)
         sample, rounds = generate(model, prompts, 64), []
         for _ in range(given.rounds):
-            spent = [0.0 if server is None else server.cpu()]
+            spent = [0.0 if server is None else server.cpu(), time.process_time()]
             served = await load.work(prompts, 64, given.clients)
             spent += [0.0 if server is None else server.cpu(), time.process_time()]
             row = {"served": round(served, 1), "generate": round(sample(), 1)}
             spent.append(time.process_time())
             row |= {
-                "served_cpu": round(spent[1] - spent[0], 2),
-                "generate_cpu": round(spent[3] - spent[2], 2),
+                "served_cpu": round(spent[2] - spent[0], 2),
+                "client_cpu": round(spent[3] - spent[1], 2),
+                "generate_cpu": round(spent[4] - spent[3], 2),
             }
             rounds.append(row)
         found["fixed_work"] = rounds

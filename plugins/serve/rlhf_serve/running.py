@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -66,6 +67,8 @@ def run(settings: Settings) -> None:
     )
     models = {name: open_model(name, path, opening) for name, path in names.items()}
     server = make_server(models, settings, key)
+    gc.collect()
+    gc.freeze()  # models and programs stay: a full collection that visited them would stop all answers
     asyncio.run(_serve(server, application(server, settings, opening), listener, settings.drain_seconds))
 
 
