@@ -1,12 +1,12 @@
-"""Compile a GRPO stage of published sizes for eight devices that need not exist, and print a row per program.
+"""Compile a GRPO stage of a model of published size for eight devices, without having them; print a row per program.
 
     python benchmarks/accelerator/large.py qwen3.5-9b h100:8 --out qwen9b.json
 
-An update has eight prompts of 1,024 tokens, each with eight completions of 240 in one row: 8 × 2,944 tokens. It prints
-the CPU seconds that compiling took; the memory of a device while a program runs; in one call, the bytes that a device
-sends, its FLOPs and its least time, and what sets it, as `rlhf check --on` has them; and arrays, if there are any,
-with two axes as long as a row, or with the weights of all experts of a layer. Compiled programs are kept in the file:
-after an interruption the same command compiles the others. Weights are not needed.
+An update has eight prompts of 1,024 tokens, each with eight completions of 240 in one row: 8 × 2,944 tokens. For
+each program it prints the CPU seconds spent compiling, a device's peak memory, and, per call, the bytes the device
+sends, its FLOPs, and the lower bound on its time with what sets it, as `rlhf check --on` counts them. It also lists
+arrays that have two axes as long as a row, or that hold all experts' weights of a layer. Results are kept in
+the file, so that the same command continues after an interruption. No weights are needed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Prints a table. An engine decodes SLOTS completions at a time, a token per step each; lengths are lognormal. A rollout
 has COMPLETIONS of them, and is asked for when the policy exists that it is meant for: rollout r by the one after the
 updates of rollout r - k - 1. A free slot takes the next completion of the oldest rollout. The trainer waits for all of
-rollout r, then trains for `ratio` times what a rollout takes with all slots busy.
+rollout r, then trains for `ratio` times as long as a rollout takes while all slots are busy.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rlhf_core import ADVANTAGE, SAMPLER, AdvantageInputs, Registry, Rollouts, h
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 1.0
-"""How long a rollout takes, and an update."""
+"""Seconds that a rollout takes, and that an update takes."""
 UPDATES, FIRST = 12, 4
 """Updates per run, and how many of the first are not timed: programs compile, and rollouts are by the first policy."""
 
