@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class Slow:
     def __init__(self, waits: bool) -> None:
         self.waits, self.asked, self.closed = waits, [], 0  # type: ignore[var-annotated]
 
-    def reply(self, messages: Any, number: int) -> Iterator[str]:
+    def reply(self, messages: Any, number: int) -> Generator[str, None, None]:
         self.asked.append(messages)
         try:
             yield "word"
@@ -201,7 +201,7 @@ def test_a_local_reply_that_is_stopped_makes_room(model: Path) -> None:
     whole = "".join(speaker.reply(messages, 0))
     parts = speaker.reply(messages, 1)
     first = next(parts)
-    parts.close()  # type: ignore[attr-defined]
+    parts.close()
     assert whole.startswith(first)
     assert "".join(speaker.reply(messages, 2)) == whole
 

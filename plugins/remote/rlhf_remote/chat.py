@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +65,7 @@ class Speaker(Protocol):
     name: str
     waits: bool
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Iterator[str]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[str, None, None]:
         """Yield the parts of reply `number` as they are written. Closing the iterator ends the reply.
 
         Raises InputError for a conversation that cannot be replied to, and RunError if the speaker fails.
@@ -81,7 +81,7 @@ class Streamed:
     def __init__(self, remote: Remote, settings: Settings) -> None:
         self.remote, self.settings, self.name = remote, settings, remote.name
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Iterator[str]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[str, None, None]:
         """Yield the parts of a reply, see `Speaker`."""
         given = self.settings
         body: dict[str, Any] = {
@@ -218,7 +218,7 @@ class Local:
         """Note that the reply cannot go on."""
         self.over = None
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Iterator[str]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[str, None, None]:
         """Yield the parts of a reply, see `Speaker`."""
         import jax
 
@@ -315,7 +315,7 @@ class Terminal:
         """Print what went wrong; the conversation continues."""
         print(escape_control(text), file=sys.stderr, flush=True)
 
-    def write(self, parts: Iterator[str], *, waits: bool) -> str:
+    def write(self, parts: Generator[str, None, None], *, waits: bool) -> str:
         """Print a reply as it comes; return what there was of it, all or until Ctrl-C."""
         said = ""
         try:
@@ -331,7 +331,7 @@ class Terminal:
             self.pressed = True
             self.console.print(" (stopped)", style="dim", end="")
         finally:
-            parts.close()  # type: ignore[attr-defined]
+            parts.close()
             if said or self.pressed:
                 self.console.print()
         return said
