@@ -419,7 +419,7 @@ def attend_pieces(
     """Compute attention over rows in the pieces of `cut_rows`, cut in the order of `zigzag`.
 
     Every device gathers the keys and values of its rows, and computes its own queries. Where windows are short, or the
-    sequences of packed rows, it gets only the parts before its own.
+    sequences of packed rows, neighbours send it what it sees of the parts before its own.
     arrays: q, k, v of pieces. of_rows: positions, visible_until of whole rows. more: further arguments of `over`:
     softcap, and arrays by kv head.
     """
@@ -427,11 +427,13 @@ def attend_pieces(
     tensor = "tensor" if arrays[1].shape[1] % mesh.shape["tensor"] == 0 else None
     pieces, heads, nothing = PartitionSpec(axes, tensor), PartitionSpec(tensor), PartitionSpec()
 
-    def local(arrays: Any, of_rows: Any, window: Any, far: Any, by_head: Any) -> jax.Array:
+    def local(arrays: Any, of_rows: Any, window: Any, reach: Any, by_head: Any) -> jax.Array:
         q, *both = arrays
-        k, v = lax.cond(far, _all_parts, _parts_before, both)
+        part = q.shape[3] // 2
+        near = [functools.partial(_ends_before, count=part * n // SHARES) for n in NEAR]
+        k, v = lax.switch((reach > np.array(NEAR)).sum(), [*near, _all_parts], both)
         number = lax.axis_index("context").astype(jnp.int32)
-        starts = jnp.stack([number, 2 * size - 1 - number]) * (q.shape[3] // 2)
+        starts = jnp.stack([number, 2 * size - 1 - number]) * part
         return over(q, k, v, *of_rows, window=window, softcap=softcap, starts=starts, **by_head)
 
     softcap = more.pop("softcap", None)
@@ -442,19 +444,25 @@ def attend_pieces(
         in_specs=((pieces,) * 3, (rows, rows), None if window is None else nothing, nothing, heads),
         out_specs=PartitionSpec(axes, None, tensor),
         check_vma=False,
-    )(arrays, of_rows, window, sees_far(*of_rows, window, 2 * size), more)
+    )(arrays, of_rows, window, sees_before(*of_rows, window, 2 * size), more)
     return mixed
 
 
-def sees_far(
+SHARES = 16
+"""Blocks of a part of a row whose keys are seen or not; 16 divides the tokens of parts."""
+NEAR = (1, 4, 16)
+"""Blocks before a part that neighbours send: the fewest of these that are enough, else all parts are gathered."""
+
+
+def sees_before(
     positions: jax.Array, visible_until: jax.Array, window: jax.Array | None, parts: int
 ) -> jax.Array:
-    """Tell whether a query of any row may see a key that is neither in its part of the row nor in the one before."""
-    block = math.gcd(visible_until.shape[1] // parts, 1024)
+    """Count the blocks before its own part of the row that a query of any row may see, at most: int32."""
+    block = visible_until.shape[1] // (SHARES * parts)
     visible = visible_blocks(positions, visible_until, window, Blocks(block, block)).any(0)
-    part = np.arange(len(visible)) * parts // len(visible)
-    far: jax.Array = (visible & (part[:, None] - part > 1)).any()
-    return far
+    blocks = np.arange(len(visible))
+    before = blocks[:, None] // SHARES * SHARES - blocks
+    return jnp.where(visible, before, 0).max()
 
 
 def _all_parts(both: list[jax.Array]) -> list[jax.Array]:
@@ -468,24 +476,27 @@ def _all_parts(both: list[jax.Array]) -> list[jax.Array]:
     return [whole(x) for x in both]
 
 
-def _parts_before(both: list[jax.Array]) -> list[jax.Array]:
-    """Make what `_all_parts` does of a device's two parts and those before them, which neighbours have; others are 0
-    there.
+def _ends_before(both: list[jax.Array], count: int) -> list[jax.Array]:
+    """Make what `_all_parts` does of a device's two parts and the last `count` tokens of those before them, which
+    neighbours have; others are 0 there.
     """
     size, number = lax.axis_size("context"), lax.axis_index("context")
 
     def whole(x: jax.Array) -> jax.Array:
         first, second = jnp.split(x, 2, axis=2)
+        part = first.shape[2]
+        ends = first[:, :, part - count :], second[:, :, part - count :]
         last = number == size - 1  # its two parts are neighbours, too
-        before = lax.ppermute(first, "context", [(i, i + 1) for i in range(size - 1)])
-        between = lax.ppermute(second, "context", [(i + 1, i) for i in range(size - 1)])
-        placed = jnp.zeros((*x.shape[:2], (2 * size + 1) * first.shape[2], x.shape[3]), x.dtype)
-        for at, part in (
+        before = lax.ppermute(ends[0], "context", [(i, i + 1) for i in range(size - 1)])
+        between = lax.ppermute(ends[1], "context", [(i + 1, i) for i in range(size - 1)])
+        # Part 0 has none before it.
+        placed = jnp.zeros((*x.shape[:2], count + 2 * size * part, x.shape[3]), x.dtype)
+        for at, parts in (
             (number, [before, first]),
-            (2 * size - 1 - number, [jnp.where(last, first, between), second]),
+            (2 * size - 1 - number, [jnp.where(last, ends[0], between), second]),
         ):
-            placed = lax.dynamic_update_slice_in_dim(placed, jnp.concatenate(part, 2), at * first.shape[2], 2)
-        return placed[:, :, first.shape[2] :]  # part 0 has none before it
+            placed = lax.dynamic_update_slice_in_dim(placed, jnp.concatenate(parts, 2), at * part, 2)
+        return placed[:, :, count:]
 
     return [whole(x) for x in both]
 

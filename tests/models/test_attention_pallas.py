@@ -38,7 +38,7 @@ from rlhf_core.models.attention import (
     attend,
     attend_blocks,
     attend_pieces,
-    sees_far,
+    sees_before,
     visible_blocks,
     visits,
 )
@@ -195,7 +195,7 @@ def test_devices_that_share_a_row_compute_their_own_queries(platform: str) -> No
 
 
 def test_devices_that_share_a_row_get_the_parts_of_it_that_they_see() -> None:
-    """All of a row's parts, or only those before their own; either way what whole rows give, and their gradients."""
+    """All of a row's parts, or ends of those before their own; either way what whole rows give, and their gradients."""
     shape, mesh, draw = (
         Shape(128, 16, window=True, sinks=True),
         make_mesh(2, context=4),
@@ -221,12 +221,13 @@ def test_devices_that_share_a_row_get_the_parts_of_it_that_they_see() -> None:
     whole = index, np.full(128, 128)
     packed = index % 11, np.minimum(index // 11 * 11 + 11, 128)  # no sequence touches three parts of 16
     last = index % 37, np.minimum(index // 37 * 37 + 37, 128)
-    rows = [(whole, 128, True), (packed, 128, False), (whole, 9, False), (last, 128, True)]
+    # Parts of 16 tokens: neighbours send 1, 4 or 16; else all are gathered.
+    rows = [(whole, 128, 112), (packed, 128, 10), (whole, 5, 4), (whole, 2, 1), (last, 128, 32)]
     rows += [(layout(128, draw), int(draw.integers(1, 30)), None) for _ in range(3)]
-    for (positions, until), window, far in rows:
+    for (positions, until), window, before in rows:
         of_rows = [np.stack([x, y]).astype(np.int32) for x, y in zip((positions, until), packed, strict=True)]
-        if far is not None:
-            assert bool(sees_far(*map(jnp.asarray, of_rows), jnp.int32(window), 8)) == far
+        if before is not None:
+            assert sees_before(*map(jnp.asarray, of_rows), jnp.int32(window), 8) == before
         arrays = batch(shape, draw)[:4]
         cotangent = draw.standard_normal((ROWS, 128, 32)) * (of_rows[1] > 0)[..., None]
         given = (*arrays, jnp.asarray(cotangent, jnp.float32), *of_rows, np.int32(window))
