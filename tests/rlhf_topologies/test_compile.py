@@ -193,10 +193,18 @@ def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) 
 
 
 def test_what_waits_in_the_hosts_memory_is_not_in_a_devices(place: Any) -> None:
-    place.settings("policy.toml", 'offload = ["optimizer", "reference"]')
+    """It is brought: the optimizer's state with every update, the reference with every second, a rollout's."""
+    place.settings("policy.toml", 'num_iterations = 2\noffload = ["optimizer", "reference"]')
     found = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
     assert found is not None
     assert set(found.resident) == {"parameters"}
+    parameters = device_bytes(found.resident["parameters"])
+    brought = dict.fromkeys(("train", "read", "update", "sample"), 0.0)
+    for program in found.programs:
+        brought[program.work] += program.calls * program.host
+    assert brought["train"] == brought["sample"] == 0
+    assert brought["read"] == pytest.approx(parameters / 2)
+    assert brought["update"] == pytest.approx(2 * parameters, rel=0.01)  # Adam's two moments, and its count
 
 
 def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> None:

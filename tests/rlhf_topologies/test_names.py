@@ -51,7 +51,7 @@ def test_every_figure_has_a_source() -> None:
         assert " table " in chip.source, chip.name
         assert chip.usable == int(USABLE * chip.memory)
         assert chip.flops["bf16"] >= chip.flops["f32"] > 0
-        assert (chip.network is None) == (chip.platform == "tpu")
+        assert (chip.network is None) == (chip.host is None) == (chip.platform == "tpu")
 
 
 def test_target_of_the_gpu_compiler_is_from_the_table() -> None:

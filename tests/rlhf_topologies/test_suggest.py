@@ -271,6 +271,7 @@ def results(on: str, fits: bool, *programs: dict[str, Any]) -> dict[str, Any]:
         "tokens": 1.0,
         "steps": 0,
         "rows": 8,
+        "host": 0.0,
         "beside": 0,
     }
     facts = {**program, "memory": memory, "once": once, "loops": []}

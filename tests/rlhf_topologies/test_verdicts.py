@@ -35,6 +35,7 @@ def program(name: str = "accumulate 8 × 512", work: str = "train", **changes: A
         "tokens": 4000.0,
         "steps": 0,
         "rows": 16,
+        "host": 0.0,
         "beside": 8 * GB,
         "memory": {"arguments": 6 * GB, "outputs": 5 * GB, "aliased": 4 * GB, "temporary": 10 * GB},
         "once": counts(bf16=1e14, size=1e11),
@@ -48,18 +49,20 @@ def stage(*programs: Any, resident: dict[str, int] | None = None) -> dict[str, A
     return {"note": None, "remat": "auto", "resident": held, "weights": 7 * GB, "programs": list(programs)}
 
 
-@pytest.mark.parametrize("by", ["compute", "memory", "link", "network"])
+@pytest.mark.parametrize("by", ["compute", "memory", "link", "network", "host"])
 def test_the_slowest_part_sets_the_bound(by: str) -> None:
     chip = CHIPS["h100"]
-    work = {"bf16": 2e12, "f32": 1e12, "size": 1e9, "sent": 1e8, "network": 1e7}
-    larger = {"compute": "bf16", "memory": "size", "link": "sent", "network": "network"}[by]
-    work[larger] *= 1e4
-    found = bound(Counts(**counts(**work)), chip)
+    work = {"bf16": 2e12, "f32": 1e12, "size": 1e9, "sent": 1e8, "network": 1e7, "host": 1e7}
+    larger = {"compute": "bf16", "memory": "size", "link": "sent"}.get(by, by)
+    work = {name: value * (1e4 if name == larger else 1) for name, value in work.items()}
+    host = work.pop("host")
+    found = bound(Counts(**counts(**work)), chip, host)
     seconds = {
         "compute": np.float64(work["bf16"]) / 989.4e12 + np.float64(work["f32"]) / 494.7e12,
         "memory": np.float64(work["size"]) / 3.35e12,
         "link": np.float64(work["sent"]) / 450e9,
         "network": np.float64(work["network"]) / 50e9,
+        "host": np.float64(host) / 64e9,
     }
     for name, value in seconds.items():
         assert getattr(found, name) == pytest.approx(value)

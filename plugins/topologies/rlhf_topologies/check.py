@@ -171,6 +171,8 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
         return notes
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage["resident"].items())
     out = [*notes, f"always in memory: {held}", *_collectives(programs)]
+    if brought := [f"{each['name']} {format_bytes(each['host'])}" for each in programs if each["host"]]:
+        out.append(f"from the host's memory, per call: {', '.join(brought)}")
     if not any(each["error"] for each in programs):
         for what, tokens in (("training", stage["training_tokens"]), ("sampling", stage["sampled_tokens"])):
             if seconds := stage[f"{what}_seconds"]:

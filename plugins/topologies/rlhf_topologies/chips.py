@@ -21,7 +21,8 @@ class Chip:
     name: as it is typed. memory: bytes. flops: {dtype of the factors: products per second, each multiplication and
     addition counted}, without sparsity. memory_bandwidth: bytes per second. link: bytes per second that a device sends
     to others of its machine (GPU) or slice (TPU), all links together, one way. network: the same to other machines, of
-    the machines that its maker sells (400 Gb/s per GPU; A100: 200); None: there are no others.
+    the machines that its maker sells (400 Gb/s per GPU; A100: 200); None: there are no others. host: the same to the
+    host's memory; None: the maker does not say.
     source: where these are from. target: what XLA's GPU compiler asks about a device, besides the above.
     """
 
@@ -33,6 +34,7 @@ class Chip:
     link: float
     source: str
     network: float | None = None
+    host: float | None = None
     target: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -41,8 +43,8 @@ class Chip:
         return int(USABLE * self.memory)
 
 
-# Data sheets give products with sparsity and NVLink in both directions: half of each. Memory is in bytes as CUDA
-# reports it, where that is known. JAX computes float32 products in TF32 by default. Targets are from the CUDA C++
+# Data sheets give products with sparsity, and NVLink and PCIe in both directions: half of each. Memory is in bytes as
+# CUDA reports it, where that is known. JAX computes float32 products in TF32 by default. Targets are from the CUDA C++
 # Programming Guide, Compute Capabilities.
 _SHEET = (
     "NVIDIA {0} Tensor Core GPU datasheet, table of specifications, column {0} {1}SXM; DGX {0} datasheet, network "
@@ -53,6 +55,7 @@ _HOPPER: dict[str, Any] = {
     "flops": {"bf16": 989.4e12, "f16": 989.4e12, "f32": 494.7e12},
     "link": 450e9,
     "network": 50e9,
+    "host": 64e9,
 }
 _HOPPER_TARGET = {
     "core_count": 132,
@@ -95,6 +98,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_bandwidth=2.039e12,
             link=300e9,
             network=25e9,
+            host=32e9,
             source=_SHEET.format("A100", "80GB "),
             target={"name": "NVIDIA A100-SXM4-80GB", **_AMPERE_TARGET},
         ),

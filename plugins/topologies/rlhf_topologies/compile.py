@@ -141,6 +141,7 @@ def compile_stage(
             "calls": program.calls,
             "tokens": program.tokens,
             "steps": program.steps,
+            "host": program.host,
             "beside": sum(resident.values()) - sum(resident.get(key, 0) for key in program.reads),
             **compiled(program),
         }

@@ -37,6 +37,7 @@ class Program:
     calls: per update, on average. tokens: that a call reads, or samples, without padding.
     steps: at most so often per call runs the loop whose number of rounds depends on data, such as decoding; 0: no loop.
     reads: those of `StagePrograms.resident` that are among its arguments, each as often as it is.
+    host: bytes per call that a device gets from the host's memory, where they wait; as many may go back.
     shape: for `--suggest`, which ranks by arithmetic before it compiles; None: counted as if it took nothing.
     """
 
@@ -47,6 +48,7 @@ class Program:
     tokens: float = 0.0
     steps: int = 0
     reads: tuple[str, ...] = ()
+    host: float = 0.0
     shape: ProgramShape | None = None
 
 

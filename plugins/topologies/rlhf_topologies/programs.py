@@ -24,7 +24,7 @@ from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
 from rlhf_core.training.context import Context
 from rlhf_core.training.expected import ModelNotHereError
-from rlhf_core.training.memory import device_bytes
+from rlhf_core.training.memory import device_bytes, host_bytes
 from rlhf_core.training.starting_model import definition_of
 from rlhf_topologies.description import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_topologies.roofline import token_weights
@@ -97,6 +97,7 @@ def built_programs(
     held = resident(state) | {name: tree for name, tree in made.held.items() if device_bytes(tree)}
     # By name: shapes on GPUs that need not exist do not say that they wait in the host's memory.
     waits = {*config.offload, *(["starting model"] if "reference" in config.offload else [])}
+    away = {name: host_bytes(tree) or device_bytes(tree) for name, tree in held.items() if name in waits}
     held = {name: tree for name, tree in held.items() if name not in waits}
     weights, sampled = token_weights(model.definition), _sampled(made.updates)
     if sampled is None:
@@ -104,7 +105,9 @@ def built_programs(
         first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
         batches = loads(first, updates.shapes())
         return StagePrograms(
-            tuple(training_programs(made.objective, model.definition, state, batches)), held, weights
+            tuple(_from_host(training_programs(made.objective, model.definition, state, batches), away)),
+            held,
+            weights,
         )
     options = sampled.collector.options
     sizes, group, length = sampled.collector.tree_sizes()
@@ -122,7 +125,22 @@ def built_programs(
         )
         programs += [replace(each, name=f"{each.name}, given") for each in extra if each.work == "train"]
     more, notes = _rollout_programs(sampled, state, held, context)
-    return StagePrograms(tuple(programs + more), held, weights, "; ".join(notes) or None)
+    brought = _from_host(programs + more, away, 1 / sampled.collector.options.updates_per_rollout)
+    return StagePrograms(tuple(brought), held, weights, "; ".join(notes) or None)
+
+
+def _from_host(programs: Sequence[Program], away: Mapping[str, int], rollouts: float = 1.0) -> list[Program]:
+    """Say what comes from the host's memory: the optimizer's state with every update, a reference with every rollout.
+
+    away: bytes per device that wait there, by name.
+    """
+    brought = {"optimizer": away.get("optimizer", 0), "reference": rollouts * away.get("reference", 0)}
+    calls = {name: sum(each.calls for each in programs if name in each.reads) for name in brought}
+
+    def of(each: Program) -> float:
+        return sum(brought[name] / calls[name] for name in brought if name in each.reads and calls[name])
+
+    return [replace(each, host=of(each)) for each in programs]
 
 
 def _sampled(updates: Any) -> RolloutUpdates | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,24 +32,29 @@ class Bound:
     memory: float = 0.0
     link: float = 0.0
     network: float = 0.0
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.memory, self.link, self.network)
+        return max(asdict(self).values())
 
     @property
     def by(self) -> str:
-        """Return what sets the bound: "compute", "memory", "link" or "network"."""
-        return max(("compute", "memory", "link", "network"), key=lambda name: getattr(self, name))
+        """Return what sets the bound: "compute", "memory", "link", "network" or "host"."""
+        return max(asdict(self).items(), key=lambda item: item[1])[0]
 
 
-def bound(counts: Counts, chip: Chip) -> Bound:
-    """Bound the time of what one device does. A dtype that the chip's table lacks is as fast as float32."""
+def bound(counts: Counts, chip: Chip, host: float = 0.0) -> Bound:
+    """Bound the time of what one device does. A dtype that the chip's table lacks is as fast as float32.
+
+    host: bytes that it gets from the host's memory, or sends there: both ways work at the same time.
+    """
     compute = sum(
         flops / chip.flops.get(dtype, chip.flops["f32"]) for dtype, flops in counts.products.items()
     )
     network = counts.network / chip.network if chip.network else 0.0
-    return Bound(compute, counts.bytes / chip.memory_bandwidth, counts.sent / chip.link, network)
+    moved = host / chip.host if chip.host else 0.0
+    return Bound(compute, counts.bytes / chip.memory_bandwidth, counts.sent / chip.link, network, moved)
 
 
 SCORES = {"train": 20, "read": 6}

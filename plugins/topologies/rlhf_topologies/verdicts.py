@@ -65,17 +65,18 @@ def judge_stage(
 def judge_program(facts: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
     """Judge a program on one device from its facts.
 
-    Returns "peak": bytes in memory while it runs, and "memory": their parts; "call": what a call
-    does outside its main loop, and "step": a round of that loop; None: it has none; "seconds" per call, at least, and
-    "bound": what sets them; "error": why it could not be compiled. The rest is as in the facts.
+    Returns "peak": bytes in memory while it runs, and "memory": their parts; "host": bytes that a call gets from the
+    host's memory; "call": what a call does outside its main loop, and "step": a round of that loop; None: it has none;
+    "seconds" per call, at least, and "bound": what sets them; "error": why it could not be compiled. The rest is as in
+    the facts.
     """
     chip = topology.chip
-    named = {key: facts[key] for key in ("name", "work", "calls", "tokens", "steps", "rows")}
+    named = {key: facts[key] for key in ("name", "work", "calls", "tokens", "steps", "rows", "host")}
     once, step = Counts(**facts.get("once", {})), None
     if facts.get("loops") and facts["steps"]:
         # Decoding, rather than what fills slots: the loop that moves most.
         step = max((Counts(**loop) for loop in facts["loops"]), key=lambda loop: loop.bytes)
-    calls, steps = bound(once, chip), Bound() if step is None else bound(step, chip)
+    calls, steps = bound(once, chip, facts["host"]), Bound() if step is None else bound(step, chip)
     in_steps = facts["steps"] * steps.seconds
     memory = {}
     if "error" not in facts:
