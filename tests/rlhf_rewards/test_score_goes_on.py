@@ -7,10 +7,11 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from rlhf_rewards.commands import score
 
-from rlhf_core import scoring
+from rlhf_core import load_model, scoring
 from rlhf_core.data import whole_sequences
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.scoring import Scorer
@@ -108,6 +109,24 @@ def test_other_rows_or_settings_begin_anew(model, rows, calls, tiny, tmp_path):
     assert len(calls) == 4
     found = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert found == [row["prompt"] for row in tiny.pairs(11, seed=3)]
+
+
+def test_layers_in_few_bits_give_the_scores_of_their_values(model, rows, calls, tiny, tmp_path):
+    """Those of the model that they are dequantized to, also for rows that were begun in float32."""
+    load_model(model, "score", mesh=tiny.one_device(), quantized="int8").merged().save(tmp_path / "values")
+    calls.stop = 2
+    with pytest.raises(KeyboardInterrupt):
+        score(str(model), rows, tmp_path / "held.jsonl")
+    calls.stop = None
+    score(str(model), rows, tmp_path / "held.jsonl", quantize="int8")
+    for name in ("values", "plain"):
+        score(str(tmp_path / name if name == "values" else model), rows, tmp_path / f"{name}.jsonl")
+    held, values, plain = (
+        np.array([[row["chosen_score"], row["rejected_score"]] for row in map(json.loads, file.open())])
+        for file in (tmp_path / f"{name}.jsonl" for name in ("held", "values", "plain"))
+    )
+    np.testing.assert_allclose(held, values, atol=1e-5 * np.abs(values).max())
+    assert np.abs(held - plain).max() > 1e-3 * np.abs(plain).max()
 
 
 def test_all_rows_are_checked_before_the_first_is_scored(model, rows, calls, tiny, tmp_path):
