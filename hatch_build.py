@@ -14,7 +14,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ROOT = Path(__file__).resolve().parent
 REPOSITORY = "https://example.org/rlhf"  # a placeholder until there is an address; nothing else names it
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "rlhf_core/__init__.py").read_text("utf-8"), re.M)[1]  # type: ignore[index]
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "rlhf_core/__init__.py").read_text("utf-8"), re.M)[0]
 CLASSIFIERS = [
     "Development Status :: 4 - Beta",
     "Intended Audience :: Developers",

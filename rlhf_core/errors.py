@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rlhf_core.hidden import scrub
@@ -35,12 +36,13 @@ _INSIDE = (*BETWEEN, "concurrent", "contextlib", "functools", "threading")
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of something, with the line outside the suite that led here as its place; without one, the caller's."""
-    level, frame = 1, sys._getframe()
+    frame: FrameType | None = sys._getframe()
+    level = 1
     while frame is not None:
         top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if not top.startswith("rlhf_") and top not in _INSIDE:
             break
-        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+        level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 

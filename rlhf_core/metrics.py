@@ -156,7 +156,8 @@ Metrics: TypeAlias = Mapping[str, Metric]
 
 def merge(a: Metrics, b: Metrics) -> dict[str, Metric]:
     """Merge the metrics of two disjoint sets of elements; a name that only one has is kept."""
-    return {k: a[k].merge(b[k]) if k in a and k in b else (a[k] if k in a else b[k]) for k in {**a, **b}}  # type: ignore[arg-type]
+    both = {k: a[k].merge(b[k]) for k in a if k in b}  # type: ignore[arg-type]  # metrics of one name are of one kind
+    return {**a, **b, **both}
 
 
 def empty_metric(like: Metric) -> Metric:

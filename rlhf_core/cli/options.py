@@ -7,11 +7,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
@@ -22,8 +25,6 @@ Base = Annotated[
         "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
     ),
 ]
-
-
 Quantize = Annotated[
     Literal["nf4", "int8", "none"] | None,
     typer.Option(
@@ -44,7 +45,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
             default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
             annotation=hints[field.name],
         )
-        for field in dataclasses.fields(options)  # type: ignore[arg-type]
+        for field in dataclasses.fields(options)
     ]
 
     def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
@@ -52,7 +53,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
         def command(**values: Any) -> None:
             function(options(**values))
 
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
         command.__annotations__ = hints
         return command
 

@@ -84,7 +84,7 @@ class Encoded(NamedTuple):
 class BlockEncoder:
     """Encode blocks, in any process. encode: `encode_pairs` or the like with all options but the tokenizer."""
 
-    encode: Callable[..., Any]
+    encode: partial[Any]
     tokenizer: Any
 
     @cached_property
@@ -92,7 +92,7 @@ class BlockEncoder:
         return (
             self.tokenizer
             if self.tokenizer is None
-            else Encoder(self.tokenizer, self.encode.keywords["chat_template"])  # type: ignore[attr-defined]
+            else Encoder(self.tokenizer, self.encode.keywords["chat_template"])
         )
 
     def rows(self, records: Records) -> Any:
@@ -156,7 +156,7 @@ class LazyRecords(LazyRows):
         self,
         records: Records,
         usable: Callable[[Source], NDArray[np.bool_]],
-        encode: Callable[..., Pairs | Texts],
+        encode: partial[Pairs | Texts],
         tokenizer: Any,
         *,
         seed: int,
@@ -283,7 +283,8 @@ class Encoding:
         if not workers:
             thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
             at_stage_end(partial(thread.shutdown, cancel_futures=True))
-            self.submit: Callable[[Block], Future[Encoded]] = partial(thread.submit, own_copy(encoder))  # type: ignore[call-arg]
+            copied = own_copy(encoder)
+            self.submit: Callable[[Block], Future[Encoded]] = lambda block: thread.submit(copied, block)
             return
         try:
             self.submit = Pool(encoder, workers).submit

@@ -187,8 +187,6 @@ class View(Sequence[T]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def take(rows: Sequence[T], which: Sequence[int]) -> list[T]:
     """Select items of a sequence. which: indices, a range or a list of them."""

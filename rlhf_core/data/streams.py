@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,7 +317,7 @@ class LazyStreams(LazyRows):
     def __init__(
         self,
         streams: list[Stream],
-        encode: Callable[..., Any],
+        encode: partial[Any],
         tokenizer: Any,
         *,
         seed: int,

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +189,7 @@ def cut_files(directory: Path, step: int) -> None:
     for file in metric_files(directory):
         JsonLines.cut(file, step)
     for folder in FOLDERS:
-        attempt(lambda folder=folder: cut(directory / folder), folder, directory / folder)  # type: ignore[misc]
+        attempt(partial(cut, directory / folder), folder, directory / folder)
     attempt(lambda: remove(directory / BEST), BEST, directory / BEST)  # written when the stage ends
 
 

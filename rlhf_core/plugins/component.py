@@ -269,7 +269,7 @@ def _check_class(kind: Kind[Any], thing: type, what: str) -> None:
         if kind.factory:
             return
         raise InputError(f"{what}: a class must be a dataclass: use @dataclass(frozen=True)")
-    if kind.constant and not thing.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if kind.constant and not thing.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # typeshed leaves it out
         raise InputError(f"{what}: jit closes over it, so it must be frozen: use @dataclass(frozen=True)")
     if kind.arguments and not any("__call__" in vars(base) for base in thing.__mro__):
         raise InputError(f"{what}: it has no __call__({', '.join(kind.arguments)})")

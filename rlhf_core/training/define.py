@@ -208,9 +208,8 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
     """Count the bytes that a stage holds, by part: in all, or per device of a mesh that is planned for."""
     config, mesh = context.config, context.mesh
     state, _ = made.state(config, context.stage)
-    several = not isinstance(made.models, Model)
-    models: Mapping[str, Model] = made.models if several else {"": made.models}  # type: ignore[assignment,dict-item]
-    params = state.params if several else {"": state.params}
+    models: Mapping[str, Model] = {"": made.models} if isinstance(made.models, Model) else made.models
+    params = state.params if models is made.models else {"": state.params}
     trains = made.trains or models
     parts = {
         "parameters": sum(device_bytes(params[name]) for name in trains),

@@ -175,7 +175,8 @@ def _require_readable(reward: str, unreadable: Mapping[int, str]) -> None:
         raise InputError(*(f"reward '{reward}': {text}" for text in dict.fromkeys(unreadable.values())))
 
 
-# Called with the dataset's columns before training; names rows that cannot be scored.
+# Called with the dataset's columns before training; names rows that cannot be scored. To mypy, functions
+# have no attributes.
 exact_match.check = lambda columns: _unreadable_texts(columns["answer"])  # type: ignore[attr-defined]
 numeric_answer.check = lambda columns: _unreadable_numbers(columns["answer"])  # type: ignore[attr-defined]
 

@@ -97,7 +97,8 @@ def _program(findings: Findings, loss: Any, base: PairInputs) -> Measured:
         findings.stop_if_broken()
 
     def run(pairs: PairInputs) -> tuple[Array, Array, Array]:
-        return tuple(np.asarray(x) for x in compiled(pairs))  # type: ignore[return-value]
+        value, of_chosen, of_rejected = map(np.asarray, compiled(pairs))
+        return value, of_chosen, of_rejected
 
     return run
 

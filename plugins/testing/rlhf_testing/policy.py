@@ -142,8 +142,8 @@ def _program(findings: Findings, loss: Any, base: PolicyInputs) -> Measured:
 
     def run(inputs: PolicyInputs) -> tuple[Array, Array]:
         arrays = _arrays(inputs) | ({} if inputs.sequence is None else {"sequence": inputs.sequence})
-        value, gradient = compiled(arrays, inputs.sequences)
-        return tuple(np.where(_used(inputs), x, 0) for x in (value, gradient))  # type: ignore[return-value]
+        value, gradient = (np.where(_used(inputs), x, 0) for x in compiled(arrays, inputs.sequences))
+        return value, gradient
 
     return run
 
