@@ -93,7 +93,8 @@ def compile_programs(given: argparse.Namespace) -> dict[str, Any]:
 
     from rlhf_core import plugins
     from rlhf_core.mesh import make_mesh
-    from rlhf_core.pipeline.plan import plan, read
+    from rlhf_core.pipeline.file import read
+    from rlhf_core.pipeline.plan import plan
     from rlhf_core.runtime.files import write_atomic
 
     topology, file = parse(given.on), Path(given.out)

@@ -16,7 +16,8 @@ from rlhf_core.config.trainer import directory_name
 from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run
-from rlhf_core.pipeline.plan import PipelineFile, assemble, plan
+from rlhf_core.pipeline.file import PipelineFile, assemble
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.terminal import echo, show
 

@@ -16,8 +16,9 @@ from rlhf_core.config.toml import to_toml
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.mesh import make_mesh
+from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import MESH, PipelineFile, Plan, StagePlan, plan, read
+from rlhf_core.pipeline.plan import Plan, StagePlan, plan
 from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.agreement import raise_together
 from rlhf_core.runtime.directory_lock import lock
@@ -83,7 +84,7 @@ def run(
     accept, reuse, only: see `run_pipeline`.
     """
     whole, plan = plan, chosen_stages(plan, only)
-    mesh = make_mesh(*(plan.mesh.get(axis, -1 if axis == "data" else 1) for axis in MESH))
+    mesh = make_mesh(**dict[str, Any](plan.mesh))
     is_main = jax.process_index() == 0
     say = say if is_main else _silent
     with lock(plan.dir):

@@ -13,8 +13,9 @@ from rlhf_core.config import Component, TrainerConfig
 from rlhf_core.errors import InputError, collected
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
+from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import StagePlan, plan, read
+from rlhf_core.pipeline.plan import StagePlan, plan
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.stage.record import read_records
 from rlhf_core.stage.reuse import find_reusable

@@ -19,7 +19,8 @@ from rlhf_core.errors import InputError, RunError, Stopped, counted, suggest
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline import stage_requests
-from rlhf_core.pipeline.plan import MESH, Plan, StagePlan, plan, read
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import Plan, StagePlan, plan
 from rlhf_core.rollouts.journal import FOLDER, numbers
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.runtime.terminal import echo
@@ -97,7 +98,7 @@ def replay(
             chosen.name,
             Path(directory) / chosen.name,
             chosen.seed,
-            make_mesh(*(mesh.get(axis, -1 if axis == "data" else 1) for axis in MESH)),
+            make_mesh(**dict[str, Any](mesh)),
             jax.process_index() == 0,
             host.registry,
             host.hook,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.pipeline.plan import resolve_paths
+from rlhf_core.pipeline.file import resolve_paths
 
 
 @pytest.mark.parametrize("field", ["train_data", "model", "teacher_model", "replay_data", "words_file"])

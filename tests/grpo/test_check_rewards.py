@@ -11,8 +11,9 @@ import pytest
 
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
+from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import plan, read
+from rlhf_core.pipeline.plan import plan
 
 MINE = """
 def words(completions):

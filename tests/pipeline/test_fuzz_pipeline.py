@@ -11,7 +11,8 @@ import pytest
 
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline.plan import plan, read
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.plugins import Host
 
 PIPELINE = """dir = "run"

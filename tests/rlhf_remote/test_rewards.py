@@ -18,7 +18,8 @@ from rlhf_remote.rewards import rlhf_register
 from rlhf_remote.rubric import Scale
 
 from rlhf_core import InputError, Registry, RewardInputs, RunError, plugins, workers
-from rlhf_core.pipeline.plan import plan, read
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rewards.reward import logged_metrics, open_rewards, restore, score, snapshots

@@ -22,8 +22,9 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import load_model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
+from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import each_stage
-from rlhf_core.pipeline.plan import plan, read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.placement import cache_bytes

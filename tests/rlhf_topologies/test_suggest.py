@@ -36,7 +36,8 @@ from rlhf_core import cli, plugins
 from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention import attend_blocks
-from rlhf_core.pipeline.plan import plan, read
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.training.memory import remat_of
 

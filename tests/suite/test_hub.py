@@ -24,8 +24,9 @@ from rlhf_core import InputError, load_model, plugins, run_pipeline
 from rlhf_core.data import load
 from rlhf_core.data.streams import open_streams
 from rlhf_core.hub import parse
+from rlhf_core.pipeline.file import assemble, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import assemble, plan, read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.tokenizer import load_tokenizer
 
 

@@ -94,7 +94,8 @@ def test_a_recorded_seed_gives_its_own_values_again(code: Any, tmp_path: Path) -
 
 def test_every_recipe_has_intervals_and_a_pipeline_that_the_suite_accepts(code: Any, tmp_path: Path) -> None:
     from rlhf_core import plugins
-    from rlhf_core.pipeline.plan import plan, read
+    from rlhf_core.pipeline.file import read
+    from rlhf_core.pipeline.plan import plan
 
     host = plugins.load()
     for name, recipe in code.recipes.RECIPES.items():

@@ -18,7 +18,8 @@ from rlhf_core.config.toml import to_value
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import ROW_AXES, make_mesh
 from rlhf_core.models.experts import expert_count
-from rlhf_core.pipeline.plan import PipelineFile, plan, read
+from rlhf_core.pipeline.file import PipelineFile, read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.training.memory import device_bytes
 from rlhf_topologies.chips import Topology, machines
 from rlhf_topologies.compile import compile_pipeline, find_devices, planned_devices

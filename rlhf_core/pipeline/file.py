@@ -1,0 +1,308 @@
+"""Read a pipeline file: its TOML with `--set` and `--dir` applied, and the paths in it made absolute."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import hub
+from rlhf_core.config import TrainerConfig, parse_value
+from rlhf_core.config.paths import is_input_field, is_written, names_remote_model, split_file_name
+from rlhf_core.data.records import named_sets
+from rlhf_core.errors import InputError, exists, reading, suggest, suggest_file
+from rlhf_core.mesh import AXES
+
+TOP_LEVEL = ("dir", "seed", "mesh", "stage")
+STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst"}
+_STEP = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """One [[stage]] as written, with absolute paths. options: everything except `name` and `trainer`."""
+
+    name: str
+    trainer: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PipelineFile:
+    """A pipeline as written, with `--set` and `--dir` applied.
+
+    path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {axis of `rlhf_core.mesh.AXES`: size}.
+    problems: errors found so far.
+    """
+
+    path: Path | None
+    dir: Path
+    seed: int
+    mesh: Mapping[str, int]
+    stages: tuple[StageTable, ...]
+    problems: tuple[str, ...] = field(default=())
+
+
+def read(path: str | Path, *, sets: Sequence[str] = (), dir: str | Path | None = None) -> PipelineFile:
+    """Read a pipeline file.
+
+    sets: `stage.field=value` or `seed=1`, applied in order. dir: replaces the file's `dir`. Paths in the file are
+    relative to the file; `dir`, and paths in `sets`, to the current directory. Raises InputError if the file does not
+    exist or is not TOML; other problems are collected, to be reported together with those of the plan.
+    """
+    path = Path(path)
+    return assemble(_parse(path), base=path.resolve().parent, path=path, sets=sets, dir=dir)
+
+
+def assemble(
+    table: Mapping[str, Any],
+    *,
+    base: Path,
+    path: Path | None = None,
+    sets: Sequence[str] = (),
+    dir: str | Path | None = None,
+) -> PipelineFile:
+    """Build a pipeline from its TOML table; relative paths in it are relative to `base`."""
+    problems: list[str] = []
+    tables = _stage_tables(table, problems)
+    top = {key: value for key, value in table.items() if key != "stage"}
+    if isinstance(top.get("mesh"), Mapping):
+        top["mesh"] = _named_axes(top["mesh"], problems)
+    for text in sets:
+        _apply(text, top, tables, problems)
+    for key in top:
+        if key not in TOP_LEVEL:
+            problems.append(f"{key}: unknown field of a pipeline.{suggest(key, TOP_LEVEL)}")
+    stages: list[StageTable] = []
+    for index, options in enumerate(tables):
+        name, trainer = options.pop("name", None), options.pop("trainer", None)
+        if not isinstance(name, str) or not STAGE_NAME.fullmatch(name) or name in TOP_LEVEL:
+            problems.append(
+                f'stage {index + 1}: name: missing; add, for example, name = "policy"'
+                if name is None
+                else f"stage {index + 1}: name: {name!r} cannot name a stage; use letters, digits, - and _"
+            )
+            name = f"{index + 1}" if name is None else str(name)
+        if not isinstance(trainer, str):
+            problems.append(f"stage '{name}'.trainer: missing; add, for example, trainer = \"sft\"")
+            trainer = ""
+        if any(stage.name == name for stage in stages):
+            problems.append(f"stage '{name}': two stages have this name; rename one")
+        resolved = {
+            key: resolve_paths(key, value, base, f"stage '{name}'.{key}", problems)
+            for key, value in options.items()
+        }
+        model = resolved.get("model")
+        if isinstance(model, str) and re.fullmatch(r"[^/.]+", model):  # no OWNER/NAME, no STAGE.OUTPUT
+            resolved["model"] = _existing(model, base, f"stage '{name}'.model", problems)
+        stages.append(StageTable(name, trainer, resolved))
+    if not stages:
+        problems.append("stage: the pipeline has none; add a [[stage]] table with name and trainer")
+    return PipelineFile(
+        path=path,
+        dir=_directory(top.get("dir") if dir is None else dir, problems),
+        seed=_seed(top.get("seed", 0), problems),
+        mesh=_mesh(top.get("mesh", {}), problems),
+        stages=tuple(stages),
+        problems=tuple(problems),
+    )
+
+
+def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list[str]) -> Any:
+    """Make the paths in `value` absolute; a path that must exist and does not is a problem.
+
+    A value that neither exists nor looks like a path is unchanged: a hub name, a `datasets` name, or a stage's output.
+    """
+    if isinstance(value, Mapping):
+        sets = field == "eval_data" and named_sets(value)  # each is a file, or a table, as eval_data itself
+        return {
+            k: v
+            if names_remote_model(k, value)
+            else resolve_paths(field if sets else k, v, base, f"{where}.{k}", problems)
+            for k, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
+    field = TrainerConfig.aliases().get(field, field)
+    if not isinstance(value, str) or hub.is_hub_name(value):
+        return value
+    if not value:
+        if is_input_field(field):
+            problems.append(f"{where}: is empty; give a path or a name, or leave it out")
+        return value
+    if is_written(where):
+        return _absolute(value, base)
+    if field in ("name", "rewards", "environment", "tools", "scheduler"):
+        if (parts := split_file_name(value)) is None:
+            return value
+        return f"{_absolute(parts[0], base)}:{parts[1]}"  # the registry reports a missing file
+    if field == "chat_template":
+        return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
+    if is_input_field(field):
+        if os.path.lexists(base / Path(value).expanduser()):
+            return _absolute(value, base)
+        if _looks_like_a_path(value, base):
+            return _existing(value, base, where, problems)
+    return value
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    if not exists(path):
+        raise InputError(f"{path}: no such file.{suggest_file(path)}")
+    if path.is_dir():
+        raise InputError(f"{path} is a directory; give the pipeline file in it")
+    with reading(path):
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            message, _, at = str(error).partition(" (at ")
+            line = f" {at.rstrip(')')}" if at else ""
+            fix = "; write [[stage]], with two brackets" if "('stage',) twice" in message else ""
+            raise InputError(f"{path}{line}: not valid TOML: {message}{fix}") from None
+
+
+def _stage_tables(table: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    stages = table.get("stage", [])
+    if isinstance(stages, list) and all(isinstance(stage, Mapping) for stage in stages):
+        return [dict(stage) for stage in stages]
+    problems.append("stage: write each stage as a [[stage]] table, with two brackets")
+    return []
+
+
+def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problems: list[str]) -> None:
+    """Apply one `--set`; the paths in its value are relative to the current directory."""
+    key, equals, raw = text.partition("=")
+    steps = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
+    if not equals or not all(map(_STEP.fullmatch, steps)):
+        problems.append(f"--set {text}: write stage.field=value, or seed=1")
+        return
+    by_name = {str(stage.get("name")): stage for stage in stages}
+    value: Any = parse_value(raw.strip())
+    head = steps[0]
+    if head in by_name and len(steps) > 1:
+        # Problems with the path are reported once, when the whole stage's paths are resolved.
+        field = next(step for step in reversed(steps) if not step.isdecimal())
+        value = resolve_paths(field, value, Path.cwd(), "", [])
+        target = by_name[head]
+        steps = steps[1:]
+    elif head in TOP_LEVEL and head != "stage":
+        target, steps = top, [SAME_AXES.get(step, step) if head == "mesh" else step for step in steps]
+    else:
+        known = [*by_name, "seed", "mesh", "dir"]
+        wrong = f"no stage '{head}'.{suggest(head, known)} Stages: {', '.join(by_name) or 'none'}"
+        if head in by_name:
+            wrong = f"'{head}' is a stage: write {head}.field=value"
+        problems.append(f"--set {text}: {wrong}")
+        return
+    try:
+        _assign(target, steps, value)
+    except LookupError as error:
+        problems.append(f"--set {text}: {error.args[0]}")
+
+
+def _assign(target: Any, steps: Sequence[str], value: Any, at: str = "") -> None:
+    """Set `value` at `steps`, copying the tables on the way; "dapo" becomes {name = "dapo"} where a field of it is set.
+
+    A list entry is written rewards[1] or rewards.1. at: the steps so far. Raises LookupError, with a message, if there
+    is nothing to set.
+    """
+    name, *rest = steps
+    step: str | int = name
+    here = f"{at}.{name}".lstrip(".")
+    if isinstance(target, list):
+        known = f"it has {len(target)}, numbered from 0"
+        if not name.isdecimal():
+            raise LookupError(f"'{at}' is a list: write {at}[0].{name}; {known}")
+        if int(name) >= len(target):
+            raise LookupError(f"'{at}' has no entry {name}: {known}")
+        step, here = int(name), f"{at}[{name}]"
+    elif name.isdecimal():
+        raise LookupError(f"'{at}' is a table, which has no entry {name}; write {at}.field")
+    if rest:
+        inner = target[step] if isinstance(step, int) else target.get(step, {})
+        if isinstance(inner, str) and not rest[0].isdecimal():
+            inner = {"name": inner}
+        if rest[0].isdecimal() and inner == {}:
+            raise LookupError(f"'{here}' has no entry {rest[0]}: it is not given in the file")
+        if not isinstance(inner, Mapping | list):
+            raise LookupError(f"'{here}' is {inner!r}, which has no '{rest[0]}'")
+        inner = list(inner) if isinstance(inner, list) else dict(inner)
+        _assign(inner, rest, value, here)
+        value = inner
+    target[step] = value
+
+
+def _directory(value: Any, problems: list[str]) -> Path:
+    if isinstance(value, str | Path) and str(value):
+        return Path(_absolute(str(value), Path.cwd()))
+    problems.append('dir: missing; add dir = "runs/first" to the file, or give --dir')
+    return Path.cwd() / "runs"
+
+
+def _seed(value: Any, problems: list[str]) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32:
+        return value
+    problems.append(f"seed: a whole number from 0 to 2^32 - 1; got {value!r}")
+    return 0
+
+
+SAME_AXES = {"sp": "context"}
+"""Other names of axes."""
+
+
+def _named_axes(mesh: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Name the axes of a mesh as `AXES` does."""
+    named: dict[str, Any] = {}
+    for name, size in mesh.items():
+        axis = SAME_AXES.get(name, name)
+        if axis in named:
+            problems.append(f"mesh.{axis}: given twice, sp is another name of it; remove one")
+        named[axis] = size
+    return named
+
+
+def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        problems.append(f"mesh: write mesh = {{ data = -1, fsdp = 1, tensor = 1 }}; got {value!r}")
+        return {}
+    sizes = {}
+    for axis, size in value.items():
+        if axis not in AXES:
+            problems.append(f"mesh.{axis}: unknown axis.{suggest(axis, AXES)} Axes: {', '.join(AXES)}")
+        elif not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
+            problems.append(
+                f"mesh.{axis}: a positive number of devices, or -1 for all remaining devices; got {size!r}"
+            )
+        else:
+            sizes[axis] = size
+    if list(({"data": -1} | sizes).values()).count(-1) > 1:
+        axes_text = ", ".join(f"{axis} = {size}" for axis, size in ({"data": -1} | sizes).items())
+        problems.append(f"mesh: only one size may be -1 (the default of data); got {axes_text}")
+    return sizes
+
+
+def _absolute(value: str, base: Path) -> str:
+    return os.path.normpath(base / Path(value).expanduser())
+
+
+def _looks_like_a_path(value: str, base: Path) -> bool:
+    """Return whether a value looks like a path rather than a hub name, `name` or `owner/name`."""
+    if value.startswith(("/", "./", "../", "~")) or value in (".", ".."):
+        return True
+    if value.endswith("/") or value.count("/") > 1 or Path(value).suffix in DATA_SUFFIXES:
+        return True
+    return "/" in value and (base / value).parent.is_dir()
+
+
+def _existing(value: str, base: Path, where: str, problems: list[str], *, also: Sequence[str] = ()) -> str:
+    """Return an absolute path; a missing file is a problem. also: words allowed in place of a path."""
+    path = Path(_absolute(value, base))
+    if not exists(path):
+        problems.append(f"{where}: no such file: {path}.{suggest(value, also) or suggest_file(path)}")
+    return str(path)
