@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_remote import engines, sampler
+from rlhf_remote import engines, sampler, sampling, stations
 
 from rlhf_core.contracts import Continuation
 from rlhf_core.sampling import SamplingOptions
@@ -68,7 +68,7 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
 ) -> None:
     """Which one is slow changes no token. Contexts have all that was said, or what replaces it."""
     monkeypatch.setitem(engines.KINDS, "rlhf", Engine)  # type: ignore[arg-type]
-    monkeypatch.setattr(sampler.Sampler, "_load", lambda *_: None)
+    monkeypatch.setattr(sampling.Sampler, "_load", lambda *_: None)
     monkeypatch.setattr(sampler, "_STATIONS", {})
     inputs = SimpleNamespace(
         directory=tmp_path,
@@ -79,8 +79,8 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
         max_prompt_length=2,
         conversation_length=40,
     )
-    made = sampler.Sampler(sampler.RlhfSampler(("http://engine",)), inputs)
-    policy = sampler.Policy("policy-here-v0", tmp_path, 0)
+    made = sampling.Sampler(sampler.RlhfSampler(("http://engine",)), inputs)
+    policy = stations.Policy("policy-here-v0", tmp_path, 0)
     prompts, ids = [np.array([7, number], np.int32) for number in range(3)], np.array([4, 5, 9])
     found = []
     for held in range(3):

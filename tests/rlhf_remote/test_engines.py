@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import uvicorn
 from rlhf_grpo import GRPOConfig, GRPOTrainer
-from rlhf_remote import engines, sampler
+from rlhf_remote import engines, sampler, sampling, stations
 from rlhf_serve.opening import Opening, open_model
 from rlhf_serve.running import Settings, application, make_server
 
@@ -207,12 +207,12 @@ def test_a_run_that_no_engine_serves_stops_with_its_state_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(engines.Vllm, "complete", complete)
-        patch.setattr(sampler, "FIRST_WAIT", 0.05)
+        patch.setattr(stations, "FIRST_WAIT", 0.05)
         with pytest.raises(Stopped, match=r"no engine has answered for 0.2 s: .*no route to host"):
             train(tmp_path / "run", ahead=1, steps=3, patience=0.2)
     kept = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert kept == ["2"]
-    sampler._STATIONS.clear()  # another process
+    sampling._STATIONS.clear()  # another process
     _, again = train(tmp_path / "run", ahead=1, steps=3, patience=0.2)
     clock = {"time", "step_time", "tokens_per_second", "sync/seconds"}
     for row, other in zip(rows, again, strict=True):
@@ -224,23 +224,23 @@ def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Pa
     (place / "taken").mkdir()
     (place / "taken" / "owner.json").write_text(json.dumps({"stage": "runs/other/policy"}))
     (place / "taken" / "policy-v0").mkdir()
-    (place / "taken" / "policy-v0" / sampler.PROBE_FILE).touch()
+    (place / "taken" / "policy-v0" / sampling.PROBE_FILE).touch()
     with pytest.raises(InputError, match="has the policies of runs/other/policy; give another directory"):
         train(place="taken")
     # The default is in the stage's own directory, which may be moved.
     moved: Any = SimpleNamespace(directory=place / "taken", options=sampler.RlhfSampler(("",)))
     moved.inputs = SimpleNamespace(directory=place)
-    sampler.Sampler._claim(moved)
+    sampling.Sampler._claim(moved)
 
 
 def test_probes_see_every_tensor(tiny: ModuleType) -> None:
     """The difference that a receipt measures, for each tensor changed by a hundredth."""
     model = tiny.make_model(scale=8)
-    ids = np.random.default_rng(0).integers(0, model.definition.vocab_size, sampler.PROBE)
+    ids = np.random.default_rng(0).integers(0, model.definition.vocab_size, sampling.PROBE)
 
     def logps(changed: Any) -> Any:
         logits = np.asarray(changed.logits(ids, np.ones_like(ids)), np.float64)
-        return np.take_along_axis(sampler.log_softmax(logits[:, :-1]), ids[:, 1:, None], -1)
+        return np.take_along_axis(sampling.log_softmax(logits[:, :-1]), ids[:, 1:, None], -1)
 
     before = logps(model)
     leaves, tree = jax.tree.flatten(model.params)
@@ -376,7 +376,7 @@ def test_sglang_s_routes(
         engine._client = httpx.Client(transport=routes)
         return engine
 
-    monkeypatch.setitem(sampler.KINDS, "sglang", opened)
+    monkeypatch.setitem(engines.KINDS, "sglang", opened)
     directory, rows = train(name="sglang", weights=weights, urls=[f"http://{weights}"], ahead=1, steps=3)
     assert [row["rollout/lag"] for row in rows] == [0, 1, 1]
     assert all(row["sync/probe_difference"] < 1e-4 for row in rows)

@@ -21,7 +21,8 @@ from typing import Any
 import httpx
 import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
-from rlhf_remote import engines, sampler
+from rlhf_remote import engines, sampler, sampling
+from rlhf_remote.stations import Station
 
 from rlhf_core import InputError, RunError
 from rlhf_core.errors import Stopped
@@ -187,8 +188,8 @@ def train(tiny: ModuleType, model: Path, place: Path, tmp_path: Path) -> Train:
     return train
 
 
-def stations(url: str) -> list[sampler.Station]:
-    return next(each for key, each in sampler._STATIONS.items() if url in key)
+def stations(url: str) -> list[Station]:
+    return next(each for key, each in sampling._STATIONS.items() if url in key)
 
 
 @pytest.mark.parametrize("weights", ["adapter", "disk"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import httpx
+import numpy as np
 
 from rlhf_core import RunError
 from rlhf_remote.service import WRONG_SETUP, headers, shorten, what_it_said, words
@@ -406,6 +407,12 @@ def problems(engine: Engine, needs: Needs) -> list[str]:
             "a copy that has a head of its own, rlhf export MODEL DIR --untied"
         )
     return [f"{engine.url}: {line}" for line in found]
+
+
+def dtype_of(definition: Any) -> str | None:
+    """Name the dtype that the trainer computes in; None: a model of a plugin does not say."""
+    dtype = getattr(definition, "compute_dtype", None)
+    return None if dtype is None else np.dtype(dtype).name
 
 
 def lora_rank(rank: int) -> int:

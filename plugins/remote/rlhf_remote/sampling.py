@@ -1,0 +1,366 @@
+"""Publish policies to engines, prove that they hold them, and sample with them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from rlhf_core import InputError, Rollouts, RunError
+from rlhf_core.errors import Stopped
+from rlhf_remote.engines import KINDS, Drawn, EngineDownError, Wanted, dtype_of, problems, require_logps
+from rlhf_remote.stations import Policy, Station, Threads, choose
+
+if TYPE_CHECKING:
+    from rlhf_remote.sampler import EngineSampler
+
+PROBE = (2, 24)
+"""Sequences and ids of the probe that every engine scores after every publication."""
+SHOWN_TOKENS = 4
+"""Drawn after the probe at the run's temperature."""
+PROCESSED = (
+    "start vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+)
+PROBE_FILE = "probe.npz"
+OWNER_FILE = "owner.json"
+SAME = 1e-5
+"""How far a policy's log-probabilities of the probe may be from those that were written with it, in nats."""
+POLL_SECONDS = 0.02
+"""Between two looks at requests while environments answer."""
+PREFIX = "policy-"
+"""Begins the name of every policy that a run publishes."""
+CAUSES = (
+    "the usual causes: it holds older weights, an adapter was not loaded, another dtype or model; vLLM on CPUs keeps "
+    "the first head of models with tied embeddings, see docs/how-to/engines.md"
+)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Normalise logits along the last axis, float64."""
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+def seed_of(key: Any, *numbers: int) -> int:
+    """Derive the seed of a request from a rollout's key and the numbers of its completion and turn."""
+    words = np.asarray(jax.random.key_data(key)).reshape(-1).tolist()
+    return int(np.random.SeedSequence([*words, *numbers]).generate_state(1)[0] >> 1)
+
+
+_STATIONS: dict[tuple[str, ...], list[Station]] = {}
+"""Stations by engine, address and key: samplers of training, evaluation and previews share what engines hold."""
+
+
+class Sampler:
+    """Publishes policies to engines and samples with them, from any number of threads."""
+
+    def __init__(self, options: EngineSampler, inputs: Any) -> None:
+        self.options, self.inputs = options, inputs
+        self.directory = Path(options.directory or inputs.directory / "policies").absolute()
+        kind = KINDS[options.engine]
+        key = (options.engine, options.api_key or "", *options.urls)
+        if key not in _STATIONS:
+            _STATIONS[key] = [Station(kind(url, options.api_key, options.timeout)) for url in options.urls]
+        self.stations = _STATIONS[key]
+        self._tag = hashlib.sha256(str(inputs.directory).encode()).hexdigest()[:8]
+        self._names: dict[str, str] = {}
+        self._probes: dict[int, np.ndarray] = {}
+        """What the trainer's policies think of the probe, by version."""
+        self._threads = Threads(options.concurrency * len(self.stations))
+        longest = inputs.max_prompt_length + (
+            inputs.conversation_length or inputs.options.max_completion_length
+        )
+        self.needs = options.needs(inputs.definition, longest)
+        draw = np.random.default_rng(0)
+        self.probe = draw.integers(0, inputs.definition.vocab_size, PROBE)
+        for start, stop in inputs.definition.absent:
+            self.probe[(self.probe >= start) & (self.probe < stop)] = 0
+        sampling = inputs.options
+        self.wanted = Wanted(
+            sampling.temperature,
+            sampling.max_completion_length,
+            tuple(dict.fromkeys((*inputs.stop_ids, *sampling.stop_token_ids))),
+            tuple(sampling.stop_strings),
+        )
+
+    def publish(self, params: Any, version: int) -> Policy:
+        """Write a policy for the engines, with the trainer's own log-probabilities of the probe."""
+        self._claim()
+        policy = self._policy(version)
+        model = self.inputs.model.with_params(params)
+        if self.options.weights == "disk" and self.options.engine != "rlhf":
+            model = model.untied()
+        logits = np.asarray(model.logits(self.probe, np.ones_like(self.probe)), np.float64)
+        own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
+        # Of a run that was deleted and begun again, a policy of this version is another one.
+        there = policy.path / PROBE_FILE
+        if there.is_file() and np.allclose(np.load(there)["logps"], own, rtol=0, atol=SAME):
+            return policy
+        unfinished = policy.path.with_name(f".{policy.path.name}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(policy.path, ignore_errors=True)
+        try:
+            model.save(unfinished)
+            np.savez(unfinished / PROBE_FILE, ids=self.probe, logps=own, last=logits[0, -1])
+            unfinished.rename(policy.path)
+        except OSError as error:
+            raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
+        return policy
+
+    def receipt(self, policy: Policy) -> dict[str, float]:
+        """Return what engines showed for a policy: the largest difference of the probe, and seconds of the slowest."""
+        shown = [each.shown[policy.name] for each in self.stations if policy.name in each.shown]
+        differences, seconds = zip(*shown, strict=True)
+        return {"sync/probe_difference": max(differences), "sync/seconds": max(seconds)}
+
+    def published(self, version: int) -> Policy:
+        """Find a policy that was published before the run was stopped. Raises InputError where it is gone."""
+        self._claim()
+        policy = self._policy(version)
+        if not (policy.path / PROBE_FILE).is_file():
+            raise InputError(
+                f"{policy.path} is missing: a rollout was being sampled with it; restore the directory"
+            )
+        return policy
+
+    def retire(self, before: int) -> None:
+        """Forget policies of lower versions than `before`, but for the newest of these."""
+        versions = sorted(int(path.name.rpartition("-v")[2]) for path in self.directory.glob("policy-v*"))
+        for version in [each for each in versions if each < before][:-1]:
+            policy = self._policy(version)
+            for station in self.stations if self.options.weights == "adapter" else ():
+                with station.changed:
+                    held = policy.name in station.loaded
+                    station.loaded.discard(policy.name)
+                if held:
+                    with suppress(
+                        EngineDownError, RunError
+                    ):  # it has forgotten it by itself, or will be loaded anew
+                        station.engine.unload_adapter(policy.name)
+            (policy.path / PROBE_FILE).unlink(missing_ok=True)  # without it, what a kill leaves is no policy
+            shutil.rmtree(policy.path, ignore_errors=True)
+
+    def __call__(
+        self, params: Policy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray | None = None
+    ) -> Rollouts:
+        """Sample completions. params: what `publish` returned."""
+        n = self.inputs.num_generations
+        numbers = np.arange(len(prompts) * n) if ids is None else np.asarray(ids)
+        asked = [
+            self._threads.submit(
+                partial(self._complete, params, prompt, n, seed_of(key, int(numbers[i * n])), self.wanted)
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        for request in futures.wait(asked, return_when=futures.FIRST_EXCEPTION).done:
+            request.result()  # raises what any of them raised, while others may still look for an engine
+        return self._rollouts([each for group in asked for each in group.result()])
+
+    def converse(
+        self, params: Policy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray, world: Any
+    ) -> None:
+        """Sample the turns of conversations with `world`, each as soon as its own conversation is ready.
+
+        A turn's random numbers go by the number of its conversation and its own. Arguments as of `SamplerFunction`.
+        """
+        contexts, turns = [np.asarray(prompt, np.int32) for prompt in prompts], [0] * len(prompts)
+        asked: dict[Future[list[Drawn]], int] = {}
+        answering = set[int]()
+
+        def ask(number: int, limit: int) -> None:
+            seed = seed_of(key, int(ids[number]), *([turns[number]] if turns[number] else []))
+            wanted = replace(self.wanted, max_tokens=limit)
+            asked[
+                self._threads.submit(partial(self._complete, params, contexts[number], 1, seed, wanted))
+            ] = number
+
+        first = min(self.wanted.max_tokens, self.inputs.conversation_length or self.wanted.max_tokens)
+        for number in range(len(prompts)):
+            ask(number, first)
+        while asked or answering:
+            done, _ = futures.wait(asked, POLL_SECONDS if answering else None, futures.FIRST_COMPLETED)
+            for request in done:
+                number = asked.pop(request)
+                (drawn,) = request.result()
+                tokens = np.array(drawn.ids, np.int32)
+                contexts[number] = np.concatenate([contexts[number], tokens])
+                answering.add(number)
+                world.submit(number, tokens, np.array(drawn.logps, np.float32), drawn.finished)
+            for reply in world.replies(wait=not asked):
+                answering.remove(number := reply.conversation)
+                if reply.tokens is not None:
+                    before = contexts[number][:0] if reply.replaces else contexts[number]
+                    contexts[number] = np.concatenate([before, reply.tokens])
+                    turns[number] += 1
+                    ask(number, reply.limit)
+
+    def _complete(self, policy: Policy, prompt: np.ndarray, n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+        ids = np.asarray(prompt).tolist()
+        return self._anywhere(
+            policy, wanted, lambda engine, model: engine.complete(model, ids, n, seed, wanted)
+        )
+
+    def _rollouts(self, drawn: Sequence[Drawn]) -> Rollouts:
+        width = self.wanted.max_tokens
+        tokens, logps = np.zeros((len(drawn), width), np.int32), np.zeros((len(drawn), width), np.float32)
+        for row, each in enumerate(drawn):
+            tokens[row, : len(each.ids)], logps[row, : len(each.ids)] = each.ids, each.logps
+        lengths = np.array([len(each.ids) for each in drawn], np.int32)
+        return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
+
+    def _anywhere(
+        self, policy: Policy, wanted: Wanted, ask: Callable[[Any, str], list[Drawn]]
+    ) -> list[Drawn]:
+        """Ask the engine with the least to do; where one does not answer, another."""
+        since, problem = time.monotonic(), ""
+        exclusive = self.options.weights == "disk"
+        while True:
+            with choose(self.stations, policy, exclusive=exclusive) as station:
+                if station is None and time.monotonic() - since > self.options.patience:
+                    raise Stopped(
+                        f"no engine has answered for {self.options.patience:g} s: "
+                        f"{problem or ', '.join(self.options.urls)}; rerun the same command when one does"
+                    )
+                if station is not None:
+                    try:
+                        load = partial(self._load, station, policy)
+                        # vLLM 0.32 breaks where it scores a prompt with an adapter beside completions of others.
+                        alone = self.options.engine == "vllm"
+                        with station.holding(policy, load, exclusive=exclusive, alone=alone):
+                            drawn = self._ask(station, policy, ask)
+                        for each in drawn:
+                            require_logps(each, station.url, self.inputs.definition.vocab_size)
+                            if len(each.ids) > wanted.max_tokens:
+                                raise RunError(f"{station.url}: a completion is longer than it may be")
+                        station.failures = 0
+                        return drawn
+                    except EngineDownError as error:
+                        station.fail()
+                        problem = str(error)
+            if station is None:
+                time.sleep(POLL_SECONDS)
+
+    def _ask(self, station: Station, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
+        """Ask an engine. Raises EngineDownError also where it was restarted, and has lost the policy."""
+        if self.options.weights == "adapter":
+            try:
+                return ask(station.engine, policy.name)
+            except RunError as error:
+                if policy.name not in station.engine.models():
+                    raise EngineDownError(f"{station.url}: was restarted ({error})") from error
+                raise
+        drawn = ask(station.engine, self._model(station, policy))
+        names = {name for each in drawn for name in each.versions} or {station.engine.weights_name()}
+        others = sorted(f"{name}" for name in names - {policy.name, None})
+        if any(name.startswith(PREFIX) for name in others):
+            raise RunError(
+                f"{station.url}: its weights are now called '{others[-1]}', and this run loaded "
+                f"'{policy.name}': give each run engines of its own, or publish adapters"
+            )
+        if others:
+            raise EngineDownError(f"{station.url}: was restarted, its weights are called '{others[-1]}'")
+        return drawn
+
+    def _load(self, station: Station, policy: Policy) -> None:
+        """Have an engine load a policy, and compare its log-probabilities of the probe with the trainer's."""
+        began = time.monotonic()
+        if station.examined != self.needs:
+            if found := problems(station.engine, self.needs):
+                raise RunError("sampler: " + "; ".join(found))
+            station.examined = self.needs
+        if self.options.weights == "adapter":
+            station.engine.load_adapter(policy.name, str(policy.path))
+        else:
+            station.engine.load_weights(str(policy.path), policy.name)
+        held, model = np.load(policy.path / PROBE_FILE), self._model(station, policy)
+        theirs = np.array([station.engine.logps(model, ids.tolist()) for ids in held["ids"]])
+        difference = float(np.abs(theirs - held["logps"]).max())
+        self._probes[policy.version] = held["logps"]
+        self._require_policy(station, policy, theirs)
+        self._require_temperature(station, model, held)
+        station.shown[policy.name] = difference, time.monotonic() - began
+
+    def _require_temperature(self, station: Station, model: str, held: Any) -> None:
+        """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
+        prompt, temperature = held["ids"][0].tolist(), self.wanted.temperature
+        drawn = station.engine.complete(model, prompt, SHOWN_TOKENS, 0, Wanted(temperature, 1))
+        for each in drawn:
+            require_logps(each, station.url, self.inputs.definition.vocab_size)
+        ids, theirs = [each.ids[0] for each in drawn], np.array([each.logps[0] for each in drawn])
+        asked, plain = (log_softmax(held["last"] / t)[ids] for t in (temperature or 1.0, 1.0))
+        if np.abs(theirs - plain).sum() < np.abs(theirs - asked).sum() / 2:
+            raise RunError(
+                f"sampler: {station.url} returns log-probabilities that are not those at the request's temperature, "
+                f"{temperature:g}: {theirs[0]:.4g} for one that is {asked[0]:.4g}; {PROCESSED}"
+            )
+
+    def _require_policy(self, station: Station, policy: Policy, theirs: np.ndarray) -> None:
+        """Raise RunError where an engine's log-probabilities of the probe, float64 [2, 23], are not the policy's.
+
+        They are another policy's where they are twice as near to that, which finds one that is out of date by less
+        than `probe_tolerance`.
+        """
+        own = self._probes[policy.version]
+        difference, apart = float(np.abs(theirs - own).max()), float(np.abs(theirs - own).mean())
+        nearest = min(self._probes, key=lambda version: float(np.abs(theirs - self._probes[version]).mean()))
+        stale = float(np.abs(theirs - self._probes[nearest]).mean()) < apart / 2
+        if difference <= self.options.probe_tolerance and not stale:
+            return
+        dtype, trainer = station.engine.facts().dtype, dtype_of(self.inputs.definition)
+        if stale:
+            what = (
+                "the adapter was not loaded" if self.options.weights == "adapter" else "it kept its weights"
+            )
+            causes = f"they are those of update {nearest}: {what}"
+        elif dtype is not None and trainer is not None and dtype != trainer:
+            causes = f"it computes in {dtype}, and the trainer in {trainer}: start it with --dtype {trainer}"
+        else:
+            causes = CAUSES
+        raise RunError(
+            f"sampler: {station.url} does not hold the policy of update {policy.version}: its log-probabilities of "
+            f"a probe are up to {difference:.3g} nats off, and sampler.probe_tolerance is "
+            f"{self.options.probe_tolerance:g}; {causes}"
+        )
+
+    def _model(self, station: Station, policy: Policy) -> str:
+        """Return the name that requests give."""
+        if self.options.weights == "adapter":
+            return policy.name
+        if station.url not in self._names:
+            self._names[station.url] = station.engine.base(self.options.model)
+        return self._names[station.url]
+
+    def _policy(self, version: int) -> Policy:
+        return Policy(f"{PREFIX}{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
+
+    def _claim(self) -> None:
+        """Make the directory this run's. Raises InputError where it is another run's.
+
+        That of the stage itself, the default, is the stage's also where it was moved to.
+        """
+        owner, file = str(self.inputs.directory), self.directory / OWNER_FILE
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.options.directory is None:
+                return
+            if not file.is_file():
+                file.write_text(json.dumps({"stage": owner}))
+            other = json.loads(file.read_text())["stage"]
+        except OSError as error:
+            raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
+        if other != owner:
+            raise InputError(
+                f"sampler.directory: {self.directory} has the policies of {other}; give another directory, or delete "
+                f"{OWNER_FILE} in it if that run was moved to {owner}"
+            )
