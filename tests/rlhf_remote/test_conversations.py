@@ -69,7 +69,7 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
     """Which one is slow changes no token. Contexts have all that was said, or what replaces it."""
     monkeypatch.setitem(engines.KINDS, "rlhf", Engine)  # type: ignore[arg-type]
     monkeypatch.setattr(sampling.Sampler, "_load", lambda *_: None)
-    monkeypatch.setattr(sampler, "_STATIONS", {})
+    monkeypatch.setattr(sampling, "_STATIONS", {})
     inputs = SimpleNamespace(
         directory=tmp_path,
         definition=SimpleNamespace(vocab_size=48, absent=(), lora=None),
