@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from rlhf_tools import commands, doctor
 
@@ -19,6 +21,7 @@ def test_it_lists_what_is_installed(
     monkeypatch.setattr(doctor, "LITTLE", 0)
     monkeypatch.setattr(doctor, "GPUS", ())
     monkeypatch.setattr(doctor, "TPUS", ())
+    monkeypatch.setattr(doctor, "SUPPORT", {"cuda": (), "tpu": ()})
     commands.doctor()
     said = capsys.readouterr().out
     lines = {line[:18].strip(): line[19:] for line in said.splitlines()}
@@ -42,6 +45,28 @@ def old_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def idle_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(doctor, "GPUS", (str(tmp_path),))
+    monkeypatch.setattr(doctor, "SUPPORT", {"cuda": (), "tpu": ()})
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(doctor, "GPUS", ())
+    monkeypatch.setattr(doctor, "SUPPORT", {"cuda": ("jax",), "tpu": ()})
+
+
+def gpu_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(doctor, "GPUS", (str(tmp_path),))
+    found = jax.devices()
+
+    def fall_back() -> Any:
+        try:
+            raise RuntimeError("the driver is too old")
+        except RuntimeError:
+            logging.getLogger("jax._src.xla_bridge").exception("Jax plugin configuration error")
+        return found
+
+    monkeypatch.setattr("jax.devices", fall_back)
 
 
 def no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,6 +102,12 @@ def broken_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "rlhf-core needs flax>=0.12.8, and 0.1 is installed: pip install 'flax>=0.12.8'",
         ),
         (doctor.devices, idle_gpu, "has a GPU, and jax computes on the CPU: pip install 'rlhf-core[cuda]'"),
+        (
+            doctor.devices,
+            no_gpu,
+            "jax[cuda] is installed, and no GPU is visible, so jax computes on the CPU; a ",
+        ),
+        (doctor.devices, gpu_that_fails, "jax[cuda] computes on the CPU: the driver is too old"),
         (
             doctor.devices,
             no_device,

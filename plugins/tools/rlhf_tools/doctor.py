@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -34,8 +35,10 @@ LIBRARIES = (
 )
 LITTLE = 2 * 10**9
 """Bytes of disk or memory below which a small run may fail."""
-GPUS = ("/dev/nvidia0", "/dev/kfd")
+GPUS = ("/dev/nvidia0",)
 TPUS = ("/dev/accel0", "/dev/vfio/0")
+SUPPORT = {"cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}
+"""{extra: the distributions of which one makes jax use the accelerator}."""
 
 
 class Finding(NamedTuple):
@@ -91,6 +94,8 @@ def devices() -> Iterator[Finding]:
     """What jax finds, and an accelerator that it does not use."""
     import jax
 
+    log, tracebacks = logging.getLogger("jax._src.xla_bridge"), Tracebacks()
+    log.addFilter(tracebacks)
     try:
         found: Sequence[Any] = jax.devices()
     except Exception as error:
@@ -100,6 +105,8 @@ def devices() -> Iterator[Finding]:
             f"jax finds no device: {error}; JAX_PLATFORMS=cpu computes on the CPU",
         )
         return
+    finally:
+        log.removeFilter(tracebacks)
     kinds = [device.device_kind for device in found]
     text = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     sizes = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
@@ -108,12 +115,38 @@ def devices() -> Iterator[Finding]:
     if asked:
         yield Finding("JAX_PLATFORMS", asked)
     elif found[0].platform == "cpu":
-        for what, files, extra in (("GPU", GPUS[:1], "cuda"), ("TPU", TPUS, "tpu")):
-            if any(os.path.exists(file) for file in files):
-                advice = f"pip install 'rlhf-core[{extra}]'"
-                yield Finding(
-                    what, "not used", f"this machine has a {what}, and jax computes on the CPU: {advice}"
-                )
+        for what, files, extra in (("GPU", GPUS, "cuda"), ("TPU", TPUS, "tpu")):
+            if problem := unused(what, files, extra, tracebacks.reasons):
+                yield Finding(what, "not used", problem)
+
+
+class Tracebacks(logging.Filter):
+    """Keep why jax could not use an accelerator, in place of the traceback that it logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            self.reasons.append(str(record.exc_info[1]))
+        return not record.exc_info
+
+
+def unused(what: str, files: Sequence[str], extra: str, reasons: Sequence[str]) -> str:
+    """Return what is wrong if jax computes on the CPU next to an accelerator, or with support for one, else ""."""
+    there = any(os.path.exists(file) for file in files)
+    if not any(version_of(name) for name in SUPPORT[extra]):
+        advice = f"pip install 'rlhf-core[{extra}]'"
+        return f"this machine has a {what}, and jax computes on the CPU: {advice}" if there else ""
+    if there:
+        why = "; ".join(reasons) or "its driver may be too old"
+        return f"this machine has a {what}, and jax[{extra}] computes on the CPU: {why}"
+    container = "; a container needs --device nvidia.com/gpu=all" if extra == "cuda" else ""
+    return (
+        f"jax[{extra}] is installed, and no {what} is visible, so jax computes on the CPU{container}; "
+        "if that is meant, JAX_PLATFORMS=cpu"
+    )
 
 
 def memory() -> Iterator[Finding]:
