@@ -129,13 +129,12 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
         if not line.strip():
             continue
         try:
-            row = parse(line.removesuffix("\n"))
+            count_values(kinds, parse(line.removesuffix("\n")))
         except (ValueError, RecursionError) as error:
             problems.add(f"{name} row {number}{_line_problem(error)}")
             continue
         starts.append(start)
         numbers.append(number)
-        count_values(kinds, row)
     problems.raise_if_any()
     starts.append(file.seek(0, os.SEEK_END))
     lines = np.array(numbers, np.int64)
