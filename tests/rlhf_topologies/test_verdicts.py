@@ -96,8 +96,8 @@ def test_inputs_per_layer_are_looked_up() -> None:
     table |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
     table |= {"global_head_dim": 16, "hidden_size_per_layer_input": 4, "use_double_wide_mlp": True}
 
-    def described(words: int) -> Any:
-        hf_config = complete_table({**table, "vocab_size_per_layer_input": words}, None, None)
+    def described(words: int, **changes: Any) -> Any:
+        hf_config = complete_table({**table, "vocab_size_per_layer_input": words, **changes}, None, None)
         return describe(DECODER, hf_config, "lm", "model")
 
     mlp, inputs = 3 * 16 * 32 * (2 + 2 * 2), 4 * 4 * (16 + 2 * 16)
@@ -109,7 +109,8 @@ def test_inputs_per_layer_are_looked_up() -> None:
         == 32 * 16 + mlp + inputs + attention + norms
     )
     one = {"data": 1, "fsdp": 1, "tensor": 1}
-    whole, half = (pass_bytes(described(32), (2, 64), one | {"tensor": n}, trains=True) for n in (1, 2))
+    two = described(32, num_hidden_layers=2, num_kv_shared_layers=1, layer_types=["full_attention"] * 2)
+    whole, half = (pass_bytes(two, (2, 64), one | {"tensor": n}, trains=True) for n in (1, 2))
     assert half < whole
 
 
