@@ -8,8 +8,9 @@ lead with the block, so that a block is one piece of memory.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -85,8 +86,8 @@ def attend_at(
 
 def attend_cached(
     q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Any,
+    values: Any,
     seen: jax.Array,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -95,35 +96,59 @@ def attend_cached(
 ) -> jax.Array:
     """Compute attention of the newest tokens of each row over a cache that holds them.
 
-    q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; seen: bool [B, T, S], the entries that
-    each token sees; softcap and sinks as in `attend`. in_order: whether tokens are in the entries of their positions,
-    so that the last ones may be empty. Returns [B, T, K·G·h] in the values' dtype.
+    q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h], or tuples of the `cache_parts` of
+    both; seen: bool [B, T, S], the entries that each token sees; softcap and sinks as in `attend`. in_order: whether
+    tokens are in the entries of their positions, so that the last ones may be empty. Returns [B, T, K·G·h] in the
+    values' dtype.
     """
-    if in_order and sinks is None and platform() == "cpu" and keys.shape[3] % CACHED_BLOCK == 0:
-        return _attend_until(q, keys, values, seen, softcap)
-    return _attend(q, keys, values, seen, softcap, sinks, order="bkhs")
+    sizes = cache_parts(seen.shape[2]) if in_order else (seen.shape[2],)
+    if len(sizes) == 1:
+        return _attend(q, keys, values, seen, softcap, sinks, order="bkhs")
+    return _attend_parts(q, (keys, values), sizes, seen, softcap, sinks)
 
 
-CACHED_BLOCK = 128
-"""Entries of a cache that one step of the loop over it reads, where its length is a multiple of them."""
+CACHE_PART = 128
+"""Entries of the first part of a cache."""
 
 
-def _attend_until(
-    q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, softcap: float | None
+def cache_parts(length: int) -> tuple[int, ...]:
+    """Choose how a cache is cut along time whose tokens are in the entries of their positions.
+
+    On a CPU each part is as long as all before it: attention reads whole arrays, and copies what it reads of one.
+    """
+    if platform() != "cpu":
+        return (length,)
+    sizes = [min(CACHE_PART, length)]
+    while (done := sum(sizes)) < length:
+        sizes.append(min(done, length - done))
+    return tuple(sizes)
+
+
+def cut(x: jax.Array, sizes: Sequence[int], axis: int) -> tuple[jax.Array, ...]:
+    """Cut an array into parts along an axis."""
+    ends = itertools.accumulate(sizes)
+    return tuple(
+        lax.slice_in_dim(x, end - size, end, axis=axis) for end, size in zip(ends, sizes, strict=True)
+    )
+
+
+def _attend_parts(
+    q: jax.Array,
+    cache: tuple[Any, Any],
+    sizes: Sequence[int],
+    seen: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Do what `attend_cached` does up to the last block that any token sees: one that sees none of a block gets the
-    same bits with and without it.
+    """Do what `attend_cached` does, but read no part of which no token sees anything: a token has the same bits with
+    and without such a part.
     """
-    batch, heads, groups, tokens, size = q.shape
-    entries = jnp.arange(keys.shape[3], dtype=jnp.int32)
-    end = jnp.where(seen.any((0, 1)), entries + 1, 0).max()
+    keys, values = (x if isinstance(x, tuple) else cut(x, sizes, 3 - i) for i, x in enumerate(cache))
 
-    def add(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+    def add(
+        k: jax.Array, v: jax.Array, visible: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> Any:
         mixed, highest, total = carry
-        first = i * CACHED_BLOCK
-        k = lax.dynamic_slice_in_dim(keys, first, CACHED_BLOCK, 3)
-        v = lax.dynamic_slice_in_dim(values, first, CACHED_BLOCK, 2)
-        visible = lax.dynamic_slice_in_dim(seen, first, CACHED_BLOCK, 2)[:, None, None]
         logits = jnp.einsum("bkgth,bkhs->bkgts", q, k, preferred_element_type=jnp.float32)
         logits = jnp.where(visible, capped(logits, softcap), MASKED)
         new = jnp.maximum(highest, logits.max(-1, keepdims=True))
@@ -132,14 +157,22 @@ def _attend_until(
         return mixed, new, total * scale + weights.sum(-1, keepdims=True)
 
     shape = (*q.shape[:4], 1)
-    start = (
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
+    highest = (
+        jnp.full(shape, MASKED, jnp.float32)
+        if sinks is None
+        else jnp.broadcast_to(sinks[..., None, None], shape)
     )
-    mixed, _, total = lax.fori_loop(0, -(-end // CACHED_BLOCK), add, start)
-    mixed = (mixed / jnp.where(total > 0, total, 1.0)).astype(values.dtype)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads * groups * size)
+    carry = (
+        jnp.zeros(q.shape, jnp.float32),
+        highest,
+        jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),
+    )
+    for k, v, part in zip(keys, values, cut(seen, sizes, 2), strict=True):
+        some = functools.partial(add, k, v, part[:, None, None])
+        carry = lax.cond(part.any(), some, lambda carry: carry, carry)
+    mixed, _, total = carry
+    mixed = (mixed / jnp.where(total > 0, total, 1.0)).astype(values[0].dtype)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[3], -1)
 
 
 def _attend(

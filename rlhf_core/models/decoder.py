@@ -41,6 +41,7 @@ from rlhf_core.models.attention import (
     attend_cached,
     attend_groups,
     attend_pieces,
+    cache_parts,
 )
 from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.models.config import (
@@ -542,6 +543,9 @@ class Decoder(Definition):
                 recorder.chosen.append(watch.chosen)
         return [*outputs, parts["norm"](outputs[-1])]
 
+    def cache_parts(self, length: int) -> tuple[int, ...]:
+        return cache_parts(length)
+
     def ring(self, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
         self._check_length(length)
 
@@ -575,10 +579,13 @@ class Decoder(Definition):
         slot: jax.Array | int,
     ) -> tuple[jax.Array, Cache]:
         def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
-            seen = visible & (positions[:, None] - cache.positions < window) if window else visible
+            place = jnp.arange(visible.shape[1]) if in_order else cache.positions
+            seen = visible & (positions[:, None] - place < window) if window else visible
             cap = self.config.attention_softcap
-            more |= {"in_order": jnp.ndim(slot) > 0}
+            more |= {"in_order": in_order}
             return attend_cached(q, cache.keys[i], cache.values[i], seen[:, None], cap, **more)
+
+        in_order = jnp.ndim(slot) > 0
 
         states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], slot, over)
         return states[:, 0], cache
@@ -744,12 +751,27 @@ def _zero_where(rows: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), 0, x)
 
 
-def _placed(x: jax.Array, new: jax.Array, slot: jax.Array | int, axis: int) -> jax.Array:
-    """Write `new`, [B, …], into the cache `x` from index `slot` of `axis` on: one for all rows, or one for each."""
+def _placed(x: Any, new: jax.Array, slot: jax.Array | int, axis: int) -> Any:
+    """Write `new`, [B, …], into the cache `x` from index `slot` of `axis` on: one for all rows, or one for each. In a
+    tuple of parts, it is one entry.
+    """
+    if isinstance(x, tuple):
+        ends = itertools.accumulate(part.shape[axis] for part in x)
+        return tuple(
+            _placed_inside(part, new.squeeze(axis), slot - end + part.shape[axis], axis)
+            for part, end in zip(x, ends, strict=True)
+        )
     if jnp.ndim(slot) == 0:
         start: list[jax.Array | int] = [0] * x.ndim
         start[axis] = slot
         return lax.dynamic_update_slice(x, new, start)
     over_rows: Any = jax.vmap(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis - 1))
-    placed: jax.Array = over_rows(x, new, slot)
-    return placed
+    return over_rows(x, new, slot)
+
+
+def _placed_inside(part: jax.Array, new: jax.Array, at: jax.Array | int, axis: int) -> jax.Array:
+    """Write an entry of each row, [B, …], to index `at`, int32 [B], of `axis`, if there is one."""
+    size = part.shape[axis]
+    at = jnp.where((at >= 0) & (at < size), at, size)
+    index = (jnp.arange(len(part)), *[slice(None)] * (axis - 1), at)
+    return part.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)

@@ -118,6 +118,12 @@ class Definition:
         """
         raise NotImplementedError
 
+    def cache_parts(self, length: int) -> tuple[int, ...]:
+        """Choose the sizes, `length` in all, of the parts that `decode` wants a cache cut into along time where tokens
+        are in the entries of their positions: a tuple of arrays for each array with entries. One: no cut.
+        """
+        return (length,)
+
     OPTIONAL = ("hidden_at", "decode_groups", "extend", "with_lora")
     """Methods that a family may leave out, see `has`."""
 

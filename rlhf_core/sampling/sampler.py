@@ -21,11 +21,11 @@ from rlhf_core.contracts import OpenWorld, Rollouts, SamplerInputs, Weights, Wor
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
-from rlhf_core.models.attention import CACHED_BLOCK
 from rlhf_core.models.experts import route_shape
 from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling import turns
+from rlhf_core.sampling import packed, turns
+from rlhf_core.sampling.devices import Devices
 from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.placement import (
     Room,
@@ -39,7 +39,7 @@ from rlhf_core.sampling.placement import (
 )
 from rlhf_core.sampling.schedule import NonFiniteTurnError, Schedule, begin_conversations
 from rlhf_core.sampling.stop_strings import stop_table
-from rlhf_core.sampling.turns import ALIGNED, Devices, TurnsProgram, cache_length
+from rlhf_core.sampling.turns import ALIGNED, TurnsProgram, cache_length
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -325,8 +325,8 @@ class ConversationSampler(_PlacedModel):
         assert inputs.conversation_length is not None
         definition, options = inputs.policy, inputs.options
         length = cache_length(inputs.max_prompt_length + inputs.conversation_length)
-        if alternatives is not None:  # the conversations of an open world are short more often than not
-            length = -(-length // CACHED_BLOCK) * CACHED_BLOCK
+        if alternatives is not None:  # their contexts may come in packed rows
+            length = -(-length // packed.PACKED) * packed.PACKED
         room = plan_conversations(
             definition,
             inputs.mesh,
@@ -409,33 +409,28 @@ class ConversationSampler(_PlacedModel):
         """
         check_prompts(lengths, self.max_prompt_length)
         self._ahead.compile("weights", self._prepare.lower(params))
-        for length in reversed(self.program.lengths):
-            for name in self._names(length):
-                self._ahead.compile((name, length), self.lower(name, length))
+        for name in self._names():
+            self._ahead.compile(name, self.lower(name))
 
-    def _names(self, length: int) -> list[Hashable]:
-        """List the programs, as `lower` calls them, over caches of `length` entries."""
-        program, lengths = self.program, self.program.lengths
-        chunks = dataclasses.replace(program, length=length).chunks
-        names: list[Hashable] = ["decode", "copy"]
-        if length == lengths[0]:
-            names.append("begin")
-        if not program.packs or length > turns.PACKED:
-            names += [("extend", chunk) for chunk in chunks]
+    def _names(self) -> list[Hashable]:
+        """List the programs, as `lower` calls them."""
+        program = self.program
+        names: list[Hashable] = ["decode", "copy", "begin"]
         if program.packs:
-            names.append("place")
-        if length == program.length:
-            names += ["prefill"] * program.packs
-            names += [("read", chunk) for chunk in chunks] * (program.alternatives is not None)
+            names += ["place", "prefill"]
+        if not program.packs or program.length > packed.PACKED:
+            names += [("extend", chunk) for chunk in program.chunks]
+        if program.alternatives is not None:
+            names += [("read", chunk) for chunk in program.chunks]
         if program.penalised:
             names.append("note")
-        return names + [("resize", other) for other in lengths if other != length]
+        return names
 
-    def lower(self, name: Hashable, length: int | None = None) -> Any:
-        """Lower a program from shapes: "begin", "copy", "note", "decode", "prefill", "place", or ("extend", chunk),
-        ("read", chunk), ("resize", new length). length: of the caches; None: the longest.
+    def lower(self, name: Hashable) -> Any:
+        """Lower a program from shapes: "begin", "copy", "note", "decode", "prefill", "place", or ("extend", chunk) or
+        ("read", chunk).
         """
-        program = dataclasses.replace(self.program, length=length or self.program.length)
+        program = self.program
         rows = partial(abstract_rows, self.mesh)
         weights = abstract_weights(program.definition, self.mesh, shared=program.shared_layers)
 
@@ -453,19 +448,17 @@ class ConversationSampler(_PlacedModel):
             fed = rows(turns.padded_fed(program, program.copies, program.length))
             return turns.note.lower(seen, fed, program=program)
         if name in ("prefill", "place"):
-            packed, pieces = rows(turns.padded_packed(program))
+            contexts = rows(packed.padded_packed(program))
             if name == "prefill":
-                return turns.prefill.lower(weights, packed, program=program)
-            read = placed(turns.CACHE, turns.prefill.eval_shape(weights, packed, program=program))
-            return turns.place.lower(cache, read, pieces, program=program)
+                return packed.prefill.lower(weights, contexts, program=program)
+            read = placed(turns.CACHE, packed.prefill.eval_shape(weights, contexts, program=program))
+            return packed.place.lower(cache, read, rows(packed.padded_pieces(program)), program=program)
         if name == "decode":
             slots = rows(turns.empty_slots(program))
             key = np.asarray(jax.random.key_data(jax.random.key(0, impl=program.key_type)))
             arguments = (weights, cache, seen, slots, key, self._abstract_stop_table, np.int32(0))
             return turns.decode.lower(*arguments, program=program)
         assert isinstance(name, tuple)
-        if name[0] == "resize":
-            return turns.resize.lower(cache, program=program, length=name[1])
         fed = rows(turns.padded_fed(program, program.rows(name[1]), name[1]))
         if name[0] == "read":
             return turns.read.lower(weights, cache, fed, fed.tokens, program=program)

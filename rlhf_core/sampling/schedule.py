@@ -6,6 +6,7 @@ when its environment answers. Every process of a run goes through the same steps
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,10 @@ import jax
 import numpy as np
 
 from rlhf_core.contracts import Beginning, Continuation, SamplerFunction, TurnSettings, Weights, World
+from rlhf_core.sampling.devices import Devices
 from rlhf_core.sampling.next_token import ENDED
-from rlhf_core.sampling.turns import PACKED, STEPS, STOP_IDS, Devices, empty_slots, turn_number
+from rlhf_core.sampling.packed import PACKED, Prefilled
+from rlhf_core.sampling.turns import STEPS, STOP_IDS, empty_slots, turn_number
 
 STEPS_WAITING = 16
 """The most tokens per turn that are decoded before the world is asked for replies that are outstanding."""
@@ -55,6 +58,8 @@ class Conversation:
     fed: int = 0
     """Tokens at the start of the context that its slot's cache has."""
     slot: int = NO_SLOT
+    prefilled: Prefilled | None = None
+    """The base, if it was computed before there was a slot for it."""
     written: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """The turn so far: tokens and log-probabilities."""
 
@@ -152,12 +157,15 @@ class Schedule:
     def _step(self) -> bool:
         self._begin_turns()
         if busy := bool(self.slots.active.any()):
+            self._look_ahead()
             self._decode()
         return busy
 
     def forget_prompts(self) -> None:
         """Let no later conversation begin with a cache that there is now, as when the weights have changed."""
         self.groups = [None] * len(self.groups)
+        for conversation in self.waiting:
+            conversation.prefilled = None
 
     def feed_again(self) -> None:
         """Compute the caches of the conversations that run again, as when the weights have changed."""
@@ -264,6 +272,25 @@ class Schedule:
         ):  # decoding changes them, and no slot begins with its prompt's any more
             self.groups = [None] * len(self.groups)
 
+    def _look_ahead(self) -> None:
+        """Prefill what begins next, while others decode."""
+        if not self.devices.looks_ahead:
+            return
+        known = set(self.groups)
+        ahead: dict[Weights | None, list[Conversation]] = {}
+        for conversation in itertools.islice(self.waiting, len(self.holders)):
+            fits = 0 < conversation.base <= PACKED and not conversation.is_read
+            if fits and (conversation.group is None or conversation.group not in known):
+                known.add(conversation.group)
+                if conversation.prefilled is None:
+                    ahead.setdefault(conversation.weights, []).append(conversation)
+        for weights, same in ahead.items():
+            contexts = [conversation.context[: conversation.base] for conversation in same]
+            for conversation, prefilled in zip(
+                same, self.devices.prefill_ahead(contexts, weights), strict=True
+            ):
+                conversation.prefilled = prefilled
+
     def _shard(self, slot: int) -> int:
         return slot // self.devices.program.slots
 
@@ -293,7 +320,9 @@ class Schedule:
     ) -> None:
         if self.devices.program.packs and not reads:
             short = [(c, end) for c, end in ends if c.fed == 0 < end <= PACKED]
-            self.devices.prefill([(c.slot, c.context[:end]) for c, end in short], weights)
+            self.devices.place([(c.slot, c.prefilled) for c, _ in short if c.prefilled])
+            missing = [(c.slot, c.context[:end]) for c, end in short if not c.prefilled]
+            self.devices.prefill(missing, weights)
             for conversation, end in short:
                 conversation.fed = end
         pending = [(c, end, c.pieces(end, self.chunks, self.length)) for c, end in ends]
@@ -308,8 +337,6 @@ class Schedule:
                     pieces.append((conversation.slot, chunk, start, tokens))
                     left.append((conversation, end, rest))
             pending = left
-            entries = [start + chunk for _, chunk, start, _ in pieces]
-            self.devices.grow(self.length if pieces and reads else max(entries, default=0))
             if weights is None or not reads:
                 self.devices.feed(pieces, weights)
                 continue
@@ -326,6 +353,7 @@ class Schedule:
 
     def _set_up(self, conversation: Conversation) -> None:
         slot, slots = conversation.slot, self.slots
+        conversation.prefilled = None
         slots.active[slot] = True
         slots.last[slot] = conversation.context[-1]
         slots.position[slot] = len(conversation.context) - 1
@@ -347,12 +375,6 @@ class Schedule:
 
     def _decode(self) -> None:
         """Decode for a while with the weights of each conversation."""
-        slots = self.slots
-        ahead = np.minimum(slots.limit - slots.drawn, self._steps)
-        entries = int((slots.position + ahead)[slots.active].max())
-        self.devices.grow(entries)
-        if self.devices.cut(entries):
-            self.groups = [group if self.slots.active[i] else None for i, group in enumerate(self.groups)]
         holders = [self.holders[slot] for slot in np.flatnonzero(self.slots.active)]
         for weights in dict.fromkeys(holder.weights for holder in holders if holder is not None):
             self._decode_with(weights)

@@ -7,10 +7,8 @@ numbered from 0.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -20,12 +18,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from rlhf_core.contracts import Weights
-from rlhf_core.mesh import AXES, ROW_AXES, put_rows, replicated_sharding, row_multiple
+from rlhf_core.mesh import AXES, ROW_AXES, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
-from rlhf_core.models.attention import CACHED_BLOCK
-from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.runtime.devices import platform
+from rlhf_core.models.attention import cut
 from rlhf_core.sampling.loop import STATE, empty_cache, put, take, time_axes
 from rlhf_core.sampling.next_token import CUT, ENDED, Settings, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
@@ -41,19 +36,6 @@ SHARE = 8
 """Decoding stops for the host once one in so many of the turns that ran has ended; as large a share is fed together."""
 STEPS = 64
 """The most tokens per turn that are decoded before the host sees them."""
-
-SHORT_CACHE = CACHED_BLOCK
-"""Entries of the caches of turns with settings on a CPU while nothing longer runs: out of longer ones, attention copies
-every block."""
-PATIENCE = 16
-"""Times that turns are decoded in caches longer than they need, before these are cut."""
-PACKED = 128
-"""Tokens of a row in which new contexts are prefilled together."""
-PACKED_AT_ONCE = {"cpu": 256}
-"""Tokens of these rows that a shard is fed together, padding included; elsewhere `FED_AT_ONCE`."""
-PIECE, SPAN = 16, 64
-"""Contexts in a row begin at multiples of the one and lie between multiples of the other, or begin the row: products
-with values are added in such spans, so that a context has the same bits at each of these places."""
 
 STOP_IDS = 16
 """Stop tokens that a turn with its own settings may have."""
@@ -105,20 +87,14 @@ class TurnsProgram:
         return STATE in jax.tree.leaves(time_axes(self.definition))
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """List how long caches may be, ascending: on a CPU, short ones while nothing longer runs."""
-        short = self.alternatives is not None and platform() == "cpu" and self.length > SHORT_CACHE
-        return (SHORT_CACHE, self.length) if short else (self.length,)
+    def parts(self) -> tuple[int, ...]:
+        """List the sizes of the parts of a cache, see `Definition.cache_parts`."""
+        return self.definition.cache_parts(self.length)
 
     @property
     def packs(self) -> bool:
-        """Return whether contexts that fit a row of `PACKED` are prefilled there."""
+        """Return whether contexts that fit a row of `packed.PACKED` are prefilled there."""
         return self.alternatives is not None and not self.has_states
-
-    @property
-    def packed_rows(self) -> int:
-        """Count the rows of `PACKED` tokens that a shard is fed together."""
-        return PACKED_AT_ONCE.get(platform(), FED_AT_ONCE) // PACKED
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -202,38 +178,6 @@ def padded_fed(program: TurnsProgram, rows: int, chunk: int) -> Fed:
     return Fed(*(np.zeros((count, *shape), dtype) for shape, dtype in types))
 
 
-class Packed(NamedTuple):
-    """Contexts in rows of each shard, [shards · rows, time], NumPy arrays on the host; see `Definition.hidden`."""
-
-    tokens: Any
-    """int32; the rest of a row is padding."""
-    positions: Any
-    """int32."""
-    visible_until: Any
-    """int32."""
-
-
-class Pieces(NamedTuple):
-    """Where the contexts in packed rows belong, [shards · pieces], NumPy arrays on the host."""
-
-    slot: Any
-    """int32, within the shard."""
-    used: Any
-    """bool; the others are padding."""
-    row: Any
-    """int32, within the shard."""
-    start: Any
-    """int32, the index of the first token."""
-
-
-def padded_packed(program: TurnsProgram) -> tuple[Packed, Pieces]:
-    """Make rows without a context."""
-    rows = program.packed_rows * program.shards
-    packed = Packed(*(np.zeros((rows, PACKED), np.int32) for _ in Packed._fields))
-    types = (np.int32, np.bool_, np.int32, np.int32)
-    return packed, Pieces(*(np.zeros(rows * PACKED // PIECE, dtype) for dtype in types))
-
-
 class Copies(NamedTuple):
     """What `copy` copies within each shard, [shards · copies], NumPy arrays on the host."""
 
@@ -277,11 +221,11 @@ class Decoded(NamedTuple):
         return cls(first[:STEPS], first[STEPS:].view(np.float32), ends[0], ends[1], ends[2], likeliest)
 
 
-def _on_shards(program: TurnsProgram, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:
+def on_shards(program: TurnsProgram, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:
     return jax.shard_map(function, mesh=program.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
-def _weights(program: TurnsProgram) -> Any:
+def weights_spec(program: TurnsProgram) -> Any:
     return param_specs(program.definition, program.mesh) if program.shared_layers else WHOLE
 
 
@@ -293,66 +237,14 @@ def begin(weights: Any, *, program: TurnsProgram) -> tuple[Any, jax.Array | None
     def shard(weights: Any) -> Any:
         one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         read = jax.eval_shape(model.prefill, weights, one, one, one)[1]
-        cache = empty_cache(read, time_axes(model), program.slots, program.length)
+        cache = _in_parts(empty_cache(read, time_axes(model), program.slots, program.length), program)
         seen = jnp.zeros((program.slots, model.vocab_size), jnp.bool_) if program.penalised else None
         return cache, seen
 
-    made: tuple[Any, jax.Array | None] = _on_shards(program, shard, (_weights(program),), (CACHE, ROWS))(
+    made: tuple[Any, jax.Array | None] = on_shards(program, shard, (weights_spec(program),), (CACHE, ROWS))(
         weights
     )
     return made
-
-
-@functools.partial(jax.jit, static_argnames=("program", "length"))
-def resize(cache: Any, *, program: TurnsProgram, length: int) -> Any:
-    """Give the caches of all slots `length` entries: the first ones of those that they have, and empty ones."""
-
-    def one(x: jax.Array, axis: int) -> jax.Array:
-        if axis == STATE:
-            return x
-        kept = lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
-        return jnp.pad(kept, [(0, (length - kept.shape[i]) * (i == axis)) for i in range(x.ndim)])
-
-    axes = time_axes(program.definition)
-    return _on_shards(program, lambda cache: jax.tree.map(one, cache, axes), (CACHE,), CACHE)(cache)
-
-
-@functools.partial(jax.jit, static_argnames="program")
-def prefill(weights: Any, packed: Packed, *, program: TurnsProgram) -> Any:
-    """Compute the cache of contexts in rows, for `place`."""
-
-    def shard(weights: Any, packed: Packed) -> Any:
-        return program.definition.prefill(weights, *packed)[1]
-
-    return _on_shards(program, shard, (_weights(program), ROWS), CACHE)(weights, packed)
-
-
-@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
-def place(cache: Any, read: Any, pieces: Pieces, *, program: TurnsProgram) -> Any:
-    """Write what `prefill` computed into the caches of slots. What follows a context in its row comes with it, and is
-    overwritten before it is seen.
-    """
-    axes = time_axes(program.definition)
-
-    def shard(cache: Any, read: Any, pieces: Pieces) -> Any:
-        longer = jax.tree.map(
-            lambda x, axis: jnp.pad(x, [(0, PACKED * (i == axis)) for i in range(x.ndim)]), read, axes
-        )
-
-        def one(i: jax.Array, cache: Any) -> Any:
-            slot, used, row, start = (x[i] for x in pieces)
-
-            def write(x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-                new = lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(new, row, 1), start, PACKED, axis)
-                at = (slot, *[0] * (x.ndim - 1))
-                kept = lax.dynamic_slice(x, at, new.shape)
-                return lax.dynamic_update_slice(x, jnp.where(used, new, kept), at)
-
-            return jax.tree.map(write, cache, longer, axes)
-
-        return lax.fori_loop(0, len(pieces.slot), one, cache)
-
-    return _on_shards(program, shard, (CACHE, CACHE, ROWS), CACHE)(cache, read, pieces)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
@@ -362,14 +254,31 @@ def extend(weights: Any, cache: Any, fed: Fed, *, program: TurnsProgram) -> Any:
     def shard(weights: Any, cache: Any, fed: Fed) -> Any:
         return _extended(weights, cache, fed, program)[1]
 
-    return _on_shards(program, shard, (_weights(program), CACHE, ROWS), CACHE)(weights, cache, fed)
+    return on_shards(program, shard, (weights_spec(program), CACHE, ROWS), CACHE)(weights, cache, fed)
+
+
+def _in_parts(cache: Any, program: TurnsProgram) -> Any:
+    """Cut a cache along time."""
+    if len(program.parts) == 1:
+        return cache
+    axes = time_axes(program.definition)
+    return jax.tree.map(lambda axis, x: x if axis == STATE else cut(x, program.parts, axis), axes, cache)
+
+
+def _joined(cache: Any, program: TurnsProgram) -> Any:
+    """Undo `_in_parts`."""
+    if len(program.parts) == 1:
+        return cache
+    axes = time_axes(program.definition)
+    return jax.tree.map(lambda axis, x: x if axis == STATE else jnp.concatenate(x, axis), axes, cache)
 
 
 def _extended(weights: Any, cache: Any, fed: Fed, program: TurnsProgram) -> tuple[jax.Array, Any]:
     """Write tokens into a shard's cache: (the hidden states after them, [rows, chunk, hidden], the cache)."""
-    rows = take(cache, fed.slot[None])
+    rows = _joined(take(cache, fed.slot[None]), program)
     count = (fed.count,) if program.has_states else ()
     hidden, rows = program.definition.extend(weights, rows, fed.tokens, fed.start, *count)
+    rows = _in_parts(rows, program)
 
     def one(i: jax.Array, cache: Any) -> Any:
         row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), (fed.slot, rows, fed.used))
@@ -397,8 +306,8 @@ def read(
         judged = lax.map(judge, (hidden.swapaxes(0, 1), targets.T))
         return cache, jax.tree.map(lambda x: x.swapaxes(0, 1), judged)
 
-    inputs = (_weights(program), CACHE, ROWS, ROWS)
-    result: tuple[Any, tuple[jax.Array, ...]] = _on_shards(program, shard, inputs, (CACHE, ROWS))(
+    inputs = (weights_spec(program), CACHE, ROWS, ROWS)
+    result: tuple[Any, tuple[jax.Array, ...]] = on_shards(program, shard, inputs, (CACHE, ROWS))(
         weights, cache, fed, targets
     )
     return result
@@ -415,7 +324,7 @@ def copy(cache: Any, copies: Copies, *, program: TurnsProgram) -> Any:
 
         return lax.fori_loop(0, len(copies.slot), one, cache)
 
-    return _on_shards(program, shard, (CACHE, ROWS), CACHE)(cache, copies)
+    return on_shards(program, shard, (CACHE, ROWS), CACHE)(cache, copies)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="seen")
@@ -432,7 +341,7 @@ def note(seen: jax.Array, fed: Fed, *, program: TurnsProgram) -> jax.Array:
 
         return lax.fori_loop(0, len(rows), one, seen)
 
-    noted: jax.Array = _on_shards(program, shard, (ROWS, ROWS), ROWS)(seen, fed)
+    noted: jax.Array = on_shards(program, shard, (ROWS, ROWS), ROWS)(seen, fed)
     return noted
 
 
@@ -464,9 +373,9 @@ def decode(
     `Decoded.of`).
     """
     function = functools.partial(_decode, program=program)
-    inputs = (_weights(program), CACHE, ROWS, ROWS, WHOLE, WHOLE, WHOLE)
+    inputs = (weights_spec(program), CACHE, ROWS, ROWS, WHOLE, WHOLE, WHOLE)
     outputs = (CACHE, ROWS, PartitionSpec(None, ROW_AXES))
-    cache, seen, words = _on_shards(program, function, inputs, outputs)(
+    cache, seen, words = on_shards(program, function, inputs, outputs)(
         weights, cache, seen, slots, key_data, stop_table, steps
     )
     # Replicated: every process of a multi-process run reads all of it.
@@ -586,198 +495,3 @@ def _turn_keys(key_data: jax.Array, slots: Slots, key_type: str) -> jax.Array:
 def turn_number(turn: Any) -> Any:
     """Return what is folded into the key of a rollout for turn number `turn` ≥ 1; ids of conversations are smaller."""
     return turn + np.uint32(2**31)
-
-
-class Devices:
-    """The state of the slots on the devices, and the programs over it. Lists of slots have numbers of all shards."""
-
-    def __init__(
-        self,
-        program: TurnsProgram,
-        weights: Weights,
-        key: jax.Array,
-        stop_table: jax.Array | None,
-        compiling: BackgroundCompiler,
-    ) -> None:
-        self.program = program
-        self._weights = weights
-        self._key_data = np.asarray(jax.random.key_data(key))
-        self._stop_table = stop_table
-        self._compiling = compiling
-        self._now = dataclasses.replace(program, length=program.lengths[0])
-        """The program for caches as long as they are."""
-        self._unused, self._most = 0, 0
-        self._wait("begin")
-        self._cache, self._seen = begin(weights.value, program=self._now)
-
-    def _wait(self, name: Hashable) -> None:
-        self._compiling.wait((name, self._now.length))
-
-    def _resize(self, length: int) -> None:
-        self._wait(("resize", length))
-        self._cache = resize(self._cache, program=self._now, length=length)
-        self._now = dataclasses.replace(self.program, length=length)
-        self._unused = self._most = 0
-
-    def grow(self, entries: int) -> None:
-        """Make the caches long enough for so many entries."""
-        if entries > self._now.length:
-            self._resize(next(length for length in self.program.lengths if length >= entries))
-
-    def cut(self, entries: int) -> bool:
-        """Make the caches shorter if no more than `entries` were needed for a while; return whether they were cut."""
-        self._unused, self._most = self._unused + 1, max(self._most, entries)
-        enough = next(length for length in self.program.lengths if length >= self._most)
-        if enough == self._now.length:
-            self._unused = self._most = 0
-        if self._unused < PATIENCE:
-            return False
-        self._resize(enough)
-        return True
-
-    def prefill(self, contexts: Sequence[tuple[int, np.ndarray]], own: Weights | None = None) -> None:
-        """Feed slots from their start: (slot, tokens int32 [n], which fit a row of `PACKED`) each.
-
-        own: as for `feed`.
-        """
-        weights = (own or self._weights).value
-        left: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(self.program.shards)]
-        for slot, tokens in sorted(contexts, key=lambda each: len(each[1]), reverse=True):
-            left[slot // self.program.slots].append((slot % self.program.slots, tokens))
-        while any(left):
-            packed, pieces = padded_packed(self.program)
-            rows = self.program.packed_rows
-            left = [
-                _pack(packed, pieces, range(shard * rows, (shard + 1) * rows), mine)
-                for shard, mine in enumerate(left)
-            ]
-            self._compiling.wait(("prefill", self.program.length))
-            put_packed, put_pieces = put_rows(self.program.mesh, (packed, pieces))
-            read = prefill(weights, put_packed, program=self.program)
-            self._wait("place")
-            self._cache = place(self._cache, read, put_pieces, program=self._now)
-
-    def feed(self, pieces: Sequence[tuple[int, int, int, np.ndarray]], own: Weights | None = None) -> None:
-        """Feed slots: (slot, chunk, start, tokens int32 [n ≤ chunk]) each, different slots.
-
-        own: weights to use in place of the usual ones.
-        """
-        weights = (own or self._weights).value
-        for chunk in sorted({piece[1] for piece in pieces}):
-            self._wait(("extend", chunk))
-            same = [(slot, start, tokens) for slot, size, start, tokens in pieces if size == chunk]
-            for batch in self._batches(same, self.program.rows(chunk)):
-                fed = put_rows(self.program.mesh, self._fed(batch, self.program.rows(chunk), chunk))
-                self._cache = extend(weights, self._cache, fed, program=self._now)
-
-    def read(
-        self, pieces: Sequence[tuple[int, int, int, np.ndarray, np.ndarray]], own: Weights
-    ) -> list[tuple[np.ndarray, ...]]:
-        """Feed slots, and judge the tokens that follow those of a piece, its last item: what `TokenSampler.judge`
-        returns, of each piece.
-        """
-        judged: dict[int, tuple[np.ndarray, ...]] = {}
-        for chunk in sorted({piece[1] for piece in pieces}):
-            self._wait(("read", chunk))
-            rows = self.program.rows(chunk)
-            same = [(slot, start, tokens) for slot, size, start, tokens, _ in pieces if size == chunk]
-            follow = {slot: targets for slot, size, _, _, targets in pieces if size == chunk}
-            for batch in self._batches(same, rows):
-                targets = np.zeros((rows * self.program.shards, chunk), np.int32)
-                for row, (slot, _, tokens) in batch:
-                    targets[row, : len(tokens)] = follow[slot]
-                fed = put_rows(self.program.mesh, (self._fed(batch, rows, chunk), targets))
-                self._cache, result = read(own.value, self._cache, *fed, program=self._now)
-                found = jax.device_get(result)
-                for row, (slot, _, tokens) in batch:
-                    judged[slot] = tuple(each[row, : len(tokens)] for each in found)
-        return [judged[piece[0]] for piece in pieces]
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy caches: (slot, slot that it is copied from) each, of the same shard."""
-        self._wait("copy")
-        for batch in self._batches(pairs, self.program.copies):
-            copies = padded_copies(self.program)
-            for row, pair in batch:
-                copies.slot[row], copies.source[row] = (slot % self.program.slots for slot in pair)
-                copies.used[row] = True
-            rows = put_rows(self.program.mesh, copies)
-            self._cache = copy(self._cache, rows, program=self._now)
-
-    def note(self, contexts: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Set what slots have seen, where a repetition penalty needs it: (slot, its whole context) each."""
-        if self._seen is None:
-            return
-        self._wait("note")
-        size = self.program.copies
-        for batch in self._batches([(slot, 0, context) for slot, context in contexts], size):
-            fed = put_rows(self.program.mesh, self._fed(batch, size, self.program.length))
-            self._seen = note(self._seen, fed, program=self.program)
-
-    def decode(self, slots: Slots, steps: int, own: Weights | None = None) -> Decoded:
-        """Decode the active slots by at most so many tokens. own: as for `feed`."""
-        self._wait("decode")
-        rows = put_rows(self.program.mesh, slots)
-        self._cache, self._seen, words = decode(
-            (own or self._weights).value,
-            self._cache,
-            self._seen,
-            rows,
-            self._key_data,
-            self._stop_table,
-            np.int32(steps),
-            program=self._now,
-        )
-        return Decoded.of(jax.device_get(words))
-
-    def _batches(self, items: Iterable[Any], rows: int) -> Iterator[list[tuple[int, Any]]]:
-        """Yield (row, item) of the items of each call, `rows` of each shard; an item begins with its slot."""
-        shards: list[deque[Any]] = [deque() for _ in range(self.program.shards)]
-        for item in items:
-            shards[item[0] // self.program.slots].append(item)
-        while any(shards):
-            yield [
-                (number * rows + i, shard.popleft())
-                for number, shard in enumerate(shards)
-                for i in range(min(rows, len(shard)))
-            ]
-
-    def _fed(self, batch: list[tuple[int, Any]], rows: int, chunk: int) -> Fed:
-        fed = padded_fed(self.program, rows, chunk)
-        for row, (slot, start, tokens) in batch:
-            fed.slot[row], fed.used[row], fed.start[row] = slot % self.program.slots, True, start
-            fed.tokens[row, : len(tokens)], fed.count[row] = tokens, len(tokens)
-        return fed
-
-
-def _pack(
-    packed: Packed, pieces: Pieces, rows: range, contexts: Sequence[tuple[int, np.ndarray]]
-) -> list[tuple[int, np.ndarray]]:
-    """Put contexts, (slot, tokens) each, into the rows of a shard, each at the first place where it fits; return those
-    that fit nowhere.
-    """
-    spans, number = PACKED // SPAN, rows.start * (PACKED // PIECE)
-    used = [0] * (len(rows) * spans)
-    left = []
-    for slot, tokens in contexts:
-        count = len(tokens)
-        if count > SPAN:
-            fits = [i for i in range(0, len(used), spans) if not any(used[i : i + spans])]
-        else:
-            fits = [i for i, taken in enumerate(used) if taken + count <= SPAN]
-        if not fits:
-            left.append((slot, tokens))
-            continue
-        first = fits[0]
-        row, start = divmod(first * SPAN + used[first], PACKED)
-        row += rows.start
-        for i in range(first, first + -(-count // SPAN)):
-            used[i] += -(-min(count, SPAN) // PIECE) * PIECE
-            count -= SPAN
-        where = slice(start, start + len(tokens))
-        packed.tokens[row, where], packed.positions[row, where] = tokens, np.arange(len(tokens))
-        packed.visible_until[row, where] = start + len(tokens)
-        pieces.slot[number], pieces.used[number] = slot, True
-        pieces.row[number], pieces.start[number] = row - rows.start, start
-        number += 1
-    return left

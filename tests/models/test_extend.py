@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.attention import CACHED_BLOCK, attend_cached
+from rlhf_core.models.attention import CACHE_PART, attend_cached, cache_parts, cut
 from rlhf_core.sampling.loop import empty_cache, time_axes
 
 VOCAB, LENGTH = 40, 64
@@ -125,21 +125,25 @@ def test_attention_is_that_of_its_formula(window: int | None, softcap: float | N
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_attention_up_to_the_last_token_of_any_row(softcap: float | None) -> None:
-    """To the bit the same for a row, however long the others are; and that of the formula."""
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (2.0, True)])
+def test_attention_over_the_parts_of_a_cache(softcap: float | None, sinks: bool) -> None:
+    """To the bit the same for a row, however long the others are, and in parts that are arrays; that of the formula."""
     rng = np.random.default_rng(2)
-    time = 1 if softcap is None else 3
-    shapes = ((3, 2, 2, time, 8), (3, 2, 8, 2 * CACHED_BLOCK), (3, 2, 2 * CACHED_BLOCK, 8))
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    place = np.arange(2 * CACHED_BLOCK)
-    over = jax.jit(partial(attend_cached, softcap=softcap, in_order=True))
+    time, length = (1 if softcap is None else 3), 2 * CACHE_PART + 40
+    shapes = ((3, 2, 2, time, 8), (3, 2, 8, length), (3, 2, length, 8))
+    q, keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    sizes = cache_parts(length)
+    assert sizes == (CACHE_PART, CACHE_PART, 40)
+    more = {"softcap": softcap, "sinks": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32) if sinks else None}
+    over = jax.jit(partial(attend_cached, in_order=True))
     first = None
-    for last in ([30, -1, 7], [30, CACHED_BLOCK + 40, 7]):  # -1: a row that sees nothing
+    for last in ([30, -1, 7], [30, CACHE_PART + 40, 7], [30, length - 1, 7]):  # -1: a row that sees nothing
         until = np.array(last)[:, None] - np.arange(time)[::-1]
-        seen = jnp.asarray(place <= until[..., None])
-        found = np.asarray(over(*arrays, seen))
-        dense = np.asarray(attend_cached(*arrays, seen, softcap))
+        seen = jnp.asarray(np.arange(length) <= until[..., None])
+        found = np.asarray(over(q, keys, values, seen, **more))
+        parted = over(q, cut(keys, sizes, 3), cut(values, sizes, 2), seen, **more)
+        np.testing.assert_array_equal(found, parted)
+        dense = np.asarray(attend_cached(q, keys, values, seen, **more))
         rows = np.array(last) >= 0
         np.testing.assert_allclose(found[rows], dense[rows], atol=1e-5)
         assert np.isfinite(found).all()

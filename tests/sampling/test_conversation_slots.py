@@ -18,9 +18,10 @@ from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, placement, turns
+from rlhf_core.sampling.devices import Devices
 from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
 from rlhf_core.sampling.schedule import Conversation, Schedule
-from rlhf_core.sampling.turns import Devices, TurnsProgram, cache_length
+from rlhf_core.sampling.turns import TurnsProgram, cache_length
 
 worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
 KEY = jax.random.key(6)

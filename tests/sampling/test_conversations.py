@@ -27,7 +27,7 @@ from rlhf_core.sampling import (
     make_sampler,
     placement,
 )
-from rlhf_core.sampling.turns import Devices
+from rlhf_core.sampling.devices import Devices
 
 worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
 KEY = jax.random.key(4)

@@ -14,8 +14,9 @@ from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh, SamplingOptions, turns
+from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh, SamplingOptions
 from rlhf_core.sampling.filters import top_k_filter, top_k_rows_filter
+from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
 
 VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
 CONFIG = {
@@ -53,7 +54,7 @@ WISHES = [
     Wish([*range(4, 28), 5], seed=3, settings={"reads_context": True}, own=1),
     Wish([5, 6, 7, 8], seed=1, settings={"reads_context": True}),
 ]
-"""The first one needs longer caches than the others."""
+"""The first one needs a second part of the caches."""
 
 
 class Asking:
@@ -145,29 +146,12 @@ def whole_logits(params: Any, ids: list[int]) -> np.ndarray:
     return np.asarray(LOGITS(params, padded, mask), np.float64)[0, : len(ids)]
 
 
-def note_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make a list of the lengths of caches that turns are decoded in."""
-    lengths: list[int] = []
-    decode = turns.Devices.decode
-
-    def noted(self: turns.Devices, *arguments: Any) -> turns.Decoded:
-        lengths.append(self._now.length)
-        return decode(self, *arguments)
-
-    monkeypatch.setattr(turns.Devices, "decode", noted)
-    return lengths
-
-
 def test_settings_per_turn(
     sampler: ConversationSampler,
     weights: list[Weights],
     params: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 1)
-    lengths = note_lengths(monkeypatch)
     together = run(sampler, weights, dict(enumerate(WISHES)))
-    assert set(lengths) == {128, 256}
     for number, wish in enumerate(WISHES):
         tokens, logps, ids, best = together.result(number)
         # To the bit what it is alone, in another slot.
@@ -227,52 +211,58 @@ def test_ends_new_weights_and_forgotten_prompts(
     sampler: ConversationSampler, weights: list[Weights], params: list[Any]
 ) -> None:
     changing = Weights(weights[0].value)
-    world = Asking({0: Wish([5, 6, 7], limit=30, settings={"stop_ids": ()})}, [changing])
+    # The last two wait: one has the prompt of those that run, the other is prefilled meanwhile.
+    late = [Wish([5, 6, 7], settings={"temperature": 0.0}), Wish([9, 8, 7], settings={"temperature": 0.0})]
+    wishes = [Wish([5, 6, 7], limit=30, settings={"stop_ids": ()})] * SLOTS + late
+    world = Asking(dict(enumerate(wishes)), [changing])
     schedule = sampler.open(changing, world)
-    schedule.step()
-    assert len(world.parts[0]) == 1
-    world.ended.append(0)
-    schedule.step()
-    assert len(world.parts[0]) == 1
-    assert not schedule.slots.active.any()
+    for _ in range(3):
+        schedule.step()
+    assert [conversation.prefilled is None for conversation in schedule.waiting] == [True, False]
+    assert len(world.parts[0]) == 3
     changing.value = weights[1].value
     schedule.forget_prompts()
-    world.left[1] = Wish([5, 6, 7], settings={"temperature": 0.0})
-    world.parts[1] = []
-    while schedule.step() or world.left:
+    world.ended += range(SLOTS)
+    while schedule.step() or world.ended:
         pass
-    fresh = run(sampler, [weights[1]], {1: Wish([5, 6, 7], settings={"temperature": 0.0})})
-    assert world.result(1)[1].tobytes() == fresh.result(1)[1].tobytes()
+    assert len(world.parts[0]) == 3
+    assert not schedule.slots.active.any()
+    fresh = run(sampler, [weights[1]], dict(enumerate(late)))
+    for number in range(2):
+        assert world.result(SLOTS + number)[1].tobytes() == fresh.result(number)[1].tobytes()
+
+
+class Calls(list[Packed]):
+    """The rows that it is called with, each of which it numbers."""
+
+    def __call__(self, rows: Packed) -> Any:
+        self.append(rows)
+        return len(self) - 1
 
 
 def test_contexts_are_packed_whole_and_where_their_bits_do_not_depend_on_the_place(
     sampler: ConversationSampler,
 ) -> None:
-    draw, size = np.random.default_rng(0), turns.PACKED // turns.PIECE
+    draw = np.random.default_rng(0)
     for count in range(1, 30):
-        wanted = {slot: draw.integers(1, 99, draw.integers(1, turns.PACKED + 1)) for slot in range(count)}
-        left, found = list(wanted.items()), set[int]()
-        while left:
-            packed, pieces = turns.padded_packed(sampler.program)
-            before, rows = len(left), len(packed.tokens)
-            left = turns._pack(packed, pieces, range(1, rows), left)  # as if row 0 were another shard's
-            assert len(left) < before
-            assert not pieces.used[:size].any()
-            for i in np.flatnonzero(pieces.used):
-                tokens, row, start = wanted[pieces.slot[i]], 1 + pieces.row[i], pieces.start[i]
-                end = start + len(tokens)
-                assert packed.tokens[row, start:end].tolist() == tokens.tolist()
-                assert packed.positions[row, start:end].tolist() == list(range(len(tokens)))
-                assert (packed.visible_until[row, start:end] == end).all()
-                assert start % turns.PIECE == 0
-                assert start == 0 or start // turns.SPAN == (end - 1) // turns.SPAN
-                found.add(int(pieces.slot[i]))
-        assert found == set(wanted)
+        contexts = [draw.integers(1, 99, draw.integers(1, PACKED + 1)) for _ in range(count)]
+        calls = Calls()
+        (found,) = prefill_all(sampler.program, [contexts], calls)
+        used = [np.zeros(rows.tokens.shape, bool) for rows in calls]
+        for tokens, (call, row, start) in zip(contexts, found, strict=True):
+            end = start + len(tokens)
+            assert not used[call][row, start:end].any()
+            used[call][row, start:end] = True
+            assert calls[call].tokens[row, start:end].tolist() == tokens.tolist()
+            assert calls[call].positions[row, start:end].tolist() == list(range(len(tokens)))
+            assert (calls[call].visible_until[row, start:end] == end).all()
+            assert start % PIECE == 0
+            assert start == 0 or start // SPAN == (end - 1) // SPAN
+        assert all(each.any() for each in used)
 
 
 @pytest.mark.long
-def test_nothing_compiles_after_the_warm_up(params: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 1)
+def test_nothing_compiles_after_the_warm_up(params: list[Any]) -> None:
     fresh, compiled = make_sampler(SLOTS + 1), list[str]()
 
     def note(name: str, *_: Any, **__: Any) -> None:
@@ -293,7 +283,7 @@ def test_nothing_compiles_after_the_warm_up(params: list[Any], monkeypatch: pyte
 
 @pytest.mark.long
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any]) -> None:
     """`test_settings_per_turn` has the assertions."""
     mesh = make_mesh(devices=jax.devices()[:4])
     inputs = SamplerInputs(
@@ -307,7 +297,7 @@ def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any], monkeypatch
     )
     spread = ConversationSampler(inputs, alternatives=4)
     placed = [jax.device_put(each, DEFINITION.shardings(mesh)) for each in params]
-    test_settings_per_turn(spread, [spread.place(each) for each in placed], placed, monkeypatch)
+    test_settings_per_turn(spread, [spread.place(each) for each in placed], placed)
 
 
 def test_weights_that_change_in_the_middle(

@@ -253,7 +253,8 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Count the completions that have a slot, and those that wait for one."""
         running = sum(int(policy.schedule.slots.active.sum()) for policy in self.policies)
-        everything = sum(len(policy.running) + len(policy.incoming) for policy in self.policies)
+        flights = [each for policy in self.policies for each in (*policy.running.values(), *policy.incoming)]
+        everything = sum(not flight.over for flight in flights)
         return running, max(everything - running, 0)
 
     @property
