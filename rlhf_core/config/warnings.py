@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import counted
+from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -18,12 +19,19 @@ OF_A_RATE = ("learning_rate", "learning_rate_end", "scheduler", "warmup_steps")
 
 
 def config_warnings(
-    config: TrainerConfig, updates: int, optimizers: tuple[Any, Any] = (None, None)
+    config: TrainerConfig,
+    updates: int,
+    optimizers: tuple[Any, Any] = (None, None),
+    *,
+    planned: bool = False,
 ) -> Iterator[str]:
     """Yield one line per setting, beginning with its name.
 
     updates: of the whole run. optimizers: the transformation and the schedule that a trainer was given from Python.
+    planned: whether its devices are others than those that are here.
     """
+    if config.offload and not planned and platform() == "cpu":
+        yield "offload: has no effect on CPUs, whose memory is the host's"
     transformation, schedule = optimizers
     if transformation is not None or schedule is not None:
         fields = OF_A_RATE if transformation is None else ("optimizer", "weight_decay", *OF_A_RATE)

@@ -37,7 +37,6 @@ from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.rows import empty_batches
 from rlhf_core.reading import TreeReader, say_if_slow
 from rlhf_core.runtime.agreement import any_process, stop_together
-from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.state import TrainState, create_state
@@ -149,8 +148,6 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
     given = stage.inputs.get("optimizers") or (None, None)
     for line in config_warnings(config, build.updates.total, given) if stage.is_main else ():
         warn(f"stage '{stage.name}'.{line}")
-    if config.offload and platform() == "cpu" and stage.is_main:
-        warn(f"stage '{stage.name}'.offload: has no effect on CPUs, whose memory is the host's")
     held_out = config.max_evaluation_steps != 0 and (config.eval_data or stage.inputs.get("eval_dataset"))
     if build.evaluate is None and stage.is_main and held_out:
         warn(

@@ -166,11 +166,14 @@ def forecast(
     if made is not None:
         lines += carried_lines(made)
         memory = memory_forecast(held_bytes(made, context, first), config.dtype, planned)
-        lines += [*memory.lines, *_waiting_lines(made, context)]
+        lines += memory.lines
+        if planned is not None or platform() != "cpu":
+            lines += _waiting_lines(made, context)
         cautions += memory.warnings
     lines += first.later
     lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
-    return Forecast(tuple(lines), (*cautions, *config_warnings(config, first.updates)), memory.memory)
+    cautions += config_warnings(config, first.updates, planned=planned is not None)
+    return Forecast(tuple(lines), tuple(cautions), memory.memory)
 
 
 def _waiting_lines(made: Build, context: Context) -> Iterator[str]:

@@ -45,6 +45,7 @@ SETS["policy"] += ["--set", "policy.top_p=0.9"]
             ],
         ),
         ({"learning_rate_end": 0.1, "scheduler": "wsd"}, []),
+        ({"offload": ["optimizer"]}, ["offload: has no effect on CPUs, whose memory is the host's"]),
     ],
 )
 def test_what_is_said(settings: dict[str, Any], told: list[str]) -> None:
