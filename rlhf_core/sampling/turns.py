@@ -32,6 +32,8 @@ CHUNKS = (16, 64, 256)
 """Tokens that are fed to a slot together, padding included."""
 FED_AT_ONCE = 1024
 """Tokens that a shard is fed together, at most, padding included."""
+JUDGED = CHUNKS[0]
+"""Tokens of each row whose logits are computed together where contexts are judged."""
 SHARE = 8
 """Decoding stops for the host once one in so many of the turns that ran has ended; as large a share is fed together."""
 STEPS = 64
@@ -303,8 +305,12 @@ def read(
         def judge(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             return sampler.judge(*each, program.alternatives or 0)
 
-        judged = lax.map(judge, (hidden.swapaxes(0, 1), targets.T))
-        return cache, jax.tree.map(lambda x: x.swapaxes(0, 1), judged)
+        def turned(x: jax.Array) -> jax.Array:
+            """Lay out [rows, parts · JUDGED, …] as [parts, rows · JUDGED, …], or the other way round."""
+            parts = x.reshape(len(x), -1, JUDGED, *x.shape[2:]).swapaxes(0, 1)
+            return parts.reshape(len(parts), -1, *x.shape[2:])
+
+        return cache, jax.tree.map(turned, lax.map(judge, (turned(hidden), turned(targets))))
 
     inputs = (weights_spec(program), CACHE, ROWS, ROWS)
     result: tuple[Any, tuple[jax.Array, ...]] = on_shards(program, shard, inputs, (CACHE, ROWS))(

@@ -17,7 +17,7 @@ from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.plugins.component import load_file
-from rlhf_core.sampling import ConversationSampler, SamplingOptions, placement, turns
+from rlhf_core.sampling import ConversationSampler, SamplingOptions, packed, placement, turns
 from rlhf_core.sampling.devices import Devices
 from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
 from rlhf_core.sampling.schedule import Conversation, Schedule
@@ -224,18 +224,31 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str) -> None:
+@pytest.mark.parametrize("alternatives", [None, 4])
+def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternatives: int | None) -> None:
     definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
-    program = TurnsProgram(definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False)
+    program = TurnsProgram(
+        definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False, alternatives
+    )
     weights = placement.abstract_weights(definition, mesh, shared=False)
     cache, seen = turns.begin.eval_shape(weights, program=program)
     slots, key = turns.empty_slots(program), np.zeros(2, np.uint32)
-    traced = [
-        turns.decode.trace(weights, cache, seen, slots, key, None, np.int32(9), program=program),
-        turns.extend.trace(weights, cache, turns.padded_fed(program, 2, 64), program=program),
-        turns.copy.trace(cache, turns.padded_copies(program), program=program),
-    ]
+    traced = [turns.decode.trace(weights, cache, seen, slots, key, None, np.int32(9), program=program)]
+    fed = turns.padded_fed(program, 2, 64)
+    if alternatives is None:
+        traced += [
+            turns.extend.trace(weights, cache, fed, program=program),
+            turns.copy.trace(cache, turns.padded_copies(program), program=program),
+        ]
+    else:
+        rows = packed.padded_packed(program)
+        made = packed.prefill.eval_shape(weights, rows, program=program)
+        traced += [
+            turns.read.trace(weights, cache, fed, fed.tokens, program=program),
+            packed.prefill.trace(weights, rows, program=program),
+            packed.place.trace(cache, made, packed.padded_pieces(program), program=program),
+        ]
     for each in traced:
         assert "bf16" in each.lower(lowering_platforms=(platform,)).as_text()
 
