@@ -2,9 +2,9 @@
 
     python .ci/stranger.py DIST [--python python3.12] [--quick]
 
-In an empty environment, from the directory DIST and the package index that pip is set up for: rlhf-suite with its
-commands (demo, new, report, serve, a pipeline of one's own), then every distribution alone. Prints what each step took.
---quick leaves the demo's training out: it writes and checks its pipeline.
+In an empty environment, from the directory DIST and the package index that pip is set up for: rlhf-core with every
+other distribution alone, then rlhf-suite with its commands (demo, new, report, serve, a pipeline of one's own). Prints
+what each step took. --quick leaves the demo's training out: it writes and checks its pipeline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 PIPELINE = """
@@ -48,6 +47,18 @@ sampling = { max_completion_length = 8 }
 ROWS = [{"prompt": "Mia wants a red kite .", "completion": " Dear Mia , here is your red kite ."}] * 8
 REWARD = "def brevity(completions, **columns):\n    return [-len(text) / 9 for text in completions]\n"
 
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+from importlib.metadata import requires
+package = importlib.import_module(sys.argv[1].replace("-", "_"))
+for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # what it needs is an extra, or missing in its metadata
+        if error.name.replace("_", "-") not in " ".join(requires(sys.argv[1])):
+            raise
+"""
+
 
 class Stranger:
     """An empty directory with a virtual environment."""
@@ -64,7 +75,8 @@ class Stranger:
         done = subprocess.run(
             list(map(str, command)), cwd=self.place, env=self.environment, capture_output=True, text=True
         )
-        line = " ".join(str(each).replace(str(self.place), ".") for each in command)
+        words = (str(each).replace(str(self.place), ".") for each in command)
+        line = " ".join(word.strip().partition("\n")[0] for word in words)
         print(f"$ {line}  # {time.monotonic() - began:.0f} s", flush=True)
         if done.returncode:
             sys.exit(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -114,6 +126,29 @@ def serves(stranger: Stranger, model: Path) -> None:
     print(f"$ {' '.join(command)}  # {time.monotonic() - began:.0f} s, a completion, SIGTERM", flush=True)
 
 
+def alone(stranger: Stranger, names: list[str]) -> None:
+    """Install core, then every other distribution with what it says that it needs, and nothing else."""
+    stranger.install("rlhf-core")
+    before = stranger.installed()
+    print(f"{len(before)} distributions, {stranger.megabytes()} MB", flush=True)
+    stranger.run("rlhf", "--help")
+    stranger.run("rlhf", "plugins")
+    for name in names:
+        stranger.install(name)
+        listed = {
+            each["distribution"]: each for each in json.loads(stranger.run("rlhf", "plugins", "--json"))
+        }
+        assert listed[name]["state"] == "loaded", listed[name]
+        stranger.run("python", "-c", IMPORT_ALL, name)
+        for command in listed[name]["components"].get("command", ()):
+            stranger.run("rlhf", command, "--help")
+        installed = stranger.installed()
+        assert before.items() <= installed.items(), "it changes what core installed"
+        added = sorted(installed.keys() - before.keys())
+        print(f"{name}: {', '.join(added)}", flush=True)
+        stranger.run("pip", "uninstall", "--quiet", "--yes", *added)
+
+
 def suite(stranger: Stranger, *, quick: bool) -> None:
     """Install rlhf-suite and use its commands."""
     stranger.install("rlhf-suite")
@@ -127,7 +162,7 @@ def suite(stranger: Stranger, *, quick: bool) -> None:
     stranger.run("rlhf", "check", "quickstart/quickstart.toml")
     if not quick:
         table = stranger.run("rlhf", "demo")
-        print("\n".join(line for line in table.splitlines() if line.startswith(("right", "Wall"))))
+        print("\n".join(line for line in table.splitlines() if line.lstrip().startswith(("right", "Wall"))))
         stranger.run("rlhf", "report", "runs/quickstart-seed0")
     (stranger.place / "mine.toml").write_text(PIPELINE)
     (stranger.place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -141,25 +176,6 @@ def suite(stranger: Stranger, *, quick: bool) -> None:
     stranger.run("python", "-m", "pytest", "-q", "rlhf-concise")
 
 
-def alone(stranger: Stranger, names: list[str]) -> None:
-    """Install core, then every other distribution with what it says that it needs, and nothing else."""
-    stranger.install("rlhf-core")
-    before = stranger.installed()
-    stranger.run("rlhf", "--help")
-    stranger.run("rlhf", "plugins")
-    for name in names:
-        stranger.install(name)
-        listed = {
-            each["distribution"]: each for each in json.loads(stranger.run("rlhf", "plugins", "--json"))
-        }
-        assert listed[name]["state"] == "loaded", listed[name]
-        for command in listed[name]["components"].get("command", ()):
-            stranger.run("rlhf", command, "--help")
-        added = stranger.installed().keys() - before.keys()
-        print(f"{name}: {', '.join(sorted(added))}", flush=True)
-        stranger.run("pip", "uninstall", "--quiet", "--yes", *sorted(added))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("dist", type=Path)
@@ -169,13 +185,10 @@ def main() -> None:
     dist = arguments.dist.resolve()
     names = sorted(path.name.split("-")[0].replace("_", "-") for path in dist.glob("*.whl"))
     names = [name for name in names if name not in ("rlhf-core", "rlhf-suite")]
-    parts: dict[str, Callable[[Stranger], None]] = {
-        "suite": lambda stranger: suite(stranger, quick=arguments.quick),
-        "alone": lambda stranger: alone(stranger, names),
-    }
-    for part, use in parts.items():
-        with tempfile.TemporaryDirectory(prefix=f"stranger-{part}-") as place:
-            use(Stranger(Path(place), dist, arguments.python))
+    with tempfile.TemporaryDirectory(prefix="stranger-") as place:
+        stranger = Stranger(Path(place), dist, arguments.python)
+        alone(stranger, names)
+        suite(stranger, quick=arguments.quick)
 
 
 if __name__ == "__main__":
