@@ -13,6 +13,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -198,10 +199,9 @@ def disks() -> Iterator[Finding]:
         else f"{cache} cannot be written, so every run compiles again: set XDG_CACHE_HOME"
     )
     yield Finding("compiled programs", f"{cache}, {len(files)} files, {size}", broken)
-    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
     for name, place in (
         ("here", Path.cwd()),
-        ("hub cache", hub),
+        ("hub cache", Path(HF_HOME)),
         ("temporary files", Path(tempfile.gettempdir())),
     ):
         there = next(each for each in (place, *place.parents) if each.exists())
