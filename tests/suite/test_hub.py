@@ -20,7 +20,7 @@ from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig, SFTTrainer
 from rlhf_tools import commands
 
-from rlhf_core import InputError, load_model, plugins, run_pipeline
+from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline
 from rlhf_core.data import load
 from rlhf_core.data.streams import open_streams
 from rlhf_core.hub import parse
@@ -225,6 +225,11 @@ def test_a_pushed_model_is_pulled_byte_by_byte(
         commands.export(str(tmp_path / "MODEL"), push="me/orders", private=True)
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     with pytest.raises(InputError, match=r"the hub refuses it .*hf auth login"):
+        commands.export(str(tmp_path / "MODEL"), push="me/orders")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(
+        RunError, match=r"--push me/orders: the upload failed: .*refused; nothing here is lost"
+    ):
         commands.export(str(tmp_path / "MODEL"), push="me/orders")
 
 

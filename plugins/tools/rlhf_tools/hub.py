@@ -41,7 +41,7 @@ def push(directory: Path, repository: str, *, private: bool = False, revision: s
     refuses, and if the repository is public where `private` is asked for; RunError if the upload fails.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
     api = HfApi()
     try:
@@ -63,18 +63,16 @@ def push(directory: Path, repository: str, *, private: bool = False, revision: s
         raise InputError(
             f"--push {repository}: {_line(error)}; to log in: hf auth login, or set HF_TOKEN"
         ) from error
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+    except InputError:
+        raise
+    except Exception as error:  # the hub's answer, or no connection, in the words of several libraries
+        status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise InputError(
                 f"--push {repository}: the hub refuses it ({_line(error)}); to log in: hf auth login, or set HF_TOKEN"
             ) from error
         raise RunError(
-            f"--push {repository}: {_line(error)}; {directory} is complete, push it again"
-        ) from error
-    except OSError as error:
-        raise RunError(
-            f"--push {repository}: {_line(error)}; {directory} is complete, push it again"
+            f"--push {repository}: the upload failed: {_line(error)}; nothing here is lost: push again"
         ) from error
     return str(commit.commit_url)
 
