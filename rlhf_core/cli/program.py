@@ -140,7 +140,7 @@ def run(given: RunOptions) -> None:
 @app.command()
 @takes(CheckOptions)
 def check(given: CheckOptions) -> None:
-    """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
+    """Report all errors of a pipeline, or print its plan. Uses no device."""
     from rlhf_core.pipeline.check import Target, check
 
     target = Target(given.devices, given.on, given.suggest, given.json)
@@ -182,7 +182,7 @@ def replay(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Train a stage again from its journal, without sampling, and compare metrics and weights."""
+    """Train a stage again from its journal, bit for bit. Without sampling; compares metrics and weights."""
     from rlhf_core.pipeline import replay as replays
 
     replays.report(replays.replay(run, stage, to, plugin or ()))

@@ -278,7 +278,8 @@ def _expect(
         f"a rollout is {counted(per_rollout, 'prompts')} × {counted(group, 'completions')} = {per_rollout * group:,}"
         + (f", drawn up to {rounds} times (dynamic_sampling)" if rounds > 1 else ""),
         f"{'at most ' if rounds > 1 and config.max_training_steps is None else ''}"
-        f"{counted(total, 'updates')} of {counted(config.total_batch_size, 'completions')}; a rollout serves {serves}; "
+        f"{counted(total, 'updates')} of {counted(config.total_batch_size, 'completions')}; "
+        f"{counted(serves, 'updates')} per rollout; "
         + (f"{sampled // group / count:.2f} epochs" if count else "the length of the data is not known"),
         f"{counted(sampled, 'completions')}, at most {sampled * length:,} sampled tokens"
         + ("" if environment is None else ", the environment's included"),

@@ -202,7 +202,9 @@ def test_check_says_what_a_stream_lacks(
     text = " ".join(told.out.split())
     if trainer == "grpo":
         assert "of the first 4,096 rows of the stream: 4,096 prompts: 4,096 kept" in text
-        assert "5 updates of 32 completions; a rollout serves 1; the length of the data is not known" in text
+        assert (
+            "5 updates of 32 completions; 1 update per rollout; the length of the data is not known" in text
+        )
         return
     unit = "pairs" if trainer == "dpo" else "texts"
     assert f"of the first 4,096 rows of the stream: 4,096 {unit}: 4,096 kept" in text
