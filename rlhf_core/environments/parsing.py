@@ -123,17 +123,39 @@ class CallParser:
         marks = "" if self.format is None else "".join(self.format.marks) + PYTHON_TAG
         self._marks_are_special = self._special.search(marks + THOUGHT[0]) is not None
         self._thinks = _opened(encoder).rstrip().endswith("<think>")
+        harmony = self.format is not None and self.format.way == "harmony"
+        self.has_channels = harmony or THOUGHT[0] in encoder.tokenizer.get_added_vocab()
+        """Whether a reply may have a thought in a channel of its own."""
 
     def message(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
         """Parse sampled ids, int32 [n], a final stop token included, as `parse` does."""
+        return self.parse(self._text(ids))
+
+    def so_far(self, ids: Ints | Sequence[int]) -> tuple[str, str]:
+        """Read ids of a reply that is not over: (its content, its thought), as far as nothing else may come of them."""
+        text = self._text(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        form, (opening, closing) = self.format, THOUGHT
+        if form is not None and form.way == "harmony":
+            if (
+                self._has_tools or MESSAGE not in text
+            ):  # until then it may be a call, or the header of a channel
+                return "", ""
+        elif form is not None:
+            text = text.partition(form.opening.split()[0])[0]
+        thought = text.rpartition(opening)[2]
+        if closing not in thought and "thought\n".startswith(thought):
+            text = text.removesuffix(opening + thought)
+        found = self.parse(text)
+        return found["content"], found.get("thinking") or found.get("reasoning_content") or ""
+
+    def _text(self, ids: Ints | Sequence[int]) -> str:
         sampled = [int(i) for i in ids]
         if sampled and sampled[-1] in self.encoder.stop_ids:
             sampled.pop()
         decode = self.encoder.tokenizer.decode
         special = self._marks_are_special  # `parse` reads these, and drops the others
-        return self.parse(
-            decode(sampled, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        )
+        text: str = decode(sampled, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return text
 
     def parse(self, text: str) -> dict[str, Any]:
         """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any. A

@@ -127,7 +127,12 @@ SAID = "<|channel|>analysis<|message|>hm to=functions.no<|end|><|start|>assistan
 )  # fmt: skip
 def test_replies(template: str, text: str, expected: dict[str, Any], make_tokenizer: Any) -> None:
     encoder = encoder_of(template, make_tokenizer)
-    message = CallParser(encoder, [TOOL]).message(encoder.tokenizer.encode(text, add_special_tokens=False))
+    parser, ids = CallParser(encoder, [TOOL]), encoder.tokenizer.encode(text, add_special_tokens=False)
+    message = parser.message(ids)
+    for count in range(len(ids)):  # what is said of a part of it stays true
+        content, thought = parser.so_far(ids[:count])
+        assert message["content"].startswith(content.strip())
+        assert (message.get("reasoning_content") or message.get("thinking") or "").startswith(thought)
     error = expected.get("error")
     assert [each[: len(error or "")] for each in message.get("call_errors", ())] == ([error] if error else [])
     assert calls_of(message) == expected.get("calls", [])
@@ -178,6 +183,9 @@ def test_rewards_get_the_final_text(
         tokens, np.array([tokens.size], np.int32), np.zeros(tokens.shape, np.float32), np.ones(1, bool)
     )
     stops = tokenizer.convert_tokens_to_ids(MARKS[template][0])
+    thought = expected.get("reasoning_content") or expected.get("thinking") or ""
+    parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stops))
+    assert parser.so_far(tokens[0, :-1]) == (expected["content"], thought)
     for prompt in ("a", [{"role": "user", "content": "a"}]):
         prompts = data.encode_prompts(data.load([{"prompt": prompt}]), tokenizer, max_prompt_length=64)
         (read,) = reward_inputs(prompts, [0], samples, tokenizer, stops).completions

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import HELP, Conversation, Local, Settings, talk
+from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, talk
 from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
@@ -119,13 +119,17 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
         if "break" in body["messages"][-1]["content"]:
             return events(delta(content="half"), {"error": {"message": "out of memory"}})
         return events(
-            delta(role="assistant"), delta(content="so\x1b[2J "), {"choices": []}, delta(content="said")
+            delta(role="assistant"),
+            delta(reasoning_content="hm"),
+            delta(content="so\x1b[2J "),
+            {"choices": []},
+            delta(content="said"),
         )
 
     with services.serve(reply) as service:
         typed = "one\nfail\nbreak\ntwo\n/reset\n/system S\nthree\n/what\n/save\n/help\n/exit\nnever\n"
         printed = chat(typed, service.url, "--seed", 3, "--top_k", 5, fails="2 of 5 lines had no reply")
-    assert printed.count("so\\x1b[2J said\n") == 3
+    assert printed.count("hm\nso\\x1b[2J said\n") == 3
     assert "HTTP 400: too long" in printed
     assert "half\n" in printed
     assert "out of memory" in printed
@@ -159,13 +163,13 @@ class Slow:
     def __init__(self, waits: bool) -> None:
         self.waits, self.asked, self.closed = waits, [], 0  # type: ignore[var-annotated]
 
-    def reply(self, messages: Any, number: int) -> Generator[str, None, None]:
+    def reply(self, messages: Any, number: int) -> Generator[Part, None, None]:
         self.asked.append(messages)
         try:
-            yield "word"
+            yield Part("word")
             os.kill(os.getpid(), signal.SIGINT)
-            yield " more"
-            yield " never"
+            yield Part(" more")
+            yield Part(" never")
         finally:
             self.closed += 1
 
@@ -198,12 +202,12 @@ def test_ctrl_c_stops_a_reply_and_twice_leaves(
 def test_a_local_reply_that_is_stopped_makes_room(model: Path) -> None:
     speaker = Local.open(str(model / "model"), Settings(max_completion_length=40, temperature=0))
     messages = [{"role": "user", "content": "b c d"}]
-    whole = "".join(speaker.reply(messages, 0))
+    whole = "".join(part.text for part in speaker.reply(messages, 0))
     parts = speaker.reply(messages, 1)
     first = next(parts)
     parts.close()
-    assert whole.startswith(first)
-    assert "".join(speaker.reply(messages, 2)) == whole
+    assert whole.startswith(first.text)
+    assert "".join(part.text for part in speaker.reply(messages, 2)) == whole
 
 
 @pytest.mark.long  # `tests/sampling` has where it is noticed

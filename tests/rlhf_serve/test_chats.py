@@ -124,9 +124,9 @@ def bytewise() -> Any:
     return made
 
 
-def answered(tokenizer: Any, reply: str, step: int) -> tuple[dict[str, Any], list[Any]]:
+def answered(tokenizer: Any, reply: str, step: int, **more: Any) -> tuple[dict[str, Any], list[Any]]:
     """The message of a reply, and its streamed parts, of which each has at most `step` tokens."""
-    body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL]}).encode())
+    body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL], **more}).encode())
     parser = CallParser(ConversationEncoder(tokenizer), body.tools)
     tools = chats.Calling(parser, True)
     wish = Wish(
@@ -198,7 +198,7 @@ HARMONY = """
 
 @pytest.mark.parametrize("step", [1, 500])
 def test_a_thought_in_a_channel_is_no_part_of_the_reply(bytewise: Any, step: int) -> None:
-    """gpt-oss: a thought, and then a call, or what it says."""
+    """gpt-oss: a thought, and then a call, or what it says; Gemma 4, with and without tools, as it is written."""
     tokenizer = copy.deepcopy(bytewise)
     marks = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "call")]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
@@ -212,8 +212,21 @@ def test_a_thought_in_a_channel_is_no_part_of_the_reply(bytewise: Any, step: int
         assert (whole["content"], whole["reasoning_content"]) == (content, "hm")
         assert [json.loads(one["function"]["arguments"]) for one in whole.get("tool_calls", ())] == calls
         assert "".join(each["delta"].get("content", "") for each in parts) == (content or "")
-        assert parts[-1]["delta"]["reasoning_content"] == "hm"
+        assert "".join(each["delta"].get("reasoning_content", "") for each in parts) == "hm"
         assert parts[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    whole, parts = answered(tokenizer, thought + "final<|message|>So.", step, tools=None)
+    assert (whole["content"], whole["reasoning_content"]) == ("So.", "hm")
+    assert [each["delta"]["content"] for each in parts if each["delta"].get("content")][-1] == (
+        "." if step == 1 else "So."
+    )
+    gemma = copy.deepcopy(bytewise)
+    gemma.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
+    for tools in ([TOOL], None):
+        whole, parts = answered(gemma, "<|channel>thought\nhm<channel|>So.", step, tools=tools)
+        assert (whole["content"], whole["reasoning_content"]) == ("So.", "hm")
+        for name, said in (("content", "So."), ("reasoning_content", "hm")):
+            found = [each["delta"][name] for each in parts if each["delta"].get(name)]
+            assert found == (list(said) if step == 1 else [said])
 
 
 def test_a_template_may_be_given(directory: Path, tiny: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import httpx
 import numpy as np
@@ -59,13 +59,21 @@ class Conversation:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
 
+class Part(NamedTuple):
+    """A part of a reply."""
+
+    text: str
+    thought: bool = False
+    """Whether it is thought, in a channel of its own, and not said."""
+
+
 class Speaker(Protocol):
     """Who replies. waits: whether it waits for others, where Ctrl-C may interrupt it; else it is asked to end."""
 
     name: str
     waits: bool
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[str, None, None]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[Part, None, None]:
         """Yield the parts of reply `number` as they are written. Closing the iterator ends the reply.
 
         Raises InputError for a conversation that cannot be replied to, and RunError if the speaker fails.
@@ -81,7 +89,7 @@ class Streamed:
     def __init__(self, remote: Remote, settings: Settings) -> None:
         self.remote, self.settings, self.name = remote, settings, remote.name
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[str, None, None]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[Part, None, None]:
         """Yield the parts of a reply, see `Speaker`."""
         given = self.settings
         body: dict[str, Any] = {
@@ -108,7 +116,7 @@ class Streamed:
         except httpx.HTTPError as error:
             raise RunError(f"{url}: {words(error)}") from None
 
-    def _part(self, url: str, line: str) -> Iterator[str]:
+    def _part(self, url: str, line: str) -> Iterator[Part]:
         """Read a line of an event stream."""
         if not line.startswith("data:") or line.removeprefix("data:").strip() == "[DONE]":
             return
@@ -118,8 +126,11 @@ class Streamed:
                 error = event["error"]
                 raise RunError(f"{url}: {shorten(str(error.get('message', error)))}")
             for choice in event["choices"]:
-                if text := choice["delta"].get("content"):
-                    yield str(text)
+                delta = choice["delta"]
+                if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                    yield Part(str(thought), thought=True)
+                if text := delta.get("content"):
+                    yield Part(str(text))
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError(f"{url}: expected an event of a chat, got {shorten(line)}") from None
 
@@ -131,6 +142,7 @@ class Local:
 
     def __init__(self, name: str, model: Any, encoder: Any, settings: Settings) -> None:
         from rlhf_core import SamplerInputs
+        from rlhf_core.environments import CallParser, ConversationEncoder
         from rlhf_core.sampling import ConversationSampler, SamplingOptions
         from rlhf_core.sampling.turns import STOP_IDS
 
@@ -151,6 +163,7 @@ class Local:
         self.weights = sampler.place(model.params)
         self.schedule = sampler.open(self.weights, self)
         self.stop_ids = tuple(map(int, model.stop_ids))[:STOP_IDS]
+        self.parser = CallParser(ConversationEncoder(model.tokenizer, stop_ids=model.stop_ids))
         self.incoming: list[Any] = []
         self.written: list[int] = []
         self.over: str | None = ""
@@ -218,12 +231,11 @@ class Local:
         """Note that the reply cannot go on."""
         self.over = None
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[str, None, None]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[Part, None, None]:
         """Yield the parts of a reply, see `Speaker`."""
         import jax
 
         from rlhf_core.contracts import Beginning, Continuation, TurnSettings
-        from rlhf_core.tokenizer.encoding import continuations
 
         given = self.settings
         (prompt,) = self.encoder.prompts([list(messages)])
@@ -237,21 +249,37 @@ class Local:
             self.weights, key, given.temperature, given.top_p, given.top_k, given.min_p or 0.0, self.stop_ids
         )
         limit = min(given.max_completion_length, room)
-        self.written, self.over, shown = [], "", 0
+        self.written, self.over = [], ""
+        shown = {False: "", True: ""}
         self.incoming.append(Beginning(number, prompt, limit, settings))
         try:
             while self.over == "":
                 self.schedule.step()
-                (text,) = continuations(self.model.tokenizer, [None], [np.array(self.written, np.int32)])
-                ready = text if self.over else text.rstrip(UNFINISHED)
-                if len(ready) > shown:
-                    yield ready[shown:]
-                    shown = len(ready)
+                for is_thought, text in self._said().items():
+                    before, shown[is_thought] = shown[is_thought], text
+                    if more := text[len(before) * text.startswith(before) :]:
+                        yield Part(more, is_thought)
             if self.over is None:
                 raise RunError(f"{self.name}: the distribution of a next token is not finite")
         finally:
             self.incoming.append(Continuation(number, None))
             self.schedule.step()  # the slot is free for the next reply
+
+    def _said(self) -> dict[bool, str]:
+        """Return what was thought (True) and said (False) so far."""
+        from rlhf_core.tokenizer.encoding import continuations
+
+        if not self.parser.has_channels:
+            (text,) = continuations(self.model.tokenizer, [None], [np.array(self.written, np.int32)])
+            return {False: text if self.over else text.rstrip(UNFINISHED)}
+        if not self.over:
+            content, thought = self.parser.so_far(self.written)
+            return {True: thought, False: content}
+        message = self.parser.message(self.written)
+        return {
+            True: message.get("thinking") or message.get("reasoning_content") or "",
+            False: message["content"],
+        }
 
 
 class Stopped(Exception):
@@ -315,14 +343,17 @@ class Terminal:
         """Print what went wrong; the conversation continues."""
         print(escape_control(text), file=sys.stderr, flush=True)
 
-    def write(self, parts: Generator[str, None, None], *, waits: bool) -> str:
-        """Print a reply as it comes; return what there was of it, all or until Ctrl-C."""
-        said = ""
+    def write(self, parts: Generator[Part, None, None], *, waits: bool) -> str:
+        """Print a reply as it comes, thoughts dim; return what was said of it, all or until Ctrl-C."""
+        said, thinks = "", False
         try:
             with _stoppable(waits) as stopped:
                 for part in parts:
-                    self.console.print(part, end="")
-                    said += part
+                    if thinks and not part.thought:
+                        self.console.print()
+                    thinks = part.thought
+                    self.console.print(part.text, end="", style="dim" if thinks else None)
+                    said += "" if thinks else part.text
                     if stopped():
                         raise Stopped
                 if stopped():

@@ -80,23 +80,23 @@ def _text(
 
 @dataclass
 class Calling:
-    """How the tool calls of a reply are found. Without tools, nothing is a call."""
+    """How the tool calls and thoughts of a reply are found. Without tools, nothing is a call."""
 
     parser: CallParser
     at_once: bool
     """Whether a reply may have several calls."""
 
-    @property
-    def parses(self) -> bool:
-        return self.parser.format is not None
+    def so_far(self, flight: Flight) -> tuple[str, str]:
+        """Return the content and the thought of a reply that is not over, without what may become something else."""
+        if not self.parser.has_channels:
+            return flight.text[: min(flight.settled, self._holds_from(flight))], ""
+        return ("", "") if flight.wish.stop else self.parser.so_far(flight.tokens)
 
-    def holds_from(self, flight: Flight) -> int:
+    def _holds_from(self, flight: Flight) -> int:
         """Return from which character on the text of a reply that is not over may belong to a call."""
         form, text = self.parser.format, flight.text
         if form is None:
             return len(text)
-        if form.way == "harmony":  # which part of the text is the reply is known at its end
-            return 0
         if not form.opening:  # a call is the whole reply
             start = text.lstrip()[: len(PYTHON_TAG)]
             return 0 if not start or start[0] in "{[" or PYTHON_TAG.startswith(start) else len(text)
@@ -113,12 +113,14 @@ class Calling:
 
     def message(self, flight: Flight) -> dict[str, Any]:
         """Write a finished reply as a message."""
-        if not self.parses:
+        channels, stop = self.parser.has_channels, flight.stop_reason
+        if self.parser.format is None and not channels:
             return {"role": "assistant", "content": flight.text}
-        cut = isinstance(flight.stop_reason, str)
-        harmony = self.parser.format is not None and self.parser.format.way == "harmony"
-        whole = harmony or not cut  # the text lacks the marks of channels
+        whole = channels or not isinstance(stop, str)  # the text lacks the marks of channels
         found = self.parser.message(flight.tokens) if whole else self.parser.parse(flight.text)
+        if channels and isinstance(stop, str):
+            before, mark, _ = found["content"].partition(stop)
+            found["content"] = before + mark * flight.wish.keeps_stop
         thought = found.get("thinking") or found.get("reasoning_content")
         thoughts = {"reasoning_content": thought} if thought else {}
         calls = [
@@ -133,7 +135,7 @@ class Calling:
             for call in found.get("tool_calls", ())
         ]
         if not calls:
-            return {"role": "assistant", "content": found["content"] if harmony else flight.text, **thoughts}
+            return {"role": "assistant", "content": found["content"] if channels else flight.text, **thoughts}
         content = found["content"] or None
         return {
             "role": "assistant",
@@ -241,7 +243,8 @@ def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
 async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[dict[str, Any]]:
     """Yield the parts of the answer to a request for a chat's next message.
 
-    Text that may belong to a tool call is held back; calls come whole, once the reply is over.
+    Text that may belong to a tool call is held back; calls come whole, once the reply is over. A thought in a channel
+    of its own comes as `reasoning_content`.
     """
     head = {
         "id": call.id,
@@ -255,9 +258,9 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
         opening = {"role": "assistant", "content": ""}
         choice = {"index": flight.index, "delta": opening, "logprobs": None, "finish_reason": None}
         yield {**head, "choices": [choice], **first}
-    sent = {flight.number: "" for flight in call.flights}
+    sent = {flight.number: ("", "") for flight in call.flights}
     async for flight, start, _ in changes(call):
-        before = sent[flight.number]
+        before, thought_before = sent[flight.number]
         delta: dict[str, Any]
         message: dict[str, Any] = {}
         if flight.over:
@@ -266,17 +269,19 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
             # A message with calls has no white space before its content, which may have been sent.
             said = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
             delta = {"content": whole[len(said) :]}
-            if "reasoning_content" in message:
-                delta["reasoning_content"] = message["reasoning_content"]
+            thought = message.get("reasoning_content", "")
+            if rest := thought[len(thought_before) * thought.startswith(thought_before) :]:
+                delta["reasoning_content"] = rest
             if calls := message.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
                 delta = {name: value for name, value in delta.items() if value}
         else:
-            end = min(flight.settled, tools.holds_from(flight)) if tools.parses else flight.settled
-            text = flight.text[len(before) : end]
-            sent[flight.number] = before + text
-            delta = {"content": text}
-            if not text and not body.logprobs and not body.return_token_ids:
+            content, thought = tools.so_far(flight)
+            sent[flight.number] = content, thought
+            delta = {"content": content[len(before) :]}
+            if rest := thought[len(thought_before) :]:
+                delta["reasoning_content"] = rest
+            if not any(delta.values()) and not body.logprobs and not body.return_token_ids:
                 continue
         choice = {
             "index": flight.index,
