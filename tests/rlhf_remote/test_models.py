@@ -102,6 +102,19 @@ def test_generate_sends_chats_and_texts_with_every_setting(
     ]
 
 
+@pytest.mark.parametrize(("tokens", "asked"), [(7, 57), (None, 256), (64, 256)])
+def test_a_completion_ends_where_the_context_does(tokens: int | None, asked: int) -> None:
+    def reply(body: Any) -> Any:
+        if "max_tokens" in body:
+            return choices("written", chat=False)
+        return (404, {}, {}) if tokens is None else {"count": tokens}
+
+    with services.serve(reply) as service:
+        service.models = {"data": [{"id": "policy", "max_model_len": 64}]}
+        run("generate", service.url, "--prompt", "Hi", "--raw")
+    assert service.requests[-1][2]["max_tokens"] == asked
+
+
 @pytest.mark.parametrize("template", [True, False])
 def test_prompts_of_the_command_line_go_where_the_template_says(template: bool) -> None:
     def reply(body: Any) -> Any:

@@ -44,16 +44,22 @@ ROWS = 256
 """Rows of a request for scores."""
 READ = ("prompt", "completion", "messages", "chosen", "rejected", "tools", "chat_template_kwargs")
 """Columns that a request for scores sends."""
+PROMPT = ("model", "prompt", "messages", "tools", "chat_template_kwargs")
+"""Fields of a request for completions that make its prompt."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A model behind a URL. api: the address of the OpenAI-compatible routes. root: of the others, such as /score."""
+    """A model behind a URL. api: the address of the OpenAI-compatible routes. root: of the others, such as /score.
+
+    context: tokens of the model's context, prompt and completion together; None where the server does not say.
+    """
 
     url: str
     api: str
     root: str
     name: str
+    context: int | None = None
     service: Service = field(default_factory=Service)
 
     @property
@@ -90,7 +96,9 @@ class Remote:
         if not wanted and len(fitting) != 1:
             of_kind = f"{len(fitting)} models of kind {kind}" if fitting else f"no {kind.replace('_', ' ')}"
             raise InputError(f"{api} has {of_kind}: {listed(fitting or names)}; name one: {url}#NAME")
-        return cls(url, api, api.removesuffix("/v1"), wanted or fitting[0], Service(key))
+        name = wanted or fitting[0]
+        contexts = {card["id"]: card.get("max_model_len") for card in cards}
+        return cls(url, api, api.removesuffix("/v1"), name, contexts.get(name), Service(key))
 
 
 def refuse_flags(flags: Mapping[str, Any]) -> None:
@@ -154,6 +162,7 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
             route, body = "chat/completions", {**body, "messages": prompt}
             body |= {"tools": row["tools"]} if row.get("tools") else {}
             body |= {"chat_template_kwargs": kwargs} if kwargs else {}
+        body["max_tokens"] = await _room(remote, body)
         try:
             choices, _ = await remote.service.post(
                 f"{remote.api}/{route}", body, lambda answer: _choices(answer, given.num_generations)
@@ -166,6 +175,23 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
         return await all_of(map(ask, range(len(prompts))))
 
     return [row for rows in run_async(ask_all()) for row in rows]
+
+
+async def _room(remote: Remote, body: Mapping[str, Any]) -> int:
+    """Return the tokens that a request asks for, at most those that the model's context leaves after its prompt."""
+    most: int = body["max_tokens"]
+    asked = {name: body[name] for name in PROMPT if name in body}
+    if (
+        remote.context is None or len(json_bytes(asked)) + most <= remote.context
+    ):  # a token has a byte or more
+        return most
+    try:
+        count, _ = await remote.service.post(
+            f"{remote.root}/tokenize", asked, lambda answer: int(answer["count"])
+        )
+    except (RequestError, RunError):  # no such route; the server says what is wrong with the request
+        return most
+    return min(most, remote.context - count) if count < remote.context else most
 
 
 def _settings(given: Any) -> dict[str, Any]:
