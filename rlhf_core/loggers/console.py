@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
-from rlhf_core.errors import UNREADABLE, Stopped
+from rlhf_core.errors import UNREADABLE, Stopped, counted
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
@@ -79,7 +79,7 @@ class Pace:
         """Say how long the stage took; only one that is done was logged at its last update."""
         took = f"in {clock(self.seconds())}"
         if how == "done":
-            return f"{self.step} updates {took}"
+            return f"{counted(self.step, 'updates')} {took}"
         return f"{how} {took}" + (f", last logged update {self.count().strip()}" if self.step else "")
 
     def left(self) -> str:
