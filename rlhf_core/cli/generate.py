@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_core.cli.options import Base, Plugins, Quantize, takes
+from rlhf_core.cli.options import takes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
+from rlhf_core.runtime.flags import Base, Plugins, Quantize
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts, Records

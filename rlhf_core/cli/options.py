@@ -1,4 +1,4 @@
-"""Arguments and flags that several commands share, and commands that take theirs as one object."""
+"""Commands that take their arguments and flags as one object."""
 
 from __future__ import annotations
 
@@ -6,33 +6,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
-
-import typer
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
-Plugins = Annotated[
-    list[Path] | None,
-    typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
-    ),
-]
-Quantize = Annotated[
-    Literal["nf4", "int8", "none"] | None,
-    typer.Option(
-        "--quantize",
-        help="Hold the matrices of the model's layers in 4 or 8 bits, or in float32; default: as its adapters were "
-        "trained.",
-    ),
-]
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:

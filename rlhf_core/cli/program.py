@@ -13,7 +13,8 @@ import typer
 from rlhf_core import __version__
 from rlhf_core.cli import exits
 from rlhf_core.cli.generate import generate
-from rlhf_core.cli.options import Plugins, takes
+from rlhf_core.cli.options import takes
+from rlhf_core.runtime.flags import Plugins
 from rlhf_core.runtime.signals import stop_signals
 
 

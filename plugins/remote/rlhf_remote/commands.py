@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from rlhf_core.runtime.flags import Base, Plugins, Quantize
 
 
 def chat(
@@ -29,23 +30,9 @@ def chat(
     chat_template: Annotated[
         str | None, typer.Option("--chat_template", help="A file; default: the tokenizer's.")
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
-        ),
-    ] = None,
-    quantize: Annotated[
-        Literal["nf4", "int8", "none"] | None,
-        typer.Option(
-            "--quantize",
-            help="Hold the layers' matrices in 4 or 8 bits, or in float32; default: as MODEL's adapters were trained.",
-        ),
-    ] = None,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-    ] = None,
+    base: Base = None,
+    quantize: Quantize = None,
+    plugin: Plugins = None,
 ) -> None:
     """Talk to a language model in the terminal. /help lists what can be typed; Ctrl-C stops a reply, twice leaves."""
     from rlhf_core.errors import InputError

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core.errors import InputError
+from rlhf_core.runtime.flags import Plugins
 
 Page = Annotated[
     Path | None,
@@ -63,10 +64,7 @@ def data(
     first: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Read the first N rows alone, as of a stream.")
     ] = None,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-    ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""
     from rlhf_core import data, plugins

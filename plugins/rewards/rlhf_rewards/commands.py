@@ -7,33 +7,18 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rlhf_core.runtime.flags import Base, Plugins, Quantize
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
     from rlhf_core.scoring import Scorer
 
-Plugins = Annotated[
-    list[Path] | None,
-    typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
-    ),
-]
-Quantize = Annotated[
-    Literal["nf4", "int8", "none"] | None,
-    typer.Option(
-        "--quantize",
-        help="Hold the layers' matrices in 4 or 8 bits, or in float32; default: as MODEL's adapters were trained.",
-    ),
 ]
 AsChat = Annotated[
     bool, typer.Option("--chat", help="Text prompts are a user's turn, their completions are replies.")

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rlhf_core.runtime.flags import Base, Plugins
+
 
 def demo(
     seed: Annotated[int, typer.Option("--seed", help="Of the data and of all stages.")] = 0,
@@ -106,12 +108,7 @@ def export(
         bool,
         typer.Option("--untied", help="Write an output head apart from the embeddings that it shares."),
     ] = False,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
-        ),
-    ] = None,
+    base: Base = None,
     push: Annotated[
         str | None,
         typer.Option(
@@ -125,10 +122,7 @@ def export(
         str | None,
         typer.Option("--revision", metavar="BRANCH", help="With --push: the branch; default: main."),
     ] = None,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-    ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Export MODEL for transformers, PEFT and vLLM. In Hugging Face layout; --push uploads it to the hub."""
     import tempfile
