@@ -693,7 +693,7 @@ FAULTS = (
         '                jax.random.fold_in(state.key, globals().setdefault("_keys", iter(range(10**6))).__next__()),\n'
         "                order.number,",
         ("resume",),
-        ("tests/grpo/test_updates.py", "tests/grpo/test_other_mesh.py"),
+        ("tests/grpo/test_updates_kept.py", "tests/grpo/test_other_mesh.py"),
     ),
     Fault(
         "resume-forgets-optimizer",
@@ -712,7 +712,7 @@ FAULTS = (
         'order.following, order.returned = host["following"], host["returned"]',
         "order.following, order.returned = 0, []",
         ("resume",),
-        ("tests/grpo/test_updates.py", "tests/grpo/test_other_mesh.py"),
+        ("tests/grpo/test_updates_kept.py", "tests/grpo/test_other_mesh.py"),
     ),
     Fault(
         "resume-forgets-rollout",
