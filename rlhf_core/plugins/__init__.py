@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import os
 import re
@@ -23,6 +22,7 @@ from rlhf_core.plugins.component import HERE, load_file
 from rlhf_core.plugins.hooks import hookimpl as hookimpl
 from rlhf_core.plugins.registry import CollisionError, Registry
 from rlhf_core.plugins.registry import PluginInfo as PluginInfo
+from rlhf_core.runtime import distributions
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.distributions import GROUP, find_distribution, owner
 
@@ -64,7 +64,7 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     entry point or distribution, separated by commas.
     """
     host = empty_host()
-    points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, owner(p)))
+    points = sorted(distributions.find_points(GROUP), key=lambda p: (p.name, owner(p)))
     disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
     known = {name for point in points for name in _names_of(point)}
     for name in sorted(disabled - known):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import Distribution, EntryPoint, entry_points
+import sys
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from typing import NamedTuple
+
+from rlhf_core.runtime.caches import cached
 
 GROUP = "rlhf"
 
@@ -14,6 +17,16 @@ class Installed(NamedTuple):
 
     name: str
     version: str
+
+
+def find_points(group: str) -> EntryPoints:
+    """Find the entry points of a group, once a run: a look opens files of every installed distribution."""
+    return _points(group, tuple(sys.path))
+
+
+@cached
+def _points(group: str, path: tuple[str, ...]) -> EntryPoints:
+    return entry_points(group=group)
 
 
 def find_distribution(point: EntryPoint) -> Installed | None:
@@ -29,7 +42,7 @@ def owner(point: EntryPoint) -> str:
 
 def versions() -> dict[str, str]:
     """Collect {distribution: version} of all that have an entry point `rlhf`."""
-    found = map(find_distribution, entry_points(group=GROUP))
+    found = map(find_distribution, find_points(GROUP))
     return dict(sorted(distribution for distribution in found if distribution is not None))
 
 

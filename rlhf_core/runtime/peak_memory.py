@@ -114,7 +114,7 @@ def return_freed_memory() -> None:
     Every GB returned costs up to a second when it is taken again, so it stays while there is room for that.
     """
     held, available = resident_bytes(), available_memory()
-    if computes_on_cpu() and held > MUCH_KEPT and available is not None and available < ROOM * held:
+    if held > MUCH_KEPT and available is not None and available < ROOM * held and computes_on_cpu():
         with suppress(OSError, AttributeError):  # not glibc
             ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 

@@ -18,6 +18,7 @@ from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, hookimpl
 from rlhf_core.plugins.registry import Registry
+from rlhf_core.runtime import distributions
 
 REGISTER = """
 from rlhf_core import hookimpl, POLICY_LOSS, ADVANTAGE
@@ -68,7 +69,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         found = [p for d in importlib.metadata.distributions(path=[str(tmp_path)]) for p in d.entry_points]
         return importlib.metadata.EntryPoints(found).select(group=group)
 
-    monkeypatch.setattr(plugins.importlib.metadata, "entry_points", entry_points)
+    monkeypatch.setattr(distributions, "find_points", entry_points)
     before = set(sys.modules)
     yield World(tmp_path)
     for name in sys.modules.keys() - before:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from rlhf_core import cli, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model, load_model
+from rlhf_core.runtime import distributions
 from rlhf_core.scoring import Scorer
 
 PLUGIN = """
@@ -89,12 +90,10 @@ def test_the_reward_model_of_a_stage_is_opened_with_its_plugins(
 def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stranger's family as an installed distribution has it, beside models that were made before."""
     assert made
-    known = importlib.metadata.entry_points
+    known = distributions.find_points
     point = importlib.metadata.EntryPoint("strange", plugin.stem, plugins.GROUP)
     monkeypatch.syspath_prepend(plugin.parent)
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: [*known(group=group), point], raising=True
-    )
+    monkeypatch.setattr(distributions, "find_points", lambda group: [*known(group), point])
     monkeypatch.setenv(plugins.DISABLE, " ")  # asks for them again
     yield
     sys.modules.pop(plugin.stem, None)
