@@ -64,7 +64,7 @@ def token_logps(
 
     Chunks run along K and never across rows: rows that are sharded over a mesh stay where they are. Where `context`
     cuts rows, each device has its part of K.
-    Raises ValueError for shapes that do not fit and a temperature, softcap or number at once that is not positive.
+    Raises ValueError for shapes that do not fit and a temperature, softcap or number of tokens that is not positive.
     """
     if kernel is None:
         return _of_logits(hidden, jnp.asarray(targets, jnp.int32), temperature, entropy, absent)

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def as_given(value: Any) -> Any:
-    """Take a value as it is, where none is a value of ours too."""
+    """Take a value unchanged, where None means something here, too."""
     return value
 
 

@@ -57,8 +57,8 @@ class Journal:
         self.directory, self.known, self.writes = directory, frozenset(known), writes
 
     @classmethod
-    def open(cls, stage: Stage, record: Mapping[str, Any], *, keep: int, anew: bool) -> Journal:
-        """Open a stage's journal. Deletes the rollouts from number `keep` on where `anew`, or for another record."""
+    def open(cls, stage: Stage, record: Mapping[str, Any], *, keep: int, fresh: bool) -> Journal:
+        """Open a stage's journal. Deletes the rollouts from number `keep` on where `fresh`, or for another record."""
         directory = stage.dir / FOLDER
         if stage.is_main:
             attempt(lambda: make_directory(directory), FOLDER, directory)
@@ -66,7 +66,7 @@ class Journal:
             then: Any = None
             with suppress(*UNREADABLE):
                 then = json.loads(written.read_bytes())
-            if anew or then is None or any(compare(then, record)[::2]):
+            if fresh or then is None or any(compare(then, record)[::2]):
                 cls(directory, (), writes=True).keep(before=keep)
             if then != record:
                 write_atomic(written, json.dumps(record), private=True)

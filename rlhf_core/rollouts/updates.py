@@ -330,8 +330,8 @@ class RolloutUpdates:
         record = stage.experiment or identity.of_objects(
             stage.name, stage.seed, self.config, stage.inputs, stage.registry
         )
-        anew = not self.sampled_rollouts and not self.config.checkpoints.resume
-        return Journal.open(stage, record, keep=self.sampled_rollouts, anew=anew)
+        fresh = not self.sampled_rollouts and not self.config.checkpoints.resume
+        return Journal.open(stage, record, keep=self.sampled_rollouts, fresh=fresh)
 
     def _end_with_epochs(self, number: int) -> None:
         """Make rollout `number` the last one where it has the last prompts of all epochs."""

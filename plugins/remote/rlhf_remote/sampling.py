@@ -146,7 +146,7 @@ class Sampler:
                 if held:
                     with suppress(
                         EngineDownError, RunError
-                    ):  # it has forgotten it by itself, or will be loaded anew
+                    ):  # it has forgotten it by itself, or will be loaded again
                         station.engine.unload_adapter(policy.name)
             (policy.path / PROBE_FILE).unlink(missing_ok=True)  # without it, what a kill leaves is no policy
             shutil.rmtree(policy.path, ignore_errors=True)
@@ -235,7 +235,7 @@ class Sampler:
                 if station is not None:
                     try:
                         load = partial(self._load, station, policy)
-                        # vLLM 0.32 breaks where it scores a prompt with an adapter beside completions of others.
+                        # vLLM 0.32 breaks where it scores a prompt with an adapter next to completions of others.
                         alone = self.options.engine == "vllm"
                         with station.holding(policy, load, exclusive=exclusive, alone=alone):
                             drawn = self._ask(station, policy, ask)

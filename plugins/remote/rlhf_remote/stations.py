@@ -54,7 +54,7 @@ class Station:
         """Keep a policy loaded inside the block, whose receipt `load` has checked.
 
         exclusive: the engine holds one policy at a time: wait until nothing runs with another one. alone: its receipt
-        must not be computed beside other requests.
+        must not be computed together with other requests.
         """
         with self.changed:
             while (exclusive or alone) and self.active and policy.name not in self.loaded:
