@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from rlhf_core.config import Component, FieldDoc, Options, TrainerConfig, build, fields
 from rlhf_core.contracts import Kind
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
+from tests.shared import option_tables as tables
 
-tables: Any = load_file(Path(__file__).parents[1] / "shared" / "option_tables.py")
 PolicyConfig, Sampling, WeightedReward = tables.PolicyConfig, tables.Sampling, tables.WeightedReward
 problems = tables.problems
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from rlhf_core.config import Component, TrainerConfig, parse_value
 from rlhf_core.config.trainer import LoraOptions
 from rlhf_core.contracts import POLICY_LOSS
-from rlhf_core.plugins.component import load_file
+from tests.shared import option_tables as tables
 
-tables: Any = load_file(Path(__file__).parents[1] / "shared" / "option_tables.py")
 PolicyConfig, Sampling, KL = tables.PolicyConfig, tables.Sampling, tables.KL
 problems = tables.problems
 

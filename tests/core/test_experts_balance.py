@@ -38,7 +38,7 @@ def updated(model: Model, batches: list[Packed]) -> tuple[Any, dict[str, float]]
     definition = model.definition
     loss = with_experts(lambda p, b: objective(definition, p, b), {"": definition}, {"": WEIGHT})
     state = create_state(model, adamw(0.0))
-    programs, done = Programs(loss, state), None
+    programs, done = Programs(loss, state, from_zero=True), None
     counts = programs.count(state, batches)
     for number, batch in enumerate(batches):
         done = programs.accumulate(state, put_rows(model.mesh, batch), done, number, counts)

@@ -7,7 +7,6 @@ and memories make of it, it does not show.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,13 +21,12 @@ from rlhf_core.models.params import split
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing.rows import pack, tree
-from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.sampling.loop import SamplingProgram, generate
 from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
 from rlhf_core.step import Programs
+from tests.shared import mesh_cases as cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 PLATFORMS = ("cuda", "rocm", "tpu")
 NAMES = ("llama", "gemma2", "mixtral", "llama, adapters")
 ADAPTED = ("self_attn.q_proj", "mlp.down_proj")

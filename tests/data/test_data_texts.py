@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer import prompt_ids
+from tests.shared import data_rows as made
 
-made = load_file(Path(__file__).parents[1] / "shared" / "data_rows.py")
 CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK
 user, assistant = made.user, made.assistant
 

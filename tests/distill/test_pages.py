@@ -13,9 +13,8 @@ from rlhf_distill.divergences import DIVERGENCES
 
 from rlhf_core import installed_registry
 from rlhf_core.config import build
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE, README = "docs/reference/trainers/distill.md", "plugins/distill/README.md"
 UNIQUE = ("completions/", "rollout/", "time/rollout", "time/update")
 """Beginnings of the metrics that the page lists; the others are every trainer's."""

@@ -12,9 +12,8 @@ from rlhf_topologies import check, interpreters
 from rlhf_topologies.chips import CHIPS, USABLE, parse
 
 from rlhf_core import runtime
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
 TEXT = PAGE.read_text(encoding="utf-8").partition("\n## Check before renting\n")[2].partition("\n## ")[0]
 

@@ -13,9 +13,7 @@ import pytest
 from rlhf_dpo.losses import LOSSES
 
 from rlhf_core import cli
-from rlhf_core.plugins.component import load_file
-
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+from tests.shared import documents
 
 PAGES = ("docs/reference/trainers/dpo.md", "plugins/dpo/README.md")
 

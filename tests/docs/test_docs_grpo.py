@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 REPOSITORY = documents.REPOSITORY
 LOSSES_PAGE = REPOSITORY / "docs/reference/losses/policy.md"
 PICTURE = LOSSES_PAGE.with_suffix(".svg")

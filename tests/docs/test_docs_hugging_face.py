@@ -12,10 +12,9 @@ import pytest
 
 from rlhf_core import load_model
 from rlhf_core.models.safetensors import Reader
-from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer import load_tokenizer, tokenizer_hash
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/hugging_face.md"
 IN_TORCH = "in_torch.py"
 

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/judge.md"
 PORT = "9100"
 

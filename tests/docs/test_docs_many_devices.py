@@ -18,10 +18,9 @@ from types import ModuleType
 import pytest
 import yaml
 
-from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import SamplingOptions
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
 SHOWN = {name: text for _, text in documents.blocks(PAGE) if (name := documents.named(text))}
 LAUNCH = documents.REPOSITORY / "examples/launch"

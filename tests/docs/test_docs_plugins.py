@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_core import testing
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 KITS = {
     "docs/how-to/write_a_loss.md": testing.check_policy_loss,
     "docs/how-to/write_a_reward.md": testing.check_reward,

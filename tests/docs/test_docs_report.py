@@ -7,9 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
-
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+from tests.shared import documents
 
 
 @pytest.mark.long

@@ -16,10 +16,9 @@ import pytest
 
 from rlhf_core.cli import BAD_INPUT, DONE, FAILED, STOPPED
 from rlhf_core.fit.progress import DEFAULT_SAVE_MINUTES
-from rlhf_core.plugins.component import load_file
 from rlhf_core.stage.decide import LENGTH, MAY_CHANGE, UNCOMPARED
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/resume.md"
 PIPELINE = """
 dir = "runs"

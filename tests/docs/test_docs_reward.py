@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/tutorial/reward.md"
 NUMBER = r"[+-]?\d+\.\d+(?:e-\d+)?"
 SCORES = {"margin", "mean_reward", "reward", ":"}

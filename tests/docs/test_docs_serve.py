@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,9 +11,8 @@ from rlhf_serve.commands import serve
 from rlhf_serve.fields import NEUTRAL, Chat, Completion
 from rlhf_serve.scores import Score
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGES = ("docs/how-to/serve.md", "plugins/serve/README.md")
 PAGE = documents.REPOSITORY / PAGES[0]
 TEXT = PAGE.read_text(encoding="utf-8")

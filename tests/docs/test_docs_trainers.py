@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGES = {
     "sft": "docs/reference/trainers/sft.md",
     "reward": "docs/reference/trainers/reward.md",

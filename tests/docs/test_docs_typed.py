@@ -16,8 +16,8 @@ import pytest
 
 from rlhf_core.models import fresh_model
 from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 real_data: Any = load_file(Path(__file__).parents[1] / "suite" / "test_real_data.py")
 REPOSITORY: Path = documents.REPOSITORY
 SMALL = {

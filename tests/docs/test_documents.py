@@ -14,9 +14,8 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.config import build
 from rlhf_core.contracts import TRAINER
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 REPOSITORY: Path = documents.REPOSITORY
 EVERY = sorted(
     [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("plugins/*/README.md")]

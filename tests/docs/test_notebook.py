@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import documents
 
-documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 NOTEBOOK = documents.REPOSITORY / "examples/first_steps.ipynb"
 
 

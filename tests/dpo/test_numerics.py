@@ -11,23 +11,10 @@ from rlhf_dpo.objective import objective, pair_loss
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER
 from rlhf_core.packing.rows import Layout, Tree, pack, tree
-from rlhf_core.plugins.component import load_file
 from rlhf_core.step import accumulate
+from tests.shared import reference
+from tests.shared.reference import CONFIG
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 128,
-}
 BETA = 0.2
 ONE = Layout((64,), (20,), (16,), (64,))
 SHORT = Layout((32, 64), (3, 2), (4, 8), (32, 64))
@@ -36,17 +23,12 @@ MODEL = DECODER.define(CONFIG, "lm")
 
 
 @pytest.fixture(scope="module")
-def reference(repository):
-    return load_file(repository / "tests" / "shared" / "reference.py")
-
-
-@pytest.fixture(scope="module")
 def params():
     return jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 else x, MODEL.init(jax.random.key(7)))
 
 
 @pytest.fixture(scope="module")
-def pairs(reference, params):
+def pairs(params):
     """[(prompt length, [chosen, rejected], their reference log-probabilities)]; some completions begin alike."""
     rng, own, out = np.random.default_rng(1), reference.as_float64(jax.device_get(params)), []
     for i in range(12):
@@ -75,7 +57,7 @@ def trees(pairs, *, shared=True):
     return out
 
 
-def expected(reference, params, pairs, kind):
+def expected(params, pairs, kind):
     values = []
     for start, sides, near in pairs:
         ratios = [
@@ -114,17 +96,15 @@ def packed(params, pairs):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=pytest.mark.long), "ipo"])
-def test_value_and_gradient_equal_float64(reference, params, pairs, packed, kind):
+def test_value_and_gradient_equal_float64(params, pairs, packed, kind):
     loss, grads = packed(kind)
     exact = reference.as_float64(jax.device_get(params))
-    assert loss == pytest.approx(expected(reference, exact, pairs, kind), rel=2e-5)
+    assert loss == pytest.approx(expected(exact, pairs, kind), rel=2e-5)
     rng = np.random.default_rng(11)
     size = np.sqrt(reference.inner(grads, reference.as_float64(grads)))
     for _ in range(2):
         direction = reference.random_direction(exact, rng)
-        up, down = (
-            expected(reference, reference.move(exact, direction, by), pairs, kind) for by in (1e-6, -1e-6)
-        )
+        up, down = (expected(reference.move(exact, direction, by), pairs, kind) for by in (1e-6, -1e-6))
         assert reference.inner(grads, direction) == pytest.approx((up - down) / 2e-6, abs=2e-4 * size)
 
 

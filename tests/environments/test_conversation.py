@@ -17,10 +17,9 @@ from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.environments.calls import MADE_UP, EnvironmentCalls, try_episode
 from rlhf_core.environments.conversation import CallStyle, ConversationEncoder, _as_text
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer.encoding import TextOptions
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 TOOLS = [
     {
         "type": "function",

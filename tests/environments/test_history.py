@@ -10,9 +10,8 @@ import pytest
 from rlhf_core.environments.conversation import ConversationEncoder
 from rlhf_core.environments.history import TOOL
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 FINE = ""
 AGAIN = 'environment.history = "encoded_again"'
 OPENS = "rewrites earlier text when the conversation continues: "

@@ -7,7 +7,6 @@ is not long has every value of every option.
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,11 +21,10 @@ from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import merge, results
 from rlhf_core.models import fresh_model
 from rlhf_core.packing.rows import Layout
-from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, _accumulate, _gradients, _merge_losses, apply, count, loss_metrics
+from tests.shared import update_cases as cases
+from tests.shared import update_reference as reference
 
-reference = load_file(Path(__file__).parents[1] / "shared" / "update_reference.py")
-cases = load_file(Path(__file__).parents[1] / "shared" / "update_cases.py")
 N, T, LENGTHS = cases.N, cases.T, cases.LENGTHS
 COMBINATIONS = cases.covering()
 

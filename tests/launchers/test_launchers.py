@@ -16,17 +16,15 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.launchers import slurm
+from tests.shared import processes
 from torture import runs
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 ENVIRONMENT = Path(os.environ.get("LAUNCHERS", Path(__file__).parents[2] / ".launchers")) / "bin"
-processes: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
-slurm: Any = load_file(Path(__file__).with_name("slurm.py"))
 pytestmark = pytest.mark.launchers
 
 UPDATES = 16

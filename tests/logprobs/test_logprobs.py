@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ import pytest
 
 from rlhf_core import logprobs
 from rlhf_core.logprobs import token_logps
-from rlhf_core.plugins.component import load_file
+from tests.shared import logprob_cases as cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "logprob_cases.py")
 problem, reference = cases.problem, cases.reference
 
 

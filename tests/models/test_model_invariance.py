@@ -187,7 +187,7 @@ def test_gradients_of_packed_rows_on_a_mesh_are_those_of_each_sequence_alone(nam
         return Mean.of(-logps, trained_weight(batch)), {}
 
     state = create_state(model, adamw(0.1))
-    programs, done = Programs(objective, state), None
+    programs, done = Programs(objective, state, from_zero=True), None
     batches = pack(make_trees(), LAYOUT)
     assert len(batches) > 1
     for batch in batches:

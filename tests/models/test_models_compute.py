@@ -18,11 +18,10 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, load_model
 from rlhf_core.models.decoder import run_layers
 from rlhf_core.models.layers import ACTIVATIONS
-from rlhf_core.plugins.component import load_file
 from rlhf_core.training.memory import saved_bytes
 from rlhf_core.training.starting_model import definition_of
+from tests.shared import mesh_cases as cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 UNIT = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
 NAMES = ("gemma2", "mixtral", "llama, adapters")
 DEEP = cases.SIZES | {

@@ -12,16 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from rlhf_core.models import fresh_model
-from rlhf_core.plugins.component import load_file
+from tests.shared import processes as jobs
 
-jobs: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc"),

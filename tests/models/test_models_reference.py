@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ import pytest
 
 from rlhf_core.models import DECODER, Decoder
 from rlhf_core.models.attention import attend, query_block
-from rlhf_core.plugins.component import load_file
+from tests.shared import decoder_reference as reference
 
-reference: Any = load_file(Path(__file__).parents[1] / "shared" / "decoder_reference.py")
 hidden = jax.jit(Decoder.hidden, static_argnums=0)
 BASE = {
     "hidden_size": 24,

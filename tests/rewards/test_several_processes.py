@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from rlhf_core.plugins.component import load_file
-
-processes = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+from tests.shared import processes
 
 PROGRAM = """
 import random, warnings

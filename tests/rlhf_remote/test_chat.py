@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.plugins.component import load_file
+from tests.shared import services
 
-services: Any = load_file(Path(__file__).parents[1] / "shared" / "services.py")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] + ' ' + m.content + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A ' }}{% endif %}"

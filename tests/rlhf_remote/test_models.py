@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from rlhf_core import cli
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.plugins.component import load_file
+from tests.shared import services
 
-services: Any = load_file(Path(__file__).parents[1] / "shared" / "services.py")
 SERVED = {
     "data": [
         {"id": "policy", "kind": "language_model"},

@@ -20,12 +20,11 @@ from rlhf_remote.rubric import Scale
 from rlhf_core import InputError, Registry, RewardInputs, RunError, plugins, workers
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rewards.reward import logged_metrics, open_rewards, restore, score, snapshots
 from rlhf_core.rollouts import WeightedReward
+from tests.shared import services
 
-services: Any = load_file(Path(__file__).parents[1] / "shared" / "services.py")
 KEY = "sk-very-secret"
 PROMPTS, COMPLETIONS = ["a?", "b?", "c?"], ["{prompt}", "yes", "no"]
 ANSWERS = ["A", "B", None]

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from rlhf_report.run_reader import read_run
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import report_runs as runs
 
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 LINES = [
     *("name = 1", "stage = 3", 'seed = "x"', "[[stage]]", "dir = [1]", 'name = "../../etc"', "[[stage.a]]"),
     *("rewards = 3", 'name = ""', f"x = {'[' * 3000}{']' * 3000}"),

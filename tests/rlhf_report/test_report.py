@@ -18,9 +18,8 @@ from rlhf_report import charts, samples
 from rlhf_report.charts import Line
 from rlhf_report.run_reader import Points, read_run
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import report_runs as runs
 
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 make_run, write = runs.make_run, runs.write
 
 

@@ -14,9 +14,8 @@ import rlhf_report as reporting
 from rlhf_report.charts import charts
 from rlhf_report.samples import MOST_MESSAGES
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import report_runs as runs
 
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 EVIL = runs.EVIL
 
 

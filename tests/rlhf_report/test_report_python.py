@@ -13,10 +13,8 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_report.run_reader import read_run
 
 from rlhf_core.errors import RunError
-from rlhf_core.plugins.component import load_file
 from rlhf_core.stage import alone
-
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+from tests.shared import report_runs as runs
 
 
 def test_the_page_has_what_that_of_a_pipeline_has(

@@ -17,9 +17,8 @@ from rlhf_report.comparison import names
 from rlhf_report.diagram import picture, references
 from rlhf_report.run_reader import Points, draw, parts, read_run
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import report_runs as runs
 
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 make_run, write = runs.make_run, runs.write
 
 

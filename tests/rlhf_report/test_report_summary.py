@@ -14,9 +14,7 @@ import rlhf_report as reporting
 from rlhf_report.summary import t_quantile, wilson
 from scipy.stats import t
 
-from rlhf_core.plugins.component import load_file
-
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+from tests.shared import report_runs as runs
 
 
 def policy_run(directory: Path) -> Path:

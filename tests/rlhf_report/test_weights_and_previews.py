@@ -10,9 +10,7 @@ import rlhf_report as reporting
 from rlhf_report.run_reader import read_run
 from rlhf_report.weights import MOST, _counts, weight_charts
 
-from rlhf_core.plugins.component import load_file
-
-runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+from tests.shared import report_runs as runs
 
 
 def weights(scale: float, ratio: float) -> dict[str, Any]:

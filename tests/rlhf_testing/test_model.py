@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +12,9 @@ import pytest
 
 from rlhf_core import ModelFamily
 from rlhf_core.models import DECODER, Decoder, Definition
-from rlhf_core.plugins.component import load_file
 from rlhf_core.testing import check_model
+from tests.shared import mesh_cases as cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 FAMILIES = ("llama", "gemma2", "mixtral")
 ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
 """One layer suffices for the kit to find a defect, and compiles in half the time of two."""

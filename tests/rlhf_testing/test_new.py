@@ -14,9 +14,8 @@ import pytest
 from rlhf_testing import new
 
 from rlhf_core.plugins import empty_host
-from rlhf_core.plugins.component import load_file
+from tests.shared import packages
 
-packages: Any = load_file(Path(__file__).parents[1] / "shared" / "packages.py")
 LIST = "from rlhf_core.cli import main; import sys; sys.argv = ['rlhf', 'plugins', '--json']; main()"
 EXAMPLES = ("rlhf-spo",)
 

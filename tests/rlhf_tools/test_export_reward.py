@@ -17,12 +17,11 @@ from transformers import AutoTokenizer
 
 from rlhf_core import artifacts, data, load_model
 from rlhf_core.models import fresh_model
-from rlhf_core.plugins.component import load_file
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.tokenizer.options import TextOptions
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 CHATS = [
     [chat.user("a bab"), chat.assistant("ab a")],
     [chat.user("ba"), chat.assistant("b")],

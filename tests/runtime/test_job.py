@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.plugins import component
 from rlhf_core.runtime.job import find_launcher
-
-processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+from tests.shared import processes
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "node1:8476", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 OPEN_MPI_5 = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,14 +15,13 @@ from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, packed, placement, turns
 from rlhf_core.sampling.devices import Devices
 from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
 from rlhf_core.sampling.schedule import Conversation, Schedule
 from rlhf_core.sampling.turns import TurnsProgram, cache_length
+from tests.shared import worlds
 
-worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
 KEY = jax.random.key(6)
 VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
 CONFIG = {

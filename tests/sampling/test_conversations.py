@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,6 @@ from rlhf_core.contracts import Continuation, SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Decoder, Definition
-from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import (
     Sampler,
     SamplingMesh,
@@ -28,8 +26,8 @@ from rlhf_core.sampling import (
     placement,
 )
 from rlhf_core.sampling.devices import Devices
+from tests.shared import worlds
 
-worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
 KEY = jax.random.key(4)
 VOCAB, LONGEST_PROMPT, FOLLOWING = 48, 24, 120
 SIZES = {

@@ -115,7 +115,7 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("phi3", "gpt_oss", "qwen3_5") else pytest.param(name, marks=pytest.mark.long)
+        name if name in ("gpt_oss", "qwen3_5") else pytest.param(name, marks=pytest.mark.long)
         for name in FAMILIES
     ],
 )
@@ -282,6 +282,7 @@ def test_few_prompts_take_few_slots_in_equal_shares() -> None:
     assert plan(None, (2,), prompts=4096)[:3] == (2, 64, 4096)
 
 
+@pytest.mark.long  # the sampler alone: tests/sampling/test_slots.py, and what is planned: above
 def test_a_run_on_devices_with_little_memory_is_the_same(
     short: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import processes
 
-processes: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 PROGRAM = """
 import numpy as np
 from rlhf_core.mesh import make_mesh

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import places
 
-places: Any = load_file(Path(__file__).with_name("places.py"))
 PAIR = places.FILES["pairs.jsonl"]
 LINE = (json.dumps(PAIR) + "\n").encode()
 ASKED = [{"role": "user", "content": "who"}]

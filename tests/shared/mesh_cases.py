@@ -106,7 +106,7 @@ def measured(model: Model) -> dict[str, np.ndarray]:
     batches = pack([tree([t], [np.ones(len(t), np.float32)]) for t in texts], LAYOUT)
     assert len(batches) > 1
     state = create_state(model, adamw(0.1, eps=EPSILON))
-    programs, done = Programs(objective, state), None
+    programs, done = Programs(objective, state, from_zero=True), None
     for batch in batches:
         done = programs.accumulate(state, put_rows(model.mesh, batch), done)
     assert done is not None

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import places
 
-places: Any = load_file(Path(__file__).with_name("places.py"))
 ASK, REPLY, FILES = places.ASK, places.REPLY, places.FILES
 Place: TypeAlias = Any
 

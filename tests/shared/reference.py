@@ -7,6 +7,21 @@ from typing import Any
 import numpy as np
 
 Params = dict[str, Any]
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+}
+"""A small llama."""
 
 
 def as_float64(params: Params) -> Params:

@@ -17,9 +17,7 @@ import pytest
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.models import Model
 from rlhf_core.models.safetensors import Reader
-from rlhf_core.plugins.component import load_file
-
-mistakes: Any = load_file(Path(__file__).parents[1] / "shared" / "mistakes.py")
+from tests.shared import mistakes
 
 
 @pytest.mark.long

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "cases.py")
 bytes_of, every, second, setting = cases.bytes_of, cases.every, cases.second, cases.setting
 ASKED, LINE, PAIR, TALK, TRAIN = cases.ASKED, cases.LINE, cases.PAIR, cases.TALK, cases.TRAIN
 IDS = {"input_ids_chosen": [1, 2, 3], "input_ids_rejected": [1, 2, 4]}

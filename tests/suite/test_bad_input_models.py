@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import pytest
 from safetensors.numpy import load_file as load_tensors
 from safetensors.numpy import save_file as save_tensors
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "cases.py")
 Case, MODEL, setting = cases.Case, cases.MODEL, cases.setting
 TWO_OUTPUTS = {"score.weight": np.zeros((2, 16), np.float32)}
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "cases.py")
 Case, every, second, setting = cases.Case, cases.every, cases.second, cases.setting
 ASKED, PAIR, TALK, TRAIN = cases.ASKED, cases.PAIR, cases.TALK, cases.TRAIN
 IDS = {"input_ids_chosen": [1, 2, 3], "input_ids_rejected": [1, 2, 4]}

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import cases
 
-cases: Any = load_file(Path(__file__).parents[1] / "shared" / "cases.py")
 Case, setting = cases.Case, cases.setting
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache, partial
-from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -23,29 +20,9 @@ from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.packing.rows import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
+from tests.shared import reference
+from tests.shared.reference import CONFIG
 
-_spec = importlib.util.spec_from_file_location(
-    "reference", Path(__file__).parents[1] / "shared" / "reference.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-reference = sys.modules.setdefault("reference", importlib.util.module_from_spec(_spec))
-_spec.loader.exec_module(reference)
-
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 128,
-}
 ONE = Layout((64,), (20,), (16,), (64,))  # everything in one micro-batch
 TWO = Layout((48,), (4,), (6,), (48,))
 SHORT = Layout((32, 64), (3, 2), (4, 8), (32, 64))  # several classes and micro-batches

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf_core.plugins import component
-
-processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+from tests.shared import processes
 
 STAGE = """
 [[stage]]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from rlhf_core.plugins import component
+from tests.shared import processes
 
-processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 FAKE = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 PIPELINE = """
 [[stage]]

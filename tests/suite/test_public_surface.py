@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import Any
 
-from rlhf_core.plugins.component import load_file
-
-public: Any = load_file(Path(__file__).parents[1] / "shared" / "public_surface.py")
+from tests.shared import public_surface as public
 
 
 def test_the_surface_is_that_of_the_snapshot() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +15,14 @@ from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, load_model, plugins, sampling
 from rlhf_core.fit import batches
-from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards.reward import score
 from rlhf_core.rollouts import Reward
 from rlhf_core.rollouts.collector import reward_inputs
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import load_tokenizer
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 ONE = {"learning_rate": 1e-3, "max_training_steps": 1, "total_batch_size": 2}
 ROWS = [
     {

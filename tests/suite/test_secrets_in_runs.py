@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
-
-documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
-processes: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+from tests.shared import documents, processes
 
 PLUGIN = """
 from dataclasses import dataclass

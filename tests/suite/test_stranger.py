@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from tests.shared import packages
 
-packages: Any = load_file(Path(__file__).parents[1] / "shared" / "packages.py")
 LIST = """
 import json, warnings
 from rlhf_core import POLICY_LOSS, plugins

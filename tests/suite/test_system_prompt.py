@@ -15,14 +15,13 @@ from rlhf_core.data.cache import TokenCache
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.plugins.component import load_file
 from rlhf_core.rollouts.open_collector import system_prompt_warnings
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder
 from rlhf_core.training import Context
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 BRIEF = "ab ba"
 SYSTEM = {"role": "system", "content": BRIEF}
 OWN = {"role": "system", "content": "b"}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from tokenizers import pre_tokenizers
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer.chat_template import PLAIN, ChatTemplate
 from rlhf_core.tokenizer.encoding import Encoder
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 CASES = chat.cases()
 HEADERS = {
     None: "assistant:\n",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,12 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import load_tokenizer, prompt_ids
 from rlhf_core.tokenizer.chat_template import PLAIN
 from rlhf_core.tokenizer.encoding import Encoder, continuations
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 CASES = chat.cases()
 
 

@@ -18,14 +18,13 @@ from rlhf_core.data import cache
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.plugins.component import load_file
 from rlhf_core.runtime.files import seal
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.stage import text_settings
 from rlhf_core.tokenizer import TextOptions, load_tokenizer, template_hash
 from rlhf_core.tokenizer.encoding import Encoder, continuations
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"

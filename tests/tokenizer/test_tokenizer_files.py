@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 from rlhf_core import cli, data
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import Encoder
+from tests.shared import chat_cases as chat
 
-chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 TURNS = [chat.user("a b"), chat.assistant("b")]
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Evil: pass\nclass EvilConfig: pass\n"
 
