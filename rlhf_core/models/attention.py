@@ -1,4 +1,4 @@
-"""Attention over rows that hold several sequences, and of the newest tokens over a KV cache.
+"""Attention over rows that hold several sequences.
 
 Heads are split as [kv head, query head of that kv head], so that keys and values are never repeated. Axes in
 the einsums: b row, k kv head, g query head within it, t query, s key, h head dimension, x = (g, t). Arrays of blocks
@@ -8,23 +8,17 @@ lead with the block, so that a block is one piece of memory.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
 
 from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import row_axes
 from rlhf_core.models.attention_decode import MASKED as MASKED
-from rlhf_core.models.attention_decode import attend_visible, reads_visible
-from rlhf_core.runtime.devices import platform
 
 
 def query_block(time: int) -> int:
@@ -59,7 +53,7 @@ def attend(
         between = positions[:, start:end, None], positions[:, None, :end]
         indices = jnp.arange(start, end)[:, None], jnp.arange(end)
         seen = seen_pairs(*indices, visible_until[:, None, :end], *between, window)
-        parts.append(_attend(q[:, :, :, start:end], k[:, :, :end], v[:, :, :end], seen, softcap, sinks))
+        parts.append(attend_seen(q[:, :, :, start:end], k[:, :, :end], v[:, :, :end], seen, softcap, sinks))
     return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
@@ -81,101 +75,10 @@ def attend_at(
     """
     between = jnp.take_along_axis(positions, at, axis=1)[:, :, None], positions[:, None]
     seen = seen_pairs(at[:, :, None], jnp.arange(k.shape[2]), visible_until[:, None], *between, window)
-    return _attend(q, k, v, seen, softcap, sinks)
+    return attend_seen(q, k, v, seen, softcap, sinks)
 
 
-def attend_cached(
-    q: jax.Array,
-    keys: Any,
-    values: Any,
-    seen: jax.Array,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    *,
-    in_order: bool = False,
-) -> jax.Array:
-    """Compute attention of the newest tokens of each row over a cache that holds them.
-
-    q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h], or tuples of the `cache_parts` of
-    both; seen: bool [B, T, S], the entries that each token sees; softcap and sinks as in `attend`. in_order: whether
-    tokens are in the entries of their positions, so that the last ones may be empty. Returns [B, T, K·G·h] in the
-    values' dtype.
-    """
-    sizes = cache_parts(seen.shape[2]) if in_order else (seen.shape[2],)
-    if len(sizes) == 1:
-        return _attend(q, keys, values, seen, softcap, sinks, order="bkhs")
-    return _attend_parts(q, (keys, values), sizes, seen, softcap, sinks)
-
-
-CACHE_PART = 128
-"""Entries of the first part of a cache."""
-
-
-def cache_parts(length: int) -> tuple[int, ...]:
-    """Choose how a cache is cut along time whose tokens are in the entries of their positions.
-
-    On a CPU each part is as long as all before it: attention reads whole arrays, and copies what it reads of one.
-    """
-    if platform() != "cpu":
-        return (length,)
-    sizes = [min(CACHE_PART, length)]
-    while (done := sum(sizes)) < length:
-        sizes.append(min(done, length - done))
-    return tuple(sizes)
-
-
-def cut(x: jax.Array, sizes: Sequence[int], axis: int) -> tuple[jax.Array, ...]:
-    """Cut an array into parts along an axis."""
-    ends = itertools.accumulate(sizes)
-    return tuple(
-        lax.slice_in_dim(x, end - size, end, axis=axis) for end, size in zip(ends, sizes, strict=True)
-    )
-
-
-def _attend_parts(
-    q: jax.Array,
-    cache: tuple[Any, Any],
-    sizes: Sequence[int],
-    seen: jax.Array,
-    softcap: float | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """Do what `attend_cached` does, but read no part of which no token sees anything: a token has the same bits with
-    and without such a part.
-    """
-    keys, values = (x if isinstance(x, tuple) else cut(x, sizes, 3 - i) for i, x in enumerate(cache))
-
-    def add(
-        k: jax.Array, v: jax.Array, visible: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> Any:
-        mixed, highest, total = carry
-        logits = jnp.einsum("bkgth,bkhs->bkgts", q, k, preferred_element_type=jnp.float32)
-        logits = jnp.where(visible, capped(logits, softcap), MASKED)
-        new = jnp.maximum(highest, logits.max(-1, keepdims=True))
-        weights, scale = jnp.where(visible, jnp.exp(logits - new), 0.0), jnp.exp(highest - new)
-        mixed = mixed * scale + _weighted(weights, v, "bkgts,bksh->bkgth")
-        return mixed, new, total * scale + weights.sum(-1, keepdims=True)
-
-    shape = (*q.shape[:4], 1)
-    highest = (
-        jnp.full(shape, MASKED, jnp.float32)
-        if sinks is None
-        else jnp.broadcast_to(sinks[..., None, None], shape)
-    )
-    carry = (
-        jnp.zeros(q.shape, jnp.float32),
-        highest,
-        jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),
-    )
-    for k, v, part in zip(keys, values, cut(seen, sizes, 2), strict=True):
-        some = functools.partial(add, k, v, part[:, None, None])
-        carry = lax.cond(part.any(), some, lambda carry: carry, carry)
-    mixed, _, total = carry
-    mixed = (mixed / jnp.where(total > 0, total, 1.0)).astype(values[0].dtype)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[3], -1)
-
-
-def _attend(
+def attend_seen(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -191,61 +94,14 @@ def _attend(
     logits = jnp.einsum(f"bkgth,{order}->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = jnp.where(seen[:, None, None], capped(logits, softcap), MASKED)
     sinks = None if sinks is None else sinks[..., None, None]
-    highest = lax.stop_gradient(_above(logits.max(-1, keepdims=True), sinks))
+    highest = lax.stop_gradient(with_sinks(logits.max(-1, keepdims=True), sinks))
     weights = jnp.exp(logits - highest)
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
-        total += _share(sinks, highest)
+        total += sinks_share(sinks, highest)
     # Dividing by the sum at the end saves a pass over the largest array.
-    mixed = (_weighted(weights, v, "bkgts,bksh->bkgth") / total).astype(v.dtype)
+    mixed = (weighted(weights, v, "bkgts,bksh->bkgth") / total).astype(v.dtype)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[3], -1)
-
-
-def attend_groups(
-    q: jax.Array,
-    prompts: tuple[jax.Array, jax.Array, jax.Array],
-    own: tuple[jax.Array, jax.Array, jax.Array],
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """Compute `attend_cached` for a token of each of B = P · G rows; G in a row share a cache besides their own.
-
-    q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
-    the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], one run of entries that all rows see alike. One
-    softmax covers both. A shared cache is read once per group, whose queries are the rows of one product; of the rows'
-    own, a kernel reads what is visible, where `reads_visible`.
-    """
-    (read_keys, read_values, read), (keys, values, visible) = prompts, own
-    rows, kv_heads, repeats, _ = q.shape
-    grouped = (len(read_keys), -1, kv_heads, repeats)
-
-    def by_prompt(x: jax.Array) -> jax.Array:
-        """[B, K, R, …] → [P, K, G, R, …]."""
-        return x.reshape(*grouped, *x.shape[3:]).swapaxes(1, 2)
-
-    def by_row(x: jax.Array) -> jax.Array:
-        return x.swapaxes(1, 2).reshape(rows, kv_heads, repeats, *x.shape[4:])
-
-    shared = jnp.einsum("pkgrh,pkhs->pkgrs", by_prompt(q), read_keys, preferred_element_type=jnp.float32)
-    shared = jnp.where(read[:, None, :, None], capped(shared, softcap), MASKED)
-    if reads_visible(keys):
-        first = visible.argmax()
-        written = attend_visible(q, keys, values, first, first + visible.sum(), softcap)
-        highest = _above(jnp.maximum(by_row(shared.max(-1)), written.highest), sinks)
-        shared, scale = jnp.exp(shared - by_prompt(highest)[..., None]), jnp.exp(written.highest - highest)
-        total = by_row(shared.sum(-1)) + written.total * scale + _share(sinks, highest)
-        mixed = by_row(_weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
-        mixed += written.mixed * scale[..., None]
-        return (mixed / total[..., None]).astype(values.dtype).reshape(rows, -1)
-    alone = jnp.einsum("bkrh,bkht->bkrt", q, keys, preferred_element_type=jnp.float32)
-    alone = jnp.where(visible, capped(alone, softcap), MASKED)
-    highest = _above(jnp.maximum(by_row(shared.max(-1)), alone.max(-1)), sinks)
-    shared = jnp.exp(shared - by_prompt(highest)[..., None])
-    alone = jnp.exp(alone - highest[..., None])
-    total = by_row(shared.sum(-1)) + alone.sum(-1) + _share(sinks, highest)
-    mixed = by_row(_weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
-    mixed += _weighted(alone, values, "bkrt,bkth->bkrh")
-    return (mixed / total[..., None]).astype(values.dtype).reshape(rows, -1)
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -253,17 +109,17 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _above(highest: jax.Array, sinks: jax.Array | None) -> jax.Array:
+def with_sinks(highest: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Return the highest of the logits and of a softmax's sinks, which broadcast to them."""
     return highest if sinks is None else jnp.maximum(highest, sinks)
 
 
-def _share(sinks: jax.Array | None, highest: jax.Array) -> jax.Array | float:
+def sinks_share(sinks: jax.Array | None, highest: jax.Array) -> jax.Array | float:
     """Return what sinks add to the sum of a softmax."""
     return 0.0 if sinks is None else jnp.exp(sinks - highest)
 
 
-def _weighted(weights: jax.Array, values: jax.Array, spec: str) -> jax.Array:
+def weighted(weights: jax.Array, values: jax.Array, spec: str) -> jax.Array:
     return jnp.einsum(spec, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
 
@@ -439,99 +295,6 @@ def attend_blocks(
 def block_numbers(starts: jax.Array, run: int, block: int) -> jax.Array:
     """Number the blocks of the queries of runs that begin at `starts`, int32 [n]: int32 [n · run / block]."""
     return (starts[:, None] // block + jnp.arange(run // block, dtype=jnp.int32)).reshape(-1)
-
-
-def attend_pieces(
-    over: Callable[..., jax.Array],
-    mesh: AbstractMesh,
-    arrays: tuple[jax.Array, jax.Array, jax.Array],
-    of_rows: tuple[jax.Array, jax.Array],
-    window: jax.Array | None,
-    **more: Any,
-) -> jax.Array:
-    """Compute attention over rows in the pieces of `cut_rows`, cut in the order of `zigzag`.
-
-    Every device gathers the keys and values of its rows, and computes its own queries. Where windows are short, or the
-    sequences of packed rows, neighbours send it what it sees of the parts before its own.
-    arrays: q, k, v of pieces. of_rows: positions, visible_until of whole rows. more: further arguments of `over`:
-    softcap, and arrays by kv head.
-    """
-    axes, size = row_axes(), mesh.shape["context"]
-    tensor = "tensor" if arrays[1].shape[1] % mesh.shape["tensor"] == 0 else None
-    pieces, heads, nothing = PartitionSpec(axes, tensor), PartitionSpec(tensor), PartitionSpec()
-
-    def local(arrays: Any, of_rows: Any, window: Any, reach: Any, by_head: Any) -> jax.Array:
-        q, *both = arrays
-        part = q.shape[3] // 2
-        near = [functools.partial(_ends_before, count=part * n // SHARES) for n in NEAR]
-        k, v = lax.switch((reach > np.array(NEAR)).sum(), [*near, _all_parts], both)
-        number = lax.axis_index("context").astype(jnp.int32)
-        starts = jnp.stack([number, 2 * size - 1 - number]) * part
-        return over(q, k, v, *of_rows, window=window, softcap=softcap, starts=starts, **by_head)
-
-    softcap = more.pop("softcap", None)
-    rows = PartitionSpec(axes[:-1])
-    mixed: jax.Array = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=((pieces,) * 3, (rows, rows), None if window is None else nothing, nothing, heads),
-        out_specs=PartitionSpec(axes, None, tensor),
-        check_vma=False,
-    )(arrays, of_rows, window, sees_before(*of_rows, window, 2 * size), more)
-    return mixed
-
-
-SHARES = 16
-"""Blocks of a part of a row whose keys are seen or not; 16 divides the tokens of parts."""
-NEAR = (1, 4, 16)
-"""Blocks before a part that neighbours send: the fewest of these that are enough, else all parts are gathered."""
-
-
-def sees_before(
-    positions: jax.Array, visible_until: jax.Array, window: jax.Array | None, parts: int
-) -> jax.Array:
-    """Count the blocks before its own part of the row that a query of any row may see, at most: int32."""
-    block = visible_until.shape[1] // (SHARES * parts)
-    visible = visible_blocks(positions, visible_until, window, Blocks(block, block)).any(0)
-    blocks = np.arange(len(visible))
-    before = blocks[:, None] // SHARES * SHARES - blocks
-    return jnp.where(visible, before, 0).max()
-
-
-def _all_parts(both: list[jax.Array]) -> list[jax.Array]:
-    """Gather keys and values of rows, [B, K, T, h], from the devices' two parts each, [B, K, t, h]."""
-
-    def whole(x: jax.Array) -> jax.Array:
-        first, second = jnp.split(lax.all_gather(x, "context"), 2, axis=3)
-        parts = jnp.moveaxis(jnp.concatenate([first, second[::-1]]), 0, 2)
-        return parts.reshape(*parts.shape[:2], -1, parts.shape[-1])
-
-    return [whole(x) for x in both]
-
-
-def _ends_before(both: list[jax.Array], count: int) -> list[jax.Array]:
-    """Make what `_all_parts` does of a device's two parts and the last `count` tokens of those before them, which
-    neighbours have; others are 0 there.
-    """
-    size, number = lax.axis_size("context"), lax.axis_index("context")
-
-    def whole(x: jax.Array) -> jax.Array:
-        first, second = jnp.split(x, 2, axis=2)
-        part = first.shape[2]
-        ends = first[:, :, part - count :], second[:, :, part - count :]
-        last = number == size - 1  # its two parts are neighbours, too
-        before = lax.ppermute(ends[0], "context", [(i, i + 1) for i in range(size - 1)])
-        between = lax.ppermute(ends[1], "context", [(i + 1, i) for i in range(size - 1)])
-        # Part 0 has none before it.
-        placed = jnp.zeros((*x.shape[:2], count + 2 * size * part, x.shape[3]), x.dtype)
-        for at, parts in (
-            (number, [before, first]),
-            (2 * size - 1 - number, [jnp.where(last, ends[0], between), second]),
-        ):
-            placed = lax.dynamic_update_slice_in_dim(placed, jnp.concatenate(parts, 2), at * part, 2)
-        return placed[:, :, count:]
-
-    return [whole(x) for x in both]
 
 
 def _cut(x: jax.Array, axis: int, block: int) -> jax.Array:

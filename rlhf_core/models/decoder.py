@@ -34,16 +34,10 @@ from rlhf_core.mesh import (
     zigzag,
 )
 from rlhf_core.models import decode_layout, gemma4, weights
-from rlhf_core.models.attention import (
-    attend,
-    attend_at,
-    attend_blocks,
-    attend_cached,
-    attend_groups,
-    attend_pieces,
-    cache_parts,
-)
+from rlhf_core.models.attention import attend, attend_at, attend_blocks
+from rlhf_core.models.attention_cached import attend_cached, attend_groups, cache_parts
 from rlhf_core.models.attention_pallas import attend_pallas
+from rlhf_core.models.attention_pieces import attend_pieces
 from rlhf_core.models.config import (
     DecoderConfig,
     LayerKinds,

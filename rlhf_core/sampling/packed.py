@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlhf_core.models.attention import CACHE_PART
+from rlhf_core.models.attention_cached import CACHE_PART
 from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.loop import time_axes
 from rlhf_core.sampling.turns import CACHE, FED_AT_ONCE, ROWS, TurnsProgram, on_shards, weights_spec

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rlhf_core.mesh import AXES, ROW_AXES, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
-from rlhf_core.models.attention import cut
+from rlhf_core.models.attention_cached import cut
 from rlhf_core.sampling.loop import STATE, empty_cache, put, take, time_axes
 from rlhf_core.sampling.next_token import CUT, ENDED, Settings, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs

@@ -17,10 +17,10 @@ from rlhf_core.models.attention import (
     attend,
     attend_blocks,
     attend_cudnn,
-    attend_groups,
     block_size,
     in_blocks,
 )
+from rlhf_core.models.attention_cached import attend_groups
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import pack, tree
@@ -205,8 +205,8 @@ def test_rows_of_a_group_see_their_prompt_and_themselves(
     """Three prompts, left-padded, one of them empty; four rows each, which have written three entries of five."""
     if kernel is not None:
         over = functools.partial(attend_visible, on=kernel, interpret=True)
-        monkeypatch.setattr("rlhf_core.models.attention.attend_visible", over)
-        monkeypatch.setattr("rlhf_core.models.attention.reads_visible", lambda keys: True)
+        monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
+        monkeypatch.setattr("rlhf_core.models.attention_cached.reads_visible", lambda keys: True)
     prompts, group, heads, repeats, size, time, longest, step = 3, 4, 2, 3, 4, 6, 5, 2
     draw = np.random.default_rng(1)
 

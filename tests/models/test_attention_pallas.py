@@ -37,12 +37,11 @@ from rlhf_core.models.attention import (
     Blocks,
     attend,
     attend_blocks,
-    attend_pieces,
-    sees_before,
     visible_blocks,
     visits,
 )
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
+from rlhf_core.models.attention_pieces import attend_pieces, sees_before
 from rlhf_core.packing.layout import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training import choose_attention

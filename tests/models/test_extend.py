@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.attention import CACHE_PART, attend_cached, cache_parts, cut
+from rlhf_core.models.attention_cached import CACHE_PART, attend_cached, cache_parts, cut
 from rlhf_core.sampling.loop import empty_cache, time_axes
 
 VOCAB, LENGTH = 40, 64

@@ -170,9 +170,9 @@ def test_kernels_that_read_what_is_visible_give_the_same(
     """In interpret mode: on one device by each platform's kernel, and with two devices that share layers."""
     mesh = make_mesh(devices=jax.devices()[:1]) if tensor is None else make_mesh(fsdp=8)
     expected = sample(name, mesh, tensor)
-    monkeypatch.setattr("rlhf_core.models.attention.reads_visible", lambda keys: True)
+    monkeypatch.setattr("rlhf_core.models.attention_cached.reads_visible", lambda keys: True)
     over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
-    monkeypatch.setattr("rlhf_core.models.attention.attend_visible", over)
+    monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
     # A filter that keeps everything: not the program that was traced without kernels.
     assert_same(sample(name, mesh, tensor, top_k=VOCAB), expected)
     assert over.call_count
