@@ -362,3 +362,14 @@ def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
     monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "topologies")
     with pytest.raises(InputError, match="pip install rlhf-topologies"):
         check(Path("pipeline.toml"), target=Target(on="h100:8"))
+
+
+def test_entry_points_are_read_once_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every update: a look opens files of every installed distribution."""
+    read: list[str] = []
+    monkeypatch.setattr(distributions, "entry_points", lambda group: read.append(group))
+    for name in ("first", "second"):
+        monkeypatch.syspath_prepend(tmp_path / name)
+        for _ in range(3):
+            distributions.find_points("rlhf.made_up")
+    assert read == ["rlhf.made_up"] * 2
