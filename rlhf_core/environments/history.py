@@ -26,6 +26,7 @@ TOOL = {
         },
     },
 }
+ASKED: Message = {"role": "user", "content": "qzxasked end"}
 
 
 class Form(NamedTuple):
@@ -63,7 +64,7 @@ class Trial:
         name = self.encoder.name
         if self.tools:
             try:
-                text = self.written([_user(0)], open_turn=True)
+                text = self.written([ASKED], open_turn=True)
             except InputError as error:
                 return f"{name} refuses tools: {error}"
             words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
@@ -74,7 +75,7 @@ class Trial:
                 )
         refusals = []
         for form in (CALLING[0],) if self.tools else (Form(), Form(call=True)):
-            messages = [_user(0), _reply(form, 1), *self.added(1)]
+            messages = [ASKED, _reply(form, 1), *self.added(1)]
             try:
                 text = self.written(messages, open_turn=True)
             except InputError as error:
@@ -97,9 +98,9 @@ class Trial:
                 return next(iter(changes), f"{self.encoder.name} leaves out what replies say. {REMEDY}")
             last = next((form for form in forms if not form.call), forms[0])
             replies = [*forms, last, *reversed(forms), last]
-            begun = [[_user(0)]]
+            begun = [[ASKED]]
             if self.then == self.role:
-                begun.append([{"role": "system", "content": "qzxsystem"}, _user(0)])
+                begun.append([{"role": "system", "content": "qzxsystem"}, ASKED])
             return next((change for each in begun if (change := self.growth(each, replies))), None)
         except InputError as error:
             words = str(error)
@@ -110,9 +111,9 @@ class Trial:
         """Return the forms of replies that a policy may write, and how the template changes its prompt for others."""
         forms: list[Form] = []
         changes: list[str] = []
-        opened = self.written([_user(0)], open_turn=True)
+        opened = self.written([ASKED], open_turn=True)
         for form in (*SPOKEN, *(CALLING if self.tools or self.role == "tool" else ())):
-            messages = [_user(0), _reply(form, 1)]
+            messages = [ASKED, _reply(form, 1)]
             try:
                 closed = self.written(messages)
                 later = self.written([*messages, *self.added(1)], open_turn=True)
@@ -135,7 +136,7 @@ class Trial:
         if form.call and (form.text or form.thought):
             # Where a text next to calls is left out, `CallParser` makes no such replies; where it would come after
             # their results, what the policy wrote stands elsewhere.
-            messages = [_user(0), _reply(Form(call=True), 1)]
+            messages = [ASKED, _reply(Form(call=True), 1)]
             later = self.written([*messages, *self.added(1)])
             displaced = later.find("qzxtext1") > later.find("qzxadded1")
             return "qzxtext1" in self.written(messages) and not displaced
@@ -184,10 +185,6 @@ class Trial:
 
     def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
         return self.encoder.write(self.encoder.with_call_ids(messages), self.tools, open_turn=open_turn)
-
-
-def _user(number: int) -> Message:
-    return {"role": "user", "content": f"qzxasked{number} end"}
 
 
 def _reply(form: Form, number: int) -> Message:

@@ -132,10 +132,10 @@ def program_table(stage: Mapping[str, Any]) -> Table:
     return table
 
 
-def candidate_table(candidates: Sequence[Mapping[str, Any]], most: int = 8) -> Table:
-    """List what `--suggest` ranked, best first, a row each."""
+def candidate_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
+    """List the first eight that `--suggest` ranked, best first, a row each."""
     table = _table(("devices", "mesh", "settings", "memory", "an update"), (3, 4))
-    for each in candidates[:most]:
+    for each in candidates[:8]:
         settings = "; ".join(
             f"{stage}: {', '.join(f'{key} {value}' for key, value in chosen.items())}"
             for stage, chosen in each["settings"].items()
