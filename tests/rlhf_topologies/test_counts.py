@@ -338,3 +338,23 @@ def test_a_reduce_scatter_sends_half_of_an_all_reduce() -> None:
     counts, _ = count_apart(text)
     assert counts.sent == 4096 * 7 / 8
     assert dict(counts.collectives) == {"reduce-scatter": [1, 4096]}
+
+
+def test_what_is_sliced_behind_a_bitcast_is_not_read_whole() -> None:
+    """A bitcast moves nothing: of 64 states a loop's round reads one, and writes one."""
+    text = lines(
+        "%x = f32[64,256] parameter(0)",
+        "%i = s32[] constant(3)",
+        "ROOT %o = f32[256] fusion(%x, %i), kind=kLoop, calls=%one",
+    )
+    text += """
+%one (y: f32[64,256], j: s32[]) -> f32[256] {
+  %y = f32[64,256] parameter(0)
+  %j = s32[] parameter(1)
+  %turned = f32[64,256] bitcast(%y)
+  %zero = s32[] constant(0)
+  %part = f32[1,256] dynamic-slice(%turned, %j, %zero), dynamic_slice_sizes={1,256}
+  ROOT %flat = f32[256] bitcast(%part)
+}
+"""
+    assert count(text).bytes == 2 * 4 * 256 + 4  # and the index

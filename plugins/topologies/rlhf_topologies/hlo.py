@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 5
+VERSION = 6
 """Of what is counted; results that another version counted are counted again."""
 COLLECTIVES = (
     "all-reduce",
@@ -387,6 +387,11 @@ def _fusion_bytes(each: Instruction, inside: Computation, body: Computation) -> 
         for name in one.operands:
             users[name].append(one)
 
+    def readers(name: str) -> Iterator[tuple[Instruction, str]]:
+        """Return what reads an array, and the name by which it does: its own, or that of a bitcast."""
+        for user in users[name]:
+            yield from readers(user.name) if user.opcode == "bitcast" else [(user, name)]
+
     def source(name: str) -> Instruction:
         return source(body[name].operands[0]) if body[name].opcode == "bitcast" else body[name]
 
@@ -403,9 +408,9 @@ def _fusion_bytes(each: Instruction, inside: Computation, body: Computation) -> 
         )  # layouts in the body may lack what its caller's have
         if given is None or one.name == in_place or FAST_MEMORY in given.shape:
             continue
-        reading = users[one.name]
-        sliced = reading and all(user.opcode in SLICES and user.operands[0] == one.name for user in reading)
-        total += sum(_traffic(user.shape) for user in reading) if sliced else _traffic(given.shape)
+        reading = list(readers(one.name))
+        sliced = reading and all(user.opcode in SLICES and user.operands[0] == name for user, name in reading)
+        total += sum(_traffic(user.shape) for user, _ in reading) if sliced else _traffic(given.shape)
     return total
 
 
