@@ -13,6 +13,7 @@ import pytest
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_cached import CACHE_PART, attend_cached, cache_parts, cut
 from rlhf_core.sampling.loop import empty_cache, time_axes
+from tests.shared.drawn import params_of
 
 VOCAB, LENGTH = 40, 64
 SIZES = {
@@ -77,7 +78,7 @@ def used(definition: Definition, params: Any, rows: int) -> Any:
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; plain parameters of one family, too."""
     definition = DECODER.define({**SIZES, **FAMILIES[name]}, "lm")
-    params = jax.jit(definition.init)(jax.random.key(0))
+    params = params_of(definition, 0, SIZES["initializer_range"])
     extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
     # Short outputs of the delta rule are normalised, which magnifies what parameters are rounded by as much.
     bound = 2e-4 if name == "qwen3_5" else 2e-5

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_core.models import DECODER, Decoder, decode_layout
 from rlhf_core.sampling.loop import STATE, empty_cache, time_axes
+from tests.shared.drawn import params_of
 
 SIZES = {
     "hidden_size": 16,
@@ -103,7 +104,7 @@ decode_groups = jax.jit(Decoder.decode_groups, static_argnums=0)
 def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
     """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
     model = DECODER.define(SIZES | FAMILIES[name], "lm")
-    params = jax.jit(Decoder.init, static_argnums=0)(model, jax.random.key(0))
+    params = params_of(model, 0, SIZES["initializer_range"])
     draw = np.random.default_rng(0)
     lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
     prompts = draw.integers(0, 31, (2, time)).astype(np.int32)

@@ -85,20 +85,20 @@ def test_a_fresh_model_takes_its_vocabulary_from_the_tokenizer() -> None:
     assert made.params["lm_head"]["kernel"].shape == (16, 21)
     assert {name: made.hf_config[name] for name in IDS} == IDS | {"vocab_size": 21}
     assert "tokenizer" not in made.hf_config
-    assert fresh_model(TABLE | {"vocab_size": 32}, tokenizer=tokenizer).definition.vocab_size == 32
+    assert complete_table(TABLE | {"vocab_size": 32}, tokenizer, None)["vocab_size"] == 32
     with pytest.raises(InputError, match="vocab_size 20 is less than the tokenizer's 21 tokens"):
         fresh_model(TABLE | {"vocab_size": 20}, tokenizer=tokenizer)
     with pytest.raises(InputError, match=r"unknown field 'hiden_size'\. Did you mean 'hidden_size'\?"):
         fresh_model(TABLE | {"hiden_size": 20}, tokenizer=tokenizer)
     with pytest.raises(InputError, match="model: vocab_size must be a positive whole number; it is missing"):
         fresh_model(TABLE)
-    qwen = fresh_model(TABLE | IDS | {"model_type": "qwen3"})
-    assert qwen.definition.config.head_dim == 4  # not the family's 128
+    qwen = DECODER.define(complete_table(TABLE | IDS | {"model_type": "qwen3"}, None, None), "lm")
+    assert qwen.config.head_dim == 4  # not the family's 128
     experts = TABLE | IDS | {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
     for name in ("num_experts", "num_local_experts"):  # by one name, the one that was given
-        made = fresh_model(experts | {name: 4})
-        counts = {key: value for key, value in made.hf_config.items() if key.endswith("_experts")}
-        assert (counts, made.definition.config.experts) == ({name: 4}, 4)
+        table = complete_table(experts | {name: 4}, None, None)
+        counts = {key: value for key, value in table.items() if key.endswith("_experts")}
+        assert (counts, DECODER.define(table, "lm").config.experts) == ({name: 4}, 4)
 
 
 def test_a_fresh_model_has_its_familys_defaults() -> None:

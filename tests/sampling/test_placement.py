@@ -17,6 +17,7 @@ from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, placement
 from rlhf_core.sampling.placement import Room, plan_room
+from tests.shared.drawn import params_of
 
 VOCAB = 48
 SIZES = {
@@ -84,7 +85,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def model(name: str) -> tuple[Definition, Any]:
     config = {**SIZES, **FAMILIES[name]}
     definition = DECODER.define(config, "lm")
-    return definition, jax.jit(definition.init)(jax.random.key(1))
+    if name.startswith("qwen3_5"):  # short outputs of the delta rule are normalised, which enlarges rounding
+        return definition, jax.jit(definition.init)(jax.random.key(1))
+    return definition, params_of(definition, 1, SIZES["initializer_range"])
 
 
 def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:

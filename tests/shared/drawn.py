@@ -1,0 +1,20 @@
+"""Parameters drawn by NumPy: compiling how a model draws its own takes longer than most tests compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def params_of(definition: Any, seed: int, scale: float) -> Any:
+    """Draw parameters of which none is 0 or 1: kernels and embeddings with the deviation `scale`, others around 0.3."""
+    draw = np.random.default_rng(seed)
+
+    def leaf(path: Any, leaf: Any) -> np.ndarray:
+        of_products = path[-1].key in ("kernel", "embedding")
+        mean, deviation = (0.0, scale) if of_products else (0.3, 0.1)
+        return (mean + deviation * draw.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.device_put(jax.tree.map_with_path(leaf, definition.abstract_params()))
