@@ -33,27 +33,34 @@ def attend_cached(
     tokens are in the entries of their positions, so that the last ones may be empty. Returns [B, T, K·G·h] in the
     values' dtype.
     """
-    sizes = cache_parts(seen.shape[2]) if in_order else (seen.shape[2],)
-    if len(sizes) == 1:
+    if isinstance(keys, tuple):
+        return _attend_parts(q, keys, values, seen, softcap, sinks)
+    sizes = cache_parts(seen.shape[2]) if in_order else ()
+    if len(sizes) < 2:
         return attend_seen(q, keys, values, seen, softcap, sinks, order="bkhs")
-    return _attend_parts(q, (keys, values), sizes, seen, softcap, sinks)
+    return _attend_parts(q, cut(keys, sizes, 3), cut(values, sizes, 2), seen, softcap, sinks)
 
 
 CACHE_PART = 128
-"""Entries of the first part of a cache."""
+"""Entries of the first part of a cache, and of the blocks in which a long part is read."""
+WHOLE_PART = 256
+"""The most entries of a part that is read whole."""
 
 
 def cache_parts(length: int) -> tuple[int, ...]:
     """Choose how a cache is cut along time whose tokens are in the entries of their positions.
 
-    On a CPU each part is as long as all before it: attention reads whole arrays, and copies what it reads of one.
+    On a CPU attention reads whole arrays, and copies what it reads of one: the first parts are short, the next is read
+    in blocks of `CACHE_PART`, and what is left of a block is the last.
     """
     if platform() != "cpu":
         return (length,)
     sizes = [min(CACHE_PART, length)]
-    while (done := sum(sizes)) < length:
+    while (done := sum(sizes)) < length and done <= WHOLE_PART:
         sizes.append(min(done, length - done))
-    return tuple(sizes)
+    long = length - sum(sizes)
+    tail = long % CACHE_PART
+    return (*sizes, *(size for size in (long - tail, tail) if size))
 
 
 def cut(x: jax.Array, sizes: Sequence[int], axis: int) -> tuple[jax.Array, ...]:
@@ -66,8 +73,8 @@ def cut(x: jax.Array, sizes: Sequence[int], axis: int) -> tuple[jax.Array, ...]:
 
 def _attend_parts(
     q: jax.Array,
-    cache: tuple[Any, Any],
-    sizes: Sequence[int],
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
     seen: jax.Array,
     softcap: float | None,
     sinks: jax.Array | None,
@@ -75,18 +82,24 @@ def _attend_parts(
     """Do what `attend_cached` does, but read no part of which no token sees anything: a token has the same bits with
     and without such a part.
     """
-    keys, values = (x if isinstance(x, tuple) else cut(x, sizes, 3 - i) for i, x in enumerate(cache))
 
     def add(
         k: jax.Array, v: jax.Array, visible: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> Any:
         mixed, highest, total = carry
         logits = jnp.einsum("bkgth,bkhs->bkgts", q, k, preferred_element_type=jnp.float32)
+        visible = visible[:, None, None]
         logits = jnp.where(visible, capped(logits, softcap), MASKED)
         new = jnp.maximum(highest, logits.max(-1, keepdims=True))
         weights, scale = jnp.where(visible, jnp.exp(logits - new), 0.0), jnp.exp(highest - new)
         mixed = mixed * scale + weighted(weights, v, "bkgts,bksh->bkgth")
         return mixed, new, total * scale + weights.sum(-1, keepdims=True)
+
+    def add_block(k: jax.Array, v: jax.Array, visible: jax.Array, number: jax.Array, carry: Any) -> Any:
+        def block(x: jax.Array, axis: int) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, number * CACHE_PART, CACHE_PART, axis)
+
+        return add(block(k, 3), block(v, 2), block(visible, 2), carry)
 
     shape = (*q.shape[:4], 1)
     highest = (
@@ -99,12 +112,22 @@ def _attend_parts(
         highest,
         jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),
     )
+    sizes = [each.shape[3] for each in keys]
     for k, v, part in zip(keys, values, cut(seen, sizes, 2), strict=True):
-        some = functools.partial(add, k, v, part[:, None, None])
-        carry = lax.cond(part.any(), some, lambda carry: carry, carry)
+        if part.shape[2] > WHOLE_PART:
+            carry = lax.fori_loop(0, _blocks(part), functools.partial(add_block, k, v, part), carry)
+        else:
+            some = functools.partial(add, k, v, part)
+            carry = lax.cond(part.any(), some, lambda carry: carry, carry)
     mixed, _, total = carry
     mixed = (mixed / jnp.where(total > 0, total, 1.0)).astype(values[0].dtype)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[3], -1)
+
+
+def _blocks(seen: jax.Array) -> jax.Array:
+    """Count the blocks of a long part, bool [B, T, S], up to the last of which any token sees something."""
+    used = seen.reshape(-1, seen.shape[2] // CACHE_PART, CACHE_PART).any((0, 2))
+    return jnp.where(used, jnp.arange(1, len(used) + 1, dtype=jnp.int32), 0).max()
 
 
 def attend_groups(

@@ -150,18 +150,23 @@ class Devices:
 
     def decode(self, slots: Slots, steps: int, own: Weights | None = None) -> Decoded:
         """Decode the active slots by at most so many tokens. own: as for `feed`."""
-        self._compiling.wait("decode")
-        rows = put_rows(self.program.mesh, slots)
-        self._cache, self._seen, words = turns.decode(
+        program, cache = self.program, self._cache
+        ends = (slots.position + np.minimum(slots.limit - slots.drawn, steps))[slots.active]
+        if program.short is not None and ends.max(initial=0) <= program.short.length:
+            program, cache = program.short, turns.first_part(cache, program)
+        self._compiling.wait(("decode", program.length))
+        rows = put_rows(program.mesh, slots)
+        cache, self._seen, words = turns.decode(
             (own or self._weights).value,
-            self._cache,
+            cache,
             self._seen,
             rows,
             self._key_data,
             self._stop_table,
             np.int32(steps),
-            program=self.program,
+            program=program,
         )
+        self._cache = cache if program is self.program else turns.with_first_part(self._cache, cache, program)
         return Decoded.of(jax.device_get(words))
 
     def _batches(self, items: Iterable[Any], rows: int) -> Iterator[list[tuple[int, Any]]]:

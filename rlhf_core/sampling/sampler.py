@@ -415,7 +415,9 @@ class ConversationSampler(_PlacedModel):
     def _names(self) -> list[Hashable]:
         """List the programs, as `lower` calls them."""
         program = self.program
-        names: list[Hashable] = ["decode", "copy", "begin"]
+        names: list[Hashable] = ["copy", "begin", ("decode", program.length)]
+        if program.short is not None:
+            names.append(("decode", program.short.length))
         if program.packs:
             names += ["place", "prefill"]
         if not program.packs or program.length > packed.PACKED:
@@ -427,8 +429,8 @@ class ConversationSampler(_PlacedModel):
         return names
 
     def lower(self, name: Hashable) -> Any:
-        """Lower a program from shapes: "begin", "copy", "note", "decode", "prefill", "place", or ("extend", chunk) or
-        ("read", chunk).
+        """Lower a program from shapes: "begin", "copy", "note", "prefill", "place", ("extend", chunk), ("read", chunk),
+        or ("decode", length of the caches).
         """
         program = self.program
         rows = partial(abstract_rows, self.mesh)
@@ -453,12 +455,14 @@ class ConversationSampler(_PlacedModel):
                 return packed.prefill.lower(weights, contexts, program=program)
             read = placed(turns.CACHE, packed.prefill.eval_shape(weights, contexts, program=program))
             return packed.place.lower(cache, read, rows(packed.padded_pieces(program)), program=program)
-        if name == "decode":
+        assert isinstance(name, tuple)
+        if name[0] == "decode":
+            if program.short is not None and name[1] == program.short.length:
+                program, cache = program.short, turns.first_part(cache, program)
             slots = rows(turns.empty_slots(program))
             key = np.asarray(jax.random.key_data(jax.random.key(0, impl=program.key_type)))
             arguments = (weights, cache, seen, slots, key, self._abstract_stop_table, np.int32(0))
             return turns.decode.lower(*arguments, program=program)
-        assert isinstance(name, tuple)
         fed = rows(turns.padded_fed(program, program.rows(name[1]), name[1]))
         if name[0] == "read":
             return turns.read.lower(weights, cache, fed, fed.tokens, program=program)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
@@ -92,6 +92,13 @@ class TurnsProgram:
     def parts(self) -> tuple[int, ...]:
         """List the sizes of the parts of a cache, see `Definition.cache_parts`."""
         return self.definition.cache_parts(self.length)
+
+    @property
+    def short(self) -> TurnsProgram | None:
+        """Return the program that decodes in the first part of caches alone, if there is one."""
+        if self.alternatives is None or len(self.parts) == 1:
+            return None
+        return replace(self, length=self.parts[0])
 
     @property
     def packs(self) -> bool:
@@ -265,6 +272,18 @@ def _in_parts(cache: Any, program: TurnsProgram) -> Any:
         return cache
     axes = time_axes(program.definition)
     return jax.tree.map(lambda axis, x: x if axis == STATE else cut(x, program.parts, axis), axes, cache)
+
+
+def first_part(cache: Any, program: TurnsProgram) -> Any:
+    """Take the first part of a cache, for `TurnsProgram.short`."""
+    axes = time_axes(program.definition)
+    return jax.tree.map(lambda _, x: x[:1] if isinstance(x, tuple) else x, axes, cache)
+
+
+def with_first_part(cache: Any, first: Any, program: TurnsProgram) -> Any:
+    """Put what `first_part` took back."""
+    axes = time_axes(program.definition)
+    return jax.tree.map(lambda _, x, new: (*new, *x[1:]) if isinstance(x, tuple) else new, axes, cache, first)
 
 
 def _joined(cache: Any, program: TurnsProgram) -> Any:

@@ -130,15 +130,20 @@ def test_attention_is_that_of_its_formula(window: int | None, softcap: float | N
 def test_attention_over_the_parts_of_a_cache(softcap: float | None, sinks: bool) -> None:
     """To the bit the same for a row, however long the others are, and in parts that are arrays; that of the formula."""
     rng = np.random.default_rng(2)
-    time, length = (1 if softcap is None else 3), 2 * CACHE_PART + 40
+    time, length = (1 if softcap is None else 3), 7 * CACHE_PART + 40
     shapes = ((3, 2, 2, time, 8), (3, 2, 8, length), (3, 2, length, 8))
     q, keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     sizes = cache_parts(length)
-    assert sizes == (CACHE_PART, CACHE_PART, 40)
+    assert sizes == (CACHE_PART, CACHE_PART, 2 * CACHE_PART, 3 * CACHE_PART, 40)
     more = {"softcap": softcap, "sinks": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32) if sinks else None}
     over = jax.jit(partial(attend_cached, in_order=True))
     first = None
-    for last in ([30, -1, 7], [30, CACHE_PART + 40, 7], [30, length - 1, 7]):  # -1: a row that sees nothing
+    for last in (
+        [30, -1, 7],
+        [30, CACHE_PART + 40, 7],
+        [30, 5 * CACHE_PART + 1, 7],
+        [30, length - 1, 7],
+    ):  # -1: a row that sees nothing
         until = np.array(last)[:, None] - np.arange(time)[::-1]
         seen = jnp.asarray(np.arange(length) <= until[..., None])
         found = np.asarray(over(q, keys, values, seen, **more))

@@ -77,7 +77,7 @@ def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> l
     )
     decode = Program(
         f"decode {rows} conversations, {lengths} tokens",
-        partial(sampler.lower, "decode"),
+        partial(sampler.lower, ("decode", program.length)),
         "sample",
         calls=-(-steps // turns.STEPS),
         tokens=conversations * sampler.conversation_length / -(-steps // turns.STEPS),
