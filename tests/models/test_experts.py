@@ -11,17 +11,20 @@ import pytest
 from flax import nnx
 
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.models import experts, experts_exchange, fresh_model
+from rlhf_core.models import DECODER, experts, experts_exchange
 from rlhf_core.models.decoder import _parts
 from rlhf_core.models.params import paths
-from tests.shared.mesh_cases import FAMILIES
+from tests.shared.drawn import params_of
+from tests.shared.mesh_cases import FAMILIES, SIZES
+
+SCALE = SIZES["initializer_range"]
+MIXTRAL, GPT_OSS = (DECODER.define(FAMILIES[name], "lm") for name in ("mixtral", "gpt_oss"))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_decoded_token_is_routed_in_float32(shared: bool) -> None:
     """Also of a model that computes in bfloat16, by both layouts of the sampler."""
-    definition = fresh_model(FAMILIES["mixtral"], seed=3).computing(dtype="bfloat16").definition
-    params = fresh_model(FAMILIES["mixtral"], seed=3).params
+    definition, params = MIXTRAL.computing(dtype="bfloat16"), params_of(MIXTRAL, 3, SCALE)
     parallel = definition.tensor_parallel
     prepared: Any = parallel.prepare(params) if shared else definition.prepare(params)
     layer = nnx.merge(_parts(definition.config, False)[1][""], prepared["layers"][1])
@@ -37,11 +40,11 @@ def test_a_decoded_token_is_routed_in_float32(shared: bool) -> None:
 def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, with biases, where the router sends most tokens to one device: in several rounds."""
     monkeypatch.setattr(experts_exchange, "CAPACITY", 0.5)
-    model = fresh_model(FAMILIES["gpt_oss"], seed=3)
+    params = params_of(GPT_OSS, 3, SCALE)
     draw = np.random.default_rng(0)
     x = draw.normal(size=(8, 6, 16)).astype(dtype)
-    graph = _parts(model.definition.config, False)[1][""]
-    first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), model.params["layers"])
+    graph = _parts(GPT_OSS.config, False)[1][""]
+    first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), params["layers"])
     first["mlp"]["gate"]["bias"] = np.array([4, 2, 0, 0], np.float32)
     first["mlp"]["experts"] = jax.tree.map(
         lambda leaf: draw.normal(size=leaf.shape).astype(np.float32), first["mlp"]["experts"]
@@ -56,7 +59,7 @@ def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPa
     mesh = make_mesh(1, 2, 2, 2)
     shardings = jax.tree.map(
         lambda each: jax.NamedSharding(mesh, jax.P(*each.spec[1:])),
-        model.definition.shardings(mesh)["layers"]["mlp"],
+        GPT_OSS.shardings(mesh)["layers"]["mlp"],
     )
     assert shardings["experts"]["gate_up_proj"]["kernel"].spec == jax.P("expert", "fsdp", "tensor")
     found = jax.device_get(measure(jax.device_put(first["mlp"], shardings), put_rows(mesh, x)))
@@ -89,9 +92,9 @@ def test_columns_are_split_by_products_where_slices_are_slow(columns: int) -> No
 
 def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
     """Against the formula in float64; tokens without a route are routed by the router."""
-    model = fresh_model(FAMILIES["mixtral"], seed=3)
-    first = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), model.params["layers"]["mlp"])
-    graph = _parts(model.definition.config, False)[1][""]
+    params = params_of(MIXTRAL, 3, SCALE)
+    first = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), params["layers"]["mlp"])
+    graph = _parts(MIXTRAL.config, False)[1][""]
     draw = np.random.default_rng(0)
     x = draw.normal(size=(2, 5, 16))
     given = np.stack([draw.permutation(4)[:2] for _ in range(10)]).reshape(2, 5, 2)
@@ -102,7 +105,7 @@ def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
 
     @jax.jit
     def run(x: jax.Array, routes: jax.Array) -> Any:
-        layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], model.params["layers"]))
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], params["layers"]))
         with experts.recording([None], jnp.ones((2, 5), bool)) as recorder:
             watch = recorder.watch(layer, routes)
             made = layer.mlp(x)
