@@ -221,7 +221,8 @@ def test_devices_that_share_a_row_get_the_parts_of_it_that_they_see() -> None:
     packed = index % 11, np.minimum(index // 11 * 11 + 11, 128)  # no sequence touches three parts of 16
     last = index % 37, np.minimum(index // 37 * 37 + 37, 128)
     # Parts of 16 tokens: neighbours send 1, 4 or 16; else all are gathered.
-    rows = [(whole, 128, 112), (packed, 128, 10), (whole, 5, 4), (whole, 2, 1), (last, 128, 32)]
+    rows = [(whole, 128, 112), (packed, 128, 10), (last, 128, 32)]
+    rows += [(whole, before + 1, before) for before in (1, 2, 4, 5, 16, 17)]
     rows += [(layout(128, draw), int(draw.integers(1, 30)), None) for _ in range(3)]
     for (positions, until), window, before in rows:
         of_rows = [np.stack([x, y]).astype(np.int32) for x, y in zip((positions, until), packed, strict=True)]
