@@ -31,7 +31,7 @@ from pathlib import Path
 from rlhf_core.cli import exits
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.runtime import job, signals
-job.GRACE_SECONDS, job.WARN_AFTER_SECONDS = 1.0, 1.5
+job.GRACE_SECONDS, job.WARN_AFTER_SECONDS, job.PORT_SECONDS = 1.0, 1.5, 0.5
 (what,) = arguments
 
 def command():
@@ -44,7 +44,7 @@ def command():
 with signals.stop_signals():
     exits.run(command)
 """
-WAITS = "time.sleep(60)"
+WAITS = "time.sleep(600)"
 
 
 def test_a_process_that_is_alone() -> None:
@@ -126,7 +126,7 @@ class Job:
             assert time.monotonic() < ends
             time.sleep(0.05)
 
-    def ended(self, within: float = 30.0) -> list[tuple[int, str]]:
+    def ended(self, within: float = 300.0) -> list[tuple[int, str]]:
         """Wait for every process; return the exit code and standard error of each."""
         until = time.monotonic() + within
         told = [each.communicate(timeout=max(until - time.monotonic(), 0.1))[1] for each in self.processes]
@@ -150,7 +150,7 @@ def test_a_killed_process_ends_the_others(job: Job) -> None:
     job.start(WAITS, WAITS, WAITS)
     job.until("joined", 3)
     job.processes[1].kill()
-    for process, (code, said) in enumerate(job.ended(within=15)):
+    for process, (code, said) in enumerate(job.ended(within=90)):
         if process == 1:
             assert code == -signal.SIGKILL
         else:
@@ -166,7 +166,7 @@ def test_the_first_one_is_killed(job: Job) -> None:
     job.start(WAITS, WAITS)
     job.until("joined", 2)
     job.processes[0].kill()
-    _, (code, said) = job.ended(within=15)
+    _, (code, said) = job.ended(within=90)
     assert code == 1, said
     assert "resumes from the newest checkpoint\n" in said  # jax may report its service after it
     assert said.count("process 1 of 2 ends: process 0 has disappeared") == 1
