@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from rlhf_core.runtime.flags import Plugins, Quantize
 
 
 def serve(
@@ -34,13 +36,7 @@ def serve(
         str | None,
         typer.Option("--chat-template", help='"plain" or a file, for policies; default: the tokenizer\'s.'),
     ] = None,
-    quantize: Annotated[
-        Literal["nf4", "int8", "none"] | None,
-        typer.Option(
-            "--quantize",
-            help="Hold the layers' matrices in 4 or 8 bits, or in float32; default: as adapters were trained.",
-        ),
-    ] = None,
+    quantize: Quantize = None,
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -68,10 +64,7 @@ def serve(
         float,
         typer.Option("--drain-seconds", min=0, help="How long requests may take to end after SIGTERM."),
     ] = 30.0,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option("--plugin", metavar="FILE.py", help="Load a plugin from a file; repeatable."),
-    ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Serve models over HTTP. Policies complete prompts and chats, reward models score, as OpenAI's and vLLM's do."""
     from rlhf_serve.running import Settings, run

@@ -5,7 +5,7 @@ refused by name, unless it asks for what is done anyway.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -239,11 +239,11 @@ def _is_branch(part: str) -> bool:
     return "[" in part or part in ("str", "int", "float", "constrained-str", "constrained-int")
 
 
-def refuse_ignored(body: BaseModel, *, but: Callable[[str], bool] = lambda name: False) -> None:
+def refuse_ignored(body: BaseModel) -> None:
     """Raise BadRequest for a field that would have no effect, and asks for one."""
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name, neutral[0])
-        if value not in neutral and not but(name):
+        if value not in neutral:
             raise BadRequest(
                 f"{name}: {json.dumps(value)[:80]} is not supported; leave the field out", param=name
             )
