@@ -111,7 +111,7 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
 
     def reply(body: Any) -> Any:
         if "max_tokens" not in body:  # /tokenize
-            return {"tokens": [1]}
+            return {"tokens": [1], "count": 500}
         bodies.append(body)
         if "fail" in body["messages"][-1]["content"]:
             return (400, {"error": {"message": "too long"}}, {})
@@ -126,6 +126,7 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
         )
 
     with services.serve(reply) as service:
+        service.models = {"data": [{"id": "gpt-9.5", "max_model_len": 600}]}
         typed = "one\nfail\nbreak\ntwo\n/reset\n/system S\nthree\n/what\n/save\n/help\n/exit\nnever\n"
         printed = chat(typed, service.url, "--seed", 3, "--top_k", 5, fails="2 of 5 lines had no reply")
     assert printed.count("hm\nso\\x1b[2J said\n") == 3
@@ -143,7 +144,7 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
         "top_k": 5,
         "stream": True,
         "model": "gpt-9.5",
-        "max_tokens": 512,
+        "max_tokens": 100,  # what the context leaves
     }
     with pytest.raises(InputError, match="--chat_template: has no effect"):
         chat("", service.url, "--chat_template", "x")

@@ -17,7 +17,8 @@ import numpy as np
 from rlhf_core import InputError, RunError
 from rlhf_core.runtime.files import append_line
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
-from rlhf_remote.models import Remote
+from rlhf_core.workers import run_async
+from rlhf_remote.models import Remote, room
 from rlhf_remote.service import json_bytes, shorten, what_it_said, words
 
 STEPS = 8
@@ -102,6 +103,7 @@ class Streamed:
             "stream": True,
         }
         body |= {name: value for name, value in (("top_k", given.top_k), ("min_p", given.min_p)) if value}
+        body["max_tokens"] = run_async(room(self.remote, body))
         url, timeout = f"{self.remote.api}/chat/completions", httpx.Timeout(10, read=300)
         try:
             with httpx.stream(

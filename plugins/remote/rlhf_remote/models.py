@@ -162,7 +162,7 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
             route, body = "chat/completions", {**body, "messages": prompt}
             body |= {"tools": row["tools"]} if row.get("tools") else {}
             body |= {"chat_template_kwargs": kwargs} if kwargs else {}
-        body["max_tokens"] = await _room(remote, body)
+        body["max_tokens"] = await room(remote, body)
         try:
             choices, _ = await remote.service.post(
                 f"{remote.api}/{route}", body, lambda answer: _choices(answer, given.num_generations)
@@ -177,7 +177,7 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
     return [row for rows in run_async(ask_all()) for row in rows]
 
 
-async def _room(remote: Remote, body: Mapping[str, Any]) -> int:
+async def room(remote: Remote, body: Mapping[str, Any]) -> int:
     """Return the tokens that a request asks for, at most those that the model's context leaves after its prompt."""
     most: int = body["max_tokens"]
     asked = {name: body[name] for name in PROMPT if name in body}
