@@ -282,14 +282,18 @@ class Process:
         )
 
     def wait_for(self, url: str) -> None:
-        """Wait until it answers; exit with its last lines where it ends."""
+        """Wait until it answers and computes nothing by itself; exit with its last lines where it ends."""
+        before = float("-inf")
         while True:
             if self.process.poll() is not None:
                 self.log.seek(0)
                 sys.exit(f"{self.process.args} ended:\n{self.log.read()[-2000:]}")
             try:
                 if httpx.get(f"{url}/health").status_code == 200:
-                    return
+                    if self.cpu() - before < 0.05:
+                        return
+                    before = self.cpu()
+                    time.sleep(1)
             except httpx.HTTPError:
                 time.sleep(0.2)
 
