@@ -76,6 +76,8 @@ class Policy:
             self.admit()
         begun = [self._beginning(flight) for flight in self.admitted if flight.number in self.running]
         self.admitted.clear()
+        if len(begun) == len(self.running):  # nothing else runs: first tokens come soon
+            self.steps = STEPS[0]
         ends = []
         while self.ending:
             number = self.ending.popleft()
