@@ -129,7 +129,7 @@ def test_replies(template: str, text: str, expected: dict[str, Any], make_tokeni
     encoder = encoder_of(template, make_tokenizer)
     parser, ids = CallParser(encoder, [TOOL]), encoder.tokenizer.encode(text, add_special_tokens=False)
     message = parser.message(ids)
-    for count in range(len(ids)):  # what is said of a part of it stays true
+    for count in range(min(len(ids), 200)):  # what is said of a part of it stays true
         content, thought = parser.so_far(ids[:count])
         assert message["content"].startswith(content.strip())
         assert (message.get("reasoning_content") or message.get("thinking") or "").startswith(thought)
