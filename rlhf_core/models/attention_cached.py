@@ -105,7 +105,7 @@ def _attend_parts(
     highest = (
         jnp.full(shape, MASKED, jnp.float32)
         if sinks is None
-        else jnp.broadcast_to(sinks[..., None, None], shape)
+        else jnp.broadcast_to(sinks[..., None, None], shape).astype(jnp.float32)
     )
     carry = (
         jnp.zeros(q.shape, jnp.float32),

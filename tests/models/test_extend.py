@@ -135,7 +135,10 @@ def test_attention_over_the_parts_of_a_cache(softcap: float | None, sinks: bool)
     q, keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     sizes = cache_parts(length)
     assert sizes == (CACHE_PART, CACHE_PART, 2 * CACHE_PART, 3 * CACHE_PART, 40)
-    more = {"softcap": softcap, "sinks": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32) if sinks else None}
+    more = {
+        "softcap": softcap,
+        "sinks": jnp.asarray(rng.normal(size=(2, 2)), jnp.bfloat16) if sinks else None,
+    }
     over = jax.jit(partial(attend_cached, in_order=True))
     first = None
     for last in (
