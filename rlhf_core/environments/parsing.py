@@ -140,8 +140,8 @@ class CallParser:
                 self._has_tools or MESSAGE not in text
             ):  # until then it may be a call, or the header of a channel
                 return "", ""
-        elif form is not None:
-            text = text.partition(form.opening.split()[0])[0]
+        elif form is not None:  # without a mark, the whole reply may be a call
+            text = text.partition(form.opening.split()[0])[0] if form.opening else ""
         thought = text.rpartition(opening)[2]
         if closing not in thought and "thought\n".startswith(thought):
             text = text.removesuffix(opening + thought)
