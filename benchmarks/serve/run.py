@@ -272,7 +272,7 @@ class Process:
     """A server that was started here, alone in its session."""
 
     def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
         self.process = subprocess.Popen(
             command,
             stdout=self.log,
