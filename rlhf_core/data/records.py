@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ DATA_COLUMNS = {
 FILE_OPTIONS = ("split", "field")
 HUB_OPTIONS = ("split", "subset", "revision", "data_files")
 PREFIXES = ("input_ids_", "chosen_", "rejected_")
+ENDLESS = 2**40
+"""Rows that no data set in memory has; one of grain that repeats without end gives the largest integer as its length."""
 
 
 def load(
@@ -130,6 +133,25 @@ def wrong_set_names(data: Any) -> list[Any]:
     return [name for name in data if not is_right(name)] if holds_rows(data) else []
 
 
+def reason_against(data: Any) -> str:
+    """Say why an object in memory cannot be read as rows: it holds splits, or has no end; empty where it can.
+
+    It is asked before any row is read, since the rows of an object without end would be read for ever.
+    """
+    if isinstance(data, list | tuple):
+        return next(filter(None, map(reason_against, data)), "")
+    if isinstance(data, Mapping):
+        if data and all(hasattr(value, "column_names") for value in data.values()):
+            return f"the data has several splits ({', '.join(map(str, data))}): give one of them"
+        return ""
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) >= ENDLESS:
+        return (
+            f"{type(data).__name__} of {len(data):,} rows repeats without end: give it without .repeat(None); "
+            "num_train_epochs or max_training_steps say how often rows are trained on"
+        )
+    return ""
+
+
 def _is_columns(data: Mapping[str, Any]) -> bool:
     return any(name in DATA_COLUMNS or str(name).startswith(PREFIXES) for name in data)
 
@@ -155,8 +177,8 @@ def _from_table(
 ) -> Source:
     options = dict(table)
     columns = options.pop("columns", columns)
-    if options and all(hasattr(value, "column_names") for value in options.values()):
-        raise InputError(f"the data has several splits ({', '.join(options)}): give one of them")
+    if reason := reason_against(options):
+        raise InputError(reason)
     name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
     if name is None and path is None:
         held = [key for key, value in table.items() if isinstance(value, list) and all(map(_is_row, value))]
@@ -345,15 +367,24 @@ def hub_dataset(
 
 
 def from_memory(data: Any, name: str = "dataset") -> Source:
-    """Read rows from a list, a `datasets.Dataset`, a data frame, or an object with `__len__` and `__getitem__`."""
+    """Read rows from a list, a `datasets.Dataset`, a data frame, or an object with `__len__` and `__getitem__`.
+
+    Rows that a filter of grain left out, which are None, are passed over; the others keep their numbers.
+    """
     if isinstance(data, Records) and len(data.sources) == 1:
         return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
+    if reason := reason_against(data):
+        raise InputError(reason)
     rows = _rows_of(data, name)
+    numbers: Sequence[int] = range(1, len(rows) + 1)
+    if _is_grain(data):
+        numbers = [number for number, row in enumerate(rows, 1) if row is not None]
+        rows = [rows[number - 1] for number in numbers]
     if not len(rows):
         raise InputError(f"{name} has no rows")
     content, kinds, problems = hashlib.sha256(), Kinds(), Problems()
     for start, chunk in Source.chunks(rows):
-        for number, row in enumerate(chunk, start + 1):
+        for number, row in zip(numbers[start:], chunk, strict=False):
             if not isinstance(row, Mapping):
                 raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
             try:
@@ -369,7 +400,13 @@ def from_memory(data: Any, name: str = "dataset") -> Source:
             content.update(text.encode())
             count_values(kinds, row)
     problems.raise_if_any()
-    return Source(name, rows, range(1, len(rows) + 1), content.hexdigest(), kinds)
+    return Source(name, rows, numbers, content.hexdigest(), kinds)
+
+
+def _is_grain(data: Any) -> bool:
+    """Whether data are a `grain.MapDataset`; grain takes a second to import, and whoever made one has done so."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(data, grain.MapDataset)
 
 
 def _rows_of(data: Any, name: str) -> Sequence[Any]:

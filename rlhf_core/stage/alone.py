@@ -15,7 +15,7 @@ from rlhf_core.config.options import format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Refused
 from rlhf_core.config.trainer import directory_name
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.data.records import wrong_set_names
+from rlhf_core.data.records import reason_against, wrong_set_names
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
@@ -95,6 +95,11 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
             f"eval_dataset: {', '.join(map(repr, wrong))} cannot begin the name of a metric, eval_NAME_loss: "
             "name sets by texts without spaces at the ends and line breaks"
         )
+    held_out = inputs.get("eval_dataset")
+    evaluated = list(held_out.values()) if isinstance(held_out, Mapping) else held_out
+    for name, data in {"train_dataset": inputs.get("train_dataset"), "eval_dataset": evaluated}.items():
+        if reason := reason_against(data):
+            raise InputError(f"{name}: {reason}")
     if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
         inputs["rewards"] = [inputs["rewards"]]
     if unknown := sorted(set(inputs) - set(INPUTS)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import datasets
+import grain
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -102,6 +103,18 @@ def test_memory_and_saved_datasets(tmp_path):
     broken = type("Broken", (), {"__len__": lambda self: 2, "__getitem__": lambda self, i: [{}, ""][i]})()
     with pytest.raises(InputError, match="dataset row 2 is str, not a mapping"):
         data.load(broken)
+
+
+def test_what_grain_filters_is_passed_over_and_what_it_repeats_for_ever_is_refused():
+    rows = grain.MapDataset.source(ROWS)
+    kept = data.load(rows.filter(lambda row: row["prompt"] != "p1"))
+    assert list(kept) == [ROWS[0], *ROWS[2:]]
+    assert kept.where(1) == "dataset row 3"
+    with pytest.raises(InputError, match="dataset has no rows"):
+        data.load(rows.filter(lambda row: False))
+    for endless in (rows.repeat(None), [rows, rows.shuffle(seed=0).repeat(None)]):
+        with pytest.raises(InputError, match=r"repeats without end: give it without \.repeat\(None\)"):
+            data.load(endless)
 
 
 def test_lists_tables_weights_and_splits(tmp_path):

@@ -1,5 +1,7 @@
 """The reward trainer from Python: datasets, spellings, the result; and its config."""
 
+import datasets
+import grain
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig, RewardTrainer
@@ -114,6 +116,12 @@ def test_what_is_missing_or_unknown_is_reported(tiny):
         RewardTrainer(model=tiny.make_model("score", scale=4.0), dataset=tiny.pairs(4))
     with pytest.raises(InputError, match="tokenizer is given twice"):
         RewardTrainer(tokenizer=tiny.make_tokenizer(), processing_class=tiny.make_tokenizer())
+    splits = datasets.DatasetDict(good=datasets.Dataset.from_list(tiny.pairs(4)))
+    with pytest.raises(InputError, match=r"train_dataset: the data has several splits \(good\): give one"):
+        RewardTrainer(train_dataset=splits)
+    endless = grain.MapDataset.source(tiny.pairs(4)).repeat(None)
+    with pytest.raises(InputError, match="eval_dataset: RepeatMapDataset .* repeats without end"):
+        RewardTrainer(train_dataset=tiny.pairs(4), eval_dataset={"easy": tiny.pairs(4), "hard": endless})
 
 
 def test_config_round_trips():
