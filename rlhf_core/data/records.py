@@ -37,7 +37,7 @@ FILE_OPTIONS = ("split", "field")
 HUB_OPTIONS = ("split", "subset", "revision", "data_files")
 PREFIXES = ("input_ids_", "chosen_", "rejected_")
 ENDLESS = 2**40
-"""Rows that no data set in memory has; one of grain that repeats without end gives the largest integer as its length."""
+"""Rows that no data in memory have; those of grain that repeat without end give the largest integer as their length."""
 
 
 def load(

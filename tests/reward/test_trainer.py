@@ -120,7 +120,7 @@ def test_what_is_missing_or_unknown_is_reported(tiny):
     with pytest.raises(InputError, match=r"train_dataset: the data has several splits \(good\): give one"):
         RewardTrainer(train_dataset=splits)
     endless = grain.MapDataset.source(tiny.pairs(4)).repeat(None)
-    with pytest.raises(InputError, match="eval_dataset: RepeatMapDataset .* repeats without end"):
+    with pytest.raises(InputError, match=r"eval_dataset: RepeatMapDataset .* repeats without end"):
         RewardTrainer(train_dataset=tiny.pairs(4), eval_dataset={"easy": tiny.pairs(4), "hard": endless})
 
 
