@@ -273,6 +273,12 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
         (outcome,) = call_together([probe], inputs)
     if probe.in_workers:
         probe.pool().close()
+    if isinstance(outcome, np.ndarray) and np.isnan(outcome).all():
+        return (
+            f"reward '{reward.label}' gave {n} made-up completions no score: it returned None or NaN for each of "
+            f"{list(MADE_UP)}; completions without any score have no advantage, and nothing is learned of them",
+            False,
+        )
     if outcome is None or isinstance(outcome, np.ndarray):
         return "", False
     if isinstance(outcome, RunError | InputError):

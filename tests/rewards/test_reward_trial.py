@@ -50,6 +50,9 @@ def prints(completions):
     print("in the way")
     return [0.0] * len(completions)
 
+def unscored(completions):
+    return [None, float("nan"), None]
+
 def hangs(completions):
     while True:
         pass
@@ -139,6 +142,7 @@ def test_columns_that_no_reward_reads_are_listed(registry: Registry) -> None:
     [
         ("mean_word", "raised ZeroDivisionError.*made-up completions, one of them empty"),
         ("parses", "raised AttributeError: 'NoneType'.*made-up"),
+        ("unscored", r"no score: it returned None or NaN for each of \[' The answer is 4\.', '4', ''\]"),
         ("hangs", r"took longer than its timeout of 0\.5 s for 3 made-up completions"),
     ],
 )
