@@ -101,6 +101,21 @@ def suggest_file(path: Path) -> str:
         return f" There is no directory {path.parent} either." if not exists(path.parent) else ""
 
 
+def suggest_model(directory: Path) -> str:
+    """Name the model that a directory without one has below it, as that of a stage or a run has; "" if none is found."""
+    files = ("config.json", "adapter_config.json")
+    models = [
+        path
+        for pattern in ("*", "artifacts/*", "*/artifacts/*")
+        for path in sorted(directory.glob(pattern))
+        if any((path / name).is_file() for name in files)
+    ]
+    if not models:
+        return ""
+    more = f" (or {', '.join(map(str, models[1:4]))})" if len(models) > 1 else ""
+    return f" Did you mean {models[0]}?{more}"
+
+
 def exists(path: Path) -> bool:
     """Check whether there is a file or directory at `path`.
 

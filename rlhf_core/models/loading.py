@@ -15,7 +15,7 @@ import jax
 from rlhf_core import artifacts, hub
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.contracts.models import Head
-from rlhf_core.errors import InputError, read_json_object, reading, suggest, warn
+from rlhf_core.errors import InputError, read_json_object, reading, suggest, suggest_model, warn
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.config import Remat
@@ -437,9 +437,9 @@ def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
-        if (made := directory / "artifacts" / "model").is_dir():
-            raise InputError(f"{directory} is the directory of a stage; its model is in {made}")
-        raise InputError(f"{directory}: no config.json: not a model directory in Hugging Face layout")
+        raise InputError(
+            f"{directory}: no config.json: not a model directory in Hugging Face layout.{suggest_model(directory)}"
+        )
     config = read_json_object(file)
     require_architectures(config, str(file))
     return config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import hub
-from rlhf_core.errors import InputError, is_library_error, suggest
+from rlhf_core.errors import InputError, is_library_error, suggest, suggest_model
 from rlhf_core.tokenizer.chat_template import templates_of
 from rlhf_core.tokenizer.encoding import (
     PLAIN,
@@ -74,8 +74,8 @@ def load_tokenizer(source: str | Path) -> Any:
     if path.is_dir():
         known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
         if not any((path / name).exists() for name in known):
-            if (model := path / "artifacts" / "model").is_dir():
-                raise InputError(f"{source} is the directory of a stage; its model is in {model}")
+            if below := suggest_model(path):
+                raise InputError(f"{source} is not a model directory.{below}")
             present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise InputError(
                 f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "

@@ -41,11 +41,14 @@ def test_directories_that_are_no_models_say_so(tmp_path: Path) -> None:
         load_model(tmp_path / "bas")
     with pytest.raises(InputError, match=r"no config\.json: not a model directory"):
         load_model(tmp_path / "base")
-    (tmp_path / "base" / "artifacts" / "model").mkdir(parents=True)
-    with pytest.raises(
-        InputError, match=r"base is the directory of a stage; its model is in .*base/artifacts/model"
-    ):
-        load_model(tmp_path / "base")
+    model = tmp_path / "base" / "artifacts" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for above in (tmp_path, tmp_path / "base", tmp_path / "base" / "artifacts"):
+        with pytest.raises(InputError, match=rf"not a model directory.* Did you mean {model}\?$"):
+            load_model(above)
+        with pytest.raises(InputError, match=rf"is not a model directory\. Did you mean {model}\?$"):
+            load_tokenizer(above)
     (tmp_path / "base" / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match=r"adapter_config\.json: peft_type None is not supported"):
         load_model(tmp_path / "base")
