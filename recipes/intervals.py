@@ -11,7 +11,8 @@ scale's floor, since equal values of a few seeds do not promise equal values for
 
 A seed that was recorded is also compared with itself. What is computed before any sample was drawn from a moved policy
 differs by rounding alone, and must be within `NEAR` of its value or of the seeds' standard deviation. That shows faults
-which are smaller than the difference between seeds.
+which are smaller than the difference between seeds. Where rounding alone moves a metric further, as other vector widths
+and numbers of threads show, it must be within `ROUNDINGS` of the largest difference that these made.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SCALES = {
 }
 NEAR, NEAR_SPREAD = 0.02, 0.1
 """How far a recorded seed's metric may be from its value, relative to it and to the seeds' standard deviation."""
+ROUNDINGS = 3.0
+"""How far a recorded seed's metric may be from its value, relative to the largest difference by rounding alone."""
 SMALLEST = 1e-7
 """Added to values on a logarithmic scale: below it lie rounding and zeros."""
 
@@ -84,13 +87,16 @@ class Record(NamedTuple):
     intervals: Mapping[str, Interval]
     values: Mapping[str, Sequence[float]]
     """Of seeds 0, 1, …"""
+    rounding: Mapping[str, float] = {}
+    """Largest difference from those values on other vector widths and numbers of threads, where it was measured."""
 
     def near(self, name: str, seed: int) -> Interval | None:
         """Where a metric of a recorded seed must be; None where it needs to be inside its interval alone."""
         if name not in self.values or seed >= len(self.values[name]):
             return None
         value, spread = self.values[name][seed], float(np.std(self.values[name], ddof=1))
-        half = max(NEAR * abs(value), NEAR_SPREAD * spread, SMALLEST)
+        rounding = ROUNDINGS * self.rounding.get(name, 0.0)
+        half = max(NEAR * abs(value), NEAR_SPREAD * spread, rounding, SMALLEST)
         return Interval(value - half, value + half)
 
 
@@ -116,7 +122,7 @@ def read(file: Path) -> Record:
         name: Interval(-math.inf if low is None else low, high)
         for name, (low, high) in stored["intervals"].items()
     }
-    return Record(made, stored["values"])
+    return Record(made, stored["values"], stored.get("rounding", {}))
 
 
 def write(file: Path, record: Record, **about: Any) -> None:
@@ -126,8 +132,10 @@ def write(file: Path, record: Record, **about: Any) -> None:
         for name, (low, high) in sorted(record.intervals.items())
     }
     values = {name: list(map(_rounded, each)) for name, each in sorted(record.values.items())}
+    rounding = {name: _rounded(each) for name, each in sorted(record.rounding.items())}
     parts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
-    for title, table in (("intervals", made), ("values", values)):
+    tables = {"intervals": made, "values": values} | ({"rounding": rounding} if rounding else {})
+    for title, table in tables.items():
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items())
         parts.append(f'  "{title}": {{\n{lines}\n  }}')
     file.parent.mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
     python recipes/reproduce.py                        every recipe, two at a time, with seed 0
     python recipes/reproduce.py dapo resume --seed 7   two of them, with another seed
     python recipes/reproduce.py dapo --record 20       store new intervals, from seeds 0 to 19
+    python recipes/reproduce.py dapo --rounding 2      store what rounding alone does to seeds 0 and 1
 
 Exit code 0: every metric of every recipe is inside its interval; 1: one is not, or a run failed; 2: no such recipe.
 """
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,13 @@ from recipes import HERE, RECIPES, Again, Recipe
 
 STORED = HERE / "intervals"
 RUN = "from rlhf_core.cli import main; main()"
+MACHINES = {
+    "128 bits": {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
+    "256 bits": {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},
+    "512 bits": {"XLA_FLAGS": "--xla_cpu_max_isa=AVX512 --xla_cpu_prefer_vector_width=512"},
+    "one thread": {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"},
+}
+"""Processors that compute the same with another rounding: {what they are: environment variables that make them}."""
 ENDED = 1200.0
 """Seconds after which a second run is given up."""
 
@@ -99,14 +108,17 @@ def child(name: str, seeds: list[int], keep: Path | None) -> None:
 
 
 def run_in_process(
-    name: str, seeds: list[int], keep: Path | None
+    name: str, seeds: list[int], keep: Path | None, machine: Mapping[str, str] | None = None
 ) -> tuple[dict[int, dict[str, float]], str, float]:
-    """({seed: metrics}, what went wrong, seconds) of a recipe that a process of its own has run."""
+    """({seed: metrics}, what went wrong, seconds) of a recipe that a process of its own has run.
+
+    machine: one of `MACHINES`; None: this one as it is.
+    """
     began = time.monotonic()
     command = [sys.executable, __file__, name, "--child", *map(str, seeds)]
     if keep is not None:
         command += ["--dir", str(keep)]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(RECIPES[name].devices)}
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(RECIPES[name].devices)} | dict(machine or {})
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     seconds = time.monotonic() - began
     if done.returncode != 0:
@@ -176,6 +188,26 @@ def record(name: str, seeds: list[int], keep: Path | None) -> bool:
     return True
 
 
+def measure_rounding(name: str, seeds: list[int]) -> bool:
+    """Run a recipe as other machines would compute it, and store how far that moves what must come again."""
+    record = intervals.read(stored_file(name))
+    largest = dict.fromkeys(record.values, 0.0)
+    for machine, settings in MACHINES.items():
+        found, error, seconds = run_in_process(name, seeds, None, settings)
+        if error:
+            print(f"{name:<12} failed   {seconds:4.0f} s   {machine}\n{error}", flush=True)
+            return False
+        for metric, values in record.values.items():
+            apart = [abs(found[seed][metric] - values[seed]) for seed in seeds]
+            largest[metric] = max(largest[metric], *apart)
+        print(f"{name:<12} measured {seconds:4.0f} s   {machine}", flush=True)
+    file = stored_file(name)
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    about = {key: kept[key] for key in ("seeds", "level", "versions")}
+    intervals.write(file, record._replace(rounding=largest), **about)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Run recipes and compare what they learn with stored intervals."
@@ -189,6 +221,12 @@ def main() -> None:
         type=int,
         metavar="SEEDS",
         help="store intervals, from this many seeds",
+    )
+    parser.add_argument(
+        "--rounding",
+        type=int,
+        metavar="SEEDS",
+        help="store what other vector widths and one thread change, from this many of the recorded seeds",
     )
     parser.add_argument("--list", action="store_true", help="print the recipes")
     parser.add_argument("--child", type=int, nargs="+", help=argparse.SUPPRESS)
@@ -210,18 +248,23 @@ def main() -> None:
         if held := [name for name in arguments.recipes if RECIPES[name].held_to]:
             parser.error(f"{held[0]} has no intervals of its own: --record {RECIPES[held[0]].held_to}")
         names = [name for name in names if not RECIPES[name].held_to]
+    if arguments.rounding is not None:
+        names = [name for name in names if not RECIPES[name].held_to]
     began = time.monotonic()
+    how = "passed"
     with ThreadPoolExecutor(arguments.jobs) as pool:
         if arguments.record is not None:
+            how = "recorded"
             done = list(
                 pool.map(lambda name: record(name, list(range(arguments.record)), arguments.dir), names)
             )
+        elif arguments.rounding is not None:
+            how = "measured"
+            done = list(pool.map(lambda name: measure_rounding(name, list(range(arguments.rounding))), names))
         else:
             done = list(pool.map(lambda name: check(name, arguments.seed, arguments.dir), names))
     minutes, seconds = divmod(round(time.monotonic() - began), 60)
-    print(
-        f"{sum(done)} of {len(done)} recipes {'recorded' if arguments.record else 'passed'} in {minutes}:{seconds:02d}"
-    )
+    print(f"{sum(done)} of {len(done)} recipes {how} in {minutes}:{seconds:02d}")
     sys.exit(not all(done))
 
 

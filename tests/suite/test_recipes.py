@@ -85,6 +85,12 @@ def test_a_recorded_seed_gives_its_own_values_again(code: Any, tmp_path: Path) -
     assert code.intervals.outside({"a": 5.09, "b": 0}, stored, 1) == {}
     assert "which this seed gives" in code.intervals.outside({"a": 5.11, "b": 0}, stored, 1)["a"]
     assert code.intervals.outside({"a": 5.11, "b": 0}, stored, 3) == {}
+    record = record._replace(rounding={"a": 0.05})
+    code.intervals.write(tmp_path / "x.json", record, seeds=3)
+    stored = code.intervals.read(tmp_path / "x.json")
+    assert stored == record
+    assert code.intervals.outside({"a": 5.14, "b": 0}, stored, 1) == {}
+    assert "which this seed gives" in code.intervals.outside({"a": 5.16, "b": 0}, stored, 1)["a"]
     repeats = code.measures.repeats
     assert repeats("rm/eval_loss.last", {"rm": "reward"})
     assert repeats("policy/loss.early", {"policy": "grpo"})
