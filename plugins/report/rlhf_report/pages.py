@@ -19,6 +19,7 @@ from bokeh.resources import Resources
 from markupsafe import Markup, escape
 
 from rlhf_core.config.toml import to_toml
+from rlhf_core.runtime.terminal import escape_control
 from rlhf_report import charts, samples
 from rlhf_report.charts import Chart, Line, band, bars, clock, histogram, lines, number, reliability
 from rlhf_report.diagram import picture
@@ -70,7 +71,7 @@ def render(template: str, page: Page, **context: Any) -> str:
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         library=library(),
-        data=packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        data=packed(json.dumps(shown(data), separators=(",", ":"), allow_nan=False)),
         version=version("rlhf-core"),
     )
 
@@ -84,6 +85,7 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=shown,
     )
     environment.filters |= {
         "number": number,
@@ -101,9 +103,20 @@ def library() -> str:
     return packed("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
 
 
+def shown(value: Any) -> Any:
+    """Show control characters and marks that reorder text as their escapes, in texts and what holds texts."""
+    if isinstance(value, Markup):
+        return value
+    if isinstance(value, str):
+        return escape_control(value)
+    if isinstance(value, Mapping):
+        return {shown(key): shown(each) for key, each in value.items()}
+    return [shown(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def breaks(name: str) -> Markup:
     """Return a metric's name with optional line breaks after slashes and underscores."""
-    return Markup(str(escape(name)).replace("/", "/<wbr>").replace("_", "_<wbr>"))
+    return Markup(str(escape(shown(name))).replace("/", "/<wbr>").replace("_", "_<wbr>"))
 
 
 def toml(config: Mapping[str, Any]) -> str:
