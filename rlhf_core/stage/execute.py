@@ -127,7 +127,7 @@ def run_stage(
                     record.put_back(before)
         raise
     if notes.forecast is not None:
-        stage.say(f"memory: {peak_line()}; the forecast was at most {format_bytes(notes.forecast)}")
+        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(notes.forecast)}")
     return StageResult(outputs, False, dict(stage.metrics))
 
 

@@ -133,7 +133,8 @@ def memory_forecast(
 ) -> Forecast:
     """Forecast memory in one line, with a warning where this machine computes on its CPU and has less.
 
-    On a CPU the line also counts the process itself, so that it bounds what the process takes.
+    On a CPU the line also counts the process itself. It is an estimate: a process that trains several stages keeps what
+    the allocator could not give back, and functions of one's own hold what shapes do not show.
     """
     on_host = mesh is None and computes_on_cpu()
     parts = process_parts(parts) if on_host else parts
@@ -142,7 +143,7 @@ def memory_forecast(
     if available is None or size <= available:
         return made
     warning = (
-        f"memory: up to {format_bytes(size)}, this machine has {format_bytes(available)}: raise "
+        f"memory: about {format_bytes(size)}, this machine has {format_bytes(available)}: raise "
         "gradient_accumulation_steps, lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an "
         "accelerator"
     )
@@ -172,7 +173,7 @@ def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: Abstra
     if mesh is not None:
         axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1 or axis not in OPTIONAL)
         where = f"on {'each of ' * (mesh.size > 1)}{counted(mesh.size, 'devices')} ({axes})"
-    return f"memory at most about {format_bytes(sum(parts.values()))} {where}, {precision}: {listed}"
+    return f"memory about {format_bytes(sum(parts.values()))} {where}, {precision}: {listed}"
 
 
 def device_bytes(tree: Any) -> int:

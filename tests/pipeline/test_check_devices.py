@@ -33,7 +33,7 @@ def memory(rlhf: Callable[..., Any], pipeline: str, *more: str) -> tuple[str, di
     assert ended.code == cli.DONE, ended.message
     said = " ".join(ended.out.split())
     found = re.search(
-        r"memory at most about ([\d.,]+ [kMG]?B) (.*?), float32: ((?:[a-z ]+ [\d.,]+ [kMG]?B,? ?)+)", said
+        r"memory about ([\d.,]+ [kMG]?B) (.*?), float32: ((?:[a-z ]+ [\d.,]+ [kMG]?B,? ?)+)", said
     )
     assert found, said
     parts = re.findall(r"([a-z ]+?) ([\d.]+) ([kMG]?B)", found[3])

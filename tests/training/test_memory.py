@@ -95,7 +95,7 @@ def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
 
 def test_the_line():
     line = memory_line({"parameters": 1_234_567, "optimizer": 0, "activations": 2_500_000_000})
-    assert line == ("memory at most about 2.5 GB in all, float32: parameters 1.23 MB, activations 2.5 GB")
+    assert line == ("memory about 2.5 GB in all, float32: parameters 1.23 MB, activations 2.5 GB")
 
 
 def test_a_process_is_compared_with_its_machine(monkeypatch):
@@ -108,7 +108,7 @@ def test_a_process_is_compared_with_its_machine(monkeypatch):
     assert "copies while saving 4.0 GB" in made.lines[0]
     monkeypatch.setattr(memory, "machine_memory", lambda: 8 * 10**9)
     (warning,) = memory.memory_forecast(parts).warnings
-    assert warning.startswith("memory: up to ")
+    assert warning.startswith("memory: about ")
     assert "this machine has 8.0 GB" in warning
     # Devices that need not be there are not compared, and hold the arrays alone.
     assert memory.memory_forecast(parts, None, planned_mesh(8)).memory == sum(parts.values())

@@ -107,7 +107,7 @@ def test_devices_that_are_not_here(tiny: ModuleType) -> None:
     kernels = state_bytes(replace(model, mesh=many), optax.identity())
     assert alone["parameters"] / 16 <= kernels["parameters"] < alone["parameters"] / 12
     assert memory_line({"parameters": 1000, "activations": 0}, "bfloat16", many) == (
-        "memory at most about 1 kB on each of 4,096 devices (data 256, fsdp 16, tensor 1), computed in bfloat16: "
+        "memory about 1 kB on each of 4,096 devices (data 256, fsdp 16, tensor 1), computed in bfloat16: "
         "parameters 1 kB"
     )
     assert "on 1 device (data 1, fsdp 1, tensor 1)" in memory_line({"parameters": 1}, None, planned_mesh(1))
