@@ -102,7 +102,7 @@ def suggest_file(path: Path) -> str:
 
 
 def suggest_model(directory: Path) -> str:
-    """Name the model that a directory without one has below it, as that of a stage or a run has; "" if none is found."""
+    """Name the model below a directory that is none itself, such as that of a stage or a run; "" if none is found."""
     files = ("config.json", "adapter_config.json")
     models = [
         path

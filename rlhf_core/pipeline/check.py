@@ -128,9 +128,14 @@ def _components(config: TrainerConfig) -> list[str]:
     for field in config.model_fields_set:
         value = getattr(config, field)
         values = value if isinstance(value, list | tuple) else [value]
-        names = [Path(item.name).name for item in values if isinstance(item, Component)]
+        names = [_component_name(item) for item in values if isinstance(item, Component)]
         fields += [f"{field} {', '.join(names)}"] if names else []
     return ["; ".join(sorted(fields))] if fields else []
+
+
+def _component_name(component: Component) -> str:
+    """Return the label of a component that has one, as metrics name it, or else its name without a path."""
+    return getattr(component, "label", None) or Path(component.name).name
 
 
 def _inputs_line(stage: StagePlan) -> str:

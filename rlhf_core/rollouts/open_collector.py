@@ -96,7 +96,7 @@ def open_collector(
         held = f"{field}: {room.prompts:,} episodes run together, {room.bytes / 1e9:.1f} GB per device"
         context.say(room.line(context.mesh.size, field) if episodes is None else held)
     if field == "train_data":
-        context.warn(*_position_warnings(model, prompts, options))
+        context.warn(*_position_warnings(model, prompts, options, stage.name), first=True)
         context.warn(*system_prompt_warnings(config, rewards, stage))
         context.ahead(warm_up, function, model, prompts.sizes)
     if context.shapes and field == "train_data":
@@ -324,9 +324,18 @@ def _reward_models(context: Context, policy: int) -> int:
     return sum(policy if size is None else size for size in sizes)
 
 
-def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOptions) -> list[str]:
-    """Warn where prompts with their completions or episodes are longer than the model's positions."""
-    positions, prompt = model.max_positions, int(prompts.sizes.max())
+def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOptions, stage: str) -> list[str]:
+    """Warn where prompts with their completions or episodes are longer than the model's positions.
+
+    Raises InputError where not even the shortest prompt leaves a position for a completion.
+    """
+    positions, prompt, shortest = model.max_positions, int(prompts.sizes.max()), int(prompts.sizes.min())
+    if isinstance(positions, int) and shortest >= positions:
+        raise InputError(
+            f"stage '{stage}'.train_data: the shortest prompt has {shortest} tokens, and the model's context is "
+            f"{positions} (max_position_embeddings), so that no completion could end within it: give shorter prompts, "
+            "or a model with a longer context"
+        )
     length, field, what = options.sampling.max_completion_length, "sampling.max_completion_length", ""
     if options.environment is not None:
         length, field = options.environment.length(length), "environment.max_tokens"

@@ -100,10 +100,10 @@ class Context:
         changed.config = config
         return changed
 
-    def warn(self, *lines: str) -> None:
-        """Warn of lines that begin with a field, on one process."""
+    def warn(self, *lines: str, first: bool = False) -> None:
+        """Warn of lines that begin with a field, on one process. first: a check prints them before its other ones."""
         if self.shapes:
-            self.warnings += lines
+            self.warnings = [*lines, *self.warnings] if first else [*self.warnings, *lines]
             return
         for line in lines if self.stage.is_main else ():
             warn(f"stage '{self.name}'.{line}")
@@ -331,6 +331,7 @@ class Context:
                 records, self.tokenizer, max_prompt_length=max_prompt_length, **self._encoding()
             )
         self._report(prompts.report, field)
+        self._warn_of_idle_workers(field)
         return prompts
 
     def episode_rows(self, field: str, max_prompt_length: int) -> EpisodeRows | PromptStream | None:
@@ -362,11 +363,23 @@ class Context:
                 return self._opened(lazy, unit)
             rows = encode(records, self.tokenizer)
         self._report(rows.report, field)
+        self._warn_of_idle_workers(field)
         if needed:
             self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
         if needed and self.shapes:
             self._expect(unit, len(rows), str(rows.report), sizes_of(rows.trees()))
         return rows
+
+    def _warn_of_idle_workers(self, field: str) -> None:
+        """Say that processes to tokenise with are not started for data that were tokenised at once."""
+        if field != "train_data" or not self.config.workers:
+            return
+        names = ("dataset_num_proc", "dataloader_num_workers")
+        name = max(names, key=lambda each: getattr(self.config, each) or 0)
+        self.warn(
+            f"{name}={self.config.workers}: has no effect: these data are tokenised before the first update; processes "
+            "tokenise large files and streams, while updates use them"
+        )
 
     @property
     def _order_seed(self) -> int:
