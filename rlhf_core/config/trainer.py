@@ -105,6 +105,7 @@ class LoraOptions(Options):
         "lora_alpha": Refused("alpha"),
         "lora_dropout": Refused("dropout"),
         "target_modules": Refused("targets"),
+        "layers_to_transform": Refused("targets"),
     }
 
     rank: int = Field(8, ge=1, description="rank of the product that is added to a kernel")
@@ -115,7 +116,8 @@ class LoraOptions(Options):
     use_rslora: bool = Field(False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023)")
     targets: str | list[str] = Field(
         "all-linear",
-        description="all linear layers, or their names or regular expressions of their dotted paths",
+        description="all linear layers, or their names or regular expressions of their dotted paths, in all layers, or "
+        "with a layer's number, layers.0.self_attn.q_proj",
     )
     base: Literal["nf4", "int8"] | None = Field(
         None,
@@ -191,7 +193,7 @@ class LogWeights(Options):
 
     pattern: Annotated[str, AfterValidator(check_regex)] = Field(
         ".*",
-        description="regular expression, searched in a parameter's dotted path, its layer's number included",
+        description="regular expression, searched in a parameter's dotted path, as frozen_parameters",
     )
     every: int = Field(100, ge=1, description="updates between two logs")
 
@@ -378,7 +380,9 @@ class TrainerConfig(Options):
         description="completions while training, in the terminal, samples/, the report and loggers; none: no previews",
     )
     frozen_parameters: Annotated[str | list[str], AfterValidator(check_regex)] | None = Field(
-        None, description="regular expressions; parameters whose dotted path matches are not trained"
+        None,
+        description="regular expressions; parameters whose dotted path matches are not trained: in all layers, "
+        "layers.mlp.up_proj.kernel, or with a layer's number, layers.0.mlp.up_proj.kernel",
     )
     disable_dropout: bool = Field(
         True,

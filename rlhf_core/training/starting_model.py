@@ -32,7 +32,7 @@ from rlhf_core.models import (
     weights,
 )
 from rlhf_core.models.loading import complete_table, define, describe, held_as
-from rlhf_core.models.lora import Lora, linear_modules, resolve
+from rlhf_core.models.lora import Lora, module_paths, resolve
 from rlhf_core.models.model import with_padding_apart
 from rlhf_core.models.quantized import plain
 from rlhf_core.runtime.devices import planned
@@ -149,11 +149,15 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     if present is None:
         options = {name: value for name, value in asked.to_dict().items() if name != "base"}
         return model.with_lora(**options, seed=stage.seed, base=_hub_name(config, source))
-    modules = linear_modules(model.definition.quantized_as(None).abstract_params())
-    if present != asked_lora(asked, modules):
+    names = module_paths(model.definition)
+    if present != asked_lora(asked, names):
+        adapted = [
+            *(target for target in present.targets if target not in dict(present.layers)),
+            *(names[target][i][0] for target, layers in present.layers for i in layers),
+        ]
         raise InputError(
             f"{where}: the model already has adapters of rank {present.rank}, alpha {present.alpha:g} on "
-            f"{', '.join(present.targets)}. Give the same options to continue training them; without lora "
+            f"{', '.join(adapted)}. Give the same options to continue training them; without lora "
             f"they are merged"
         )
     return model
@@ -168,10 +172,12 @@ def _hub_name(config: TrainerConfig, source: Any) -> str | None:
     return str(hub.HubName(source, "model", config.model_revision, None))
 
 
-def asked_lora(options: LoraOptions, modules: Sequence[str]) -> Lora:
-    """Return the adapters that the options describe for a model with these linear layers."""
-    targets = resolve(options.targets, modules)
-    return Lora(options.rank, options.alpha, options.dropout, options.use_rslora, targets)
+def asked_lora(options: LoraOptions, names: Mapping[str, Sequence[tuple[str, str]]]) -> Lora:
+    """Return the adapters that the options describe for a model with these linear layers, see `module_paths`."""
+    chosen = resolve(options.targets, names)
+    return Lora(
+        options.rank, options.alpha, options.dropout, options.use_rslora, chosen.modules, chosen.layers
+    )
 
 
 def model_source(config: TrainerConfig, stage: Stage) -> Any:
@@ -276,8 +282,8 @@ def model_of_shapes(
         return Model(absent, {}, tokenizer, {}, None, absent)
     definition, hf_config = described
     if adapters and config.lora is not None:
-        modules = linear_modules(definition.abstract_params())
-        definition = definition.with_lora(asked_lora(config.lora, modules))
+        names = module_paths(definition)
+        definition = definition.with_lora(asked_lora(config.lora, names))
         definition = definition.quantized_as(held_as(config.lora.base, hf_config))
     params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
     model_mesh: Any = mesh
