@@ -1,11 +1,15 @@
 """The reward trainer from Python: datasets, spellings, the result; and its config."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from rlhf_grpo import GRPOTrainer
 from rlhf_reward import RewardConfig, RewardTrainer
 
 from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
 
 OVER_ALL = {f"{side}/{each}" for side in ("chosen", "rejected") for each in ("mean", "std", "min", "max")}
@@ -114,6 +118,17 @@ def test_what_is_missing_or_unknown_is_reported(tiny):
         RewardTrainer(model=tiny.make_model("score", scale=4.0), dataset=tiny.pairs(4))
     with pytest.raises(InputError, match="tokenizer is given twice"):
         RewardTrainer(tokenizer=tiny.make_tokenizer(), processing_class=tiny.make_tokenizer())
+
+
+def test_a_mesh_that_would_be_ignored_is_an_error(tiny):
+    with pytest.raises(InputError, match=r"mesh: unknown argument .* rlhf train --mesh\.fsdp 4"):
+        RewardTrainer(model=tiny.make_model("score"), train_dataset=tiny.pairs(4), mesh={"fsdp": 4})
+    model, mesh = tiny.make_model("score"), make_mesh(fsdp=4)
+    spread = replace(model, mesh=mesh)
+    with pytest.raises(InputError, match=r"stage 'reward'\.model: .* fsdp = 4.* rlhf train … --mesh\.fsdp 4"):
+        RewardTrainer(model=spread, train_dataset=tiny.pairs(4)).train()
+    with pytest.raises(InputError, match=r"^rewards\[1\]: a model in memory; save it"):
+        GRPOTrainer(model=tiny.make_model(), rewards=["length", model], train_dataset=tiny.prompts(4))
 
 
 def test_config_round_trips():
