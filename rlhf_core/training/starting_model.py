@@ -138,7 +138,7 @@ def _require_mesh(model: Model, mesh: Mesh, stage: Stage) -> None:
         sizes = ", ".join(f"{axis} = {size}" for axis, size in spread.items())
         flags = " ".join(f"--mesh.{axis} {size}" for axis, size in spread.items())
         raise InputError(
-            f"stage '{stage.name}'.model: it was loaded onto a mesh with {sizes}, and a trainer takes all devices along "
+            f"stage '{stage.name}'.model: loaded onto a mesh with {sizes}, and a trainer takes all devices along "
             f"data, so that each would hold the whole model. Give its directory to rlhf train … {flags}, or to a "
             f"pipeline with mesh = {{ {sizes} }}; or load it without a mesh"
         )
