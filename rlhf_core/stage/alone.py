@@ -129,7 +129,8 @@ def _hint(name: str, cls: type[TrainerConfig]) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trainer run from Python: its main artifact, all artifacts by output name, the last metrics."""
+    """The result of a trainer run from Python: its main artifact, all artifacts by output name, the newest metrics at
+    the update whose model is saved."""
 
     artifact: Artifact
     artifacts: Mapping[str, Artifact]

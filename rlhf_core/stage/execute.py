@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of one stage. skipped: it was done before. metrics: the last value of every metric."""
+    """The result of one stage. skipped: it was done before. metrics: the newest values at the update whose model is
+    saved."""
 
     artifacts: Mapping[str, Artifact]
     skipped: bool
