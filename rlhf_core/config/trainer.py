@@ -11,26 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from rlhf_core.config.aliases import PART_NAMES, expand
+from rlhf_core.config.durations import Minutes, Seconds
 from rlhf_core.config.options import Component, Options, Problem, format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Meaning, Refused, Taken
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 from rlhf_core.errors import suggest
 from rlhf_core.tokenizer.options import kwargs_problem, parse_date
-
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-
-
-def to_seconds(value: Any) -> Any:
-    """Parse a duration such as "2h30m", "1d" or "45s" into seconds; leave a number unchanged."""
-    if not isinstance(value, str):
-        return value
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", value.lower())
-    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", value.lower()).strip():
-        raise ValueError(
-            f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {format_value(value)}"
-        )
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
-
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -322,8 +308,10 @@ class TrainerConfig(Options):
         None, description="none: true, unless the metric is a loss, error, perplexity or kl"
     )
     save_steps: int | None = Field(None, ge=1, description="updates between checkpoints; none: by time")
-    save_interval_minutes: float | None = Field(
-        None, gt=0, description="minutes between checkpoints; none: 10, or with save_steps by updates alone"
+    save_interval_minutes: Minutes | None = Field(
+        None,
+        gt=0,
+        description="minutes between checkpoints, or text such as '1h'; none: 10, or with save_steps by updates alone",
     )
     save_total_limit: int | None = Field(
         None, ge=1, description="newest checkpoints to keep, plus the best; none: all"
@@ -338,10 +326,10 @@ class TrainerConfig(Options):
         None,
         description="name of the run in trackers, and of its directory below save_directory; none: as its directory",
     )
-    training_time_limit: Annotated[float | None, BeforeValidator(to_seconds)] = Field(
+    training_time_limit: Seconds | None = Field(
         None,
         gt=0,
-        description="seconds, or text such as '2h30m', after which training ends and saves the model",
+        description="seconds, or text such as '2h30m' or '90 min', after which training ends and saves the model",
     )
     log_steps: int = Field(10, ge=1, description="updates between logged metrics")
     report_steps: int | None = Field(
