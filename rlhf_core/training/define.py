@@ -258,6 +258,15 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
     return parts | dict(expected.held(policy, parts["parameters"]))
 
 
+ELSEWHERE = {
+    "evaluate": "train() evaluates at its end where there is an eval_dataset: train().metrics has the eval_ metrics",
+    "save_model": "train() saves the model, in train().artifact.path; elsewhere: load_model(path).save(DIR)",
+    "predict": "load_model(path) has logits and scores of a batch; rlhf score and rlhf generate take files",
+    "push_to_hub": "rlhf export MODEL --push OWNER/NAME, with train().artifact.path as MODEL",
+}
+"""Methods of other libraries' trainers: what to call here."""
+
+
 class PythonTrainer:
     """Train from Python: `Trainer(config, model=path_or_model, train_dataset=rows).train()`."""
 
@@ -276,8 +285,13 @@ class PythonTrainer:
         self.config, self.inputs = trainer_arguments(self.config_class, config, inputs)
 
     def train(self) -> Result:
-        """Train; return the artifact and the last metrics."""
+        """Train; return the artifact and the metrics of the model that was saved."""
         return run_alone(self.trainer, self.config, **self.inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ELSEWHERE:
+            raise AttributeError(f"{type(self).__name__}.{name}: {ELSEWHERE[name]}")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
 
 def python_trainer(trainer: str, config: type[TrainerConfig], module: str) -> type[PythonTrainer]:

@@ -131,6 +131,12 @@ def test_a_mesh_that_would_be_ignored_is_an_error(tiny):
         GRPOTrainer(model=tiny.make_model(), rewards=["length", model], train_dataset=tiny.prompts(4))
 
 
+@pytest.mark.parametrize("name", ["evaluate", "save_model", "predict", "push_to_hub"])
+def test_methods_of_other_libraries_name_what_to_call(name):
+    with pytest.raises(AttributeError, match=rf"RewardTrainer\.{name}: .*(train\(\)|load_model)"):
+        getattr(RewardTrainer(), name)
+
+
 def test_config_round_trips():
     config = RewardConfig(
         max_sequence_length=2048,
