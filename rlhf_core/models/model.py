@@ -370,6 +370,7 @@ class Model:
         values = jax.tree.map(np.asarray, gather(trained))
         if jax.process_index() == 0:
             assert self.adapter is not None
+            assert self.definition.lora is not None
             peft.save(directory, self.adapter, values, self.definition.lora, self.definition.module_names())
 
 

@@ -46,7 +46,7 @@ STOPS = (
 )
 Log = Callable[[str, float], None]
 Positive = Annotated[int, Field(ge=1)]
-Positive = Annotated[Seconds, Field(gt=0)]
+Limit = Annotated[Seconds, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -66,7 +66,7 @@ class Http:
     columns: tuple[str, ...] = ()
     batch_size: Positive = 32
     concurrency: Positive = 8
-    request_timeout: Positive = 60.0
+    request_timeout: Limit = 60.0
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
@@ -175,7 +175,7 @@ class Judge:
     request: dict[str, Any] | None = None
     save_directory: str | None = None
     concurrency: Positive = 8
-    request_timeout: Positive = 120.0
+    request_timeout: Limit = 120.0
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
