@@ -31,7 +31,7 @@ def chosen(state: TrainState, pattern: str, stage: str) -> tuple[dict[str, dict[
     """
     params, fixed = state.trained().params, dict(state.fixed_layers)
     found = named(params, pattern, state.model, f"stage '{stage}'.log_weights.pattern", "trained parameter")
-    layers = {}
+    layers: dict[str, dict[str, Any]] = {}
     for path, leaf in paths(params):
         if path not in found.whole and path not in found.layers:
             continue
