@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.mesh import AnyMesh, on_host, replicated_sharding, with_shardings
-from rlhf_core.models.lora import has_adapters, untrained
-from rlhf_core.models.params import Path, join, matching, named, paths, split
+from rlhf_core.models.lora import has_adapters, layers_without_adapters, untrained
+from rlhf_core.models.params import (
+    Layers,
+    Named,
+    Path,
+    absent_lines,
+    join,
+    matching,
+    named,
+    paths,
+    split,
+    without_layers,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -24,10 +35,10 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-@functools.partial(
+@partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "params", "opt_state", "key", "guard"],
-    meta_fields=["model", "tx", "fixed"],
+    meta_fields=["model", "tx", "fixed", "fixed_layers"],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -40,6 +51,8 @@ class TrainState:
         is applied.
     model: static definition of the model (no arrays), or of several by name. tx: the optimizer.
     fixed: paths of parameters that are not trained and have no gradient or optimizer state.
+    fixed_layers: (path, indices of layers) of stacks of which some layers are not trained. These have a gradient, which
+        nothing reads, and no optimizer state.
     """
 
     step: Any
@@ -50,6 +63,7 @@ class TrainState:
     model: Any
     tx: optax.GradientTransformation
     fixed: frozenset[Path] = frozenset()
+    fixed_layers: Layers = ()
 
     def trained(self) -> TrainState:
         """Drop the parameters that are not trained, leaving what an update writes and a checkpoint holds."""
@@ -92,17 +106,18 @@ def create_state(
     model: one model, or several by name, {"policy": …, "critic": …}: the state's `params` and `model` are then also
         keyed by name, and the rules below hold for each model.
     tx: one for all models, or one per name. It sees only the parameters that are trained.
-    frozen: regular expressions; a parameter is not trained if one of them matches part of its dotted path. With several
-        models the path begins with the model's name, unless the expressions are given by name. A model with adapters
-        trains only these and its reward head.
+    frozen: regular expressions; a parameter is not trained if one of them matches part of its dotted path. A layer of
+        its own has its number in it, "layers.0.mlp". With several models the path begins with the model's name, unless
+        the expressions are given by name. A model with adapters trains only these and its reward head.
     offload: whether the optimizer's state is in the host's memory between updates.
 
-    Raises InputError if an expression matches no path, if names differ, or if nothing would be trained.
+    Raises InputError if an expression matches no path, if names differ, or if nothing would be trained. Warns of
+    alternatives of an expression that match none.
     """
     definition: Any
     if isinstance(model, Mapping):
         params: dict[str, Any] = {name: each.params for name, each in model.items()}
-        fixed = _find_fixed(model, frozen)
+        found = _find_fixed(model, frozen)
         mesh, definition = (
             _shared_mesh(model),
             Definitions(tuple((n, m.definition) for n, m in model.items())),
@@ -111,68 +126,105 @@ def create_state(
         if isinstance(tx, Mapping) or isinstance(frozen, Mapping):
             raise InputError("create_state: tx and frozen by name go with several models by name")
         params, mesh, definition = model.params, model.mesh, model.definition
-        fixed = fixed_parameters(params, frozen, model.definition)
+        found = find_fixed(params, frozen, model.definition)
+    fixed = found.whole
+    layers = tuple(sorted(found.layers.items()))
     params = _copy_shared(params, fixed)
     trained = split(params, fixed)[0]
     if not trained:
         raise InputError("frozen_parameters: nothing would be trained, not even adapters or heads")
     shardings = jax.tree.map(lambda x: x.sharding, trained)
+    updated = jax.eval_shape(partial(without_layers, layers=layers), trained)
     if isinstance(tx, Mapping):
         _require_names(tx, params, trained)
         each_tx = {name: tx[name] for name in trained}
         tx = _by_name(**each_tx)
         opt_shardings: Any = {
             name: optimizer_shardings(
-                jax.eval_shape(model_tx.init, trained[name]), trained[name], shardings[name], mesh
+                jax.eval_shape(model_tx.init, updated[name]), updated[name], shardings[name], mesh
             )
             for name, model_tx in each_tx.items()
         }
     else:
-        opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, trained), trained, shardings, mesh)
+        opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, updated), updated, shardings, mesh)
     if offload:
         opt_shardings = jax.tree.map(on_host, opt_shardings)
     replicated = replicated_sharding(mesh)
     if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
         scalar, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(seed))
-        opt_state = with_shardings(jax.eval_shape(tx.init, trained), opt_shardings)
+        opt_state = with_shardings(jax.eval_shape(tx.init, updated), opt_shardings)
         step, guard, key = with_shardings((scalar, scalar, key), (replicated,) * 3)
-        return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
-    opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
+        return TrainState(step, params, opt_state, key, guard, definition, tx, fixed, layers)
+    for line in absent_lines(found.absent) if jax.process_index() == 0 else ():
+        warn(f"frozen_parameters: {line}")
+    opt_state = jax.jit(lambda x: tx.init(without_layers(x, layers)), out_shardings=opt_shardings)(trained)
     step, guard = jax.device_put((np.int32(0), np.int32(-1)), (replicated, replicated))
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated)(seed)
-    return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
+    return TrainState(step, params, opt_state, key, guard, definition, tx, fixed, layers)
 
 
 def fixed_parameters(
     params: Mapping[str, Any], frozen: str | Sequence[str] | None, model: Definition | None = None
 ) -> frozenset[Path]:
-    """Find the paths of parameters that `create_state` would not train.
+    """Find the paths of parameters that `create_state` would not train, in any layer.
 
-    model: the definition that `params` belong to; needed if they hold more than the model's, see `untrained`.
+    model: the definition that `params` belong to; needed if they hold more than the model's, see `untrained`, and if
+    its layers are of several kinds.
     """
+    return find_fixed(params, frozen, model).whole
+
+
+def find_fixed(
+    params: Mapping[str, Any], frozen: str | Sequence[str] | None, model: Definition | None = None
+) -> Named:
+    """Find the parameters that `create_state` would not train. model: as for `fixed_parameters`."""
     known = None
     if model is not None and has_adapters(params):
         known = frozenset(path for path, _ in paths(model.abstract_params()))
-    return untrained(params, known) | (matching(params, frozen) if frozen else frozenset())
+    own = Named(untrained(params, known), layers_without_adapters(model), [])
+    return own if not frozen else _both(params, own, matching(params, frozen, model))
+
+
+def _both(params: Mapping[str, Any], a: Named, b: Named) -> Named:
+    """Join what two searches found."""
+    whole = set(a.whole | b.whole)
+    layers = {}
+    sizes = {path: leaf.shape[0] for path, leaf in paths(params) if path in a.layers or path in b.layers}
+    for path, size in sizes.items():
+        indices = {*a.layers.get(path, ()), *b.layers.get(path, ())}
+        if len(indices) == size:
+            whole.add(path)
+        elif path not in whole:
+            layers[path] = tuple(sorted(indices))
+    return Named(frozenset(whole), layers, a.absent + b.absent)
 
 
 def _find_fixed(
     models: Mapping[str, Model], frozen: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
-) -> frozenset[Path]:
+) -> Named:
     """Find the untrained parameters of several models, as paths that begin with the model's name."""
-    fixed = {
-        (name, *path)
-        for name, model in models.items()
-        for path in fixed_parameters(model.params, None, model.definition)
-    }
+    params = {name: model.params for name, model in models.items()}
+    found = Named(frozenset(), {}, [])
+    for name, model in models.items():
+        found = _both(params, found, _under(name, find_fixed(model.params, None, model.definition)))
     if isinstance(frozen, Mapping):
         if unknown := [name for name in frozen if name not in models]:
             raise InputError(f"frozen: no model is called '{unknown[0]}'.{suggest(unknown[0], models)}")
         for name, patterns in frozen.items():
-            fixed |= {(name, *path) for path in named(models[name].params, patterns)}
+            each = named(models[name].params, patterns, models[name].definition)
+            found = _both(params, found, _under(name, each))
     elif frozen:
-        fixed |= matching({name: model.params for name, model in models.items()}, frozen)
-    return frozenset(fixed)
+        definitions = {name: model.definition for name, model in models.items()}
+        found = _both(params, found, matching(params, frozen, definitions))
+    return found
+
+
+def _under(name: str, found: Named) -> Named:
+    """Return what was found in one of several models, as paths that begin with the model's name."""
+    whole = frozenset((name, *path) for path in found.whole)
+    return found._replace(
+        whole=whole, layers={(name, *path): indices for path, indices in found.layers.items()}
+    )
 
 
 def _shared_mesh(models: Mapping[str, Model]) -> Any:

@@ -29,7 +29,16 @@ from rlhf_core.mesh import (
 )
 from rlhf_core.metrics import Balance, Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
-from rlhf_core.models.params import Path, by_layer, join, paths, split
+from rlhf_core.models.params import (
+    Layers,
+    Path,
+    by_layer,
+    join,
+    paths,
+    split,
+    with_layers,
+    without_layers,
+)
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
@@ -160,14 +169,17 @@ def loss_metrics(loss: Loss) -> dict[str, Mean | Balance]:
     return {"loss": loss} if isinstance(loss, Mean) else {f"loss/{name}": part for name, part in loss.items()}
 
 
-def layer_norms(grads: Any, model: Any) -> dict[str, jax.Array]:
+def layer_norms(grads: Any, model: Any, fixed: Layers = ()) -> dict[str, jax.Array]:
     """Compute the norm of each layer's gradient, float32 [], by its dotted path, such as "layers.3" or "embed_tokens".
 
-    model: the definition, or several by name.
+    model: the definition, or several by name. fixed: layers that are left out, since they are not trained.
     """
     squares: dict[str, Any] = {}
+    left_out = dict(fixed)
     for path, leaf in paths(grads):
         for layer, _, index in by_layer(model, path, leaf):
+            if index in left_out.get(path, ()):
+                continue
             squares[layer] = squares.get(layer, 0.0) + jnp.square(leaf[index].astype(jnp.float32)).sum()
     return {name: jnp.sqrt(square) for name, square in squares.items()}
 
@@ -177,21 +189,27 @@ def apply(
 ) -> tuple[TrainState, dict[str, Metric]]:
     """Update the state by the mean gradient, unless a loss or gradient has not been finite.
 
-    state: from `TrainState.trained`, so that all of its parameters are trained. Returns the next state, and the
-    objective's metrics with `loss` and `grad_norm` (before the optimizer), and where `by_layer` with each of
-    `layer_norms` as `grad_norm/LAYER`. adjust: changes the parameters after the optimizer.
+    state: from `TrainState.trained`, so that all of its parameters are trained but for `fixed_layers`. Returns the next
+    state, and the objective's metrics with `loss` and `grad_norm` (before the optimizer), and where `by_layer` with
+    each of `layer_norms` as `grad_norm/LAYER`. adjust: changes the parameters after the optimizer.
     """
     if isinstance(done.loss, Mean):
         total, scale = done.loss.total, _inverse(done.loss.count)
         grads = jax.tree.map(lambda g: g * scale, done.grads)
     else:
         total, grads = _sum_of_means(done.loss), done.grads
-    norm = optax.tree.norm(grads)
+    # Of a stack, the optimizer sees the layers that are trained, as if there were no others.
+    own = partial(without_layers, layers=state.fixed_layers)
+    trained = own(grads)
+    norm = optax.tree.norm(trained)
     finite = jnp.isfinite(norm) & jnp.isfinite(total)
     good = finite & (state.guard < 0)
-    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    params = params if adjust is None else adjust(params, done.metrics)
+    updates, opt_state = state.tx.update(trained, state.opt_state, own(state.params))
+    updated = optax.apply_updates(own(state.params), updates)
+    params = with_layers(state.params, updated, state.fixed_layers)
+    if adjust is not None:
+        adjusted = own(adjust(params, done.metrics))
+        params = with_layers(state.params, adjusted, state.fixed_layers)
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     following = replace(
         state,
@@ -201,7 +219,10 @@ def apply(
         guard=jnp.where((state.guard < 0) & ~finite, state.step, state.guard),
     )
     norms = (
-        {f"grad_norm/{name}": Mean.of(x) for name, x in layer_norms(grads, state.model).items()}
+        {
+            f"grad_norm/{name}": Mean.of(x)
+            for name, x in layer_norms(grads, state.model, state.fixed_layers).items()
+        }
         if by_layer
         else {}
     )

@@ -140,7 +140,7 @@ TRAINER_NAMES: Mapping[str, Meaning] = {
     "repo_id": "model",
     "dataset_name": "train_data",
     "dataset_split": "train_data.split",
-    "auto_shard_states": Ignored("states are always sharded over `mesh`", (True,), done=True),
+    "auto_shard_states": Ignored("the `mesh` of a pipeline or of `rlhf train` says how", (True,), done=True),
     "aux_loss_enabled": Taken("router_aux_loss_coef", _balance, same=(False,)),
     "attn_mechanism": Taken("attention", _attention, same=(None,)),
     "backend": Taken("platform", _platform, same=(None,)),

@@ -11,26 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from rlhf_core.config.aliases import PART_NAMES, expand
+from rlhf_core.config.durations import Minutes, Seconds
 from rlhf_core.config.options import Component, Options, Problem, format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Meaning, Refused, Taken
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 from rlhf_core.errors import suggest
 from rlhf_core.tokenizer.options import kwargs_problem, parse_date
-
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-
-
-def to_seconds(value: Any) -> Any:
-    """Parse a duration such as "2h30m", "1d" or "45s" into seconds; leave a number unchanged."""
-    if not isinstance(value, str):
-        return value
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", value.lower())
-    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", value.lower()).strip():
-        raise ValueError(
-            f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {format_value(value)}"
-        )
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
-
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -105,6 +91,7 @@ class LoraOptions(Options):
         "lora_alpha": Refused("alpha"),
         "lora_dropout": Refused("dropout"),
         "target_modules": Refused("targets"),
+        "layers_to_transform": Refused("targets"),
     }
 
     rank: int = Field(8, ge=1, description="rank of the product that is added to a kernel")
@@ -115,7 +102,8 @@ class LoraOptions(Options):
     use_rslora: bool = Field(False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023)")
     targets: str | list[str] = Field(
         "all-linear",
-        description="all linear layers, or their names or regular expressions of their dotted paths",
+        description="all linear layers, or their names or regular expressions of their dotted paths, in all layers, or "
+        "with a layer's number, layers.0.self_attn.q_proj",
     )
     base: Literal["nf4", "int8"] | None = Field(
         None,
@@ -191,7 +179,7 @@ class LogWeights(Options):
 
     pattern: Annotated[str, AfterValidator(check_regex)] = Field(
         ".*",
-        description="regular expression, searched in a parameter's dotted path, its layer's number included",
+        description="regular expression, searched in a parameter's dotted path, as frozen_parameters",
     )
     every: int = Field(100, ge=1, description="updates between two logs")
 
@@ -320,8 +308,10 @@ class TrainerConfig(Options):
         None, description="none: true, unless the metric is a loss, error, perplexity or kl"
     )
     save_steps: int | None = Field(None, ge=1, description="updates between checkpoints; none: by time")
-    save_interval_minutes: float | None = Field(
-        None, gt=0, description="minutes between checkpoints; none: 10, or with save_steps by updates alone"
+    save_interval_minutes: Minutes | None = Field(
+        None,
+        gt=0,
+        description="minutes between checkpoints, or text such as '1h'; none: 10, or with save_steps by updates alone",
     )
     save_total_limit: int | None = Field(
         None, ge=1, description="newest checkpoints to keep, plus the best; none: all"
@@ -336,10 +326,10 @@ class TrainerConfig(Options):
         None,
         description="name of the run in trackers, and of its directory below save_directory; none: as its directory",
     )
-    training_time_limit: Annotated[float | None, BeforeValidator(to_seconds)] = Field(
+    training_time_limit: Seconds | None = Field(
         None,
         gt=0,
-        description="seconds, or text such as '2h30m', after which training ends and saves the model",
+        description="seconds, or text such as '2h30m' or '90 min', after which training ends and saves the model",
     )
     log_steps: int = Field(10, ge=1, description="updates between logged metrics")
     report_steps: int | None = Field(
@@ -378,7 +368,9 @@ class TrainerConfig(Options):
         description="completions while training, in the terminal, samples/, the report and loggers; none: no previews",
     )
     frozen_parameters: Annotated[str | list[str], AfterValidator(check_regex)] | None = Field(
-        None, description="regular expressions; parameters whose dotted path matches are not trained"
+        None,
+        description="regular expressions; parameters whose dotted path matches are not trained: in all layers, "
+        "layers.mlp.up_proj.kernel, or with a layer's number, layers.0.mlp.up_proj.kernel",
     )
     disable_dropout: bool = Field(
         True,

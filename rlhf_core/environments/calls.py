@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Component
+from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import LARGEST_REWARD, Turn
 from rlhf_core.data.columns import message_problem
 from rlhf_core.errors import InputError
@@ -65,7 +66,7 @@ class EnvironmentOptions(Component):
         gt=0,
         description="wall time per episode, in seconds; the current turn is its last; none: no limit",
     )
-    timeout: float | None = Field(
+    timeout: Seconds | None = Field(
         default=None, gt=0, description="seconds per call of `reset` or `step`; none: no limit"
     )
     processes: int | None = Field(

@@ -253,8 +253,8 @@ class _Run:
         fresh = self.progress.newest < 0
         if fresh and self.build.evaluate and (config.eval_on_start or config.metric_for_best_model):
             metrics, _ = self.report(0, state, logs=False, evaluates=True)
-            if self.best.watches:
-                self.best.choose_metric(metrics)
+            if self.best.compare(start, metrics) and config.load_best_model_at_end:
+                self.progress.save(start, state, wait=True)
         stop_together(here)
         return steps
 

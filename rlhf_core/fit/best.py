@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import jax
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, suggest
+from rlhf_core.loggers.jsonl import FILE, read_rows
 from rlhf_core.runtime.agreement import broadcast_numbers
 from rlhf_core.state import TrainState, abstract_state
 
@@ -26,6 +27,33 @@ BEST = "best.json"
 LOWER = ("loss", "error", "perplexity", "kl")
 """Endings of metrics that are better when lower. So are the parts of a loss, `loss/NAME`; all others are better when
 higher."""
+
+
+WORSE = {"eval_accuracy": -0.05, "eval_loss": 0.05}
+"""By how much an evaluation is clearly worse than another: a difference of accuracies, a share of a loss."""
+
+
+def worse_lines(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """Say, in at most one line, that the evaluation after the last update is clearly worse than an earlier one.
+
+    rows: of metrics.jsonl. step: the last update.
+    """
+    for name, margin in WORSE.items():
+        values = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        if step not in values:
+            continue
+        last = values[step]
+        best = max(values, key=values.__getitem__) if margin < 0 else min(values, key=values.__getitem__)
+        limit = values[best] + (margin if margin < 0 else margin * abs(values[best]))
+        if (last - limit) * margin <= 0:
+            continue
+        others = [other for other in DEFAULTS if any(other in row for row in rows)]
+        by = "" if name == others[0] else f' and metric_for_best_model = "{name}"'
+        return [
+            f"{name} was best after update {best}, {values[best]:.4g}, and is {last:.4g} after update {step}, whose "
+            f"model is saved: load_best_model_at_end = true{by} would keep the best"
+        ]
+    return []
 
 
 def saved_form(trained: TrainState) -> Callable[[Mapping[str, Any]], TrainState]:
@@ -99,7 +127,11 @@ class Best:
         Prints the choice and writes it to best.json. `state` is deleted where another replaces it. Raises RunError
         where that one is damaged.
         """
+        file = self.stage.dir / FILE
+        rows = list(read_rows(file)) if self.stage.is_main and file.is_file() else []
         if not self.watches:
+            for line in worse_lines(rows, step):
+                self.stage.say(line)
             return state
         if self.exhausted:
             self.stage.say(
@@ -108,7 +140,9 @@ class Best:
         chosen = step if self.step is None or not self.config.load_best_model_at_end else self.step
         best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"
         name = self.metric or "evaluation"
-        self.stage.say(f"best {name}: {best}; the trained model is that of update {chosen}")
+        evaluated = [row["step"] for row in rows if name in row]
+        without = "; the start was not evaluated: eval_on_start" if evaluated and min(evaluated) else ""
+        self.stage.say(f"best {name}: {best}; the trained model is that of update {chosen}{without}")
         if chosen != step:
             state = self._restore(chosen, state, checkpoints)
         if self.stage.is_main:
@@ -128,6 +162,9 @@ class Best:
                 f"Delete {self.stage.dir} to train it again."
             ) from error
         assert restored is not None
+        metrics = restored.host.get("metrics", {})
+        self.stage.metrics.clear()  # so that results are those of the trained model
+        self.stage.metrics.update({name: math.nan if x is None else x for name, x in metrics.items()})
         return last.with_trained(restored.state)
 
     def to_json(self) -> dict[str, Any]:

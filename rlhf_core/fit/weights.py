@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, warn
 from rlhf_core.mesh import replicated_sharding
-from rlhf_core.models.params import by_layer, paths
+from rlhf_core.models.params import absent_lines, named, numbered, paths
 from rlhf_core.runtime.files import append_line
 
 if TYPE_CHECKING:
@@ -24,23 +23,27 @@ FILE = "weights.jsonl"
 BINS = 64
 
 
-def chosen(state: TrainState, pattern: str, stage: str) -> dict[str, Any]:
-    """Return the trained parameters, or stacks of them, of which the expression is found in at least one layer's path.
+def chosen(state: TrainState, pattern: str, stage: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Find the layers of trained parameters that an expression names, see `params.named`.
 
-    Raises InputError, naming the stage, where there is none.
+    Returns ({dotted path of a parameter: {path of a layer, with its number: its index}}, lines about alternatives that
+    name nothing). Raises InputError, naming the stage, where there is none.
     """
-    found, names = {}, []
-    for path, leaf in paths(state.trained().params):
-        own = [f"{layer}.{name}" for layer, name, _ in by_layer(state.model, path, leaf)]
-        names += own
-        if any(re.search(pattern, name) for name in own):
-            found[".".join(path)] = leaf
-    if not found:
-        raise InputError(
-            f"stage '{stage}'.log_weights.pattern: {pattern!r} matches no trained parameter."
-            f"{suggest(pattern, names)} There are {', '.join(names[:3])}, …, {names[-1]}"
-        )
-    return found
+    params, fixed = state.trained().params, dict(state.fixed_layers)
+    found = named(params, pattern, state.model, f"stage '{stage}'.log_weights.pattern", "trained parameter")
+    layers: dict[str, dict[str, Any]] = {}
+    for path, leaf in paths(params):
+        if path not in found.whole and path not in found.layers:
+            continue
+        trained = {
+            name: index
+            for name, index in numbered(state.model, path, leaf)
+            if index in found.layers.get(path, (index,)) and index not in fixed.get(path, ())
+        }
+        layers |= {".".join(path): trained} if trained else {}
+    if not layers:
+        raise InputError(f"stage '{stage}'.log_weights.pattern: {pattern!r} matches no trained parameter")
+    return layers, absent_lines(found.absent, "trained parameter")
 
 
 def statistics(before: Any, after: Any) -> dict[str, jax.Array]:
@@ -66,9 +69,11 @@ class WeightLog:
     """Logs the parameters that a pattern chooses, after the updates that are due."""
 
     def __init__(self, stage: Stage, options: LogWeights, state: TrainState) -> None:
-        """Raises InputError where the pattern matches no trained parameter."""
-        self.stage, self.options, self.model = stage, options, state.model
-        self.names = list(chosen(state, options.pattern, stage.name))
+        """Raises InputError where the pattern matches no trained parameter, warns where an alternative does not."""
+        self.stage, self.options = stage, options
+        self.layers, absent = chosen(state, options.pattern, stage.name)
+        for line in absent if stage.is_main else ():
+            warn(f"stage '{stage.name}'.log_weights.pattern: {line}")
         everywhere = replicated_sharding(state.step.sharding.mesh)
         self._describe = jax.jit(self._all, out_shardings=everywhere)
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -94,12 +99,11 @@ class WeightLog:
 
     def _chosen(self, state: TrainState) -> dict[str, Any]:
         params = {".".join(path): leaf for path, leaf in paths(state.trained().params)}
-        return {name: params[name] for name in self.names}
+        return {name: params[name] for name in self.layers}
 
     def _all(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
         found = {}
         for name, leaf in after.items():
-            for layer, within, index in by_layer(self.model, name.split("."), leaf):
-                if re.search(self.options.pattern, full := f"{layer}.{within}"):
-                    found[full] = statistics(before[name][index], leaf[index])
+            for layer, index in self.layers[name].items():
+                found[layer] = statistics(before[name][index], leaf[index])
         return found

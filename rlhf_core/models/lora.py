@@ -6,14 +6,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.models import quantized
-from rlhf_core.models.params import Path, paths
+from rlhf_core.models.params import Path, absent_lines, has_number, numbered, paths, search
 
 GROUP = "adapter"
 """The key of a module's adapter: {"lora_a", "lora_b"} and, with dropout, "lora_key"."""
@@ -30,6 +31,8 @@ class Lora:
     scale: alpha / rank, or alpha / sqrt(rank) with use_rslora (Kalajdzievski 2023). dropout: the probability that an
     element of x is zero on its way into A, while training.
     targets: dotted paths of the adapted modules within a layer, such as "self_attn.q_proj".
+    layers: of targets that are adapted in some layers only, (target, indices of these in its stack). A and B of the
+        others are zero, and neither trained nor saved.
     """
 
     rank: int
@@ -37,6 +40,11 @@ class Lora:
     dropout: float
     use_rslora: bool
     targets: tuple[str, ...]
+    layers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def adapts(self, target: str, layer: int) -> bool:
+        """Whether the layer of this index in the target's stack has an adapter."""
+        return layer in dict(self.layers).get(target, (layer,))
 
     @property
     def scale(self) -> float:
@@ -51,27 +59,92 @@ def linear_modules(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(".".join(path[1:-1]) for path in kernels if len(sizes[path]) == 3 and path[-2] != ROUTER)
 
 
-def resolve(targets: str | Sequence[str], modules: Sequence[str]) -> tuple[str, ...]:
+class Targets(NamedTuple):
+    """What `resolve` chooses. absent: lines about alternatives that name nothing."""
+
+    modules: tuple[str, ...]
+    layers: tuple[tuple[str, tuple[int, ...]], ...]
+    absent: list[str]
+
+
+def module_paths(model: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return {module that can be adapted: by layer, its path with the layer's number and its name in the files}.
+
+    model: the definition.
+    """
+    shapes = model.quantized_as(None).abstract_params()
+    leaves = dict(paths(shapes))
+    stored = model.module_names()
+    found = {}
+    for module in linear_modules(shapes):
+        path = ("layers", *module.split("."), "kernel")
+        own = [name.removesuffix(".kernel") for name, _ in numbered(model, path, leaves[path])]
+        found[module] = list(zip(own, stored[module], strict=True))
+    return found
+
+
+def resolve(targets: str | Sequence[str], names: Mapping[str, Sequence[tuple[str, str]]]) -> Targets:
     """Choose the modules that `targets` names: "all-linear", or names and regular expressions of whole dotted paths.
 
-    Raises InputError for one that names no module.
+    A path is that of a module within a layer, "self_attn.q_proj", or begins with `layers` and the layer's number,
+    "layers.0.self_attn.q_proj", or is the module's name in the files. An expression without a number may also mean
+    "layers.self_attn.q_proj", the module in all layers.
+
+    names: `module_paths`. Raises InputError for a target that names no module.
     """
     if targets == "all-linear":
-        return tuple(modules)
-    chosen: set[str] = set()
+        return Targets(tuple(names), (), [])
+    chosen: set[tuple[str, int]] = set()
+    absent = []
     for target in [targets] if isinstance(targets, str) else targets:
         try:
-            hits = {m for m in modules if f".{m}".endswith(f".{target}") or re.fullmatch(target, m)}
+            found, lost = search(target, partial(_named, names))
         except re.error as error:
             raise InputError(f"lora.targets: {target!r} is not a regular expression: {error}") from None
-        if not hits:
-            names = [module.rpartition(".")[2] for module in modules]
+        if not found:
+            last = [module.rpartition(".")[2] for module in names]
             raise InputError(
-                f"lora.targets: {target!r} names no linear layer.{suggest(target, names)} "
-                f"The model has {', '.join(names)}"
+                f"lora.targets: {target!r} names no linear layer.{suggest(target, last)} "
+                f"The model has {', '.join(last)}"
             )
-        chosen |= hits
-    return tuple(module for module in modules if module in chosen)
+        absent += absent_lines([(part, target) for part in lost], "linear layer")
+        chosen |= found
+    layers = {
+        module: tuple(i for i in range(len(each)) if (module, i) in chosen) for module, each in names.items()
+    }
+    modules = tuple(module for module in names if layers[module])
+    some = tuple((module, layers[module]) for module in modules if len(layers[module]) < len(names[module]))
+    return Targets(modules, some, absent)
+
+
+def _named(names: Mapping[str, Sequence[tuple[str, str]]], target: str) -> set[tuple[str, int]]:
+    """Find the modules that a target names, {(module, index of its layer)}: by name in all layers, else in some."""
+    expression = re.compile(target)
+    everywhere = {m for m in names if f".{m}".endswith(f".{target}") or expression.fullmatch(m)}
+    if not has_number(target):
+        everywhere |= {m for m in names if expression.fullmatch(f"layers.{m}")}
+    if everywhere:
+        return {(module, i) for module in everywhere for i in range(len(names[module]))}
+    return {
+        (module, i)
+        for module, each in names.items()
+        for i, both in enumerate(each)
+        if any(f".{name}".endswith(f".{target}") or expression.fullmatch(name) for name in both)
+    }
+
+
+def layers_without_adapters(model: Any) -> dict[Path, tuple[int, ...]]:
+    """Find the layers of adapters' stacks that have none, {path: indices}. model: the definition, or None."""
+    lora: Lora | None = getattr(model, "lora", None)
+    if lora is None or not lora.layers:
+        return {}
+    shapes = dict(paths(model.abstract_params()))
+    found = {}
+    for target, _ in lora.layers:
+        for name in ("lora_a", "lora_b"):
+            path = ("layers", *target.split("."), GROUP, name)
+            found[path] = tuple(i for i in range(shapes[path].shape[0]) if not lora.adapts(target, i))
+    return found
 
 
 def with_noise(params: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from rlhf_core.models import peft, weights
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.hf_config import shown, text_config, with_text_config
-from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
+from rlhf_core.models.lora import Lora, layers_without_adapters, merge, module_paths, resolve, untrained
 from rlhf_core.models.params import Path as ParameterPath
-from rlhf_core.models.params import join, paths, split
+from rlhf_core.models.params import changed, join, paths, split
 from rlhf_core.tokenizer import TOKENIZER_FILES, load_tokenizer, special_ids, template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import stop_ids_in
 
@@ -260,21 +260,29 @@ class Model:
     ) -> Model:
         """Return the model with fresh adapters, without effect until they are trained; see `Lora`.
 
-        targets: "all-linear", or names and regular expressions of linear layers. base: the name of this model in the
-        adapter's configuration, which has the revision of an hf:// name; default: the directory that it came from.
-        Raises InputError for a target that does not exist, and for a model that has adapters already.
+        targets: "all-linear", or names and regular expressions of linear layers, see `resolve`. base: the name of this
+        model in the adapter's configuration, which has the revision of an hf:// name; default: the directory that it
+        came from. Raises InputError for a target that does not exist, and for a model that has adapters already. Warns
+        of alternatives of a target that name no layer.
         """
         if self.definition.lora is not None:
             raise InputError("lora: the model has adapters already; merge them first")
-        modules = linear_modules(self.definition.quantized_as(None).abstract_params())
-        lora = Lora(rank, float(alpha), dropout, use_rslora, resolve(targets, modules))
+        chosen = resolve(targets, module_paths(self.definition))
+        for line in chosen.absent if jax.process_index() == 0 else ():
+            warn(f"lora.targets: {line}")
+        lora = Lora(rank, float(alpha), dropout, use_rslora, chosen.modules, chosen.layers)
         definition = self.definition.with_lora(lora)
         source = base or self.source
         named = None if source is None else peft.named(source)
+        params = changed(
+            complete(definition, self.params, self.mesh, seed),
+            layers_without_adapters(definition),
+            lambda leaf, layers: jax.device_put(leaf.at[jnp.asarray(layers)].set(0.0), leaf.sharding),
+        )
         return dataclasses.replace(
             self,
             definition=definition,
-            params=complete(definition, self.params, self.mesh, seed),
+            params=params,
             adapter=peft.config_for(lora, definition.module_names(), base=named, head=definition.head),
         )
 
@@ -362,7 +370,8 @@ class Model:
         values = jax.tree.map(np.asarray, gather(trained))
         if jax.process_index() == 0:
             assert self.adapter is not None
-            peft.save(directory, self.adapter, values, self.definition.module_names())
+            assert self.definition.lora is not None
+            peft.save(directory, self.adapter, values, self.definition.lora, self.definition.module_names())
 
 
 def with_padding_apart(model: Model) -> Model:

@@ -160,7 +160,7 @@ def config_for(
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules([name for target in lora.targets for name in names[target]]),
+        "target_modules": _target_modules(lora, names),
         "modules_to_save": None,
         "use_rslora": lora.use_rslora,
         "use_dora": False,
@@ -171,21 +171,39 @@ def config_for(
     return for_head(config | ({} if revision is None else {"revision": revision}), head)
 
 
-def _target_modules(modules: Sequence[str]) -> list[str] | str:
-    """Name modules as PEFT does: by their last words; by a regular expression where a vision tower may have the same.
+def _target_modules(lora: Lora, names: Mapping[str, Sequence[str]]) -> list[str] | str:
+    """Name modules as PEFT does: by their last words; by a regular expression where a vision tower may have the same,
+    and where only some layers are adapted.
 
     The expression also fits the text model that transformers makes of such a checkpoint by itself.
     """
-    words = sorted({module.rpartition(".")[2] for module in modules})
-    prefix = modules[0].partition("layers.")[0]
-    if prefix == "model.":
-        return words
-    inner = re.escape(prefix.removeprefix("model."))
-    return rf"model\.({inner})?layers\.\d+\.(.*\.)?({'|'.join(words)})"
+    adapted = [
+        name for target in lora.targets for i, name in enumerate(names[target]) if lora.adapts(target, i)
+    ]
+    prefix = adapted[0].partition("layers.")[0]
+    start = re.escape(prefix)
+    if prefix.startswith("model.") and prefix != "model.":
+        start = rf"model\.({re.escape(prefix.removeprefix('model.'))})?"
+    words = sorted({module.rpartition(".")[2] for module in adapted})
+    if not lora.layers:
+        return words if prefix == "model." else rf"{start}layers\.\d+\.(.*\.)?({'|'.join(words)})"
+    numbers: dict[str, list[str]] = {}
+    for module in adapted:
+        number, _, within = module.removeprefix(f"{prefix}layers.").partition(".")
+        numbers.setdefault(within, []).append(number)
+    modules: dict[str, list[str]] = {}
+    for within, each in numbers.items():
+        modules.setdefault("|".join(each), []).append(re.escape(within))
+    layers = (rf"({each})\.({'|'.join(within)})" for each, within in modules.items())
+    return rf"{start}layers\.({'|'.join(layers)})"
 
 
 def save(
-    directory: Path, config: Mapping[str, Any], params: Mapping[str, Any], names: Mapping[str, Sequence[str]]
+    directory: Path,
+    config: Mapping[str, Any],
+    params: Mapping[str, Any],
+    lora: Lora,
+    names: Mapping[str, Sequence[str]],
 ) -> None:
     """Write the adapter's two files, float32.
 
@@ -195,8 +213,10 @@ def save(
     for path, value in paths(params):
         if path[-1] in ("lora_a", "lora_b"):
             kind = "lora_A" if path[-1] == "lora_a" else "lora_B"
-            for module, part in zip(names[".".join(path[1:-2])], value, strict=True):
-                tensors[f"{PREFIX}{module}.{kind}.weight"] = np.ascontiguousarray(part.T)
+            target = ".".join(path[1:-2])
+            for i, (module, part) in enumerate(zip(names[target], value, strict=True)):
+                if lora.adapts(target, i):
+                    tensors[f"{PREFIX}{module}.{kind}.weight"] = np.ascontiguousarray(part.T)
         elif path[0] == "score":
             tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(value.T)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
@@ -258,8 +278,10 @@ class Adapter:
                 f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}; "
                 "is this its base model?"
             )
-        lora = self._lora(
-            [target for target in possible if not self._modules.keys().isdisjoint(names[target])]
+        present = {t: tuple(i for i, name in enumerate(names[t]) if name in self._modules) for t in possible}
+        lora = dataclasses.replace(
+            self._lora([target for target in possible if present[target]]),
+            layers=tuple((t, own) for t, own in present.items() if 0 < len(own) < len(names[t])),
         )
         definition = model.definition.with_lora(lora)
         params = model.params
@@ -272,10 +294,8 @@ class Adapter:
                 )
             params = {**params, "score": {"kernel": kernel}}
         added: dict[str, Any] = {}
-        whole = True
         for target in lora.targets:
             count, *sizes = layers["layers", *target.split("."), "kernel"].shape
-            whole = whole and self._modules.keys() >= set(names[target])
             adapter = self._stacked(names[target], lora, (sizes[0], sizes[1]))
             if lora.dropout:
                 adapter["lora_key"] = np.zeros((count, 2), np.uint32)
@@ -284,7 +304,7 @@ class Adapter:
                 inner = inner.setdefault(name, {})
             inner["adapter"] = adapter
         params = jax.device_put(join(params, added), definition.shardings(model.mesh))
-        same = whole and not renamed and lora.rank == self.fields.r and not self.fields.alpha_pattern
+        same = not renamed and lora.rank == self.fields.r and not self.fields.alpha_pattern
         if same:
             config = {**self.config, "base_model_name_or_path": base.named}
             if base.revision is not None or "revision" in config:

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Component
+from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.hidden import remember_attributes, scrub
@@ -59,7 +60,7 @@ class WeightedReward(Component):
     label: str | None = Field(
         default=None, description="name in the metrics; none: `name` without directories"
     )
-    timeout: float | None = Field(default=None, gt=0, description="seconds per call; none: no limit")
+    timeout: Seconds | None = Field(default=None, gt=0, description="seconds per call; none: no limit")
     processes: int | None = Field(
         default=None,
         ge=1,

@@ -19,6 +19,7 @@ from rlhf_core.data.records import reason_against, wrong_set_names
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
+from rlhf_core.models import Model
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.stage import Stage, identity
@@ -55,6 +56,8 @@ REFUSED_INPUTS = {
     "data_collator": "examples are packed into rows without padding: give rows with the token ids to train on, or "
     "map the dataset beforehand",
     "formatting_func": "map the dataset beforehand: rows have `text`, `prompt` and `completion`, or `messages`",
+    "mesh": "a trainer takes all devices along data: rlhf train --mesh.fsdp 4, or mesh = { fsdp = 4 } in a pipeline, "
+    "spreads the states over them",
     "optimizer_cls_and_kwargs": "write `optimizer` in the config, or give optimizers=(transformation, schedule)",
     "preprocess_logits_for_metrics": "logits are not kept: compute_metrics gets the scores of pairs",
 }
@@ -102,6 +105,11 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
             raise InputError(f"{name}: {reason}")
     if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
         inputs["rewards"] = [inputs["rewards"]]
+    for number, reward in enumerate(inputs.get("rewards") or ()):
+        if isinstance(reward, Model):
+            raise InputError(
+                f"rewards[{number}]: a model in memory; save it, model.save(DIR), and give its directory"
+            )
     if unknown := sorted(set(inputs) - set(INPUTS)):
         raise InputError(
             *(
@@ -126,7 +134,8 @@ def _hint(name: str, cls: type[TrainerConfig]) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trainer run from Python: its main artifact, all artifacts by output name, the last metrics."""
+    """The result of a trainer run from Python: its main artifact, all artifacts by output name, the newest metrics at
+    the update whose model is saved."""
 
     artifact: Artifact
     artifacts: Mapping[str, Artifact]

@@ -266,6 +266,13 @@ def compare(before: Record, now: Record) -> Differences:
     return Differences(list({str(each): each for each in refused}.values()), warned, data)
 
 
+def changed_since(before: Record, now: Record) -> list[str]:
+    """Describe what differs in what a stage computes; versions of libraries are left out."""
+    changes = compare(before, now)
+    settings = [each for each in changes.warned if not each.said]
+    return [str(each) for each in (*changes.refused, *settings, *changes.data)]
+
+
 def accept_names(field: str, before: Record, now: Record) -> tuple[str, ...]:
     """Return the names under which a refused change can be accepted, such as "rewards.judge"; none if it cannot be.
 

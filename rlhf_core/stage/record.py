@@ -19,6 +19,8 @@ from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
 from rlhf_core.stage.decide import Begun, Decision, Difference, Record, Request, compare, decide_all
 
 FILE = "stage.json"
+BEFORE = "before.json"
+"""The record of a run of which nothing is kept."""
 FORMAT = 3
 
 
@@ -116,12 +118,26 @@ class StageRecord:
         self._write({**self.then, **{key: now[key] for key in ("config", "inputs", "code", "accepted")}})
 
     def put_back(self, before: Mapping[str, Any]) -> None:
-        """Undo `write_running` for a stage that failed before it did anything, so that its input can be repaired."""
+        """Undo `write_running` for a stage that failed before it did anything, so that its input can be repaired.
+
+        before: the record until then; without one, `take_attempt` returns the one that is removed.
+        """
         if before:
             self._write(dict(before))
-        else:
-            remove(self.path)
-            self.then = {}
+            return
+        if self.then:
+            write_atomic(self.dir / BEFORE, seal(self.then), private=True)
+        remove(self.path)
+        self.then = {}
+
+    def take_attempt(self) -> Record | None:
+        """Return what the stage was begun as by a run of which nothing is kept, and forget it."""
+        path = self.dir / BEFORE
+        found = None
+        with suppress(OSError, ValueError, KeyError):  # it is only told
+            found = unseal(path.read_bytes())
+        remove(path)
+        return found
 
     @property
     def metrics(self) -> dict[str, float]:

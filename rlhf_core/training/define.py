@@ -20,6 +20,8 @@ from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Decoder, Model
 from rlhf_core.models.experts import expert_count, has_corrections, move_biases
+from rlhf_core.models.lora import module_paths, resolve
+from rlhf_core.models.params import absent_lines, named, paths
 from rlhf_core.objective import with_experts
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime.devices import platform
@@ -169,11 +171,29 @@ def forecast(
         lines += memory.lines
         if planned is not None or platform() != "cpu":
             lines += _waiting_lines(made, context)
-        cautions += memory.warnings
+        cautions += [*memory.warnings, *_absent(made, context)]
     lines += first.later
     lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
     cautions += config_warnings(config, first.updates, planned=planned is not None)
     return Forecast(tuple(lines), tuple(cautions), memory.memory)
+
+
+def _absent(made: Build, context: Context) -> Iterator[str]:
+    """Describe the alternatives of expressions that name no parameter."""
+    config = context.config
+    models = {"": made.models} if isinstance(made.models, Model) else made.models
+    for name, each in (made.trains or dict.fromkeys(models, config)).items():
+        model = models[name]
+        if each.frozen_parameters:
+            lost = named(model.params, each.frozen_parameters, model.definition).absent
+            yield from (f"frozen_parameters: {line}" for line in absent_lines(lost))
+        if each.lora is not None:
+            lines = resolve(each.lora.targets, module_paths(model.definition)).absent
+            yield from (f"lora.targets: {line}" for line in lines)
+    if config.log_weights is not None:
+        state, _ = made.state(config, context.stage)
+        lines = chosen(state, config.log_weights.pattern, context.name)[1]
+        yield from (f"log_weights.pattern: {line}" for line in lines)
 
 
 def _waiting_lines(made: Build, context: Context) -> Iterator[str]:
@@ -229,12 +249,22 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
     )
     parts |= {name: device_bytes(tree) for name, tree in made.held.items()}
     if config.log_weights is not None:
-        copied = chosen(state, config.log_weights.pattern, context.name)
+        layers = chosen(state, config.log_weights.pattern, context.name)[0]
+        copied = [leaf for path, leaf in paths(state.params) if ".".join(path) in layers]
         parts["logged weights"] = device_bytes(copied)
     parts |= {"previews": made.previews.bytes} if made.previews is not None else {}
     parts |= {name: device_bytes(params[name]) for name in models if name not in trains}
     policy = models[next(iter(trains))].definition
     return parts | dict(expected.held(policy, parts["parameters"]))
+
+
+ELSEWHERE = {
+    "evaluate": "train() evaluates at its end where there is an eval_dataset: train().metrics has the eval_ metrics",
+    "save_model": "train() saves the model, in train().artifact.path; elsewhere: load_model(path).save(DIR)",
+    "predict": "load_model(path) has logits and scores of a batch; rlhf score and rlhf generate take files",
+    "push_to_hub": "rlhf export MODEL --push OWNER/NAME, with train().artifact.path as MODEL",
+}
+"""Methods of other libraries' trainers: what to call here."""
 
 
 class PythonTrainer:
@@ -255,8 +285,13 @@ class PythonTrainer:
         self.config, self.inputs = trainer_arguments(self.config_class, config, inputs)
 
     def train(self) -> Result:
-        """Train; return the artifact and the last metrics."""
+        """Train; return the artifact and the metrics of the model that was saved."""
         return run_alone(self.trainer, self.config, **self.inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ELSEWHERE:
+            raise AttributeError(f"{type(self).__name__}.{name}: {ELSEWHERE[name]}")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
 
 def python_trainer(trainer: str, config: type[TrainerConfig], module: str) -> type[PythonTrainer]:

@@ -17,6 +17,8 @@ from rlhf_core.state import fixed_parameters
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from rlhf_core.models import Definition
+
 
 class Reference:
     """A copy of the parameters that are trained; the others are the policy's own arrays.
@@ -35,9 +37,13 @@ class Reference:
         *,
         moves: bool = False,
         offload: bool = False,
+        definition: Definition | None = None,
     ) -> None:
-        """Copy what is trained. params: the policy's, or shapes. frozen: the config's `frozen_parameters`."""
-        self._fixed, self._mesh, self.moves = fixed_parameters(params, frozen), mesh, moves
+        """Copy what is trained. params: the policy's, or shapes. frozen: the config's `frozen_parameters`.
+
+        definition: the policy's; needed where `frozen` has numbers of layers that are of several kinds.
+        """
+        self._fixed, self._mesh, self.moves = fixed_parameters(params, frozen, definition), mesh, moves
         trained, self._rest = split(params, self._fixed)
         self._compiler = BackgroundCompiler()
         # The loop donates the policy's buffers to every update.

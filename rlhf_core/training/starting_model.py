@@ -32,7 +32,7 @@ from rlhf_core.models import (
     weights,
 )
 from rlhf_core.models.loading import complete_table, define, describe, held_as
-from rlhf_core.models.lora import Lora, linear_modules, resolve
+from rlhf_core.models.lora import Lora, module_paths, resolve
 from rlhf_core.models.model import with_padding_apart
 from rlhf_core.models.quantized import plain
 from rlhf_core.runtime.devices import planned
@@ -40,6 +40,8 @@ from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_stop_ids
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from rlhf_core.config.trainer import LoraOptions
     from rlhf_core.models.config import Remat
     from rlhf_core.plugins.registry import Registry
@@ -76,6 +78,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     source = model_source(config, stage)
     mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
     if isinstance(source, Model):
+        _require_mesh(source, mesh, stage)
         shardings = source.definition.shardings(mesh)
         params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), source.params, shardings)
         model = replace(source, params=params, mesh=mesh).with_head(head, seed=stage.seed)
@@ -124,6 +127,23 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     return model
 
 
+def _require_mesh(model: Model, mesh: Mesh, stage: Stage) -> None:
+    """Raise InputError for a model that is spread over devices otherwise than the stage would."""
+    spread = {
+        axis: size
+        for axis, size in model.mesh.shape.items()
+        if axis != "data" and size > 1 and mesh.shape[axis] != size
+    }
+    if spread:
+        sizes = ", ".join(f"{axis} = {size}" for axis, size in spread.items())
+        flags = " ".join(f"--mesh.{axis} {size}" for axis, size in spread.items())
+        raise InputError(
+            f"stage '{stage.name}'.model: loaded onto a mesh with {sizes}, and a trainer takes all devices along "
+            f"data, so that each would hold the whole model. Give its directory to rlhf train … {flags}, or to a "
+            f"pipeline with mesh = {{ {sizes} }}; or load it without a mesh"
+        )
+
+
 def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: Any) -> Model:
     """Add the adapters that `lora` asks for; without `lora`, merge the adapters that the model came with."""
     present, asked, where = model.definition.lora, config.lora, f"stage '{stage.name}'.lora"
@@ -149,11 +169,15 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     if present is None:
         options = {name: value for name, value in asked.to_dict().items() if name != "base"}
         return model.with_lora(**options, seed=stage.seed, base=_hub_name(config, source))
-    modules = linear_modules(model.definition.quantized_as(None).abstract_params())
-    if present != asked_lora(asked, modules):
+    names = module_paths(model.definition)
+    if present != asked_lora(asked, names):
+        adapted = [
+            *(target for target in present.targets if target not in dict(present.layers)),
+            *(names[target][i][0] for target, layers in present.layers for i in layers),
+        ]
         raise InputError(
             f"{where}: the model already has adapters of rank {present.rank}, alpha {present.alpha:g} on "
-            f"{', '.join(present.targets)}. Give the same options to continue training them; without lora "
+            f"{', '.join(adapted)}. Give the same options to continue training them; without lora "
             f"they are merged"
         )
     return model
@@ -168,10 +192,12 @@ def _hub_name(config: TrainerConfig, source: Any) -> str | None:
     return str(hub.HubName(source, "model", config.model_revision, None))
 
 
-def asked_lora(options: LoraOptions, modules: Sequence[str]) -> Lora:
-    """Return the adapters that the options describe for a model with these linear layers."""
-    targets = resolve(options.targets, modules)
-    return Lora(options.rank, options.alpha, options.dropout, options.use_rslora, targets)
+def asked_lora(options: LoraOptions, names: Mapping[str, Sequence[tuple[str, str]]]) -> Lora:
+    """Return the adapters that the options describe for a model with these linear layers, see `module_paths`."""
+    chosen = resolve(options.targets, names)
+    return Lora(
+        options.rank, options.alpha, options.dropout, options.use_rslora, chosen.modules, chosen.layers
+    )
 
 
 def model_source(config: TrainerConfig, stage: Stage) -> Any:
@@ -276,8 +302,8 @@ def model_of_shapes(
         return Model(absent, {}, tokenizer, {}, None, absent)
     definition, hf_config = described
     if adapters and config.lora is not None:
-        modules = linear_modules(definition.abstract_params())
-        definition = definition.with_lora(asked_lora(config.lora, modules))
+        names = module_paths(definition)
+        definition = definition.with_lora(asked_lora(config.lora, names))
         definition = definition.quantized_as(held_as(config.lora.base, hf_config))
     params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
     model_mesh: Any = mesh

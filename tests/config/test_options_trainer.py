@@ -79,15 +79,25 @@ def test_defaults_are_the_contract_s() -> None:
         ("90m", 5400.0),
         ("45s", 45.0),
         ("1h 1.5m", 3690.0),
+        ("50min", 3000.0),
+        ("90 min", 5400.0),
+        ("2hours", 7200.0),
+        ("1 hr, 30 minutes", 5400.0),
+        ("2hrs", 7200.0),
+        ("30sec", 30.0),
+        ("45 Seconds", 45.0),
+        ("2 days", 172800.0),
         (10, 10.0),
         (0.5, 0.5),
     ],
 )
 def test_durations(given: Any, seconds: float) -> None:
     assert TrainerConfig(training_time_limit=given).training_time_limit == seconds
+    if isinstance(given, str):
+        assert TrainerConfig(save_interval_minutes=given).save_interval_minutes == seconds / 60
 
 
-@pytest.mark.parametrize("given", ["soon", "2h30", "h", "", "1w", "2h and 3m"])
+@pytest.mark.parametrize("given", ["soon", "2h30", "h", "", "1w", "2h and 3m", "5 minuets"])
 def test_durations_that_are_none(given: str) -> None:
     assert problem(training_time_limit=given) == (
         f"training_time_limit: expected seconds or a duration such as '2h30m', '1d' or '45s', got {given!r}"

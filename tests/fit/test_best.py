@@ -123,7 +123,7 @@ def kept(tiny: ModuleType, tmp_path: Path) -> Any:
     def state(step: int) -> TrainState:
         return create_state(model.with_params(jax.tree.map(lambda x: step * x, model.params)), optax.sgd(0.1))
 
-    checkpoints.save(1, state(1), host={"step": 1})
+    checkpoints.save(1, state(1), host={"step": 1, "metrics": {"eval_accuracy": 0.9, "loss": None}})
     checkpoints.save(2, state(2), host={"step": 2}, protect=1, block=True)
     yield SimpleNamespace(directory=tmp_path, before=before, checkpoints=checkpoints, state=state)
     checkpoints.close()
@@ -140,7 +140,9 @@ def test_the_best_state_takes_the_place_of_the_last(
 ) -> None:
     judge = judged(kept.directory, load_best_model_at_end=True, early_stopping_patience=2)
     last = kept.state(3)
+    judge.stage.metrics.update({"eval_accuracy": 0.4, "loss": 0.1, "later": 1.0})
     found = judge.final(last, 3, kept.checkpoints)
+    assert str(judge.stage.metrics) == "{'eval_accuracy': 0.9, 'loss': nan}"  # of the model that is kept
     for name, leaf in tiny.leaves(found.params).items():
         np.testing.assert_array_equal(leaf, kept.before[name])
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(last.params))  # there is room for one
@@ -188,6 +190,58 @@ def test_a_best_state_that_is_damaged_is_one_clear_error(kept: Any) -> None:
         str(caught.value),
     )
     assert kept.checkpoints.steps() == [1, 2]
+
+
+def logged(directory: Path, *values: float, name: str = "eval_loss", first: int = 1) -> None:
+    """Write a metrics.jsonl of evaluations after updates first, first + 1, …"""
+    rows = ({"step": step, "eval_accuracy": 0.5, name: value} for step, value in enumerate(values, first))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "line"),
+    [
+        (
+            "eval_loss",
+            (0.96, 0.9, 1.6),
+            "eval_loss was best after update 2, 0.9, and is 1.6 after update 3, whose model is saved: "
+            'load_best_model_at_end = true and metric_for_best_model = "eval_loss" would keep the best',
+        ),
+        ("eval_loss", (0.96, 0.9, 0.92), None),
+        ("eval_loss", (1.6, 1.2, 0.9), None),
+        (
+            "eval_accuracy",
+            (0.9, 0.95, 0.8),
+            "eval_accuracy was best after update 2, 0.95, and is 0.8 after update 3, whose model is saved: "
+            "load_best_model_at_end = true would keep the best",
+        ),
+        ("eval_accuracy", (0.9, 0.95, 0.92), None),
+    ],
+)
+def test_evaluations_that_got_clearly_worse_are_told_at_the_end(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    values: tuple[float, ...],
+    line: str | None,
+) -> None:
+    logged(tmp_path, *values, name=name)
+    best(tmp_path).final(None, 3, None)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines() == ([f"[rm] {line}"] if line else [])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whether_the_start_was_a_candidate_is_told(
+    kept: Any, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    logged(kept.directory, 0.5, 0.9, 0.7, name="eval_accuracy", first=first)
+    judge = best(kept.directory, load_best_model_at_end=True)
+    seen(judge, 0.5, 0.7, 0.9)
+    judge.final(kept.state(3), 3, kept.checkpoints)
+    without = "" if first == 0 else "; the start was not evaluated: eval_on_start"
+    assert capsys.readouterr().err.splitlines() == [
+        f"[rm] best eval_accuracy: 0.9 after update 3; the trained model is that of update 3{without}"
+    ]
 
 
 # Retention

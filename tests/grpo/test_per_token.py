@@ -165,3 +165,10 @@ def test_log_probabilities_of_logits_equal_float64():
     ]
     np.testing.assert_allclose(compute_per_token_logps(logits, ids, 3), expected, atol=2e-6)
     assert compute_per_token_logps(logits.astype(jnp.bfloat16), ids, 3).dtype == jnp.float32
+    for trimmed in (logits[:, :-1], logits[:, 2:-1]):
+        np.testing.assert_allclose(compute_per_token_logps(trimmed, ids, 3), expected, atol=2e-6)
+    for wrong, prompt in ((logits[:, 1:-1], 3), (logits, 0), (logits[0], 3), (logits[:1], 3)):
+        with pytest.raises(
+            InputError, match=rf"got logits \{list(wrong.shape)}, input_ids \{list(ids.shape)}"
+        ):
+            compute_per_token_logps(wrong, ids, prompt)

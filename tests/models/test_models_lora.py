@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import jax
@@ -10,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from rlhf_core import create_state, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.models.layers import Adapter
-from rlhf_core.models.lora import Lora, linear_modules, resolve, with_noise
+from rlhf_core.models.lora import Lora, module_paths, resolve, with_noise
 from rlhf_core.models.params import paths
 
 ALL = (
@@ -69,9 +71,9 @@ def adapted(base):
     ],
 )
 def test_targets(base, targets, expected):
-    modules = linear_modules(base.params)
-    assert modules == ALL
-    assert resolve(targets, modules) == expected
+    names = module_paths(base.definition)
+    assert tuple(names) == ALL
+    assert resolve(targets, names) == (expected, (), [])
 
 
 def test_a_target_that_is_not_there(base):
@@ -195,8 +197,6 @@ def test_an_adapter_that_cannot_be_honoured(adapted, tmp_path, changes, message)
 
 def test_ranks_and_alphas_of_their_own(adapted, base, tmp_path):
     """PEFT's patterns: a smaller rank is filled up with zeros, another alpha is multiplied into B."""
-    from safetensors.numpy import load_file, save_file
-
     adapted.save(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -233,3 +233,56 @@ def test_golden_adapters(shared, name):
     for one in (model, model.merged()):
         logits = np.asarray(one.logits(inputs["input_ids"], mask))
         np.testing.assert_allclose(logits[mask != 0], expected[mask != 0], atol=1e-4)
+
+
+SOME = [r"layers\.0\..*q_proj", r"model\.layers\.1\.mlp\.(up|gate)_proj", "o_proj"]
+"""Targets of which some are a module in one layer."""
+OF_SOME = {
+    "model.layers.0.self_attn.q_proj",
+    *(f"model.layers.1.mlp.{name}_proj" for name in ("up", "gate")),
+    *(f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)),
+}
+
+
+def test_layers_without_an_adapter_are_neither_trained_nor_saved(base, tmp_path):
+    model = base.with_lora(rank=2, targets=SOME)
+    state = create_state(model, optax.adam(1e-3))
+    at = ("layers", "self_attn", "q_proj", "adapter")
+    assert dict(state.fixed_layers)[*at, "lora_a"] == dict(state.fixed_layers)[*at, "lora_b"] == (1,)
+    assert not dict(paths(model.params))[*at, "lora_a"][1].any()
+    assert len(state.fixed_layers) == 6
+    model.save(tmp_path)
+    file = "adapter_model.safetensors"
+    saved = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / file)}
+    assert saved == {f"{module}.lora_{x}.weight" for module in OF_SOME for x in "AB"}
+    expression = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    names = [name for each in base.definition.module_names().values() for name in each]
+    assert {name for name in names if re.fullmatch(expression, name)} == OF_SOME
+    again = load_model(tmp_path)
+    assert again.definition == model.definition
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (r"layers\.(?!0\.).*k_proj", {"self_attn.k_proj": (1,)}),
+        ("layers.1.self_attn.k_proj", {"self_attn.k_proj": (1,)}),
+        (r"layers\.self_attn\.k_proj|v_proj", {}),
+        (["k_proj", r"layers\.0\.self_attn\.k_proj"], {}),
+    ],
+)
+def test_targets_with_the_number_of_a_layer(base, targets, layers):
+    found = resolve(targets, module_paths(base.definition))
+    assert dict(found.layers) == layers
+    assert "self_attn.k_proj" in found.modules
+    assert not found.absent
+
+
+def test_alternatives_of_a_target_that_name_nothing(base):
+    with pytest.warns(
+        UserWarning, match=r"lora\.targets: 'layers\\\\.7\\\\.k_proj' in .* matches no linear layer"
+    ):
+        base.with_lora(targets=r"q_proj|layers\.7\.k_proj")
+    with pytest.raises(InputError, match=r"lora\.targets: 'layers\\\\.7\\\\..\*' names no linear layer"):
+        base.with_lora(targets=r"layers\.7\..*")

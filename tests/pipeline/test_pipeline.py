@@ -147,11 +147,20 @@ def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType
     assert ("run", "base") not in fake.EVENTS
 
 
-def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(pipeline: Path, fake: ModuleType) -> None:
+def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(
+    pipeline: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, "rm.fail=error")
     assert not Path("runs/a/rm/stage.json").exists()
+    capsys.readouterr()
     assert not go(pipeline, fake).stages["rm"].skipped
+    line = (
+        "stage 'rm': begins again, since nothing is kept of the run before, with other settings: "
+        'fail: then "error", now not given'
+    )
+    assert line in capsys.readouterr().out
+    assert not Path("runs/a/rm/before.json").exists()
 
 
 def test_a_disk_that_fails_at_the_record_hides_no_error(

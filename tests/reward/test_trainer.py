@@ -1,13 +1,17 @@
 """The reward trainer from Python: datasets, spellings, the result; and its config."""
 
+from dataclasses import replace
+
 import datasets
 import grain
 import numpy as np
 import pytest
+from rlhf_grpo import GRPOTrainer
 from rlhf_reward import RewardConfig, RewardTrainer
 
 from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
 
 OVER_ALL = {f"{side}/{each}" for side in ("chosen", "rejected") for each in ("mean", "std", "min", "max")}
@@ -122,6 +126,23 @@ def test_what_is_missing_or_unknown_is_reported(tiny):
     endless = grain.MapDataset.source(tiny.pairs(4)).repeat(None)
     with pytest.raises(InputError, match=r"eval_dataset: RepeatMapDataset .* repeats without end"):
         RewardTrainer(train_dataset=tiny.pairs(4), eval_dataset={"easy": tiny.pairs(4), "hard": endless})
+
+
+def test_a_mesh_that_would_be_ignored_is_an_error(tiny):
+    with pytest.raises(InputError, match=r"mesh: unknown argument .* rlhf train --mesh\.fsdp 4"):
+        RewardTrainer(model=tiny.make_model("score"), train_dataset=tiny.pairs(4), mesh={"fsdp": 4})
+    model, mesh = tiny.make_model("score"), make_mesh(fsdp=4)
+    spread = replace(model, mesh=mesh)
+    with pytest.raises(InputError, match=r"stage 'reward'\.model: .* fsdp = 4.* rlhf train … --mesh\.fsdp 4"):
+        RewardTrainer(model=spread, train_dataset=tiny.pairs(4)).train()
+    with pytest.raises(InputError, match=r"^rewards\[1\]: a model in memory; save it"):
+        GRPOTrainer(model=tiny.make_model(), rewards=["length", model], train_dataset=tiny.prompts(4))
+
+
+@pytest.mark.parametrize("name", ["evaluate", "save_model", "predict", "push_to_hub"])
+def test_methods_of_other_libraries_name_what_to_call(name):
+    with pytest.raises(AttributeError, match=rf"RewardTrainer\.{name}: .*(train\(\)|load_model)"):
+        getattr(RewardTrainer(), name)
 
 
 def test_config_round_trips():

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import rlhf_report as reporting
+from rlhf_report.comparison import _compare_stage
+from rlhf_report.pages import Page
+from rlhf_report.run_reader import read_run
 from rlhf_report.summary import t_quantile, wilson
 from scipy.stats import t
 
@@ -124,3 +127,30 @@ def test_a_held_out_loss_that_rose_is_worse(tmp_path: Path) -> None:
     )
     runs.write(run / "policy/metrics.jsonl", rows[:1])
     assert "The held-out loss was 1 after update 1." in words(run)
+
+
+def test_the_numbers_are_those_of_the_model_that_was_saved(tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run")
+    shutil.rmtree(run / "policy")
+    rows = [
+        {"step": step, "loss": loss, "eval_loss": held_out}
+        for step, loss, held_out in ((0, None, 0.7), (10, 0.6, 0.5), (20, 0.25, 1.625))
+    ]
+    rows[0].pop("loss")
+    runs.write(run / "rm/metrics.jsonl", rows)
+    best = {"metric": "eval_loss", "value": 0.5, "step": 10, "bad": 1, "updates": 20, "model": 10}
+    (run / "rm/best.json").write_text(json.dumps(best))
+    told = words(run)
+    assert (
+        "The held-out loss was 0.7 after update 0 and 0.5 after update 10, whose model was saved instead"
+        in told
+    )
+    assert "the model of update 10 was saved" in told
+    table = told.partition("saved, update 10")[2].partition("rm reward")[0]
+    assert "0.5" in table
+    assert "1.625" not in table
+    stage = read_run(run).stages[0]
+    (_, train), (_, held_out) = _compare_stage("rm", [stage, None], ["a", "b"], Page(), 40, []).last[:2]
+    assert (train, held_out) == ((0.6, None), (0.5, None))
+    (run / "rm/best.json").write_text(json.dumps(best | {"model": 0, "step": 0}))
+    assert "The held-out loss was 0.7 after update 0, whose model was saved" in words(run)

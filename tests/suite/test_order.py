@@ -143,6 +143,16 @@ def test_one_that_fails_is_no_better(train: Any, tmp_path: Path, monkeypatch: py
     assert (best["step"], best["model"], best["updates"]) == (2, 2, 6)
 
 
+def test_the_start_is_kept_where_every_update_is_for_the_worse(
+    train: Any, tiny: ModuleType, short: Any, tmp_path: Path
+) -> None:
+    given = {"eval_on_start": True, "load_best_model_at_end": True, "greater_is_better": True}
+    found, _ = train(evaluation_steps=2, save_total_limit=1, **given)
+    best = json.loads((tmp_path / "sft" / "best.json").read_text())
+    assert (best["step"], best["model"], best["updates"]) == (0, 0, 6)
+    assert_same(found, tiny.leaves(short.models["sft"].params))
+
+
 def test_before_the_first_update_it_is_an_error(
     train: Any, monkeypatch: pytest.MonkeyPatch, updates: list[int]
 ) -> None:

@@ -166,7 +166,7 @@ def build(config: PPOConfig, context: Context) -> Build:
     fixed = None if held_out is None else FixedPrompts(held_out, len(held_out.prompts), previewed=4)
     policy, layout = choose_rollout_rows(context, sampled, collector)
     critic = policy.with_head("score", seed=context.seed)
-    reference = Reference(policy.params, config.frozen_parameters, context.mesh)
+    reference = Reference(policy.params, config.frozen_parameters, context.mesh, definition=policy.definition)
     reader = make_reader(config, policy, critic, layout, context.mesh)
 
     def read_with(params: Any) -> dict[str, Any]:

@@ -136,7 +136,9 @@ class StartingModel:
         self._shapes, mesh = context.shapes, context.mesh
         config = context.config
         waits = "reference" in config.offload
-        self._start = Reference(model.params, config.frozen_parameters, mesh, offload=waits)
+        self._start = Reference(
+            model.params, config.frozen_parameters, mesh, offload=waits, definition=model.definition
+        )
         self._read = TreeReader(partial(sequence_logps, model.definition), layout, mesh, per="sequence")
 
     @property

@@ -106,10 +106,28 @@ def kept_by_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.
 def compute_per_token_logps(logits: jax.Array, input_ids: jax.Array, prompt_length: int) -> jax.Array:
     """Compute log-probabilities of the tokens after the prompt, float32 [B, T − prompt_length], nats.
 
-    logits: [B, T, V], of the whole sequences; input_ids: int [B, T].
+    input_ids: int [B, T]. logits: [B, T, V], of the whole sequences, [B, T − 1, V] without those of the last token, or
+    [B, T − prompt_length, V], only those that predict the tokens after the prompt. Raises InputError for other shapes.
     """
-    logits = logits[:, prompt_length - 1 : -1].astype(jnp.float32)
-    tokens = jnp.asarray(input_ids, jnp.int32)[:, prompt_length:]
+    tokens = jnp.asarray(input_ids, jnp.int32)
+    shapes = (
+        f"got logits {list(jnp.shape(logits))}, input_ids {list(tokens.shape)}, prompt_length {prompt_length}"
+    )
+    if tokens.ndim != 2 or jnp.ndim(logits) != 3 or len(tokens) != len(logits):
+        raise InputError(f"compute_per_token_logps: logits are [B, T, V] and input_ids [B, T]; {shapes}")
+    length = tokens.shape[1]
+    if not 0 < prompt_length <= length:
+        raise InputError(f"compute_per_token_logps: prompt_length must be from 1 to {length}; {shapes}")
+    count = length - prompt_length
+    starts = {count: 0, length - 1: prompt_length - 1, length: prompt_length - 1}
+    start = starts.get(logits.shape[1])
+    if start is None:
+        raise InputError(
+            f"compute_per_token_logps: give logits of {length} positions, or of the {count} that predict the tokens "
+            f"after the prompt; {shapes}"
+        )
+    logits = logits[:, start : start + count].astype(jnp.float32)
+    tokens = tokens[:, prompt_length:]
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -62,7 +62,12 @@ def build(config: GRPOConfig, context: Context) -> Build:
     if config.keeps_reference:
         waits = "reference" in config.offload
         reference = Reference(
-            policy.params, config.frozen_parameters, context.mesh, moves=moves, offload=waits
+            policy.params,
+            config.frozen_parameters,
+            context.mesh,
+            moves=moves,
+            offload=waits,
+            definition=policy.definition,
         )
     # The model that is trained may compute attention otherwise than samplers, which all take `policy`.
     model, layout = choose_rollout_rows(context, policy, collector)

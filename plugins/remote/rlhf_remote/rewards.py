@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from rlhf_core import REWARD, SAMPLER, InputError, Registry, RunError, hookimpl
+from rlhf_core.config.durations import Seconds
 from rlhf_core.errors import suggest
 from rlhf_core.hidden import scrub_all
 from rlhf_remote.answers import Answers, has_answers, question_key
@@ -45,7 +46,7 @@ STOPS = (
 )
 Log = Callable[[str, float], None]
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Limit = Annotated[Seconds, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -65,7 +66,7 @@ class Http:
     columns: tuple[str, ...] = ()
     batch_size: Positive = 32
     concurrency: Positive = 8
-    request_timeout: Seconds = 60.0
+    request_timeout: Limit = 60.0
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
@@ -174,7 +175,7 @@ class Judge:
     request: dict[str, Any] | None = None
     save_directory: str | None = None
     concurrency: Positive = 8
-    request_timeout: Seconds = 120.0
+    request_timeout: Limit = 120.0
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"

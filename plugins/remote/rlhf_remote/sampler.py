@@ -10,6 +10,7 @@ import jax
 from pydantic import Field
 
 from rlhf_core import InputError
+from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import Forecast
 from rlhf_remote.engines import KINDS, EngineDownError, Needs, Wanted, dtype_of, lora_rank, problems
 from rlhf_remote.sampling import PROCESSED, Sampler
@@ -36,7 +37,7 @@ class EngineSampler:
     weights: Literal["adapter", "disk"] = "adapter"
     directory: str | None = None
     model: str | None = None
-    timeout: Annotated[float, Field(gt=0)] = 600.0
+    timeout: Annotated[Seconds, Field(gt=0)] = 600.0
     patience: Annotated[float, Field(ge=0)] = 300.0
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.2
     concurrency: Annotated[int, Field(ge=1)] = 64

@@ -18,7 +18,7 @@ PLACES = {"dir", "model.tokenizer", "train_data", "eval_data"}
 
 @dataclass(frozen=True)
 class Compared:
-    """A stage in all runs. last: (metric, [each run's last value, None without one]).
+    """A stage in all runs. last: (metric, [each run's value at the saved model's update, None without one]).
 
     differences: (field, [its value in each run]).
     """
@@ -90,7 +90,7 @@ def _compare_stage(
         (
             metric,
             tuple(
-                None if s is None or metric not in s.metrics else float(s.metrics[metric].values[-1])
+                None if s is None or metric not in s.metrics else s.metrics[metric].value_at(s.saved)
                 for s in runs
             ),
         )

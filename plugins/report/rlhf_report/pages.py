@@ -143,9 +143,10 @@ LEAST_VALUES = 50
 
 @dataclass(frozen=True)
 class Row:
-    """One metric of a table."""
+    """One metric of a table. saved: at the update whose model is saved; the last value, where that is the last."""
 
     name: str
+    saved: float | None
     first: float
     last: float
     least: float
@@ -277,7 +278,7 @@ def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> 
         groups.setdefault(WEIGHTS, []).append(made.add(chart))
     for group, chart in _evaluation_charts(id, evaluations):
         groups.setdefault(group, []).append(made.add(chart))
-    rows = {name: _row(name, points) for name, points in stage.metrics.items()}
+    rows = {name: _row(name, points, stage.saved) for name, points in stage.metrics.items()}
     return StageView(
         run=stage,
         id=id,
@@ -363,16 +364,18 @@ def _evaluation_charts(id: str, evaluations: Sequence[Mapping[str, Any]]) -> Ite
         yield "Accuracy and calibration", reliability(f"{id}-calibration", title, parts)
 
 
-def _row(name: str, points: Points) -> Row:
+def _row(name: str, points: Points, saved: int | None) -> Row:
     values = points.values
     first, last, least, largest = map(float, (values[0], values[-1], values.min(), values.max()))
-    return Row(name, first, last, least, largest, len(values))
+    return Row(name, points.value_at(saved), first, last, least, largest, len(values))
 
 
 def _facts(stage: StageRun) -> Any:
     if stage.updates:
         planned = f" of {stage.planned:,}" if stage.planned and stage.planned != stage.updates else ""
         yield f"{stage.updates:,}{planned} updates"
+    if stage.saved is not None:
+        yield f"the model of update {stage.saved:,} was saved"
     if stage.seconds:
         yield charts.clock(stage.seconds)
     if "num_tokens" in stage.metrics:

@@ -49,6 +49,16 @@ class Points:
             self.values, other.values, rtol=1e-6, atol=0
         )
 
+    def at(self, update: int | None) -> tuple[float, float] | None:
+        """Return (update, value) of the newest point up to an update, None without one. update: None: the last."""
+        known = len(self.steps) if update is None else int(np.searchsorted(self.steps, update, side="right"))
+        return (float(self.steps[known - 1]), float(self.values[known - 1])) if known else None
+
+    def value_at(self, update: int | None) -> float | None:
+        """Return the value that `at` finds."""
+        found = self.at(update)
+        return None if found is None else found[1]
+
     def scaled(self, unit: float) -> Points:
         """Divide the values by a unit."""
         return replace(self, values=self.values / unit)
@@ -134,7 +144,7 @@ class StageRun:
 
     message: why it failed or was stopped. planned: total updates, None before the first one.
     metrics: {name: its logged points}. first_row: when the first row was logged, seconds since 1970. record:
-    stage.json, empty if there is none.
+    stage.json, empty if there is none. saved: the update whose model is saved, where that is not the last.
     """
 
     name: str
@@ -148,6 +158,7 @@ class StageRun:
     planned: int | None
     metrics: Mapping[str, Points]
     first_row: float | None
+    saved: int | None = None
 
     @property
     def updates(self) -> int:
@@ -276,6 +287,9 @@ def _stage(
     planned = json_object(path / "plan.json", problems).get("updates")
     stage_log = [e for e in log if e.get("stage") == name and number(e.get("time")) is not None]
     metrics, times = read_metrics(rows(path / "metrics.jsonl", problems))
+    best = json_object(path / "best.json", problems)
+    saved = best.get("model")
+    kept = isinstance(saved, int) and saved != best.get("updates", saved)
     first, last = (times[0], times[-1]) if times else (None, None)
     sessions = _sessions(stage_log, record, last)
     state, message = _state(path, stage_log, record, active)
@@ -295,6 +309,7 @@ def _stage(
         planned=int(updates) if (updates := number(planned)) is not None else None,
         metrics=metrics,
         first_row=first,
+        saved=saved if kept else None,
     )
 
 

@@ -94,25 +94,33 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def _accuracy(stage: StageRun, pairs: int) -> str:
-    points = stage.metrics["eval_accuracy"]
-    last = float(points.values[-1])
+    update, last = stage.metrics["eval_accuracy"].at(stage.saved) or (0.0, -1.0)
     if pairs < 1 or not 0 <= last <= 1:
         return ""
     low, high = wilson(last, pairs)
     chance = "" if low > 0.5 or high < 0.5 else ", which guessing could reach too"
     return (
-        f"After update {points.steps[-1]:,.0f} the chosen reply has the higher score in {last:.1%} of {pairs:,} "
+        f"After update {update:,.0f}{_saved(stage)} the chosen reply has the higher score in {last:.1%} of {pairs:,} "
         f"held-out pairs (95 % interval: {low:.1%} to {high:.1%}){chance}."
+    )
+
+
+def _saved(stage: StageRun) -> str:
+    """Say that an update's model is the one that was saved, where that is not the last."""
+    return (
+        "" if stage.saved is None else f", whose model was saved instead of that of update {stage.updates:,},"
     )
 
 
 def _loss(stage: StageRun) -> str:
     points = stage.metrics.get("eval_loss")
-    if points is None:
+    found = None if points is None else points.at(stage.saved)
+    if points is None or found is None:
         return ""
-    last = f"{number(points.values[-1])} after update {points.steps[-1]:,.0f}"
-    if len(points.steps) < 2:
+    update, value = found
+    last = f"{number(value)} after update {update:,.0f}{_saved(stage)}"
+    if len(points.steps) < 2 or update == points.steps[0]:
         return f"The held-out loss was {last}."
     first = f"{number(points.values[0])} after update {points.steps[0]:,.0f}"
-    worse = ": worse than at the first evaluation" if points.values[-1] > points.values[0] else ""
+    worse = ": worse than at the first evaluation" if value > points.values[0] else ""
     return f"The held-out loss was {first} and {last}{worse}."

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlhf_core import InputError
+from rlhf_core.config.durations import Seconds
 from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
 from rlhf_rewards.functions import completion_text, missing
 from rlhf_rewards.numbers import read_number
@@ -39,7 +40,7 @@ class MathVerify:
     Raises InputError if the package is missing, and for answers that cannot be parsed.
     """
 
-    seconds: Annotated[float, Field(gt=0)] = 5.0
+    seconds: Annotated[Seconds, Field(gt=0)] = 5.0
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
