@@ -180,7 +180,7 @@ def prepare_chat(body: Chat, target: Target) -> Prepared:
         [prompt],
         body.n or 1,
         wish,
-        [body.continue_final_message],
+        continues_text=body.continue_final_message,
         reads_prompt=body.prompt_logprobs is not None,
         per_token=bool(body.tools),
         streams=bool(body.stream),
