@@ -160,7 +160,7 @@ class Prepared:
     n: int
     wish: Wish
     continues_text: bool = True
-    """Whether the completions go on with the prompt's text; else they are texts of their own, as a chat's replies are."""
+    """Whether the completions go on with the prompt's text; else they are texts of their own, as a chat's replies."""
     reads_prompt: bool = False
     per_token: bool = False
     """Whether the text after every token is wanted."""

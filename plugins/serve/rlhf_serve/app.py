@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import time
 import warnings
@@ -234,6 +235,7 @@ class Flow(Response):
         try:
             async for part in self.parts:
                 await event(json_bytes(part))
+                await asyncio.sleep(0)  # other requests go on, and a client that is gone is noticed
         except OSError:
             raise
         except Exception as error:
@@ -416,8 +418,9 @@ class Gate:
 
     OPEN = ("/health",)
 
-    def __init__(self, app: Any, server: Server) -> None:
-        self.app, self.server = app, server
+    def __init__(self, app: Any, server: Server, control: Sequence[str] = ()) -> None:
+        """control: the paths that change the server."""
+        self.app, self.server, self.control = app, server, frozenset(control)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -426,6 +429,15 @@ class Gate:
         if scope["path"] not in self.OPEN and not self._has_key(scope):
             answer = error_answer(
                 "no valid key: send the header Authorization: Bearer KEY", 401, "authentication_error"
+            )
+            await answer(scope, receive, send)
+            return
+        if self._is_of_another_page(scope):
+            answer = error_answer(
+                "a web page of another address may not send this: leave the header Origin out, or start the server "
+                "with --api-key-env",
+                403,
+                "permission_error",
             )
             await answer(scope, receive, send)
             return
@@ -440,16 +452,50 @@ class Gate:
 
         try:
             await self.app(scope, receive, counted)
+        except asyncio.CancelledError:
+            if not self.server.draining:
+                raise  # else its connection was cut off
         finally:
             self.server.requests -= 1
             self.server.metrics.requests.labels(path, status).inc()
 
+    def _is_of_another_page(self, scope: Any) -> bool:
+        """Tell whether a web page that is not this server's own sent a request that may change or compute something.
+
+        A browser sends such requests to any address, and names the page's own in Origin. A page may have been given a
+        name that means this machine, which makes the two equal; so one that controls the server needs an address.
+        """
+        if self.server.key is not None or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return False
+        origins = _header(scope, b"origin")
+        if not origins:
+            return False
+        hosts = _header(scope, b"host")
+        if [origin.partition("://")[2] for origin in origins] != hosts:
+            return True
+        return scope["path"] in self.control and not _is_address(hosts[0])
+
     def _has_key(self, scope: Any) -> bool:
         if self.server.key is None:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = _header(scope, b"authorization")
         wanted = b"Bearer " + self.server.key.encode()
-        return len(given) == 1 and hmac.compare_digest(given[0], wanted)
+        return len(given) == 1 and hmac.compare_digest(given[0].encode("latin-1"), wanted)
+
+
+def _header(scope: Any, wanted: bytes) -> list[str]:
+    """List the values of a header."""
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+
+
+def _is_address(host: str) -> bool:
+    """Tell an IP address, or this machine's own name, from a name that somebody else may give a meaning."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -501,7 +547,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
-    """Make the ASGI application of a server. more: routes besides those that are always there."""
+    """Make the ASGI application of a server. more: the routes that control it."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -513,4 +559,4 @@ def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
         routes=[*routes(), *more], lifespan=lifespan, exception_handlers={HTTPException: _http_error}
     )
     app.state.server, app.state.created = server, int(time.time())
-    return Gate(app, server)
+    return Gate(app, server, [route.path for route in more])
