@@ -24,6 +24,9 @@ from rlhf_core.hidden import scrub
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
 """Libraries that call components, whose frames are therefore not a component's own."""
 
+LONGEST_NAME = 1000
+"""Characters of a name that others are compared with, which takes memory and time for each."""
+
 SHOWN = 5
 """Rows or problems that a message lists; it counts the others."""
 
@@ -89,6 +92,8 @@ def counted(number: int, nouns: str) -> str:
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` for the closest name in `known`, or an empty string if none is close."""
+    if len(name) > LONGEST_NAME:
+        return ""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean '{match[0]}'?" if match else ""
 
@@ -99,6 +104,12 @@ def suggest_file(path: Path) -> str:
         return suggest(path.name, [entry.name for entry in path.parent.iterdir()])
     except OSError:
         return f" There is no directory {path.parent} either." if not exists(path.parent) else ""
+
+
+def name_too_long(error: OSError) -> str:
+    """Describe an error of number ENAMETOOLONG: a file's name that no disk takes, often a text in a path's place."""
+    start = textwrap.shorten(str(error.filename), 80, placeholder="…")
+    return f"{start[:80]}…: is too long to be the name of a file ({len(str(error.filename)):,} characters)"
 
 
 def exists(path: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_serve import fields
 from rlhf_serve.answers import Call, Target, echoed, prompt_offsets
 from rlhf_serve.fields import Completion
 from tokenizers import Tokenizer
@@ -190,13 +191,48 @@ def test_what_ends_a_completion(running: Any) -> None:
         ({"prompt": []}, "prompt: is empty"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"prompt": "a", "stop_token_ids": [99]}, "stop_token_ids: 99 is out of range"),
+        (
+            {"prompt": "a", "stop": ["x"] * 17},
+            "stop: List should have at most 16 items after validation, not 17",
+        ),
+        ({"prompt": "a", "stop": ["x", 1]}, "stop.1: Input should be a valid string"),
+        ({"prompt": [1, -1]}, "prompt.1: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "model": "x" * 2000}, "model: String should have at most 1024 characters"),
+        ({"prompt": "a", "x" * 2**20: 1}, "x …"),
+        ({"prompt": ["a"] * 1025}, "n: 1,025 completions of one request are more than 1,024"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty: 0.5 is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ([1], "the body is list, not a JSON object"),
     ],
 )
 def test_refusals(running: Any, body: Any, message: str) -> None:
-    assert message in running.refused("/v1/completions", body)
+    refusal = running.refused("/v1/completions", body)
+    assert message in refusal
+    assert "stop: Input should be a valid string" not in refusal
+    assert len(refusal) < 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", lambda text: {"model": "policy", "prompt": text}),
+        (
+            "/v1/chat/completions",
+            lambda text: {"model": "policy", "messages": [{"role": "user", "content": text}]},
+        ),
+        ("/tokenize", lambda text: {"model": "policy", "prompt": text}),
+        ("/score", lambda text: {"model": "rm", "rows": [{"prompt": "a", "completion": text}]}),
+    ],
+)
+def test_a_text_is_refused_before_it_is_tokenized(
+    path: str, body: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fields, "MOST_CHARACTERS", 100)
+    scorer = running.server.models["rm"].scorer
+    monkeypatch.setattr(scorer, "contract", replace(scorer.contract, max_length=96))
+    monkeypatch.setattr(Encoder, "tokenize", lambda *_: pytest.fail("tokenized"))
+    refusal = running.refused(path, body("x" * (16 * 96 + 1)), 413)
+    assert "characters are too many for a context of 96 tokens; at most 1,536 are read" in refusal
 
 
 def test_an_unknown_model_and_an_unknown_path(running: Any) -> None:

@@ -112,6 +112,9 @@ def test_new_weights_and_their_name(controlled: Any, models: Path, tiny: Any) ->
     again = controlled.post("/v1/completions", GREEDY)["choices"][0]
     assert again["logprobs"] == before["logprobs"]
     assert "reload_weights is" in controlled.refused("/collective_rpc", {"method": "rm"})
+    for path, why in (("x" * 5000, "too long to be the name of a file"), ("x\0", "no such directory")):
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        assert why in controlled.refused("/collective_rpc", body)
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])

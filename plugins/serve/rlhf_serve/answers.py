@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.sampling.turns import STOP_IDS
-from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored
+from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored, require_short
 from rlhf_serve.flight import CONTEXT, Flight, TextReader, Wish
 
 if TYPE_CHECKING:
@@ -129,8 +129,16 @@ def check_ids(ids: Sequence[int], target: Target, name: str = "prompt") -> np.nd
     return array.astype(np.int32)
 
 
-def encode_prompts(body: Completion, target: Target) -> list[np.ndarray]:
-    """Encode the prompts of a request for completions, int32 [n] each."""
+def too_many(count: int, most: int) -> BadRequest:
+    """Refuse a request for more completions than a server takes at all."""
+    return BadRequest(f"n: {count:,} completions of one request are more than {most:,}", param="n")
+
+
+def encode_prompts(body: Completion, target: Target, most: int) -> list[np.ndarray]:
+    """Encode the prompts of a request for completions, int32 [n] each. Raises BadRequest.
+
+    most: completions that the server takes.
+    """
     given = body.prompt
     texts = isinstance(given, str) or (bool(given) and isinstance(given[0], str))
     rows: list[Any] = (
@@ -138,6 +146,10 @@ def encode_prompts(body: Completion, target: Target) -> list[np.ndarray]:
     )
     if not rows:
         raise BadRequest("prompt: is empty", param="prompt")
+    if len(rows) * (body.n or 1) > most:
+        raise too_many(len(rows) * (body.n or 1), most)
+    for text in rows if texts else ():
+        require_short([text], target.served.length, "prompt")
     encoder = target.served.encoder
     if not texts:
         prompts = [check_ids(row, target) for row in rows]
@@ -199,13 +211,13 @@ class Prepared:
         return call
 
 
-def prepare_completions(body: Completion, target: Target) -> Prepared:
-    """Encode and check a request for completions. Raises BadRequest."""
+def prepare_completions(body: Completion, target: Target, most: int) -> Prepared:
+    """Encode and check a request for completions. most: that the server takes. Raises BadRequest."""
     refuse_ignored(body)
     n = body.n or 1
     if body.best_of not in (None, n):
         raise BadRequest("best_of: is not supported, except as large as n", param="best_of")
-    prompts = encode_prompts(body, target)
+    prompts = encode_prompts(body, target, most)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:
         raise BadRequest("max_tokens: must be at least 1, except with echo", param="max_tokens")

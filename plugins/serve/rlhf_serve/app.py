@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import json
@@ -22,11 +23,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import rlhf_core
-from rlhf_core.errors import InputError, RunError, error_line, suggest
+from rlhf_core.errors import InputError, RunError, error_line, name_too_long, suggest
 from rlhf_serve import answers, chats, scores
 from rlhf_serve.answers import Call, Prepared, Target
 from rlhf_serve.engine import Engine
-from rlhf_serve.fields import BadRequest, Chat, Completion, Detokenize, Generate, Tokenize, read
+from rlhf_serve.fields import (
+    BadRequest,
+    Chat,
+    Completion,
+    Detokenize,
+    Generate,
+    Tokenize,
+    read,
+    require_short,
+)
 from rlhf_serve.metrics import Metrics
 from rlhf_serve.opening import ServedPolicy, ServedScorer
 
@@ -36,6 +46,8 @@ BODY_SECONDS = 60.0
 """How long a client may take to send a body."""
 LARGE = 2**16
 """Bytes of a body that is read in another thread."""
+MOST_MESSAGE = 4000
+"""Characters of an error's message."""
 RETRY_SECONDS = 1
 
 
@@ -117,9 +129,7 @@ class Server:
         if self.draining:
             raise Busy("the server is stopping", 503)
         if count > self.most_waiting:
-            raise BadRequest(
-                f"n: {count:,} completions of one request are more than {self.most_waiting:,}", param="n"
-            )
+            raise answers.too_many(count, self.most_waiting)
         waiting = sum(
             not flight.over
             for call in self.calls
@@ -144,7 +154,9 @@ class Busy(BadRequest):
 def error_answer(
     message: str, status: int, kind: str = "invalid_request_error", param: str | None = None
 ) -> JSONResponse:
-    """Write an error as OpenAI and vLLM do."""
+    """Write an error as OpenAI and vLLM do. A message may quote what a client sent: only so much of it is sent back."""
+    if len(message) > MOST_MESSAGE:
+        message = f"{message[:MOST_MESSAGE]} …"
     headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
     error = {"message": message, "type": kind, "param": param, "code": status}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
@@ -156,6 +168,8 @@ def failure(error: Exception) -> JSONResponse:
         return error_answer(str(error), error.status, error.kind, error.param)
     if isinstance(error, InputError):
         return error_answer(str(error), 400)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return error_answer(name_too_long(error), 400)
     if isinstance(error, RunError):
         return error_answer(str(error), 500, "server_error")
     warnings.warn(f"a request failed: {error_line(error)}", stacklevel=1)
@@ -302,7 +316,7 @@ async def completions(request: Request) -> Response:
     def begin() -> tuple[Completion, Target, Any]:
         body = read(Completion, content)
         target = server.policy(body.model)
-        return body, target, answers.prepare_completions(body, target)
+        return body, target, answers.prepare_completions(body, target, server.most_waiting)
 
     body, target, prepared = await off_loop(server, content, begin)
     call = server.begin(target, prepared)
@@ -390,6 +404,7 @@ async def tokenize(request: Request) -> Response:
         if body.prompt is None:
             ids = chats.encode_chat(body, server.policy(body.model))
         else:
+            require_short([body.prompt], length, "prompt")
             ids = encoder.tokenize_open([(body.prompt, body.add_special_tokens is not False)])[0]
         names = encoder.tokenizer.convert_ids_to_tokens(ids.tolist()) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": length, "tokens": ids.tolist(), "token_strs": names}
