@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -221,6 +222,13 @@ def test_adapters_under_their_names(controlled: Any, models: Path, tiny: Any) ->
         body = {"lora_name": "x", "lora_path": path}
         assert controlled.client.post("/v1/load_lora_adapter", json=body).status_code in (400, 404), path
     assert len(controlled.server.policies()[0].adapters) == 1
+    # A directory that is below the allowed one, with a file that is not.
+    linked = models / "adapters" / "linked"
+    shutil.copytree(models / "adapters" / "v1", linked)
+    (linked / "adapter_model.safetensors").unlink()
+    (linked / "adapter_model.safetensors").symlink_to(models / "newer" / "model.safetensors")
+    body = {"lora_name": "x", "lora_path": "linked"}
+    assert "is not below the directory" in controlled.refused("/v1/load_lora_adapter", body)
 
 
 @pytest.mark.long

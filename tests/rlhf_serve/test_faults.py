@@ -172,9 +172,16 @@ def test_too_much_at_a_time(running: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["type"] == "overloaded_error"
     assert "of one request" in running.refused("/v1/completions", {**LONG, "n": 11})
+    filling = threading.Thread(
+        target=lambda: running.post("/v1/completions", {**LONG, "n": 2, "max_tokens": 2})
+    )
+    filling.start()  # exactly as many as may wait
+    while len(running.server.calls) < 2:
+        assert filling.is_alive()
     monkeypatch.undo()
     running.server.engine._wake.set()
     thread.join()
+    filling.join()
 
 
 def test_a_stream_to_nobody_is_not_made() -> None:
