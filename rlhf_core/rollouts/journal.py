@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.errors import UNREADABLE, InputError, library_words
+from rlhf_core.errors import UNREADABLE, InputError, library_words, read_limited
 from rlhf_core.rollouts.rollout import Rollout, scrubbed
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
@@ -78,7 +78,7 @@ class Journal:
             written = directory / RECORD
             then: Any = None
             with suppress(*UNREADABLE):
-                then = json.loads(written.read_bytes())
+                then = json.loads(read_limited(written))
             if fresh or then is None or any(compare(then, record)[::2]):
                 cls(directory, (), writes=True).keep(before=keep)
             if then != record:
