@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_core.contracts import Artifact
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, read_limited
 from rlhf_core.runtime import distributions
 from rlhf_core.runtime.agreement import gather_texts, wait_for_all
 from rlhf_core.runtime.files import (
@@ -254,7 +254,7 @@ def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
 def _without_base(file: Path) -> str:
     """Hash an adapter_config.json without the name of its base model; "" where it is no JSON object."""
     try:
-        config = dict(json.loads(file.read_bytes()))
+        config = dict(json.loads(read_limited(file)))
     except (ValueError, TypeError):
         return ""
     rest = {name: value for name, value in config.items() if name not in BASE}
@@ -275,7 +275,7 @@ def _open(path: Path) -> Artifact:
             "DIR/STAGE/artifacts/OUTPUT of a finished stage"
         )
     try:
-        metadata = unseal(manifest.read_bytes())
+        metadata = unseal(read_limited(manifest))
         if metadata["format"] == FORMAT:
             return Artifact(
                 metadata["name"],

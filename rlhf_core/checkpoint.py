@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
 from rlhf_core.artifacts import describe_files, find_damage
-from rlhf_core.errors import InputError, RunError, warn
+from rlhf_core.errors import InputError, RunError, read_limited, warn
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import (
     INTACT,
@@ -362,7 +362,7 @@ def _problem(directory: Path) -> str | None:
     """Explain why a checkpoint is not whole; None if it is. Raises PermissionError where this user may not read it."""
     manifest = directory / "manifest.json"
     try:
-        content = unseal(manifest.read_bytes())
+        content = unseal(read_limited(manifest))
         if content["format"] != FORMAT:
             return f"{manifest} has format {content['format']}, this version reads {FORMAT}"
         problems = find_damage(directory, content["files"])

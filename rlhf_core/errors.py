@@ -24,6 +24,12 @@ from rlhf_core.hidden import scrub
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
 """Libraries that call components, whose frames are therefore not a component's own."""
 
+LONGEST_NAME = 1000
+"""Characters of a name that others are compared with, which takes memory and time for each."""
+
+MOST_BYTES = 2**28
+"""Bytes of a file that is read as a whole."""
+
 SHOWN = 5
 """Rows or problems that a message lists; it counts the others."""
 
@@ -89,6 +95,8 @@ def counted(number: int, nouns: str) -> str:
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` for the closest name in `known`, or an empty string if none is close."""
+    if len(name) > LONGEST_NAME:
+        return ""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean '{match[0]}'?" if match else ""
 
@@ -114,6 +122,12 @@ def suggest_model(directory: Path) -> str:
         return ""
     more = f" (or {', '.join(map(str, models[1:4]))})" if len(models) > 1 else ""
     return f" Did you mean {models[0]}?{more}"
+
+
+def name_too_long(error: OSError) -> str:
+    """Describe an error of number ENAMETOOLONG: a file's name that no disk takes, often a text in a path's place."""
+    name = str(error.filename)
+    return f"{name[:80]}…: is too long to be the name of a file ({len(name):,} characters)"
 
 
 def exists(path: Path) -> bool:
@@ -203,10 +217,29 @@ def is_library_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+def read_limited(file: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Read a file that people or the suite write, and that is small. Raises ValueError where it is not."""
+    with open(file, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        content = opened.read(most + 1) if size <= most else b""
+    if max(size, len(content)) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def limited_lines(file: str | Path, most: int = MOST_BYTES) -> Iterator[bytes]:
+    """Read a file line by line, their ends included. Raises ValueError for a line that no row needs."""
+    with open(file, "rb") as opened:
+        while line := opened.readline(most + 1):
+            if len(line) > most:
+                raise ValueError(f"it has a line of more than {most:,} bytes")
+            yield line
+
+
 def read_json_object(file: str | Path, fix: str = "") -> dict[str, Any]:
     """Read the object in a user's JSON file. Raises InputError, naming the file, if it holds anything else."""
     with reading(file, fix):
-        content = json.loads(Path(file).read_bytes())
+        content = json.loads(read_limited(file))
     if not isinstance(content, dict):
         raise InputError(f"{file}: must hold a JSON object{f'; {fix}' if fix else ''}")
     return content

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_core.cli import extensions
-from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error, warn
+from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error, name_too_long, warn
 from rlhf_core.hidden import hide_in_output
 from rlhf_core.runtime import job, signals
 from rlhf_core.runtime.files import DISK, disk_message
@@ -69,6 +69,8 @@ def _attempt(command: Callable[[], Any]) -> tuple[int, str]:
     except BaseException as error:
         if not is_library_error(error):
             raise
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return BAD_INPUT, name_too_long(error)
         if isinstance(error, OSError) and error.errno in DISK:
             return FAILED, f"{disk_message(error)} and rerun the same command"
         return FAILED, traceback.format_exc()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
@@ -23,6 +22,7 @@ from rlhf_core.config.options import (
     raise_or_warn,
 )
 from rlhf_core.config.other_names import TRAINER_NAMES
+from rlhf_core.config.toml import parse_toml
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
 
@@ -208,7 +208,7 @@ def parse_value(text: str) -> Any:
     if text.strip().lower() == "none":
         return None
     try:
-        table = tomllib.loads(f"value = {text}")
+        table = parse_toml(f"value = {text}")
     except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, or nested too deeply
         return text
     value = table.pop("value")

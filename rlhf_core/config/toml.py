@@ -1,13 +1,35 @@
-"""Write a resolved pipeline as TOML."""
+"""Read TOML of a sensible size, and write a resolved pipeline as TOML."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+MOST_PARTS = 100
+"""Parts of a dotted key: reading one takes time and memory by the square of them."""
+MOST_LINE = 2**20
+"""Characters of a line."""
+_PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+_LONG_KEY = re.compile(rf"(?:^|[{{\[,])[ \t]*(?:{_PART}[ \t]*\.[ \t]*){{{MOST_PARTS}}}")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML. Raises TOMLDecodeError, also for a line or a key that is too long to be read."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if len(line) > MOST_LINE:
+            problem = (
+                f"the line has {len(line):,} characters, and at most {MOST_LINE:,} are read: break it up"
+            )
+        elif _LONG_KEY.search(line):
+            problem = f"a key has more than {MOST_PARTS} parts: a field is at most a few tables deep"
+        else:
+            continue
+        raise tomllib.TOMLDecodeError(f"{problem} (at line {number})")
+    return tomllib.loads(text)
 
 
 def to_toml(pipeline: Mapping[str, Any]) -> str:

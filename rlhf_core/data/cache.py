@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
 from rlhf_core.data.source import Source, digest
-from rlhf_core.errors import UNREADABLE, warn
+from rlhf_core.errors import UNREADABLE, read_limited, warn
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
 from rlhf_core.tokenizer.encoding import Encoder
@@ -130,7 +130,7 @@ def load_or_build(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
 
 def _load(directory: Path) -> Arrays | None:
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest = json.loads(read_limited(directory / MANIFEST))
         if manifest["format"] != FORMAT or manifest["key"] != directory.name:
             return None
         if artifacts.find_damage(directory, manifest["files"]):

@@ -36,6 +36,8 @@ PACKED = {
 """{first bytes of a binary file: what to say of it}."""
 BOM = b"\xef\xbb\xbf"
 CHUNK = 4096
+MOST_LINE = 2**27
+"""Bytes of a line that is a row."""
 
 Row = dict[str, Any]
 
@@ -95,7 +97,24 @@ def _open(path: Path) -> io.BufferedIOBase:
         return io.BytesIO(file.read())
 
 
-def _lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[int, int, str]]:
+def limited_rows(file: Any, name: str, number: int = 0, *, most: int | None = MOST_LINE) -> Iterator[bytes]:
+    """Yield the lines of a file after line `number`. Raises InputError for one of more than `most` bytes."""
+    if most is None:
+        yield from file
+        return
+    while line := file.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise InputError(
+                f"{name} row {number} has more than {most:,} bytes: a line is one row; break it up, or check that the "
+                "file is what its name says"
+            )
+        yield line
+
+
+def _lines(
+    file: io.BufferedIOBase, name: str, most: int | None = MOST_LINE
+) -> Iterator[tuple[int, int, str]]:
     """Yield (offset, 1-based number, text) of every line; only a line feed ends one, never U+2028.
 
     Raises InputError for a file that is not UTF-8 text.
@@ -108,7 +127,7 @@ def _lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[int, int, str]]
         raise InputError(f"{name} is UTF-16: save it as UTF-8")
     at = len(BOM) if head.startswith(BOM) else 0
     file.seek(at)
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(limited_rows(file, name, most=most), 1):
         try:
             yield at, number, line.decode()
         except UnicodeDecodeError as error:
@@ -217,7 +236,7 @@ def parse_line(line: bytes, kind: str, place: str) -> Row:
 
 def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
     """Read a JSON array, holding all its rows in memory."""
-    text = "".join(line for _, _, line in _lines(file, name))
+    text = "".join(line for _, _, line in _lines(file, name, most=None))
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

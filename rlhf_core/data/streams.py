@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.files import COMPRESSIONS, FORMATS, array_records, format_of, parse_line
+from rlhf_core.data.files import COMPRESSIONS, FORMATS, array_records, format_of, limited_rows, parse_line
 from rlhf_core.data.lazy import BLOCK, SAMPLE, Block, BlockEncoder, LazyRows, State
 from rlhf_core.data.records import (
     drop_columns,
@@ -187,8 +187,8 @@ def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tu
             if lines.seekable():
                 lines.seek(at)
             else:  # compressed
-                deque(islice(lines, number), maxlen=0)
-            for line in lines:
+                deque(islice(limited_rows(lines, name), number), maxlen=0)
+            for line in limited_rows(lines, name, number):
                 at, number = at + len(line), number + 1
                 if line.strip():
                     row = parse_line(line, kind, f"{name} row {number}")

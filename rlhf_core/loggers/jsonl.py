@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rlhf_core.errors import UNREADABLE, warn
+from rlhf_core.errors import UNREADABLE, limited_lines, warn
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import append_line, write_atomic
 
@@ -66,7 +66,7 @@ class JsonLines:
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Read the complete rows of metrics.jsonl."""
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in limited_lines(path):
         if _row(line) is not None:
             yield json.loads(line)
 

@@ -13,13 +13,16 @@ from typing import Any
 from rlhf_core import hub
 from rlhf_core.config import TrainerConfig, parse_value
 from rlhf_core.config.paths import is_input_field, is_written, names_remote_model, split_file_name
+from rlhf_core.config.toml import MOST_PARTS, parse_toml
 from rlhf_core.data.records import named_sets
-from rlhf_core.errors import InputError, exists, reading, suggest, suggest_file
+from rlhf_core.errors import InputError, exists, read_limited, reading, suggest, suggest_file
 from rlhf_core.mesh import AXES
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst"}
+MOST_FILE = 2**26
+"""Bytes of a pipeline file."""
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -157,9 +160,11 @@ def _parse(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise InputError(f"{path} is a directory; give the pipeline file in it")
     with reading(path):
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        content = read_limited(path, MOST_FILE)
+        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
         try:
-            return tomllib.loads(text)
+            return parse_toml(text)
         except tomllib.TOMLDecodeError as error:
             message, _, at = str(error).partition(" (at ")
             line = f" {at.rstrip(')')}" if at else ""
@@ -181,6 +186,11 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
     steps = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
     if not equals or not all(map(_STEP.fullmatch, steps)):
         problems.append(f"--set {text}: write stage.field=value, or seed=1")
+        return
+    if len(steps) > MOST_PARTS:
+        problems.append(
+            f"--set {text[:60]}…: the key has {len(steps):,} parts; at most {MOST_PARTS} are read"
+        )
         return
     by_name = {str(stage.get("name")): stage for stage in stages}
     value: Any = parse_value(raw.strip())

@@ -15,7 +15,7 @@ import jax
 from rlhf_core import artifacts, runtime
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.trainer import COMPARING
-from rlhf_core.errors import InputError, RunError, Stopped, counted, suggest
+from rlhf_core.errors import InputError, RunError, Stopped, counted, limited_lines, reading, suggest
 from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline import stage_requests
@@ -157,8 +157,13 @@ def _changes(planned: Plan, chosen: StagePlan, host: plugin_loading.Host) -> lis
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    if not path.is_file():
+        return []
+    with reading(path, "restore it to compare its rows"):
+        rows = [json.loads(line) for line in limited_lines(path)]
+    if not all(isinstance(row, dict) and "step" in row for row in rows):
+        raise InputError(f"{path}: cannot be read: a line is not a row; restore it to compare its rows")
+    return rows
 
 
 def _metric_differences(before: Path, after: Path) -> Iterator[str]:

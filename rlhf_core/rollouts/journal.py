@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
+import re
+import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.errors import UNREADABLE, InputError
+from rlhf_core.errors import UNREADABLE, InputError, library_words, read_limited
 from rlhf_core.rollouts.rollout import Rollout, scrubbed
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
@@ -25,6 +29,16 @@ if TYPE_CHECKING:
 
 FOLDER = "journal"
 RECORD = "record.json"
+MANIFEST = "manifest.json"
+"""The member of a rollout's file that has the size of every other, whose checksums are the zip file's own; earlier
+versions wrote none.
+"""
+MOST_MANIFEST = 2**20
+PLAIN = (2**28, 200)
+"""Of a file without a manifest: it unpacks to at most so many bytes, and so many for each of its own."""
+END = struct.Struct("<4s4H2LH")
+"""How a zip file without a comment ends; the fifth value is the number of its members."""
+_NAME = re.compile(r"rollout-([0-9]{6,})\.zip")
 BYTES = {"token": 9, "completion": 200, "rollout": 4000}
 """On disk, at most: of a token its id, its log-probability, whether the policy wrote it, and its text."""
 
@@ -65,7 +79,7 @@ class Journal:
             written = directory / RECORD
             then: Any = None
             with suppress(*UNREADABLE):
-                then = json.loads(written.read_bytes())
+                then = json.loads(read_limited(written))
             if fresh or then is None or any(compare(then, record)[::2]):
                 cls(directory, (), writes=True).keep(before=keep)
             if then != record:
@@ -85,13 +99,16 @@ class Journal:
             "taken": list(entry.taken),
             "rewards": entry.rewards,
         }
+        members = {
+            "rollout.json": json.dumps(facts).encode(),
+            "samples.json": json.dumps(rollout.rows(rewards), default=scrubbed).encode(),
+            **{f"{name}.npy": _packed(array) for name, array in rollout.arrays().items()},
+        }
+        members[MANIFEST] = json.dumps({name: len(each) for name, each in members.items()}).encode()
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-            file.writestr("rollout.json", json.dumps(facts))
-            file.writestr("samples.json", json.dumps(rollout.rows(rewards), default=scrubbed))
-            for name, array in rollout.arrays().items():
-                with file.open(f"{name}.npy", "w") as out:
-                    np.lib.format.write_array(out, np.asarray(array), allow_pickle=False)
+            for name, each in members.items():
+                file.writestr(name, each)
         write_atomic(self._path(rollout.number), content.getvalue(), private=True)
 
     def read(self, number: int) -> Entry | None:
@@ -103,20 +120,13 @@ class Journal:
             return None
         path = self._path(number)
         try:
-            with zipfile.ZipFile(path) as file:
-                facts = json.loads(file.read("rollout.json"))
-                samples = json.loads(file.read("samples.json"))
-                arrays = {
-                    name.removesuffix(".npy"): np.lib.format.read_array(io.BytesIO(file.read(name)))
-                    for name in file.namelist()
-                    if name.endswith(".npy")
-                }
-        except (*UNREADABLE, zipfile.BadZipFile, EOFError) as error:
+            return _entry(_members(path), number)
+        except (
+            Exception
+        ) as error:  # of zipfile, zlib, json, NumPy: there is no end to what bytes may be taken for
             raise InputError(
-                f"{path} is damaged ({error}): restore it, or delete it to sample this rollout again"
+                f"{path} is damaged ({library_words(error)}): restore it, or delete it to sample this rollout again"
             ) from error
-        rollout = Rollout.from_arrays(arrays, number=number, rounds=facts["rounds"], metrics=facts["metrics"])
-        return Entry(replace(rollout, samples_read=samples), facts["taken"], facts["rewards"])
 
     def require(self, number: int) -> Entry:
         """Read a rollout that a checkpoint needs. Raises InputError where it is missing."""
@@ -139,7 +149,7 @@ class Journal:
         """Delete the rollouts before number `first`, and from number `before` on."""
         for number, path in _files(self.directory).items() if self.writes else ():
             if number < first or (before is not None and number >= before):
-                path.unlink()
+                attempt(path.unlink, path.name, path)
 
     def _path(self, number: int) -> Path:
         return self.directory / f"rollout-{number:06d}.zip"
@@ -156,4 +166,70 @@ def numbers(directory: Path) -> list[int]:
 
 def _files(directory: Path) -> dict[int, Path]:
     """Return {number: file} of the rollouts in a directory."""
-    return {int(path.stem.rpartition("-")[2]): path for path in directory.glob("rollout-*.zip")}
+    named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("rollout-*.zip")]
+    return {int(match[1]): path for match, path in named if match}
+
+
+def _packed(array: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    np.lib.format.write_array(content, np.asarray(array), allow_pickle=False)
+    return content.getvalue()
+
+
+def _members(path: Path) -> dict[str, bytes]:
+    """Read the members of a rollout's file, each as long as it was written. Raises what is wrong with the file."""
+    with zipfile.ZipFile(path) as file:
+        sizes = {info.filename: info.file_size for info in file.infolist()}
+        if len(sizes) < len(file.infolist()):
+            raise ValueError("it has a member twice")
+        if len(sizes) != _announced(path):  # one entry of its directory may have taken in the next
+            raise ValueError("it has not the members that it announces")
+        if MANIFEST not in sizes:
+            at_once, times = PLAIN
+            if sum(sizes.values()) > at_once + times * path.stat().st_size:
+                raise ValueError("it unpacks to far more than a rollout")
+            return {name: file.read(name) for name in sizes}
+        if sizes[MANIFEST] > MOST_MANIFEST:
+            raise ValueError(f"{MANIFEST} is too large")
+        manifest = json.loads(file.read(MANIFEST))
+        del sizes[MANIFEST]
+        if manifest != sizes:
+            raise ValueError(f"its members are not those of {MANIFEST}")
+        return {name: file.read(name) for name in sizes}
+
+
+def _announced(path: Path) -> int:
+    """Return how many members the end of a zip file says that it has."""
+    with path.open("rb") as file:
+        file.seek(-END.size, os.SEEK_END)
+        count: int = END.unpack(file.read())[4]
+    return count
+
+
+def _entry(members: dict[str, bytes], number: int) -> Entry:
+    """Make a rollout of the members of its file. Raises what is wrong with them."""
+    facts, samples = json.loads(members.pop("rollout.json")), json.loads(members.pop("samples.json"))
+    if unknown := [name for name in members if not name.endswith(".npy")]:
+        raise ValueError(f"it has a member {unknown[0]!r}")
+    arrays = {name.removesuffix(".npy"): _array(name, content) for name, content in members.items()}
+    rollout = Rollout.from_arrays(
+        arrays, number=number, rounds=int(facts["rounds"]), metrics=dict(facts["metrics"])
+    )
+    if not isinstance(samples, list) or not all(isinstance(row, dict) for row in samples):
+        raise ValueError("samples.json is not a list of objects")
+    return Entry(replace(rollout, samples_read=samples), list(facts["taken"]), dict(facts["rewards"]))
+
+
+def _array(name: str, content: bytes) -> np.ndarray:
+    """Read an array. Raises ValueError where its header announces more, or less, than there is."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    read_header = (
+        np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    )
+    shape, _, dtype = read_header(file)
+    if math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+        raise ValueError(f"{name} has not the size that it begins with")
+    file.seek(0)
+    array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    return array

@@ -31,7 +31,7 @@ from rlhf_core.config.trainer import function_name
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.source import digest, json_text
-from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
+from rlhf_core.errors import UNREADABLE, InputError, RunError, exists, read_limited
 from rlhf_core.hub import Pins
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import Model
@@ -272,7 +272,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
     """
     file = runtime.cache_root() / "hashes.json"
     try:
-        known = dict(unseal(file.read_bytes())["files"])
+        known = dict(unseal(read_limited(file))["files"])
     except UNREADABLE:  # missing or damaged: hashes are computed again
         known = {}
     added: dict[str, str] = {}

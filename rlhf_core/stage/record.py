@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
-from rlhf_core.errors import UNREADABLE, InputError, warn
+from rlhf_core.errors import UNREADABLE, InputError, read_limited, warn
 from rlhf_core.hub import Pins
 from rlhf_core.runtime.agreement import broadcast_text, raise_together
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
@@ -34,7 +34,9 @@ class StageRecord:
 
     def _read(self) -> dict[str, Any]:
         try:
-            content = self.path.read_bytes()
+            content, too_large = read_limited(self.path), None
+        except ValueError as error:
+            content, too_large = b"", error
         except FileNotFoundError:
             return {}
         except NotADirectoryError:
@@ -44,6 +46,8 @@ class StageRecord:
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from None
         try:
+            if too_large is not None:
+                raise too_large
             record = unseal(content)
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
@@ -83,7 +87,7 @@ class StageRecord:
             return None
         total, per_epoch = None, None
         with suppress(*UNREADABLE):  # of a trainer that does not write it
-            plan = json.loads((self.dir / "plan.json").read_bytes())
+            plan = json.loads(read_limited(self.dir / "plan.json"))
             total, per_epoch = int(plan["updates"]), float(plan["updates_per_epoch"])
         return Begun(self.then, self.done, self.made, total, per_epoch)
 

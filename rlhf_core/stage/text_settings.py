@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core import artifacts
-from rlhf_core.errors import UNREADABLE
+from rlhf_core.errors import UNREADABLE, read_limited
 from rlhf_core.models import Model, local_directory
 from rlhf_core.tokenizer.options import TextOptions
 
@@ -42,7 +42,7 @@ def day_begun(directory: Path) -> str:
     days = []
     for file in (directory / "stage.json", *sorted(directory.glob("*/stage.json"))):
         with suppress(*UNREADABLE):  # errors are raised where the record is needed
-            record = json.loads(file.read_bytes())
+            record = json.loads(read_limited(file))
             days.append(date.fromisoformat(record.get("day", record["started"][:10])).isoformat())
     return min(days, default=date.today().isoformat())
 

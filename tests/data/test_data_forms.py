@@ -250,6 +250,16 @@ def test_rows_in_memory_that_json_does_not_hold(tmp_path):
             data.load([PAIR, {**PAIR, "answer": value}])
 
 
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.csv", "d.txt"])
+def test_a_line_that_is_too_long_is_no_row(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(files.limited_rows, "__kwdefaults__", {"most": 100})
+    monkeypatch.setattr(files._lines, "__defaults__", (100,))
+    content = b'{"text": "a"}\n{"text": "' + b"a" * 200 + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(InputError, match=rf"{name} row 2 has more than 100 bytes: a line is one row"):
+        files.read_file(tmp_path / name, name, files.format_of(tmp_path / name))
+
+
 def test_a_file_that_changes_while_it_is_used_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "IN_MEMORY", 0)

@@ -1,8 +1,12 @@
 """GRPO's rollouts that are sampled ahead, journalled and continued, with a NumPy sampler and a formula for a policy."""
 
+import io
 import json
+import random
 import shutil
 import threading
+import tracemalloc
+import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +17,8 @@ import pytest
 from rlhf_core import data, hidden
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.rollouts.journal import Entry, Journal, most_bytes, numbers
+from rlhf_core.rollouts import journal as module
+from rlhf_core.rollouts.journal import MANIFEST, Entry, Journal, most_bytes, numbers
 from rlhf_core.training import Reference
 from tests.shared.updates import RECORD, C, G, Rising, sampler, short_prompts_differ, state
 
@@ -340,6 +345,101 @@ def test_a_damaged_journal_is_named(make):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"rollout-000000.zip is damaged .* delete it to sample"):
         make(place=first.stage.dir).update(0, state(0))
+
+
+def without_manifest(content: bytes) -> bytes:
+    """Write a rollout's file as earlier versions did."""
+    return zipped({name: each for name, each in unzipped(content).items() if name != MANIFEST})
+
+
+def unzipped(content):
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def zipped(members):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        for name, each in members.items():
+            file.writestr(name, each)
+    return content.getvalue()
+
+
+def contents(entry):
+    """What a rollout's file holds, as text."""
+    return repr((entry.taken, entry.rewards, entry.rollout.metrics, entry.rollout.samples_read)) + repr(
+        {name: (array.dtype, array.tolist()) for name, array in entry.rollout.arrays().items()}
+    )
+
+
+@pytest.mark.parametrize("written", [bytes, without_manifest], ids=["now", "by earlier versions"])
+def test_a_rollout_is_read_as_it_was_written_or_refused(make, written):
+    feed = make()
+    feed.update(0, state(0))
+    directory = feed.stage.dir / "journal"
+    path = directory / "rollout-000000.zip"
+    content = written(path.read_bytes())
+    path.write_bytes(content)
+    journal = Journal(directory, [0], writes=True)
+    whole = contents(journal.read(0))
+    draw, refused = random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read = contents(journal.read(0))
+        except InputError as error:
+            read = str(error)
+            refused += 1
+        assert read == whole or f"{path} is damaged" in read
+    assert refused > 200
+
+
+BAD_MEMBERS = {
+    "a list": {"rollout.json": b"[]"},
+    "null": {"samples.json": b"null"},
+    "nested": {"samples.json": b"[" * 100_000},
+    "not UTF-8": {"rollout.json": b"\xff\xfe{"},
+    "a large number": {"rollout.json": b'{"rounds": 1' + b"0" * 5000 + b"}"},
+    "8 TB": {"total.npy": None},
+    "another member": {"rollout.jsoN": b"{}"},
+    "unpacks to far more": {"large.npy": bytes(400_000_000)},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MEMBERS)
+@pytest.mark.parametrize("lists", [True, False], ids=["with a manifest", "without one"])
+def test_a_rollout_with_other_members_is_refused(bad, lists, make, monkeypatch):
+    monkeypatch.setattr(module, "PLAIN", (2**20, 200))
+    feed = make()
+    feed.update(0, state(0))
+    path = feed.stage.dir / "journal" / "rollout-000000.zip"
+    members = {**unzipped(path.read_bytes()), **BAD_MEMBERS[bad]}
+    if bad == "8 TB":
+        header = io.BytesIO()
+        about = {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
+        np.lib.format.write_array_header_1_0(header, about)
+        members["total.npy"] = header.getvalue()
+    if not lists:
+        del members[MANIFEST]
+    path.write_bytes(zipped(members))
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"rollout-000000.zip is damaged .* restore it, or delete it"):
+        Journal(path.parent, [0], writes=False).read(0)
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    tracemalloc.stop()
+
+
+def test_other_files_are_no_rollouts(tmp_path):
+    for name in ("rollout-abc.zip", "rollout-.zip", "rollout-000001.zip.tmp", "rollout-000002.zip"):
+        (tmp_path / name).touch()
+    assert numbers(tmp_path) == [2]
+    (tmp_path / "rollout-000003.zip").mkdir()
+    with pytest.raises(InputError, match=r"rollout-000003.zip is damaged \(Is a directory\)"):
+        Journal(tmp_path, [3], writes=False).read(3)
+    with pytest.raises(RunError, match=r"rollout-000003.zip"):
+        Journal(tmp_path, [3], writes=True).keep(before=3)
 
 
 def test_the_journal_hides_secrets(make, monkeypatch):

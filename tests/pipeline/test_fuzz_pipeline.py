@@ -107,3 +107,27 @@ def test_what_the_file_format_itself_cannot_hold(
     (tmp_path / "p.toml").write_text(re.sub(f"^{name} = .*$", lambda _: line, PIPELINE, flags=re.M))
     with pytest.raises(InputError, match=message):
         plan(read("p.toml"), host)
+
+
+DEEP = ".".join(["a"] * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("content", "sets", "message"),
+    [
+        (f"seed = 1\n{DEEP} = 1", (), r"p.toml line 2: .* a key has more than 100 parts"),
+        (f"seed = {{ {DEEP} = 1 }}", (), r"p.toml line 1: .* a key has more than 100 parts"),
+        (f"[{DEEP}]\n", (), r"p.toml line 1: .* a key has more than 100 parts"),
+        (f"seed = '{'1' * 2**20}'", (), r"p.toml line 1: .* characters, and at most 1,048,576 are read"),
+        ("x" * 2**26 + "y", (), r"p.toml: cannot be read: it has more than 67,108,864 bytes"),
+        (PIPELINE, (f"base.{DEEP}=1",), r"the key has 50,001 parts; at most 100 are read"),
+        (PIPELINE, (f"base.lora={{ {DEEP} = 1 }}",), r"base.*lora"),
+    ],
+    ids=["a key", "in a table", "a header", "a line", "a file", "--set", "its value"],
+)
+def test_what_takes_too_much_memory_is_refused(
+    content: str, sets: tuple[str, ...], message: str, host: Host, tmp_path: Path
+) -> None:
+    (tmp_path / "p.toml").write_text(content)
+    with pytest.raises(InputError, match=message):
+        plan(read(tmp_path / "p.toml", sets=sets), host)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from rlhf_serve.connections import Connection
 from rlhf_serve.opening import Opening, open_model
 from rlhf_serve.running import Settings, application, make_server
 
@@ -34,7 +35,7 @@ class Running:
     ) -> None:
         self.server = make_server(models, settings, key)
         app = application(self.server, settings, opening or Opening())
-        config = uvicorn.Config(app, port=0, log_config=None, lifespan="on")
+        config = uvicorn.Config(app, port=0, log_config=None, lifespan="on", http=Connection)
         self.web = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.web.serve()), daemon=True)
         self.thread.start()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_serve import fields
+from rlhf_serve.answers import Call, Target, echoed, prompt_offsets
+from rlhf_serve.fields import Completion
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import load_model
+from rlhf_core.tokenizer.encoding import Encoder
 
 PROMPT = [5, 6, 7, 8]
 
@@ -74,20 +86,75 @@ def test_text_is_what_generate_writes(running: Any, directory: Path, rlhf: Any) 
     assert [choice["text"] for choice in answer["choices"]] == ran.out.splitlines()
 
 
-@pytest.mark.parametrize("more", [{}, {"stop": ["m", "zz"]}, {"logprobs": 1, "echo": False, "n": 3}])
-def test_a_stream_has_the_parts_of_the_answer(running: Any, more: dict[str, Any]) -> None:
-    body = {"prompt": "a b c", "max_tokens": 40, "seed": 5, "return_token_ids": True, **more}
+def joined(parts: list[Any]) -> dict[str, Any]:
+    """Join the parts of a streamed choice to what an answer without stream has."""
+    whole = {**parts[-1], "text": "".join(each["text"] for each in parts)}
+    whole["token_ids"] = [token for each in parts for token in each["token_ids"]]
+    whole["prompt_token_ids"] = parts[0]["prompt_token_ids"]
+    whole["prompt_logprobs"] = parts[0].get("prompt_logprobs")
+    if parts[0]["logprobs"] is not None:
+        names = parts[0]["logprobs"]
+        whole["logprobs"] = {name: [x for each in parts for x in each["logprobs"][name]] for name in names}
+    return whole
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stop": ["m", "zz"]},
+        {"stop": ["m", "zz"], "include_stop_str_in_output": True, "logprobs": 2},
+        {"logprobs": 1, "n": 3},
+        {"logprobs": 0, "prompt_logprobs": 1, "prompt": [[3, 4, 5], [6]]},
+        {"logprobs": 1, "n": 2, "max_tokens": 0, "echo": True},
+    ],
+)
+def test_a_stream_has_the_parts_of_the_answer(running: Any, more: dict[str, Any], echo: bool) -> None:
+    common = {"prompt": "a b c", "max_tokens": 40, "seed": 5, "return_token_ids": True, "echo": echo}
+    body = {**common, **more}
     whole = running.post("/v1/completions", body)
     parts = running.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
     assert parts[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == sum(len(each["token_ids"]) for each in whole["choices"])
     for choice in whole["choices"]:
         own = [p["choices"][0] for p in parts[:-1] if p["choices"][0]["index"] == choice["index"]]
-        assert "".join(each["text"] for each in own) == choice["text"]
-        assert [token for each in own for token in each["token_ids"]] == choice["token_ids"]
-        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        assert [each["finish_reason"] for each in own[:-1]] == [None] * (len(own) - 1)
+        assert joined(own) == choice
         if "logprobs" in more:
-            logps = [logp for each in own for logp in each["logprobs"]["token_logprobs"]]
-            assert logps == choice["logprobs"]["token_logprobs"]
+            offsets = choice["logprobs"]["text_offset"]
+            assert offsets == sorted(offsets)
+            assert len(own) == 1 or offsets[-1] > len("a b c") * echo
+
+
+def test_the_same_prompt_as_ids_and_as_text_has_the_same_text(running: Any) -> None:
+    common = {"max_tokens": 5, "seed": 1, "ignore_eos": True, "echo": True, "logprobs": 0}
+    (text,) = running.post("/v1/completions", {**common, "prompt": "a b c"})["choices"]
+    (ids,) = running.post("/v1/completions", {**common, "prompt": [3, 4, 5]})["choices"]
+    assert ids == text
+    assert text["text"].startswith("a b c ")
+    sampling = {"max_tokens": 5, "seed": 1, "ignore_eos": True}
+    body = {"model": "policy", "token_ids": [3, 4, 5], "sampling_params": sampling, "output_mode": "text"}
+    (generated,) = running.post("/inference/v1/generate", body)["choices"]
+    assert "a b c" + generated["text"] == text["text"]
+
+
+def test_an_echo_leaves_out_what_the_tokenizer_adds(opened: dict[str, Any]) -> None:
+    vocabulary = {"<bos>": 0, "<unk>": 1, "▁Dear": 2, "▁Mia": 3, "<end>": 4}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = Metaspace(), MetaspaceDecoder()
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    served = replace(opened["policy"], encoder=Encoder(tokenizer))
+    prompt = np.array([0, 2, 3, 4], np.int32)
+    assert served.encoder.prompts(["Dear Mia<end>"])[0].tolist() == prompt.tolist()
+    call = Call("x", Target("policy", served, None), [prompt], 1)  # type: ignore[arg-type]
+    flight = SimpleNamespace(index=0, prompt=prompt)
+    for given, text in (("Dear Mia<end>", "Dear Mia<end>"), (prompt.tolist(), "Dear Mia<end>")):
+        body = Completion(prompt=given)
+        assert echoed(body, call, flight) == text  # type: ignore[arg-type]
+        assert prompt_offsets(call, flight, text) == [0, 0, 4, 8]  # type: ignore[arg-type]
 
 
 def test_what_ends_a_completion(running: Any) -> None:
@@ -124,13 +191,48 @@ def test_what_ends_a_completion(running: Any) -> None:
         ({"prompt": []}, "prompt: is empty"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"prompt": "a", "stop_token_ids": [99]}, "stop_token_ids: 99 is out of range"),
+        (
+            {"prompt": "a", "stop": ["x"] * 17},
+            "stop: List should have at most 16 items after validation, not 17",
+        ),
+        ({"prompt": "a", "stop": ["x", 1]}, "stop.1: Input should be a valid string"),
+        ({"prompt": [1, -1]}, "prompt.1: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "model": "x" * 2000}, "model: String should have at most 1024 characters"),
+        ({"prompt": "a", "x" * 2**20: 1}, "x …"),
+        ({"prompt": ["a"] * 1025}, "n: 1,025 completions of one request are more than 1,024"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty: 0.5 is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ([1], "the body is list, not a JSON object"),
     ],
 )
 def test_refusals(running: Any, body: Any, message: str) -> None:
-    assert message in running.refused("/v1/completions", body)
+    refusal = running.refused("/v1/completions", body)
+    assert message in refusal
+    assert "stop: Input should be a valid string" not in refusal
+    assert len(refusal) < 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", lambda text: {"model": "policy", "prompt": text}),
+        (
+            "/v1/chat/completions",
+            lambda text: {"model": "policy", "messages": [{"role": "user", "content": text}]},
+        ),
+        ("/tokenize", lambda text: {"model": "policy", "prompt": text}),
+        ("/score", lambda text: {"model": "rm", "rows": [{"prompt": "a", "completion": text}]}),
+    ],
+)
+def test_a_text_is_refused_before_it_is_tokenized(
+    path: str, body: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fields, "MOST_CHARACTERS", 100)
+    scorer = running.server.models["rm"].scorer
+    monkeypatch.setattr(scorer, "contract", replace(scorer.contract, max_length=96))
+    monkeypatch.setattr(Encoder, "tokenize", lambda *_: pytest.fail("tokenized"))
+    refusal = running.refused(path, body("x" * (16 * 96 + 1)), 413)
+    assert "characters are too many for a context of 96 tokens; at most 1,536 are read" in refusal
 
 
 def test_an_unknown_model_and_an_unknown_path(running: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -112,6 +113,9 @@ def test_new_weights_and_their_name(controlled: Any, models: Path, tiny: Any) ->
     again = controlled.post("/v1/completions", GREEDY)["choices"][0]
     assert again["logprobs"] == before["logprobs"]
     assert "reload_weights is" in controlled.refused("/collective_rpc", {"method": "rm"})
+    for path, why in (("x" * 5000, "too long to be the name of a file"), ("x\0", "no such directory")):
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        assert why in controlled.refused("/collective_rpc", body)
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
@@ -218,6 +222,13 @@ def test_adapters_under_their_names(controlled: Any, models: Path, tiny: Any) ->
         body = {"lora_name": "x", "lora_path": path}
         assert controlled.client.post("/v1/load_lora_adapter", json=body).status_code in (400, 404), path
     assert len(controlled.server.policies()[0].adapters) == 1
+    # A directory that is below the allowed one, with a file that is not.
+    linked = models / "adapters" / "linked"
+    shutil.copytree(models / "adapters" / "v1", linked)
+    (linked / "adapter_model.safetensors").unlink()
+    (linked / "adapter_model.safetensors").symlink_to(models / "newer" / "model.safetensors")
+    body = {"lora_name": "x", "lora_path": "linked"}
+    assert "is not below the directory" in controlled.refused("/v1/load_lora_adapter", body)
 
 
 @pytest.mark.long

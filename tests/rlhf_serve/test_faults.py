@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -11,12 +12,17 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from rlhf_serve import app
+import uvicorn
+from rlhf_serve import app, connections
+from rlhf_serve import running as closing
+from rlhf_serve.answers import Call, Target
+from rlhf_serve.engine import Engine
 from rlhf_serve.running import Settings
 
 
@@ -74,6 +80,85 @@ def test_slow_and_large_bodies(running: Any, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+HEADERS = [
+    b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 70_000,
+    b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x: a\r\n" * 40_000,
+    b"GET /" + b"a" * 70_000,
+    b"POST /score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"a" * 300_000,
+]
+
+
+@pytest.mark.parametrize("content", HEADERS, ids=["a part", "one", "many", "an address", "a trailer"])
+def test_headers_have_a_size(content: bytes, running: Any) -> None:
+    answer = received(raw(running, content))
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert b"65,536 bytes" in answer
+
+
+def test_headers_have_a_time(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    begun, silent = raw(running, posted(LONG)[:30]), raw(running, b"")
+    assert b"the headers did not arrive" in received(begun)
+    assert received(silent) == b""
+    # Neither the answer to one request nor the time before the next one counts.
+    body = {"model": "policy", "prompt": "a", "max_tokens": 1}
+    monkeypatch.setattr(running.server.engine, "frozen", True)
+    kept = raw(running, posted(body))
+    time.sleep(0.5)
+    monkeypatch.setattr(running.server.engine, "frozen", False)
+    running.server.engine._wake.set()
+    answer = b""
+    while b'"usage"' not in answer:
+        answer += kept.recv(10_000)
+    time.sleep(0.5)
+    kept.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert received(kept).startswith(b"HTTP/1.1 200")
+
+
+def received(connection: socket.socket) -> bytes:
+    """Read until the server ends a connection."""
+    with connection:
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def test_clients_that_do_not_read_cannot_keep_a_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "CLOSE_SECONDS", 0.2)
+    server = app.Server({}, Engine(), draining=True)
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"a" * 2**16, "more_body": True})
+
+    async def stuck(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    endless.routes = stuck.routes = []  # type: ignore[attr-defined]
+
+    async def main(application: Any) -> None:
+        gate = app.Gate(application, server)
+        config = uvicorn.Config(gate, port=0, log_config=None, lifespan="off", http=connections.Connection)
+        web = closing._Quiet(config)
+        serving = asyncio.ensure_future(web.serve())
+        while not web.started:
+            await asyncio.sleep(0.01)
+        address = web.servers[0].sockets[0].getsockname()
+        with socket.create_connection(address) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(10):
+                await closing._close(web, serving)
+
+    for application in (endless, stuck):
+        asyncio.run(main(application))
+    assert server.requests == 0
+
+
 def test_too_much_at_a_time(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running.server, "most_waiting", 10)
     monkeypatch.setattr(running.server.engine, "frozen", True)
@@ -87,9 +172,64 @@ def test_too_much_at_a_time(running: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["type"] == "overloaded_error"
     assert "of one request" in running.refused("/v1/completions", {**LONG, "n": 11})
+    filling = threading.Thread(
+        target=lambda: running.post("/v1/completions", {**LONG, "n": 2, "max_tokens": 2})
+    )
+    filling.start()  # exactly as many as may wait
+    while len(running.server.calls) < 2:
+        assert filling.is_alive()
     monkeypatch.undo()
     running.server.engine._wake.set()
     thread.join()
+    filling.join()
+
+
+def test_a_stream_to_nobody_is_not_made() -> None:
+    made: list[int] = []
+
+    async def parts() -> AsyncIterator[int]:
+        for number in range(1000):
+            made.append(number)
+            yield number
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass  # as to a connection that is closed: nothing is waited for
+
+    call = Call("x", Target("policy", None, None), [], 1)  # type: ignore[arg-type]
+    asyncio.run(app.Flow(app.Server({}, Engine()), call, parts())({}, receive, send))
+    assert len(made) < 10
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "path", "status"),
+    [
+        ("http://evil.example", "127.0.0.1:8000", "/v1/completions", 403),
+        ("null", "127.0.0.1:8000", "/v1/completions", 403),
+        ("http://[evil", "127.0.0.1:8000", "/v1/completions", 403),
+        ("http://evil.example", "127.0.0.1:8000", "/pause", 403),
+        ("http://evil.example:8000", "evil.example:8000", "/pause", 403),
+        ("http://evil.example:8000", "evil.example:8000", "/v1/completions", 400),
+        ("https://127.0.0.1:8000", "127.0.0.1:8000", "/pause", 404),
+        ("http://localhost:8000", "localhost:8000", "/pause", 404),
+        ("http://[::1]:8000", "[::1]:8000", "/pause", 404),
+        (None, "evil.example", "/pause", 404),
+    ],
+)
+def test_a_web_page_of_another_address_cannot_post(
+    origin: str | None, host: str, path: str, status: int, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = running.web.config.loaded_app
+    while not isinstance(gate, app.Gate):
+        gate = gate.app
+    monkeypatch.setattr(gate, "control", frozenset({"/pause"}))
+    headers = {"host": host, "content-type": "text/plain", **({"origin": origin} if origin else {})}
+    answer = running.client.post(path, content=b"{}", headers=headers)
+    assert answer.status_code == status
+    if origin:
+        assert running.client.get("/health", headers=headers).status_code == 200
 
 
 def test_without_the_key_only_health_answers(running: Any, opened: dict[str, Any]) -> None:

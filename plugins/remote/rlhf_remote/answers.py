@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.errors import UNREADABLE
+from rlhf_core.errors import UNREADABLE, read_limited
 from rlhf_core.runtime.files import append_line
 
 UNANSWERED = "unanswered.jsonl"
@@ -45,7 +45,7 @@ class Answers:
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the record of an answer, if it is kept."""
         try:
-            record = json.loads(self._path(key).read_bytes())
+            record = json.loads(read_limited(self._path(key)))
             return {**record, "answer": str(record["answer"]), "failures": int(record["failures"])}
         except UNREADABLE:
             return None

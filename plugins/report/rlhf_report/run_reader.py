@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.artifacts import MANIFEST
-from rlhf_core.errors import InputError
+from rlhf_core.config.toml import parse_toml
+from rlhf_core.errors import InputError, library_words, limited_lines, read_limited
 from rlhf_core.stage import events
 
 Floats = NDArray[np.float64]
@@ -201,7 +201,7 @@ def read_run(path: str | Path) -> Run:
     problems: list[str] = []
     resolved = _text(directory / RESOLVED, problems)
     try:
-        pipeline = tomllib.loads(resolved)
+        pipeline = parse_toml(resolved)
     except (ValueError, RecursionError) as error:
         pipeline = {}
         problems.append(f"{RESOLVED} is not readable: {error}")
@@ -235,19 +235,17 @@ def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file; name a file with other lines once in `problems`."""
     damaged = 0
     try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []
-    except OSError as error:
-        problems.append(f"{path.name} is not readable: {error.strerror}")
-        return
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            yield row
-        elif line.strip():
-            damaged += 1
+        for line in limited_lines(path) if path.is_file() else ():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield row
+            elif line.strip():
+                damaged += 1
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.parent.name}/{path.name} is not readable: {library_words(error)}")
     if damaged:
         lines_text = f"{damaged} damaged line{'s' * (damaged > 1)}"
         problems.append(f"{path.parent.name}/{path.name}: {lines_text} left out")
@@ -382,9 +380,9 @@ def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _text(path: Path, problems: list[str]) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError as error:
-        problems.append(f"{path.name} is not readable: {error.strerror}")
+        return read_limited(path).decode(errors="replace") if path.is_file() else ""
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} is not readable: {library_words(error)}")
         return ""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.errors import read_limited
 from rlhf_report.run_reader import StageRun, json_object, rows
 
 MOST = 16
@@ -339,7 +340,7 @@ def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
     results = []
     for step in _ends(stage, files, problems):
         try:
-            results.append({"step": step, **_evaluation(json.loads(files[step].read_bytes()))})
+            results.append({"step": step, **_evaluation(json.loads(read_limited(files[step])))})
         except (OSError, *DAMAGED):
             problems.append(f"{stage.name}/evaluations/{files[step].name} is not readable")
     return results

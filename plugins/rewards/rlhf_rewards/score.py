@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.data.source import Source, mapped
-from rlhf_core.errors import UNREADABLE, InputError
+from rlhf_core.errors import UNREADABLE, InputError, read_limited
 from rlhf_core.runtime.files import attempt, flush, make_directory
 from rlhf_core.runtime.terminal import number
 
@@ -74,7 +74,7 @@ class Unfinished:
         """Return the rows already written, of `parts` parts; start over unless they have the same identity."""
         written = b""
         with suppress(*UNREADABLE):
-            state = json.loads(self.state.read_bytes())
+            state = json.loads(read_limited(self.state))
             if state["identity"] == self.identity and self.rows.stat().st_size >= state["bytes"]:
                 written = self.rows.read_bytes()[: state["bytes"]]
                 self.scorer.restore(state["layout"])

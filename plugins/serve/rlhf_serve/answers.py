@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.sampling.turns import STOP_IDS
-from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored
+from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored, require_short
 from rlhf_serve.flight import CONTEXT, Flight, TextReader, Wish
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Call:
     flights: list[Flight] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
+    only_prompt: bool = False
+    """Whether nothing of the completions is reported: `max_tokens` is 0."""
 
     def prompt_of(self, flight: Flight) -> int:
         return flight.index // self.n
@@ -55,7 +57,7 @@ class Call:
     def usage(self) -> dict[str, int]:
         """Count the tokens so far."""
         read = sum(map(len, self.prompts))
-        written = sum(len(flight.tokens) for flight in self.flights)
+        written = 0 if self.only_prompt else sum(len(flight.tokens) for flight in self.flights)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
@@ -127,8 +129,16 @@ def check_ids(ids: Sequence[int], target: Target, name: str = "prompt") -> np.nd
     return array.astype(np.int32)
 
 
-def encode_prompts(body: Completion, target: Target) -> tuple[list[np.ndarray], list[bool]]:
-    """Encode the prompts of a request for completions; also, which of them were texts."""
+def too_many(count: int, most: int) -> BadRequest:
+    """Refuse a request for more completions than a server takes at all."""
+    return BadRequest(f"n: {count:,} completions of one request are more than {most:,}", param="n")
+
+
+def encode_prompts(body: Completion, target: Target, most: int) -> list[np.ndarray]:
+    """Encode the prompts of a request for completions, int32 [n] each. Raises BadRequest.
+
+    most: completions that the server takes.
+    """
     given = body.prompt
     texts = isinstance(given, str) or (bool(given) and isinstance(given[0], str))
     rows: list[Any] = (
@@ -136,6 +146,10 @@ def encode_prompts(body: Completion, target: Target) -> tuple[list[np.ndarray], 
     )
     if not rows:
         raise BadRequest("prompt: is empty", param="prompt")
+    if len(rows) * (body.n or 1) > most:
+        raise too_many(len(rows) * (body.n or 1), most)
+    for text in rows if texts else ():
+        require_short([text], target.served.length, "prompt")
     encoder = target.served.encoder
     if not texts:
         prompts = [check_ids(row, target) for row in rows]
@@ -145,24 +159,26 @@ def encode_prompts(body: Completion, target: Target) -> tuple[list[np.ndarray], 
         prompts = encoder.prompts(rows)
     if body.truncate_prompt_tokens:
         prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
-    return prompts, [texts] * len(prompts)
+    return prompts
 
 
 @dataclass
 class Prepared:
-    """A request whose completions can begin. texts: of which prompts the completions continue a text."""
+    """A request whose completions can begin."""
 
     id: str
     target: Target
     prompts: list[np.ndarray]
     n: int
     wish: Wish
-    texts: Sequence[bool]
+    continues_text: bool = True
+    """Whether the completions go on with the prompt's text; else they are texts of their own, as a chat's replies."""
     reads_prompt: bool = False
     per_token: bool = False
     """Whether the text after every token is wanted."""
     streams: bool = False
     """Whether the text is sent while it grows."""
+    only_prompt: bool = False
 
     @property
     def count(self) -> int:
@@ -172,9 +188,9 @@ class Prepared:
     def take_off(self, engine: Engine) -> Call:
         """Begin its completions."""
         policy = self.target.served.policy
-        call = Call(self.id, self.target, self.prompts, self.n)
+        call = Call(self.id, self.target, self.prompts, self.n, only_prompt=self.only_prompt)
         for number, prompt in enumerate(self.prompts):
-            context = prompt[-CONTEXT:].tolist() if self.texts[number] else []
+            context = prompt[-CONTEXT:].tolist() if self.continues_text else []
             call.flights += [
                 Flight(
                     number=next(_numbers),
@@ -195,13 +211,13 @@ class Prepared:
         return call
 
 
-def prepare_completions(body: Completion, target: Target) -> Prepared:
-    """Encode and check a request for completions. Raises BadRequest."""
+def prepare_completions(body: Completion, target: Target, most: int) -> Prepared:
+    """Encode and check a request for completions. most: that the server takes. Raises BadRequest."""
     refuse_ignored(body)
     n = body.n or 1
     if body.best_of not in (None, n):
         raise BadRequest("best_of: is not supported, except as large as n", param="best_of")
-    prompts, texts = encode_prompts(body, target)
+    prompts = encode_prompts(body, target, most)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:
         raise BadRequest("max_tokens: must be at least 1, except with echo", param="max_tokens")
@@ -209,7 +225,16 @@ def prepare_completions(body: Completion, target: Target) -> Prepared:
     wish = make_wish(body, target, max(limit, 1), body.logprobs)
     reads = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-    return Prepared(name, target, prompts, n, wish, texts, reads, streams=bool(body.stream))
+    return Prepared(
+        name,
+        target,
+        prompts,
+        n,
+        wish,
+        reads_prompt=reads,
+        streams=bool(body.stream),
+        only_prompt=wanted == 0,
+    )
 
 
 def token_text(call: Call, token: int, as_id: bool) -> str:
@@ -249,71 +274,100 @@ def versions(flight: Flight) -> list[dict[str, Any]]:
 
 def completion_choice(body: Completion, call: Call, flight: Flight) -> dict[str, Any]:
     """Write a finished completion."""
-    only_prompt = body.max_tokens == 0
-    tokens = [] if only_prompt else flight.tokens
+    tokens = [] if call.only_prompt else flight.tokens
     logprobs = None
     if body.logprobs is not None:
         logprobs = completion_logprobs(body, call, flight, 0, len(tokens))
-    text = "" if only_prompt else flight.text
+    text = "" if call.only_prompt else flight.text
     if body.echo:
         before = echoed(body, call, flight)
         text = before + text
         if logprobs is not None:
-            logprobs = with_prompt(body, call, flight, logprobs, len(before))
+            logprobs = with_prompt(body, call, flight, logprobs, before)
     ids = {"token_ids": tokens, "prompt_token_ids": flight.prompt.tolist()}
     return {
         "index": flight.index,
         "text": text,
         "logprobs": logprobs,
-        "finish_reason": "length" if only_prompt else flight.finish_reason,
-        "stop_reason": None if only_prompt else flight.stop_reason,
+        **ending(call, flight),
         **(ids if body.return_token_ids else dict.fromkeys(ids)),
         "prompt_logprobs": read_prompt(body, call, flight),
-        "weight_versions": [] if only_prompt else versions(flight),
+        "weight_versions": [] if call.only_prompt else versions(flight),
     }
 
 
+def ending(call: Call, flight: Flight) -> dict[str, Any]:
+    """Write what ended a completion; None while nothing did."""
+    if call.only_prompt and flight.over:
+        return {"finish_reason": "length", "stop_reason": None}
+    return {"finish_reason": flight.finish_reason, "stop_reason": flight.stop_reason}
+
+
 def echoed(body: Completion, call: Call, flight: Flight) -> str:
-    """Return the text of the prompt, as it was given, or else decoded."""
+    """Return the text of the prompt: as it was given, or what its ids say after those that the tokenizer adds."""
     if isinstance(body.prompt, str):
         return body.prompt
     given: Any = body.prompt[call.prompt_of(flight)]
     if isinstance(given, str):
         return given
     text: str = call.target.served.tokenizer.decode(
-        flight.prompt.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        flight.prompt[added(call, flight) :].tolist(),
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
     )
     return text
 
 
+def added(call: Call, flight: Flight) -> int:
+    """Count the tokens at the start of a prompt that the tokenizer adds to a text: a BOS, or none."""
+    return int(flight.prompt[0] == call.target.served.added_bos)
+
+
 def with_prompt(
-    body: Completion, call: Call, flight: Flight, logprobs: dict[str, Any], length: int
+    body: Completion, call: Call, flight: Flight, logprobs: dict[str, Any], before: str
 ) -> dict[str, Any]:
-    """Put the prompt's tokens in front of a completion's log-probabilities. length: characters of the prompt."""
+    """Put the prompt's tokens in front of a completion's log-probabilities. before: the text of the prompt."""
     as_id = bool(body.return_tokens_as_token_ids)
     names = [token_text(call, token, as_id) for token in flight.prompt.tolist()]
-    top: list[Any] = [None]
-    for name, (logp, _, ids, logps) in zip(names[1:], flight.prompt_logps, strict=True):
+    own: list[Any] = [None] * len(names)
+    top: list[Any] = [None] * len(names)
+    for at, (logp, _, ids, logps) in enumerate(flight.prompt_logps, 1):
         most = body.logprobs or 0
         row = {token_text(call, i, as_id): finite(p) for i, p in zip(ids[:most], logps[:most], strict=True)}
-        top.append({name: finite(logp), **row})
-    ends = np.minimum(np.cumsum([0, *map(len, names[:-1])]), length).tolist()
+        own[at] = finite(logp)
+        top[at] = {names[at]: own[at], **row}
     return {
-        "text_offset": [*ends, *(length + at for at in logprobs["text_offset"])],
-        "token_logprobs": [
-            None,
-            *(finite(each[0]) for each in flight.prompt_logps),
-            *logprobs["token_logprobs"],
-        ],
+        "text_offset": [*prompt_offsets(call, flight, before), *shifted(logprobs, before)["text_offset"]],
+        "token_logprobs": [*own, *logprobs["token_logprobs"]],
         "tokens": [*names, *logprobs["tokens"]],
         "top_logprobs": [*top, *logprobs["top_logprobs"]],
     }
 
 
-def prompt_logprobs(call: Call, flight: Flight, most: int) -> list[Any]:
+def prompt_offsets(call: Call, flight: Flight, before: str) -> list[int]:
+    """Return where in the prompt's text each of its tokens begins."""
+    names = [token_text(call, token, False) for token in flight.prompt.tolist()]
+    lengths = [len(name) for name in names]
+    count = added(call, flight)
+    lengths[:count] = [0] * count
+    # SentencePiece writes a blank in front of a text's first token.
+    if count < len(names) and names[count].startswith(" ") and not before.startswith(" "):
+        lengths[count] -= 1
+    starts: list[int] = np.minimum(np.cumsum([0, *lengths[:-1]]), len(before)).tolist()
+    return starts
+
+
+def shifted(logprobs: dict[str, Any], before: str) -> dict[str, Any]:
+    """Count the offsets of a completion's tokens from the start of the text that the prompt is in front of."""
+    return {**logprobs, "text_offset": [len(before) + at for at in logprobs["text_offset"]]}
+
+
+def prompt_logprobs(call: Call, flight: Flight, most: int) -> list[Any] | None:
     """Write the log-probabilities of a prompt's tokens and of the `most` likeliest ones, as vLLM has them: at
     temperature 1, None for the first.
     """
+    if len(flight.prompt_logps) < len(flight.prompt) - 1:
+        return None  # it was ended before
     out: list[Any] = [None]
     for token, (logp, rank, ids, logps) in zip(flight.prompt[1:].tolist(), flight.prompt_logps, strict=True):
         rows = {int(token): (logp, rank)}
@@ -396,29 +450,34 @@ async def completion_stream(body: Completion, call: Call) -> AsyncIterator[dict[
     async for flight, start, characters in changes(call):
         first = flight.number not in begun
         begun.add(flight.number)
-        text = flight.text[characters : flight.settled]
-        tokens: list[int] = flight.tokens[start:]
-        if body.max_tokens == 0:
-            text, tokens = "", []
+        text = "" if call.only_prompt else flight.text[characters : flight.settled]
+        tokens: list[int] = [] if call.only_prompt else flight.tokens[start:]
         choice: dict[str, Any] = {
             "index": flight.index,
             "text": text,
             "logprobs": None,
-            "finish_reason": flight.finish_reason,
-            "stop_reason": flight.stop_reason,
+            **ending(call, flight),
         }
         if body.logprobs is not None:
             choice["logprobs"] = completion_logprobs(body, call, flight, start, start + len(tokens))
-        if first and body.echo:
+        if body.echo:
             before = echoed(body, call, flight)
-            choice["text"] = before + choice["text"]
+            if first:
+                choice["text"] = before + choice["text"]
             if choice["logprobs"] is not None:
-                choice["logprobs"] = with_prompt(body, call, flight, choice["logprobs"], len(before))
+                with_offsets = (
+                    with_prompt(body, call, flight, choice["logprobs"], before)
+                    if first
+                    else shifted(choice["logprobs"], before)
+                )
+                choice["logprobs"] = with_offsets
+        if first and body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = read_prompt(body, call, flight)
         if body.return_token_ids:
             choice["token_ids"] = tokens
             choice["prompt_token_ids"] = flight.prompt.tolist() if first else None
         if flight.over:
-            choice["weight_versions"] = versions(flight)
+            choice["weight_versions"] = [] if call.only_prompt else versions(flight)
         part = {**head, "choices": [choice]}
         if options and options.continuous_usage_stats:
             part["usage"] = call.usage()
@@ -443,7 +502,6 @@ def prepare_generate(body: Generate, target: Target) -> Prepared:
         prompts,
         sampling.n or 1,
         wish,
-        [False],
         reads_prompt=reads,
         streams=bool(body.stream),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
+import ipaddress
 import json
 import time
 import warnings
@@ -21,11 +23,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import rlhf_core
-from rlhf_core.errors import InputError, RunError, error_line, suggest
+from rlhf_core.errors import InputError, RunError, error_line, name_too_long, suggest
 from rlhf_serve import answers, chats, scores
 from rlhf_serve.answers import Call, Prepared, Target
 from rlhf_serve.engine import Engine
-from rlhf_serve.fields import BadRequest, Chat, Completion, Detokenize, Generate, Tokenize, read
+from rlhf_serve.fields import (
+    BadRequest,
+    Chat,
+    Completion,
+    Detokenize,
+    Generate,
+    Tokenize,
+    read,
+    require_short,
+)
 from rlhf_serve.metrics import Metrics
 from rlhf_serve.opening import ServedPolicy, ServedScorer
 
@@ -35,6 +46,8 @@ BODY_SECONDS = 60.0
 """How long a client may take to send a body."""
 LARGE = 2**16
 """Bytes of a body that is read in another thread."""
+MOST_MESSAGE = 4000
+"""Characters of an error's message."""
 RETRY_SECONDS = 1
 
 
@@ -116,9 +129,7 @@ class Server:
         if self.draining:
             raise Busy("the server is stopping", 503)
         if count > self.most_waiting:
-            raise BadRequest(
-                f"n: {count:,} completions of one request are more than {self.most_waiting:,}", param="n"
-            )
+            raise answers.too_many(count, self.most_waiting)
         waiting = sum(
             not flight.over
             for call in self.calls
@@ -143,7 +154,9 @@ class Busy(BadRequest):
 def error_answer(
     message: str, status: int, kind: str = "invalid_request_error", param: str | None = None
 ) -> JSONResponse:
-    """Write an error as OpenAI and vLLM do."""
+    """Write an error as OpenAI and vLLM do. A message may quote what a client sent: only so much of it is sent back."""
+    if len(message) > MOST_MESSAGE:
+        message = f"{message[:MOST_MESSAGE]} …"
     headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
     error = {"message": message, "type": kind, "param": param, "code": status}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
@@ -155,6 +168,8 @@ def failure(error: Exception) -> JSONResponse:
         return error_answer(str(error), error.status, error.kind, error.param)
     if isinstance(error, InputError):
         return error_answer(str(error), 400)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return error_answer(name_too_long(error), 400)
     if isinstance(error, RunError):
         return error_answer(str(error), 500, "server_error")
     warnings.warn(f"a request failed: {error_line(error)}", stacklevel=1)
@@ -234,6 +249,7 @@ class Flow(Response):
         try:
             async for part in self.parts:
                 await event(json_bytes(part))
+                await asyncio.sleep(0)  # other requests go on, and a client that is gone is noticed
         except OSError:
             raise
         except Exception as error:
@@ -300,7 +316,7 @@ async def completions(request: Request) -> Response:
     def begin() -> tuple[Completion, Target, Any]:
         body = read(Completion, content)
         target = server.policy(body.model)
-        return body, target, answers.prepare_completions(body, target)
+        return body, target, answers.prepare_completions(body, target, server.most_waiting)
 
     body, target, prepared = await off_loop(server, content, begin)
     call = server.begin(target, prepared)
@@ -388,6 +404,7 @@ async def tokenize(request: Request) -> Response:
         if body.prompt is None:
             ids = chats.encode_chat(body, server.policy(body.model))
         else:
+            require_short([body.prompt], length, "prompt")
             ids = encoder.tokenize_open([(body.prompt, body.add_special_tokens is not False)])[0]
         names = encoder.tokenizer.convert_ids_to_tokens(ids.tolist()) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": length, "tokens": ids.tolist(), "token_strs": names}
@@ -416,8 +433,9 @@ class Gate:
 
     OPEN = ("/health",)
 
-    def __init__(self, app: Any, server: Server) -> None:
-        self.app, self.server = app, server
+    def __init__(self, app: Any, server: Server, control: Sequence[str] = ()) -> None:
+        """control: the paths that change the server."""
+        self.app, self.server, self.control = app, server, frozenset(control)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -426,6 +444,15 @@ class Gate:
         if scope["path"] not in self.OPEN and not self._has_key(scope):
             answer = error_answer(
                 "no valid key: send the header Authorization: Bearer KEY", 401, "authentication_error"
+            )
+            await answer(scope, receive, send)
+            return
+        if self._is_of_another_page(scope):
+            answer = error_answer(
+                "a web page of another address may not send this: leave the header Origin out, or start the server "
+                "with --api-key-env",
+                403,
+                "permission_error",
             )
             await answer(scope, receive, send)
             return
@@ -440,16 +467,50 @@ class Gate:
 
         try:
             await self.app(scope, receive, counted)
+        except asyncio.CancelledError:
+            if not self.server.draining:
+                raise  # else its connection was cut off
         finally:
             self.server.requests -= 1
             self.server.metrics.requests.labels(path, status).inc()
 
+    def _is_of_another_page(self, scope: Any) -> bool:
+        """Tell whether a web page that is not this server's own sent a request that may change or compute something.
+
+        A browser sends such requests to any address, and names the page's own in Origin. A page may have been given a
+        name that means this machine, which makes the two equal; so one that controls the server needs an address.
+        """
+        if self.server.key is not None or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return False
+        origins = _header(scope, b"origin")
+        if not origins:
+            return False
+        hosts = _header(scope, b"host")
+        if [origin.partition("://")[2] for origin in origins] != hosts:
+            return True
+        return scope["path"] in self.control and not _is_address(hosts[0])
+
     def _has_key(self, scope: Any) -> bool:
         if self.server.key is None:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = _header(scope, b"authorization")
         wanted = b"Bearer " + self.server.key.encode()
-        return len(given) == 1 and hmac.compare_digest(given[0], wanted)
+        return len(given) == 1 and hmac.compare_digest(given[0].encode("latin-1"), wanted)
+
+
+def _header(scope: Any, wanted: bytes) -> list[str]:
+    """List the values of a header."""
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+
+
+def _is_address(host: str) -> bool:
+    """Tell an IP address, or this machine's own name, from a name that somebody else may give a meaning."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -501,7 +562,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
-    """Make the ASGI application of a server. more: routes besides those that are always there."""
+    """Make the ASGI application of a server. more: the routes that control it."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -513,4 +574,4 @@ def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
         routes=[*routes(), *more], lifespan=lifespan, exception_handlers={HTTPException: _http_error}
     )
     app.state.server, app.state.created = server, int(time.time())
-    return Gate(app, server)
+    return Gate(app, server, [route.path for route in more])

@@ -27,7 +27,7 @@ from rlhf_serve.answers import (
     token_text,
     versions,
 )
-from rlhf_serve.fields import BadRequest, Chat, Tokenize, refuse_ignored
+from rlhf_serve.fields import BadRequest, Chat, Tokenize, refuse_ignored, require_short
 
 if TYPE_CHECKING:
     from rlhf_serve.flight import Flight
@@ -60,6 +60,7 @@ def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
         text, special = _text(body, target, messages, kwargs or None)
     except InputError as error:
         raise BadRequest(f"messages: {error}", param="messages") from None
+    require_short([text], served.length, "messages")
     special = special if body.add_special_tokens is None else body.add_special_tokens
     return served.encoder.tokenize_open([(text, special)])[0]
 
@@ -180,7 +181,7 @@ def prepare_chat(body: Chat, target: Target) -> Prepared:
         [prompt],
         body.n or 1,
         wish,
-        [body.continue_final_message],
+        continues_text=body.continue_final_message,
         reads_prompt=body.prompt_logprobs is not None,
         per_token=bool(body.tools),
         streams=bool(body.stream),

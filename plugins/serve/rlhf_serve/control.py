@@ -17,7 +17,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models import Model, peft
 from rlhf_serve.app import Server, answered, body_of
 from rlhf_serve.engine import Policy
-from rlhf_serve.fields import BadRequest, Fields, read
+from rlhf_serve.fields import BadRequest, Fields, Name, read
 from rlhf_serve.opening import Opening, ServedAdapter, ServedPolicy, load_policy
 
 MODES = ("abort", "wait", "keep")
@@ -26,24 +26,24 @@ MODES = ("abort", "wait", "keep")
 class LoadAdapter(Fields):
     """The body of `/v1/load_lora_adapter`."""
 
-    lora_name: str
+    lora_name: Name
     lora_path: str
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
-    base_model_name: str | None = None
+    base_model_name: Name | None = None
 
 
 class UnloadAdapter(Fields):
     """The body of `/v1/unload_lora_adapter`."""
 
-    lora_name: str
+    lora_name: Name
     lora_int_id: int | None = None
 
 
 class NewVersion(Fields):
     """The body of `/update_weight_version`."""
 
-    new_version: str
+    new_version: Name
 
 
 class Call(Fields):
@@ -53,7 +53,7 @@ class Call(Fields):
     args: list[Any] = Field(default_factory=list)
     kwargs: dict[str, Any] = Field(default_factory=dict)
     timeout: float | None = None
-    model: str | None = None
+    model: Name | None = None
 
 
 class AbortRequests(Fields):

@@ -5,7 +5,7 @@ refused by name, unless it asks for what is done anyway.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,10 +16,15 @@ from rlhf_serve.opening import ALTERNATIVES
 
 MOST_COMPLETIONS = 1024
 """Completions of one request."""
+MOST_CHARACTERS = 2**20
+"""Characters of a text, where the model's context is not larger."""
+CHARACTERS_OF_A_TOKEN = 16
 LARGEST_ID = 2**31 - 1
 
 Id = Annotated[int, Field(ge=0, le=LARGEST_ID)]
-Texts = str | list[str]
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Texts = str | Annotated[list[str], Field(fail_fast=True)]
+Name = Annotated[str, Field(max_length=1024)]
 Stop = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
@@ -84,7 +89,7 @@ class Sampling(Fields):
 class Request(Sampling):
     """What requests for completions and for chats have in common."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -108,7 +113,7 @@ class Request(Sampling):
 class Completion(Request):
     """The body of `/v1/completions`."""
 
-    prompt: Texts | list[Id] | list[list[Id]]
+    prompt: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool | None = False
     logprobs: int | None = Field(default=None, ge=0, le=ALTERNATIVES)
     best_of: int | None = None
@@ -143,9 +148,9 @@ class GenerateSampling(Sampling):
 class Generate(Fields):
     """The body of `/inference/v1/generate`, ids in and ids out."""
 
-    token_ids: list[Id] = Field(min_length=1)
+    token_ids: Ids = Field(min_length=1)
     sampling_params: GenerateSampling = GenerateSampling()
-    model: str | None = None
+    model: Name | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens", "text"] = "tokens"
@@ -158,7 +163,7 @@ class Generate(Fields):
 class Tokenize(Fields):
     """The body of `/tokenize`."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -172,8 +177,8 @@ class Tokenize(Fields):
 class Detokenize(Fields):
     """The body of `/detokenize`."""
 
-    model: str | None = None
-    tokens: list[Id]
+    model: Name | None = None
+    tokens: Ids
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -206,7 +211,7 @@ def read(kind: type[Body], content: bytes) -> Body:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise BadRequest(f"the body is {type(data).__name__}, not a JSON object")
-    if problem := next((found for text in _texts(data) if (found := text_problem(text))), None):
+    if problem := next((found for text in texts_in(data) if (found := text_problem(text))), None):
         raise BadRequest(f"a text of the body {problem}")
     try:
         return kind.model_validate(data)
@@ -218,7 +223,15 @@ def read(kind: type[Body], content: bytes) -> Body:
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
     lines: dict[str, str] = {}
-    for each in error.errors(include_url=False, include_context=False):
+    found = error.errors(include_url=False, include_context=False)
+    # A field of several types has the problems that it has as each of them: the one that it was meant as fits best.
+    best: dict[Any, tuple[bool, int]] = {}
+    for each in found:
+        best[each["loc"][:1]] = max(_fit(each), best.get(each["loc"][:1], (False, 0)))
+    for each in found:
+        fits, _ = best[each["loc"][:1]]
+        if _fit(each) != best[each["loc"][:1]] and not (fits and _fit(each)[0]):
+            continue
         path = [str(part) for part in each["loc"] if not (isinstance(part, str) and _is_branch(part))]
         name = ".".join(path) or "the body"
         if each["type"] == "extra_forbidden":
@@ -232,6 +245,29 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
     first = next(iter(lines))
     shown = [f"{name}: {line}" for name, line in list(lines.items())[:5]]
     return BadRequest("; ".join(shown), param=first.split(".")[0])
+
+
+def _fit(error: Any) -> tuple[bool, int]:
+    """Rank a problem by how well the value fits the type: whether it is of the type, and how deep the fault lies."""
+    return not error["type"].endswith("_type"), len(error["loc"])
+
+
+def require_short(texts: Iterable[str], length: int | None, name: str) -> None:
+    """Raise BadRequest where texts are much longer together than the model's context can hold.
+
+    length: tokens of the context; None: any number. Tokenizing takes 100 bytes of memory a character, and a text of any
+    length may be one token.
+    """
+    if length is None:
+        return
+    most = max(MOST_CHARACTERS, CHARACTERS_OF_A_TOKEN * length)
+    count = sum(map(len, texts))
+    if count > most:
+        raise BadRequest(
+            f"{name}: {count:,} characters are too many for a context of {length:,} tokens; at most {most:,} are read",
+            param=name.partition(".")[0],
+            status=413,
+        )
 
 
 def _is_branch(part: str) -> bool:
@@ -253,7 +289,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _texts(value: Any) -> Any:
+def texts_in(value: Any) -> Iterator[str]:
     """Yield every text in a JSON value, however deep it is nested."""
     pending = [value]
     while pending:

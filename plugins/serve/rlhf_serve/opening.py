@@ -83,6 +83,13 @@ class ServedPolicy:
         return text.encode()
 
     @cached_property
+    def added_bos(self) -> int | None:
+        """The BOS that the tokenizer puts in front of a text; None where it puts none."""
+        bos = self.encoder.special.bos
+        first = self.encoder.tokenize_open([("a", True)])[0][:1]
+        return bos if len(first) and first[0] == bos else None
+
+    @cached_property
     def _special(self) -> dict[int, str]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return {int(i): token.content for i, token in added.items() if token.special}

@@ -20,9 +20,13 @@ from rlhf_core.errors import InputError, RunError, counted
 from rlhf_core.hidden import remember
 from rlhf_core.runtime.terminal import echo
 from rlhf_serve.app import Server, make_app
+from rlhf_serve.connections import Connection
 from rlhf_serve.control import Control
 from rlhf_serve.engine import Engine
 from rlhf_serve.opening import Opening, ServedPolicy, ServedScorer, open_model
+
+CLOSE_SECONDS = 1.0
+"""How long a client may take to read what was written to it when the server ends."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ async def _serve(server: Server, app: Any, listener: socket.socket, drain_second
         access_log=False,
         lifespan="on",
         timeout_keep_alive=75,
-        h11_max_incomplete_event_size=64 * 1024,
+        http=Connection,
     )
     web = _Quiet(config)
     loop = asyncio.get_running_loop()
@@ -163,10 +167,21 @@ async def _serve(server: Server, app: Any, listener: socket.socket, drain_second
     await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
     if received:
         await _drain(server, received, drain_seconds)
-    web.should_exit = True
-    await serving
+    await _close(web, serving)
     if not received:
         raise RunError("the server ended by itself")
+
+
+async def _close(web: _Quiet, serving: asyncio.Future[None]) -> None:
+    """End the server. Clients have `CLOSE_SECONDS` to take what was written to them; then they are cut off."""
+    web.should_exit = True
+    await asyncio.wait((serving,), timeout=CLOSE_SECONDS)
+    if not serving.done():
+        for connection in list(web.server_state.connections):
+            connection.transport.abort()
+        for task in list(web.server_state.tasks):
+            task.cancel()
+    await serving
 
 
 async def _drain(server: Server, received: list[signal.Signals], seconds: float) -> None:

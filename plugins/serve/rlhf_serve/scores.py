@@ -8,7 +8,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -18,7 +18,7 @@ from rlhf_core.data.source import Records
 from rlhf_core.runtime.terminal import number
 from rlhf_core.scoring import ScoredPart, Scorer
 from rlhf_serve.engine import Engine
-from rlhf_serve.fields import BadRequest, Fields, Id, Texts
+from rlhf_serve.fields import BadRequest, Fields, Ids, Name, Texts, require_short, texts_in
 from rlhf_serve.opening import ServedScorer
 
 MOST_ROWS = 16_384
@@ -31,7 +31,7 @@ SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 class Score(Fields):
     """The body of `/score`."""
 
-    model: str | None = None
+    model: Name | None = None
     rows: list[dict[str, Any]] | None = Field(default=None, max_length=MOST_ROWS)
     chat: bool = False
     """Whether prompts that are texts are a user's turn, and their completions replies."""
@@ -50,8 +50,10 @@ class Score(Fields):
 class Classify(Fields):
     """The body of `/classify`."""
 
-    model: str | None = None
-    input: Texts | list[Id] | list[list[Id]] | list[list[dict[str, Any]]] | None = None
+    model: Name | None = None
+    input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] | list[list[dict[str, Any]]] | None = (
+        None
+    )
     messages: list[dict[str, Any]] | None = None
     use_activation: bool | None = None
     activation: bool | None = None
@@ -126,6 +128,8 @@ class Scoring:
         """Score rows as `rlhf score` does: {"score": …} or {"chosen_score": …, "rejected_score": …}, None where a row
         has no completion. Raises InputError that names the rows at fault.
         """
+        for index, row in enumerate(rows):
+            require_short(texts_in(row), self.scorer.contract.max_length, f"rows.{index}")
         parts: Iterator[ScoredPart] = iter(())
 
         def begin() -> None:
