@@ -181,7 +181,7 @@ def test_weights_of_another_run_are_noticed(
             may_end.wait()
         elif arguments[-1].max_tokens > 1 and not other.is_set():
             other.set()
-            self.post("/update_weight_version", {"new_version": "policy-other-v3"})
+            self.command("/update_weight_version", {"new_version": "policy-other-v3"})
         return honest(self, *arguments)
 
     monkeypatch.setattr(engines.Vllm, "complete", complete)
@@ -374,7 +374,7 @@ def test_sglang_s_routes(
 
     def opened(url: str, key: str | None, timeout: float) -> engines.Sglang:
         engine = engines.Sglang(url, key, timeout)
-        engine._client = routes  # type: ignore[assignment]
+        engine._client = routes
         return engine
 
     monkeypatch.setitem(engines.KINDS, "sglang", opened)
@@ -412,6 +412,25 @@ def test_an_engine_that_was_started_again_is_given_its_policy_again(
             _, rows = train(weights=weights, ahead=0, steps=2)
         assert again.is_set()
         assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
+
+
+def test_a_prompt_whose_completions_are_too_few_is_named(
+    train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of one prompt and five of the other, eight in all."""
+    honest, count = engines.Client.send, iter([3, 5])
+
+    def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+        body = json.loads(content or b"{}")
+        if not url.endswith("/v1/completions") or body["max_tokens"] != 6:
+            return honest(self, method, url, content, **limits)
+        content = json.dumps({**body, "n": next(count)}).encode()
+        return honest(self, method, url, content, **limits)
+
+    monkeypatch.setattr(engines.Client, "send", send)
+    said = rf"row \d+: sampler 'rlhf': {server.url}: answered with \d completions of a prompt; asked for 4$"
+    with pytest.raises(RunError, match=said):
+        train()
 
 
 @pytest.mark.parametrize(

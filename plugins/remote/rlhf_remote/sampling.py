@@ -19,8 +19,20 @@ import jax
 import numpy as np
 
 from rlhf_core import InputError, Rollouts, RunError
-from rlhf_core.errors import Stopped
-from rlhf_remote.engines import KINDS, Drawn, EngineDownError, Wanted, dtype_of, problems, require_logps
+from rlhf_core.errors import SequenceError, Stopped
+from rlhf_core.sampling.stop_strings import token_bytes
+from rlhf_remote.engines import (
+    KINDS,
+    CompletionError,
+    Drawn,
+    EngineDownError,
+    Wanted,
+    dtype_of,
+    problems,
+    require_count,
+    require_end,
+    require_logps,
+)
 from rlhf_remote.stations import Policy, Station, Threads, choose
 
 if TYPE_CHECKING:
@@ -77,6 +89,8 @@ class Sampler:
         self._names: dict[str, str] = {}
         self._probes: dict[int, np.ndarray] = {}
         """What the trainer's policies think of the probe, by version."""
+        self._texts: list[bytes] | None = None
+        """The bytes of each token, once a stop string is looked for."""
         self._threads = Threads(options.concurrency * len(self.stations))
         longest = inputs.max_prompt_length + (
             inputs.conversation_length or inputs.options.max_completion_length
@@ -157,12 +171,12 @@ class Sampler:
         """Sample completions. params: what `publish` returned."""
         n = self.inputs.num_generations
         numbers = np.arange(len(prompts) * n) if ids is None else np.asarray(ids)
-        asked = [
-            self._threads.submit(
-                partial(self._complete, params, prompt, n, seed_of(key, int(numbers[i * n])), self.wanted)
+        asked = []
+        for i, prompt in enumerate(prompts):
+            seed = seed_of(key, int(numbers[i * n]))
+            asked.append(
+                self._threads.submit(partial(self._complete, params, i, prompt, n, seed, self.wanted))
             )
-            for i, prompt in enumerate(prompts)
-        ]
         for request in futures.wait(asked, return_when=futures.FIRST_EXCEPTION).done:
             request.result()  # raises what any of them raised, while others may still look for an engine
         return self._rollouts([each for group in asked for each in group.result()])
@@ -181,9 +195,8 @@ class Sampler:
         def ask(number: int, limit: int) -> None:
             seed = seed_of(key, int(ids[number]), *([turns[number]] if turns[number] else []))
             wanted = replace(self.wanted, max_tokens=limit)
-            asked[
-                self._threads.submit(partial(self._complete, params, contexts[number], 1, seed, wanted))
-            ] = number
+            request = partial(self._complete, params, number, contexts[number], 1, seed, wanted)
+            asked[self._threads.submit(request)] = number
 
         first = min(self.wanted.max_tokens, self.inputs.conversation_length or self.wanted.max_tokens)
         for number in range(len(prompts)):
@@ -205,11 +218,31 @@ class Sampler:
                     turns[number] += 1
                     ask(number, reply.limit)
 
-    def _complete(self, policy: Policy, prompt: np.ndarray, n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+    def _complete(
+        self, policy: Policy, number: int, prompt: np.ndarray, n: int, seed: int, wanted: Wanted
+    ) -> list[Drawn]:
+        """Sample n completions of a prompt. number: its number in the call, for a message."""
         ids = np.asarray(prompt).tolist()
-        return self._anywhere(
-            policy, wanted, lambda engine, model: engine.complete(model, ids, n, seed, wanted)
-        )
+
+        def ask(engine: Any, model: str) -> list[Drawn]:
+            drawn: list[Drawn] = engine.complete(model, ids, n, seed, wanted)
+            require_count(engine.url, range(len(drawn)), n)
+            for each in drawn:
+                require_logps(each, engine.url, self.inputs.definition.vocab_size)
+                require_end(each, engine.url, wanted, self._has_stop_string)
+            return drawn
+
+        try:
+            return self._anywhere(policy, ask)
+        except CompletionError as error:
+            raise SequenceError(f"sampler '{self.options.engine}': {error}", number) from error
+
+    def _has_stop_string(self, ids: Sequence[int]) -> bool:
+        """Tell whether the text of these ids has a stop string."""
+        if self._texts is None:
+            self._texts = token_bytes(self.inputs.tokenizer)
+        text = b"".join(self._texts[i] for i in ids if i < len(self._texts))
+        return any(stop.encode() in text for stop in self.wanted.stop)
 
     def _rollouts(self, drawn: Sequence[Drawn]) -> Rollouts:
         width = self.wanted.max_tokens
@@ -219,9 +252,7 @@ class Sampler:
         lengths = np.array([len(each.ids) for each in drawn], np.int32)
         return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
 
-    def _anywhere(
-        self, policy: Policy, wanted: Wanted, ask: Callable[[Any, str], list[Drawn]]
-    ) -> list[Drawn]:
+    def _anywhere(self, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
         """Ask the engine with the least to do; where one does not answer, another."""
         since, problem = time.monotonic(), ""
         exclusive = self.options.weights == "disk"
@@ -239,10 +270,6 @@ class Sampler:
                         alone = self.options.engine == "vllm"
                         with station.holding(policy, load, exclusive=exclusive, alone=alone):
                             drawn = self._ask(station, policy, ask)
-                        for each in drawn:
-                            require_logps(each, station.url, self.inputs.definition.vocab_size)
-                            if len(each.ids) > wanted.max_tokens:
-                                raise RunError(f"{station.url}: a completion is longer than it may be")
                         station.failures = 0
                         return drawn
                     except EngineDownError as error:
@@ -295,6 +322,7 @@ class Sampler:
         """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
         prompt, temperature = held["ids"][0].tolist(), self.wanted.temperature
         drawn = station.engine.complete(model, prompt, SHOWN_TOKENS, 0, Wanted(temperature, 1))
+        require_count(station.url, range(len(drawn)), SHOWN_TOKENS)
         for each in drawn:
             require_logps(each, station.url, self.inputs.definition.vocab_size)
         ids, theirs = [each.ids[0] for each in drawn], np.array([each.logps[0] for each in drawn])
