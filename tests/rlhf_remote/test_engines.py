@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -412,6 +413,60 @@ def test_an_engine_that_was_started_again_is_given_its_policy_again(
             _, rows = train(weights=weights, ahead=0, steps=2)
         assert again.is_set()
         assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
+
+
+LIES: dict[str, Callable[[list[float]], list[float]]] = {
+    "all 0": lambda logps: [0.0] * len(logps),
+    "all -1e30": lambda logps: [-1e30] * len(logps),
+    "shifted by one": lambda logps: [*logps[1:], logps[0]],
+}
+
+
+@pytest.mark.parametrize("lie", [*LIES, "another policy"])
+def test_log_probabilities_of_rollouts_are_compared_with_the_trainer_s(
+    train: Callable[..., Any], server: Server, lie: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The probe and the token after it are right, and completions are not."""
+    honest = engines.Vllm.complete
+
+    def complete(self: Any, model: str, *arguments: Any) -> Any:
+        if arguments[-1].max_tokens == 1:
+            return honest(self, model, *arguments)
+        if lie == "another policy":
+            return honest(self, "policy", *arguments)
+        drawn = honest(self, model, *arguments)
+        return [each._replace(logps=LIES[lie](each.logps)) for each in drawn]
+
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    with (
+        pytest.warns(
+            UserWarning, match=f"sampler: {server.url}: .* for update [12] are on average .* nats off"
+        ),
+        pytest.raises(
+            RunError, match=f"sampler: {server.url}: .* for update [23] .* So were those for update [12]:"
+        ),
+    ):
+        train(tmp_path / "run", ahead=0, steps=4, probe_tolerance=0.02)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) < 4
+    assert rows[-1]["sampling/logp_difference_mean"] > 0.005
+
+
+def test_one_rollout_that_is_off_is_warned_of_once() -> None:
+    made: Any = SimpleNamespace(options=sampler.VllmSampler(("http://a", "http://b")))
+    made._wrote, made._off, made._warned = {4: {"http://b"}}, None, False
+    verdict = sampling.Sampler.verdict
+    assert verdict(made, 3, 0.05) is None
+    with pytest.warns(UserWarning, match="sampler: http://b: .* update 5 are on average 0.051 nats off"):
+        assert verdict(made, 4, 0.051) is None
+    assert verdict(made, 5, 0.0) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdict(made, 6, 1.0) is None
+    reason = verdict(made, 7, float("inf"))
+    assert reason is not None
+    assert "http://a or http://b: " in reason
+    assert "So were those for update 7: " in reason
 
 
 def test_a_prompt_whose_completions_are_too_few_is_named(

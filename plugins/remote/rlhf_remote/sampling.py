@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from rlhf_core import InputError, Rollouts, RunError
-from rlhf_core.errors import SequenceError, Stopped
+from rlhf_core.errors import SequenceError, Stopped, warn
 from rlhf_core.sampling.stop_strings import token_bytes
 from rlhf_remote.engines import (
     KINDS,
@@ -47,6 +47,8 @@ PROCESSED = (
 )
 PROBE_FILE = "probe.npz"
 OWNER_FILE = "owner.json"
+ROLLOUT_SHARE = 0.25
+"""Of `probe_tolerance`: the largest mean difference of a rollout's log-probabilities."""
 SAME = 1e-5
 """How far a policy's log-probabilities of the probe may be from those that were written with it, in nats."""
 POLL_SECONDS = 0.02
@@ -89,6 +91,11 @@ class Sampler:
         self._names: dict[str, str] = {}
         self._probes: dict[int, np.ndarray] = {}
         """What the trainer's policies think of the probe, by version."""
+        self._wrote: dict[int, set[str]] = {}
+        """The addresses of the engines that sampled with each version of the policy."""
+        self._off: int | None = None
+        """The version that sampled the rollout before, where its log-probabilities were off."""
+        self._warned = False
         self._texts: list[bytes] | None = None
         """The bytes of each token, once a stop string is looked for."""
         self._threads = Threads(options.concurrency * len(self.stations))
@@ -138,6 +145,34 @@ class Sampler:
         differences, seconds = zip(*shown, strict=True)
         return {"sync/probe_difference": max(differences), "sync/seconds": max(seconds)}
 
+    def verdict(self, version: int, difference: float) -> str | None:
+        """Warn where engines' log-probabilities of what they sampled are not the policy's; of two rollouts running,
+        return why the run must stop. See `SamplerFunction`.
+
+        The probe proves what an engine holds when it is asked, and this, what it writes completions with.
+        """
+        limit = self.options.probe_tolerance * ROLLOUT_SHARE
+        before, self._off = self._off, None
+        if difference <= limit:
+            return None
+        self._off = version
+        urls = " and ".join(sorted(self._wrote.get(version, ()))) or " or ".join(self.options.urls)
+        said = (
+            f"{urls}: the log-probabilities of the completions for update {version + 1} are on average "
+            f"{difference:.3g} nats off the trainer's, and {limit:.3g} are possible, a quarter of "
+            "sampler.probe_tolerance. Those of the probe are right, so that it samples with other weights, or answers "
+            "other prompts"
+        )
+        if before is not None:
+            return (
+                f"sampler: {said}. So were those for update {before + 1}: repair the engine; to undo what was trained "
+                f"on them, delete the checkpoints after update {before} and the journal's rollouts since then"
+            )
+        if not self._warned:
+            self._warned = True
+            warn(f"sampler: {said}. The run ends if the next rollout is like this")
+        return None
+
     def published(self, version: int) -> Policy:
         """Find a policy that was published before the run was stopped. Raises InputError where it is gone."""
         self._claim()
@@ -150,6 +185,8 @@ class Sampler:
 
     def retire(self, before: int) -> None:
         """Forget policies of lower versions than `before`, but for the newest of these."""
+        for version in [each for each in list(self._wrote) if each < before]:
+            del self._wrote[version]
         versions = sorted(int(path.name.rpartition("-v")[2]) for path in self.directory.glob("policy-v*"))
         for version in [each for each in versions if each < before][:-1]:
             policy = self._policy(version)
@@ -271,6 +308,7 @@ class Sampler:
                         with station.holding(policy, load, exclusive=exclusive, alone=alone):
                             drawn = self._ask(station, policy, ask)
                         station.failures = 0
+                        self._wrote.setdefault(policy.version, set()).add(station.url)
                         return drawn
                     except EngineDownError as error:
                         station.fail()
