@@ -270,6 +270,7 @@ def test_another_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             options=sampler.VllmSampler((odd.url, honest.url), patience=5.0),
             stations=[stations.Station(engines.Vllm(url, None, 5.0)) for url in (odd.url, honest.url)],
         )
+        made._closed, made._wrote = False, {}
         made._ask = lambda station, policy, ask: ask(station.engine, policy.name)
         monkeypatch.setattr(sampling.Sampler, "_load", lambda *_: None)
         made._load = lambda *_: None

@@ -9,6 +9,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -389,7 +390,7 @@ def test_sglang_s_routes(
     ]
     assert len({row["completion"] for row in samples}) > 2
     if weights == "adapter":
-        assert all(name.startswith("policy-") for name in routes.adapters)
+        assert not routes.adapters
     else:
         assert routes.version.endswith("-v1")
 
@@ -413,6 +414,55 @@ def test_an_engine_that_was_started_again_is_given_its_policy_again(
             _, rows = train(weights=weights, ahead=0, steps=2)
         assert again.is_set()
         assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
+
+
+def adapters_of(server: Server) -> list[str]:
+    served = engines.Vllm(server.url, None, 60).models()
+    return [name for name, each in served.items() if each.parent is not None]
+
+
+def test_a_run_leaves_no_adapters(
+    train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor one that fails; of one that is killed the next start of it removes them, and no other's."""
+    honest, names = engines.Vllm.complete, set[str]()
+    may_fail = True
+
+    def complete(self: Any, model: str, *arguments: Any) -> Any:
+        names.add(model)
+        if may_fail and model.endswith("-v1"):
+            raise RunError("a bad completion")
+        return honest(self, model, *arguments)
+
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling.Sampler, "close", lambda self: None)  # as if it was killed
+        with pytest.raises(RunError, match="a bad completion"):
+            train(tmp_path / "run", ahead=0, steps=2)
+    (left,) = {name.rpartition("-v")[0] for name in names}
+    assert sorted(adapters_of(server)) == [f"{left}-v0", f"{left}-v1"]
+    with pytest.raises(RunError, match="a bad completion"):
+        train(tmp_path / "other", ahead=0, steps=2)
+    assert sorted(adapters_of(server)) == [f"{left}-v0", f"{left}-v1"]
+    sampling._STATIONS.clear()  # another process
+    may_fail = False
+    train(tmp_path / "run", ahead=0, steps=2)
+    assert adapters_of(server) == []
+    assert len({name.rpartition("-v")[0] for name in names}) == 2
+
+
+def test_runs_in_directories_of_the_same_name_have_other_adapters(tmp_path: Path) -> None:
+    """As in two containers with an engine between them; the same run has the same names."""
+
+    def named(policies: str) -> str:
+        made: Any = SimpleNamespace(
+            directory=tmp_path / policies, inputs=SimpleNamespace(directory="/data/run")
+        )
+        prefix = sampling.Sampler._prefix
+        assert isinstance(prefix, cached_property)
+        return str(prefix.func(made))
+
+    assert named("a") == named("a") != named("b")
 
 
 LIES: dict[str, Callable[[list[float]], list[float]]] = {

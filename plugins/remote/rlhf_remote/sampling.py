@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ import jax
 import numpy as np
 
 from rlhf_core import InputError, Rollouts, RunError
+from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import SequenceError, Stopped, warn
 from rlhf_core.sampling.stop_strings import token_bytes
+from rlhf_core.workers.pool import at_stage_end
 from rlhf_remote.engines import (
     KINDS,
     CompletionError,
@@ -46,13 +49,15 @@ PROCESSED = (
     "start vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 )
 PROBE_FILE = "probe.npz"
-OWNER_FILE = "owner.json"
+OWNER_FILE, RUN_FILE = "owner.json", "run.txt"
 ROLLOUT_SHARE = 0.25
 """Of `probe_tolerance`: the largest mean difference of a rollout's log-probabilities."""
 SAME = 1e-5
 """How far a policy's log-probabilities of the probe may be from those that were written with it, in nats."""
 POLL_SECONDS = 0.02
 """Between two looks at requests while environments answer."""
+LEAVE_SECONDS = 10.0
+"""How long the end of a run waits for engines to forget its adapters."""
 PREFIX = "policy-"
 """Begins the name of every policy that a run publishes."""
 CAUSES = (
@@ -87,7 +92,7 @@ class Sampler:
         if key not in _STATIONS:
             _STATIONS[key] = [Station(kind(url, options.api_key, options.timeout)) for url in options.urls]
         self.stations = _STATIONS[key]
-        self._tag = hashlib.sha256(str(inputs.directory).encode()).hexdigest()[:8]
+        self._closed = self._leaves = False
         self._names: dict[str, str] = {}
         self._probes: dict[int, np.ndarray] = {}
         """What the trainer's policies think of the probe, by version."""
@@ -199,6 +204,7 @@ class Sampler:
                         EngineDownError, RunError
                     ):  # it has forgotten it by itself, or will be loaded again
                         station.engine.unload_adapter(policy.name)
+                        station.adapters.discard(policy.name)
             (policy.path / PROBE_FILE).unlink(missing_ok=True)  # without it, what a kill leaves is no policy
             shutil.rmtree(policy.path, ignore_errors=True)
 
@@ -294,6 +300,8 @@ class Sampler:
         since, problem = time.monotonic(), ""
         exclusive = self.options.weights == "disk"
         while True:
+            if self._closed:
+                raise Stopped("the run has ended")
             with choose(self.stations, policy, exclusive=exclusive) as station:
                 if station is None and time.monotonic() - since > self.options.patience:
                     raise Stopped(
@@ -345,6 +353,11 @@ class Sampler:
                 raise RunError("sampler: " + "; ".join(found))
             station.examined = self.needs
         if self.options.weights == "adapter":
+            self._forget_killed(station)
+            if not self._leaves:
+                self._leaves = True
+                at_stage_end(self.close)
+            station.adapters.add(policy.name)
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
             station.engine.load_weights(str(policy.path), policy.name)
@@ -355,6 +368,31 @@ class Sampler:
         self._require_policy(station, policy, theirs)
         self._require_temperature(station, model, held)
         station.shown[policy.name] = difference, time.monotonic() - began
+
+    def _forget_killed(self, station: Station) -> None:
+        """Have an engine forget the adapters that this run left there when it was killed."""
+        if self._prefix in station.cleaned:
+            return
+        for name in station.engine.models():
+            if name.startswith(self._prefix) and name not in station.adapters:
+                station.engine.unload_adapter(name)
+        station.cleaned.add(self._prefix)
+
+    def close(self) -> None:
+        """Have engines forget this run's adapters, as far as they answer soon. Called when the stage has ended."""
+        self._closed = True
+
+        def leave(station: Station) -> None:
+            with station.changed:
+                names = {name for name in station.adapters if name.startswith(self._prefix)}
+                station.adapters -= names
+                station.loaded -= names
+            for name in sorted(names):
+                with suppress(EngineDownError, RunError):
+                    station.engine.unload_adapter(name)
+
+        threads = Threads(len(self.stations))
+        futures.wait([threads.submit(partial(leave, each)) for each in self.stations], LEAVE_SECONDS)
 
     def _require_temperature(self, station: Station, model: str, held: Any) -> None:
         """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
@@ -407,8 +445,21 @@ class Sampler:
             self._names[station.url] = station.engine.base(self.options.model)
         return self._names[station.url]
 
+    @cached_property
+    def _prefix(self) -> str:
+        """How the names of this run's policies begin; runs elsewhere may have directories of the same name."""
+        file = self.directory / RUN_FILE
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not file.is_file():
+                write_atomic(file, secrets.token_hex(8))
+            run = file.read_bytes() + str(self.inputs.directory).encode()
+        except OSError as error:
+            raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
+        return f"{PREFIX}{hashlib.sha256(run).hexdigest()[:8]}-v"
+
     def _policy(self, version: int) -> Policy:
-        return Policy(f"{PREFIX}{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
+        return Policy(f"{self._prefix}{version}", self.directory / f"policy-v{version}", version)
 
     def _claim(self) -> None:
         """Make the directory this run's. Raises InputError where it is another run's.
