@@ -9,7 +9,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -552,3 +552,34 @@ def test_a_prompt_whose_completions_are_too_few_is_named(
 def test_impossible_completions_are_refused(drawn: engines.Drawn, said: str) -> None:
     with pytest.raises(RunError, match=said):
         engines.require_logps(drawn, "http://engine", 48)
+
+
+@pytest.mark.parametrize(("share", "stale"), [(0.0, False), (0.6, False), (0.7, True), (1.0, True)])
+def test_a_policy_that_is_twice_as_near_to_another_is_that(share: float, stale: bool) -> None:
+    """Two policies less than the tolerance apart, and numbers some way from the right one to the other."""
+    own, other = np.zeros((2, 23)), np.full((2, 23), 0.01)
+    made: Any = SimpleNamespace(_probes={3: other, 4: own}, options=sampler.VllmSampler(("http://a",)))
+    made.inputs = SimpleNamespace(definition=SimpleNamespace(compute_dtype="float32"))
+    station: Any = SimpleNamespace(url="http://a", engine=SimpleNamespace(facts=engines.Facts))
+    policy = stations.Policy("policy-v4", Path(), 4)
+    check = partial(sampling.Sampler._require_policy, made, station, policy)
+    if not stale:
+        check(own + share * 0.01)
+        return
+    with pytest.raises(
+        RunError, match=r"of update 4: .*; they are those of update 3: the adapter was not loaded"
+    ):
+        check(own + share * 0.01)
+
+
+def test_an_engine_that_failed_is_left_out_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(stations, "time", SimpleNamespace(monotonic=lambda: now))
+    engine: Any = SimpleNamespace(url="http://a")
+    station, waits = stations.Station(engine), list[float]()
+    for _ in range(7):
+        station.fail()
+        station.fail()  # another request of the same time
+        waits.append(station.retry_at - now)
+        now = station.retry_at
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
