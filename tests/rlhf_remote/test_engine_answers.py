@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rlhf_remote import engines, sampler, sampling, stations
 
-from rlhf_core.errors import SequenceError
+from rlhf_core.errors import RunError, SequenceError
 from tests.shared import services
 
 PROMPT, STOP = [5, 6], 1
@@ -244,6 +244,27 @@ def test_a_model_is_described_by_texts_and_numbers(
     service.models = {"data": [card]}
     with pytest.raises(engines.EngineDownError, match="expected a list of models, got"):
         opened["vllm"].models()
+
+
+@pytest.mark.parametrize("answer", OTHER[:9], ids=range(9))
+def test_whether_an_id_is_known_is_no_question_for_another_form(
+    answer: Any, service: services.Service, opened: dict[str, Any]
+) -> None:
+    service.reply = lambda body: answer
+    with pytest.raises(engines.EngineDownError, match=r"^http://"):
+        opened["vllm"].knows(3, "policy")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [("/v1/completions", ""), ("/v1/load_lora_adapter", ": start it with its control routes")],
+)
+def test_only_control_routes_may_be_missing(
+    path: str, hint: str, service: services.Service, opened: dict[str, Any]
+) -> None:
+    service.reply = lambda body: (404, {"error": {"message": "there is no 'a'"}}, {})
+    with pytest.raises(RunError, match=f"^{service.url}{path}: HTTP 404: there is no 'a'{hint}$"):
+        opened["vllm"].post(path, {}, lambda answer: answer, "")
 
 
 def test_what_an_engine_does_not_say_of_itself(service: services.Service, opened: dict[str, Any]) -> None:

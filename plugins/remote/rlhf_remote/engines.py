@@ -25,6 +25,8 @@ CONTROL_SECONDS = 600.0
 HEALTH_SECONDS = 10.0
 ANSWER_BYTES, TOKEN_BYTES = 2**20, 512
 """Bytes of an answer at most: so many, and so many for each id that it may have to name."""
+SAMPLING_ROUTES = ("/v1/completions", "/generate")
+"""Those that every engine has; they answer 404 for an adapter that is not loaded."""
 SMALLEST_LOGP = float(np.finfo(np.float32).min)
 LARGEST_LOGP = 1e-3
 """Log-probabilities of nearly certain tokens may be rounded to more than 0."""
@@ -180,8 +182,9 @@ class HttpEngine:
         problem = f"{answer.url}: {what_it_said(answer)}"
         if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
             raise EngineDownError(problem)
-        hint = ": start it with its control routes" if answer.status_code in WRONG_SETUP else ""
-        raise RunError(problem + hint)
+        if answer.status_code in WRONG_SETUP and path not in SAMPLING_ROUTES:
+            problem += ": start it with its control routes"
+        raise RunError(problem)
 
     def _read(self, answer: Answer, read: Callable[[Any], T], expected: str) -> T:
         try:
@@ -303,10 +306,11 @@ class Vllm(HttpEngine):
         """Tell whether its model has a token id; None where asking could harm it."""
         body = {"model": model, "prompt": [[token]], "max_tokens": 1, "temperature": 1.0, **NEUTRAL}
         try:
-            self._send("POST", "/v1/completions", body)
+            return self.post(
+                "/v1/completions", body, lambda answer: len(answer["choices"]) == 1, "a completion"
+            )
         except RunError:
             return False
-        return True
 
     def missing_routes(self, weights: str) -> list[str]:
         """Say which routes are missing that publishing needs."""
