@@ -131,7 +131,8 @@ def test_the_newest_policy_that_no_rollout_waits_for_stays(made: sampling.Sample
     for policy in policies:
         policy.path.mkdir(parents=True)
         (policy.path / sampling.PROBE_FILE).touch()
-    station.loaded = {policy.name for policy in policies[1:]}
+    station.adapters = {policy.name for policy in policies[1:]}
+    station.loaded = {policy.name for policy in policies[2:]}  # it has failed since it was given the first
     made.retire(3)
     assert [policy.path.is_dir() for policy in policies] == [False, False, True, True, True]
     assert forgotten == [policies[1].name]

@@ -197,7 +197,7 @@ class Sampler:
             policy = self._policy(version)
             for station in self.stations if self.options.weights == "adapter" else ():
                 with station.changed:
-                    held = policy.name in station.loaded
+                    held = policy.name in station.adapters
                     station.loaded.discard(policy.name)
                 if held:
                     with suppress(
@@ -375,7 +375,8 @@ class Sampler:
             return
         for name in station.engine.models():
             if name.startswith(self._prefix) and name not in station.adapters:
-                station.engine.unload_adapter(name)
+                with suppress(RunError):
+                    station.engine.unload_adapter(name)
         station.cleaned.add(self._prefix)
 
     def close(self) -> None:
