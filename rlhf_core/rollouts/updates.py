@@ -196,8 +196,9 @@ class RolloutUpdates:
         are apart.
         """
         verdict = getattr(self.collector.sampler, "verdict", None)
-        sampled = verdict is not None and "journal" not in self.stage.inputs
-        if not sampled or self.options.ahead or DIFFERENCE not in metrics:
+        if verdict is None or self.options.ahead or "journal" in self.stage.inputs:
+            return None
+        if DIFFERENCE not in metrics:
             return None
         number, within = divmod(step, self.updates_per_rollout)
         measured: Any = jax.device_get(metrics[DIFFERENCE])

@@ -583,3 +583,24 @@ def test_an_engine_that_failed_is_left_out_for_longer_each_time(monkeypatch: pyt
         waits.append(station.retry_at - now)
         now = station.retry_at
     assert waits == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_the_engine_that_can_begin_soonest_is_asked() -> None:
+    """One that would have to load the policy comes later, and where it must first end what it does, last."""
+    first, second = (stations.Station(SimpleNamespace(url=url)) for url in ("http://a", "http://b"))
+    policy = stations.Policy("policy-v1", Path(), 1)
+
+    def chosen(*, exclusive: bool) -> str:
+        with stations.choose([first, second], policy, exclusive=exclusive) as station:
+            assert station is not None
+            return str(station.url)
+
+    assert chosen(exclusive=False) == "http://a"
+    second.loaded = {"policy-v1"}
+    assert chosen(exclusive=False) == "http://b"
+    second.chosen = 2
+    assert chosen(exclusive=False) == "http://a"
+    assert chosen(exclusive=True) == "http://a"
+    first.active = 1
+    assert chosen(exclusive=False) == "http://a"
+    assert chosen(exclusive=True) == "http://b"
