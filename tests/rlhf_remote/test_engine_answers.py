@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,20 @@ def test_an_answer_of_another_form_is_no_answer(answer: Any, completions: Comple
     """Another engine is asked; see `test_another_engine_is_asked`."""
     with pytest.raises(engines.EngineDownError, match=r"^http://127.0.0.1:\d+"):
         completions(answer)
+
+
+def test_answers_are_limited(service: services.Service, completions: Completions) -> None:
+    """In bytes, by the ids that they may have to name, and in seconds."""
+    with pytest.raises(engines.EngineDownError, match=r": the answer has more than 1,053,696 bytes$"):
+        completions((200, b" " * (2**20 + 512 * 2 * 5 + 1), {}))
+    assert completions((200, json.dumps({"choices": CHOICES}).encode().ljust(2**20 + 512 * 2 * 5), {}))
+    over = threading.Event()
+    service.reply = lambda body: over.wait(20)
+    slow = engines.Vllm(service.url, None, 0.1)
+    for ask in (lambda: slow.logps("policy", PROMPT), lambda: slow.status("/collective_rpc")):
+        with pytest.raises(engines.EngineDownError, match=rf"^{service.url}: no answer within 0.1 s$"):
+            ask()
+    over.set()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
