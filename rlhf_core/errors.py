@@ -67,12 +67,16 @@ class RunError(Exception):
     """The run failed for a reason the message explains in full (exit code 1, no traceback)."""
 
 
-class NonFiniteError(RunError):
-    """An output of a model is not finite. sequence: the number of the one that it was computed from."""
+class SequenceError(RunError):
+    """What was computed from one of several sequences is wrong. sequence: its number."""
 
     def __init__(self, message: str, sequence: int) -> None:
         super().__init__(message)
         self.sequence = sequence
+
+
+class NonFiniteError(SequenceError):
+    """An output of a model is not finite. sequence: the number of the one that it was computed from."""
 
 
 class Stopped(Exception):

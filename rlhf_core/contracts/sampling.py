@@ -240,8 +240,10 @@ class SamplerFunction(Protocol):
     A sampler on other devices may have `publish(params, version)`, which the trainer calls when it may sample with a
     policy: what it returns is then passed as `params`, perhaps from several threads, while the trainer learns. It also
     has `published(version)`, the same for a version that was published before the run was stopped, and
-    `retire(before)`, called when no rollout needs versions below `before` any more; and may have `receipt(policy)`,
-    metrics of how it was proven that the policy is held.
+    `retire(before)`, called when no rollout needs versions below `before` any more. It may have `receipt(policy)`,
+    metrics of how it was proven that the policy is held, and `verdict(version, difference)`, called after each rollout
+    that the policy that sampled it was trained on, where no rollouts are sampled ahead: difference is the mean absolute
+    difference of its log-probabilities from the trainer's, nats, and a text that is returned ends the run.
     Another, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
     prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
     conversations take each turn together, in a call whose prompts are all that was said.

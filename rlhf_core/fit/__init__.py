@@ -189,6 +189,8 @@ class _Run:
         self.progress = Progress(stage, config, build.updates)
         self.best = self.progress.best
         self.out_of_time = False
+        self.reason: str | None = None
+        """Why the run must stop, as an update's metrics showed."""
 
     def loop(self, state: TrainState) -> TrainState:
         updates, progress, after_update = self.updates, self.progress, self.build.after_update
@@ -204,6 +206,7 @@ class _Run:
         for step in range(start, start if ends else updates.total):
             if updates.needs_state(step):
                 self.check(steps, state)
+                self.stop_for(self.reason, step, steps, state)
             logged = weights if weights is not None and weights.due(step + 1) else None
             before = None if logged is None else logged.keep(state)
             state = self.run_update(step, steps, state)
@@ -301,12 +304,9 @@ class _Run:
             self.check(steps, state)
             metrics, evaluated = self.report(count, state, logs=logs, evaluates=evaluates)
             improved = evaluated and self.compare(count, state, metrics)
-            if self.build.stop_when is not None and (reason := self.build.stop_when(metrics)):
-                self.progress.save(count, state, wait=True)
-                raise RunError(
-                    f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}: {reason}. "
-                    f"The state is kept in {self.stage.dir / 'checkpoints'}."
-                )
+            if self.build.stop_when is not None:
+                self.stop_for(self.build.stop_when(metrics), count, steps, state)
+        self.stop_for(self.reason, count, steps, state)
         every = config.previews.every if config.previews is not None else 0
         if every and (ends or count % every == 0):
             self.check(steps, state)
@@ -321,6 +321,17 @@ class _Run:
             self.progress.checkpoints.wait()
             raise self.stopped(count)
         return ends or exhausted
+
+    def stop_for(self, reason: str | None, count: int, steps: Programs, state: TrainState) -> None:
+        """Save the state after `count` updates and raise RunError where there is a reason to give up."""
+        if reason is None:
+            return
+        self.check(steps, state)
+        self.progress.save(count, state, wait=True)
+        raise RunError(
+            f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}: {reason}. "
+            f"The state is kept in {self.stage.dir / 'checkpoints'}."
+        )
 
     def show(self, count: int, state: TrainState) -> None:
         """Show the previews after `count` updates; a failure after the first update must not cost the run."""
@@ -366,6 +377,9 @@ class _Run:
             if int(guard) < 0:
                 self.progress.tokens += update.tokens
                 self.progress.window.add(update, metrics)
+                measured = getattr(self.updates, "measured", None)
+                if measured is not None and self.reason is None:
+                    self.reason = measured(step, metrics)
                 continue
             if problem := nonfinite_weights(state.model, state.params):  # as they were loaded
                 raise InputError(

@@ -16,7 +16,7 @@ from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_r
 from rlhf_core.data import EpisodeRows, Prompts, PromptStream
 from rlhf_core.data.prompts import AnyPrompts
 from rlhf_core.environments import CallParser, ConversationEncoder, Episode, Episodes
-from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
+from rlhf_core.errors import InputError, RunError, SequenceError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, as_settled, logged_metrics, score
 from rlhf_core.rollouts.environment import run_episodes
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS, Conversations, Rollout, Timing
@@ -209,7 +209,7 @@ class RolloutCollector:
             assert not isinstance(self.prompts, EpisodeRows)
             try:
                 samples = self.sampler(policy, [self.prompts.ids[i] for i in chosen], key, ids)
-            except NonFiniteError as error:
+            except SequenceError as error:
                 raise RunError(f"{self.prompts.where(int(chosen[error.sequence]))}: {error}") from error
             if self.routes is not None and samples.routes.shape[2:] != self.routes.shape:
                 raise InputError(

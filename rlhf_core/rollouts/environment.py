@@ -21,7 +21,7 @@ from rlhf_core.environments import (
     EpisodeSettings,
     try_episode,
 )
-from rlhf_core.errors import InputError, NonFiniteError, RunError
+from rlhf_core.errors import InputError, RunError, SequenceError
 from rlhf_core.sampling import converse_by_turns
 from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.starting_model import error_context
@@ -61,7 +61,7 @@ def run_episodes(
                 sampler.converse(*arguments)
             else:
                 converse_by_turns(sampler, *arguments, conversation_length=settings.length)
-        except NonFiniteError as error:
+        except SequenceError as error:
             failed = episodes.episodes[episodes.running[error.sequence]]
             raise RunError(f"{failed.place}: {error}") from error
     episodes.end()

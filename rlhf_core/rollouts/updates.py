@@ -13,7 +13,7 @@ from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.data import PromptStream
 from rlhf_core.errors import RunError, Stopped, counted
 from rlhf_core.fit.batches import EncodedRows, Update
-from rlhf_core.metrics import Max, Metric, Min, Sum
+from rlhf_core.metrics import Max, Mean, Metric, Min, Sum
 from rlhf_core.packing.rows import Layout, Packed, empty_batches
 from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
@@ -29,6 +29,10 @@ from rlhf_core.training.reference import Reference
 
 if TYPE_CHECKING:
     from rlhf_core.state import TrainState
+
+
+DIFFERENCE = "sampling/logp_difference_mean"
+"""The metric of an objective that compares the sampler's log-probabilities with the trainer's, nats."""
 
 
 class RolloutSteps(Protocol):
@@ -131,6 +135,8 @@ class RolloutUpdates:
         """Rollouts that were being sampled when the run was killed."""
         self._entered = -1
         """The update whose groups were entered in the ledger last."""
+        self._difference = Mean(0.0, 0.0)
+        """Between the sampler's and the trainer's log-probabilities of the rollout that is trained on."""
         self.journal: Journal | None = None
         self.ledger = Ledger()
         self.config = config
@@ -181,6 +187,26 @@ class RolloutUpdates:
         if self.reference is not None and self.reference.equals(self.collector.policy(state.params)):
             batches = [without_reference(batch) for batch in batches]
         return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing)
+
+    def measured(self, step: int, metrics: Mapping[str, Metric]) -> str | None:
+        """Take the metrics of update `step`; return why the run must stop, or None.
+
+        Where the policy that sampled a rollout is the one that it trains, the trainer's log-probabilities of its tokens
+        are the sampler's, but for rounding. A sampler elsewhere, which may have used other weights, judges how far they
+        are apart.
+        """
+        verdict = getattr(self.collector.sampler, "verdict", None)
+        if verdict is None or self.options.ahead or "journal" in self.stage.inputs:
+            return None
+        if DIFFERENCE not in metrics:
+            return None
+        number, within = divmod(step, self.updates_per_rollout)
+        measured: Any = jax.device_get(metrics[DIFFERENCE])
+        self._difference = measured if within == 0 else self._difference.merge(measured)
+        if within < self.updates_per_rollout - 1 or not self._difference.count:
+            return None
+        reason: str | None = verdict(number * self.updates_per_rollout, float(self._difference.result()))
+        return reason
 
     def _begin_rollout(self, step: int, state: TrainState) -> None:
         """Sample what is due before update `step`, and prepare the rollout that it begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, talk
+from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, _lines, talk
 from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
@@ -218,3 +219,11 @@ def test_a_broken_model_says_so(model: Path, tiny: Any) -> None:
     speaker.weights.value = jax.tree.map(lambda x: x * float("nan"), speaker.weights.value)
     with pytest.raises(RunError, match="is not finite"):
         list(speaker.reply([{"role": "user", "content": "b"}], 0))
+
+
+def test_lines_of_a_reply_end() -> None:
+    parts = [b"data: 1\r\nda", b"ta: \xe4", b"\xb8\xad\n\nrest"]
+    assert list(_lines("http://a", parts)) == ["data: 1", "data: 中", "", "rest"]
+    endless = (b"x" * 65536 for _ in itertools.count())
+    with pytest.raises(RunError, match=r"^http://a: a line of the reply has more than 1,048,576 bytes$"):
+        list(_lines("http://a", endless))

@@ -63,10 +63,8 @@ class World:
         return Continuation(number, said, LIMITS[len(self.turns[number])], replaces=number == 2)
 
 
-def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which one is slow changes no token. Contexts have all that was said, or what replaces it."""
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.Sampler:
     monkeypatch.setitem(engines.KINDS, "rlhf", Engine)  # type: ignore[arg-type]
     monkeypatch.setattr(sampling.Sampler, "_load", lambda *_: None)
     monkeypatch.setattr(sampling, "_STATIONS", {})
@@ -79,7 +77,32 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
         max_prompt_length=2,
         conversation_length=40,
     )
-    made = sampling.Sampler(sampler.RlhfSampler(("http://engine",)), inputs)
+    return sampling.Sampler(sampler.RlhfSampler(("http://engine",)), inputs)
+
+
+def test_the_completions_of_a_prompt_go_by_the_number_of_its_first(
+    made: sampling.Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def complete(self: Any, model: str, prompt: Any, n: int, seed: int, wanted: Any) -> list[engines.Drawn]:
+        draw = np.random.default_rng([seed, *prompt])
+        ids = draw.integers(3, 48, (n, wanted.max_tokens)).tolist()
+        return [engines.Drawn(each, [-1.0] * len(each), finished=False) for each in ids]
+
+    monkeypatch.setattr(Engine, "complete", complete)
+    policy = stations.Policy("policy-here-v0", tmp_path, 0)
+    prompts, numbers = [np.array([7, 8]), np.array([9])], np.array([20, 21, 22, 23])
+    rollouts = made(policy, prompts, jax.random.key(2), numbers)
+    words = np.asarray(jax.random.key_data(jax.random.key(2))).tolist()
+    for i, prompt in enumerate(prompts):
+        seed = int(np.random.SeedSequence([*words, int(numbers[2 * i])]).generate_state(1)[0] >> 1)
+        wanted = np.random.default_rng([seed, *prompt.tolist()]).integers(3, 48, (2, LIMITS[0]))
+        np.testing.assert_array_equal(rollouts.tokens[2 * i : 2 * i + 2], wanted)
+
+
+def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
+    made: sampling.Sampler, tmp_path: Path
+) -> None:
+    """Which one is slow changes no token. Contexts have all that was said, or what replaces it."""
     policy = stations.Policy("policy-here-v0", tmp_path, 0)
     prompts, ids = [np.array([7, number], np.int32) for number in range(3)], np.array([4, 5, 9])
     found = []
@@ -97,3 +120,20 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
             seed = int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
             assert said == np.random.default_rng([seed, *context]).integers(3, 48, LIMITS[turn]).tolist()
             context = [turn + 1] if number == 2 else [*context, *said, turn + 1]
+
+
+def test_the_newest_policy_that_no_rollout_waits_for_stays(made: sampling.Sampler, tmp_path: Path) -> None:
+    """A run that is killed before its next checkpoint samples with it again. Engines forget the others."""
+    forgotten = list[str]()
+    (station,) = made.stations
+    station.engine.unload_adapter = forgotten.append
+    policies = [made._policy(version) for version in range(5)]
+    for policy in policies:
+        policy.path.mkdir(parents=True)
+        (policy.path / sampling.PROBE_FILE).touch()
+    station.adapters = {policy.name for policy in policies[1:]}
+    station.loaded = {policy.name for policy in policies[2:]}  # it has failed since it was given the first
+    made.retire(3)
+    assert [policy.path.is_dir() for policy in policies] == [False, False, True, True, True]
+    assert forgotten == [policies[1].name]
+    assert station.loaded == {policy.name for policy in policies[2:]}

@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 import uvicorn
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_remote import engines, sampler, sampling, stations
+from rlhf_remote.transport import Answer
 from rlhf_serve.opening import Opening, open_model
 from rlhf_serve.running import Settings, application, make_server
 
@@ -180,7 +183,7 @@ def test_weights_of_another_run_are_noticed(
             may_end.wait()
         elif arguments[-1].max_tokens > 1 and not other.is_set():
             other.set()
-            self.post("/update_weight_version", {"new_version": "policy-other-v3"})
+            self.command("/update_weight_version", {"new_version": "policy-other-v3"})
         return honest(self, *arguments)
 
     monkeypatch.setattr(engines.Vllm, "complete", complete)
@@ -293,18 +296,18 @@ def test_a_check_asks_the_engines(server: Server, tiny: ModuleType, monkeypatch:
         )
 
 
-class AsSglang(httpx.BaseTransport):
+class AsSglang:
     """Answers SGLang's routes, as its http_server.py and io_struct.py have them, with a server of `rlhf serve`."""
 
     def __init__(self, url: str) -> None:
         self.behind, self.paused = engines.Vllm(url, None, 60), False
         self.adapters, self.version = set[str](), "default"
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        path, body = request.url.path, json.loads(request.content or b"null")
-        route = getattr(self, path.strip("/").replace("/", "_"), None)
+    def send(self, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+        route = getattr(self, httpx.URL(url).path.strip("/").replace("/", "_"), None)
+        body = json.loads(content or b"null")
         status, answer = (404, {"detail": "Not Found"}) if route is None else route(body)
-        return httpx.Response(status, json=answer, request=request)
+        return Answer(url, status, httpx.Headers(), json.dumps(answer).encode())
 
     def health(self, body: Any) -> tuple[int, Any]:
         return 200, {}
@@ -373,7 +376,7 @@ def test_sglang_s_routes(
 
     def opened(url: str, key: str | None, timeout: float) -> engines.Sglang:
         engine = engines.Sglang(url, key, timeout)
-        engine._client = httpx.Client(transport=routes)
+        engine._client = routes
         return engine
 
     monkeypatch.setitem(engines.KINDS, "sglang", opened)
@@ -387,7 +390,7 @@ def test_sglang_s_routes(
     ]
     assert len({row["completion"] for row in samples}) > 2
     if weights == "adapter":
-        assert all(name.startswith("policy-") for name in routes.adapters)
+        assert not routes.adapters
     else:
         assert routes.version.endswith("-v1")
 
@@ -413,6 +416,128 @@ def test_an_engine_that_was_started_again_is_given_its_policy_again(
         assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
 
 
+def adapters_of(server: Server) -> list[str]:
+    served = engines.Vllm(server.url, None, 60).models()
+    return [name for name, each in served.items() if each.parent is not None]
+
+
+def test_a_run_leaves_no_adapters(
+    train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor one that fails; of one that is killed the next start of it removes them, and no other's."""
+    honest, names = engines.Vllm.complete, set[str]()
+    may_fail = True
+
+    def complete(self: Any, model: str, *arguments: Any) -> Any:
+        names.add(model)
+        if may_fail and model.endswith("-v1"):
+            raise RunError("a bad completion")
+        return honest(self, model, *arguments)
+
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling.Sampler, "close", lambda self: None)  # as if it was killed
+        with pytest.raises(RunError, match="a bad completion"):
+            train(tmp_path / "run", ahead=0, steps=2)
+    (left,) = {name.rpartition("-v")[0] for name in names}
+    assert sorted(adapters_of(server)) == [f"{left}-v0", f"{left}-v1"]
+    with pytest.raises(RunError, match="a bad completion"):
+        train(tmp_path / "other", ahead=0, steps=2)
+    assert sorted(adapters_of(server)) == [f"{left}-v0", f"{left}-v1"]
+    sampling._STATIONS.clear()  # another process
+    may_fail = False
+    train(tmp_path / "run", ahead=0, steps=2)
+    assert adapters_of(server) == []
+    assert len({name.rpartition("-v")[0] for name in names}) == 2
+
+
+def test_runs_in_directories_of_the_same_name_have_other_adapters(tmp_path: Path) -> None:
+    """As in two containers with an engine between them; the same run has the same names."""
+
+    def named(policies: str) -> str:
+        made: Any = SimpleNamespace(
+            directory=tmp_path / policies, inputs=SimpleNamespace(directory="/data/run")
+        )
+        prefix = sampling.Sampler._prefix
+        assert isinstance(prefix, cached_property)
+        return str(prefix.func(made))
+
+    assert named("a") == named("a") != named("b")
+
+
+LIES: dict[str, Callable[[list[float]], list[float]]] = {
+    "all 0": lambda logps: [0.0] * len(logps),
+    "all -1e30": lambda logps: [-1e30] * len(logps),
+    "shifted by one": lambda logps: [*logps[1:], logps[0]],
+}
+
+
+@pytest.mark.parametrize("lie", [*LIES, "another policy"])
+def test_log_probabilities_of_rollouts_are_compared_with_the_trainer_s(
+    train: Callable[..., Any], server: Server, lie: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The probe and the token after it are right, and completions are not."""
+    honest = engines.Vllm.complete
+
+    def complete(self: Any, model: str, *arguments: Any) -> Any:
+        if arguments[-1].max_tokens == 1:
+            return honest(self, model, *arguments)
+        if lie == "another policy":
+            return honest(self, "policy", *arguments)
+        drawn = honest(self, model, *arguments)
+        return [each._replace(logps=LIES[lie](each.logps)) for each in drawn]
+
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    with (
+        pytest.warns(
+            UserWarning, match=f"sampler: {server.url}: .* for update [12] are on average .* nats off"
+        ),
+        pytest.raises(
+            RunError, match=f"sampler: {server.url}: .* for update [23] .* So were those for update [12]:"
+        ),
+    ):
+        train(tmp_path / "run", ahead=0, steps=4, probe_tolerance=0.02)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) < 4
+    assert rows[-1]["sampling/logp_difference_mean"] > 0.005
+
+
+def test_one_rollout_that_is_off_is_warned_of_once() -> None:
+    made: Any = SimpleNamespace(options=sampler.VllmSampler(("http://a", "http://b")))
+    made._wrote, made._off, made._warned = {4: {"http://b"}}, None, False
+    verdict = sampling.Sampler.verdict
+    assert verdict(made, 3, 0.05) is None
+    with pytest.warns(UserWarning, match="sampler: http://b: .* update 5 are on average 0.051 nats off"):
+        assert verdict(made, 4, 0.051) is None
+    assert verdict(made, 5, 0.0) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdict(made, 6, 1.0) is None
+    reason = verdict(made, 7, float("inf"))
+    assert reason is not None
+    assert "http://a or http://b: " in reason
+    assert "So were those for update 7: " in reason
+
+
+def test_a_prompt_whose_completions_are_too_few_is_named(
+    train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of one prompt and five of the other, eight in all."""
+    honest, count = engines.Client.send, iter([3, 5])
+
+    def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+        body = json.loads(content or b"{}")
+        if not url.endswith("/v1/completions") or body["max_tokens"] != 6:
+            return honest(self, method, url, content, **limits)
+        content = json.dumps({**body, "n": next(count)}).encode()
+        return honest(self, method, url, content, **limits)
+
+    monkeypatch.setattr(engines.Client, "send", send)
+    said = rf"row \d+: sampler 'rlhf': {server.url}: answered with \d completions of a prompt; asked for 4$"
+    with pytest.raises(RunError, match=said):
+        train()
+
+
 @pytest.mark.parametrize(
     ("drawn", "said"),
     [
@@ -427,3 +552,55 @@ def test_an_engine_that_was_started_again_is_given_its_policy_again(
 def test_impossible_completions_are_refused(drawn: engines.Drawn, said: str) -> None:
     with pytest.raises(RunError, match=said):
         engines.require_logps(drawn, "http://engine", 48)
+
+
+@pytest.mark.parametrize(("share", "stale"), [(0.0, False), (0.6, False), (0.7, True), (1.0, True)])
+def test_a_policy_that_is_twice_as_near_to_another_is_that(share: float, stale: bool) -> None:
+    """Two policies less than the tolerance apart, and numbers some way from the right one to the other."""
+    own, other = np.zeros((2, 23)), np.full((2, 23), 0.01)
+    made: Any = SimpleNamespace(_probes={3: other, 4: own}, options=sampler.VllmSampler(("http://a",)))
+    made.inputs = SimpleNamespace(definition=SimpleNamespace(compute_dtype="float32"))
+    station: Any = SimpleNamespace(url="http://a", engine=SimpleNamespace(facts=engines.Facts))
+    policy = stations.Policy("policy-v4", Path(), 4)
+    check = partial(sampling.Sampler._require_policy, made, station, policy)
+    if not stale:
+        check(own + share * 0.01)
+        return
+    with pytest.raises(
+        RunError, match=r"of update 4: .*; they are those of update 3: the adapter was not loaded"
+    ):
+        check(own + share * 0.01)
+
+
+def test_an_engine_that_failed_is_left_out_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(stations, "time", SimpleNamespace(monotonic=lambda: now))
+    engine: Any = SimpleNamespace(url="http://a")
+    station, waits = stations.Station(engine), list[float]()
+    for _ in range(7):
+        station.fail()
+        station.fail()  # another request of the same time
+        waits.append(station.retry_at - now)
+        now = station.retry_at
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_the_engine_that_can_begin_soonest_is_asked() -> None:
+    """One that would have to load the policy comes later, and where it must first end what it does, last."""
+    first, second = (stations.Station(SimpleNamespace(url=url)) for url in ("http://a", "http://b"))
+    policy = stations.Policy("policy-v1", Path(), 1)
+
+    def chosen(*, exclusive: bool) -> str:
+        with stations.choose([first, second], policy, exclusive=exclusive) as station:
+            assert station is not None
+            return str(station.url)
+
+    assert chosen(exclusive=False) == "http://a"
+    second.loaded = {"policy-v1"}
+    assert chosen(exclusive=False) == "http://b"
+    second.chosen = 2
+    assert chosen(exclusive=False) == "http://a"
+    assert chosen(exclusive=True) == "http://a"
+    first.active = 1
+    assert chosen(exclusive=False) == "http://a"
+    assert chosen(exclusive=True) == "http://b"

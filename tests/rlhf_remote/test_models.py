@@ -101,6 +101,54 @@ def test_generate_sends_chats_and_texts_with_every_setting(
     ]
 
 
+@pytest.mark.parametrize(
+    ("owner", "fills_in"), [("vllm", True), ("sglang", True), ("openai", False), (3, False)]
+)
+def test_flags_have_the_same_defaults_as_with_a_directory(owner: Any, fills_in: bool) -> None:
+    """Of servers that take what is left out from generation_config.json; others may not know the fields."""
+    neutral = {
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+    }
+
+    def reply(body: Any) -> Any:
+        said = {"choices": [{"delta": {"content": "B"}}]}
+        return (200, f"data: {json.dumps(said)}\n\n".encode(), {}) if body.get("stream") else choices("A")
+
+    with services.serve(reply) as service:
+        service.models = {"data": [{"id": "policy", "owned_by": owner, "max_model_len": "64"}]}
+        run("generate", service.url, "--prompt", "a")
+        run("generate", service.url, "--prompt", "a", "--top_k", 3)
+        CliRunner().invoke(cli.app, ["chat", service.url], input="b\n", catch_exceptions=False)
+    plain, given, chat = (body for _, _, body in service.requests if "max_tokens" in body)
+    for body in (plain, chat):
+        assert {name: body.get(name) for name in neutral} == (neutral if fills_in else dict.fromkeys(neutral))
+        assert body["top_p"] == 1
+    assert given["top_k"] == 3
+
+
+@pytest.mark.parametrize("count", ["7", True, None, [7], {}])
+def test_a_count_of_tokens_that_is_none_changes_nothing(count: Any) -> None:
+    def reply(body: Any) -> Any:
+        return choices("A") if "max_tokens" in body else {"count": count}
+
+    with services.serve(reply) as service:
+        service.models = {"data": [{"id": "policy", "max_model_len": 64}]}
+        run("generate", service.url, "--prompt", "a")
+    assert next(body for _, _, body in service.requests if "max_tokens" in body)["max_tokens"] == 256
+
+
+@pytest.mark.parametrize("content", [["A"], {"text": "A"}, 3])
+def test_a_completion_is_a_text(content: Any) -> None:
+    with services.serve(lambda body: choices(content)) as service:
+        service.models = SERVED
+        with pytest.raises(RunError, match="expected 1 choices, got"):
+            run("generate", f"{service.url}#policy", "--prompt", "a")
+
+
 @pytest.mark.parametrize(("tokens", "asked"), [(7, 57), (None, 256), (64, 256)])
 def test_a_completion_ends_where_the_context_does(tokens: int | None, asked: int) -> None:
     def reply(body: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from rlhf_core import data
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.environments import TurnRecord
 from rlhf_core.hidden import HIDDEN, remember
-from rlhf_core.rollouts import Reward, Rollout
+from rlhf_core.metrics import Mean
+from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
 from rlhf_core.rollouts.collector import measure, reward_inputs, rollout_metrics, warn_of_unscored
 from rlhf_core.rollouts.rollout import Conversations, Timing
+from rlhf_core.rollouts.updates import DIFFERENCE
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -380,3 +383,29 @@ def test_failures_of_rounds_add_up_and_other_metrics_are_averaged(rollout):
 def test_without_a_token_there_is_no_speed():
     assert Timing(1.0, 2.0).metrics() == {"time/rollout": 1.0, "time/reward": 2.0}
     assert "rollout/tokens_per_second" in Timing(1.0, 2.0, 1).metrics()
+
+
+@pytest.mark.parametrize(("ahead", "inputs"), [(0, {}), (1, {}), (0, {"journal": "journal"})])
+def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) -> None:
+    """Its log-probabilities and the trainer's are of one policy, and of what it sampled itself."""
+    judged = list[tuple[int, float]]()
+
+    def verdict(version: int, difference: float) -> str | None:
+        judged.append((version, difference))
+        return "off" if difference > 1 else None
+
+    made: Any = SimpleNamespace(
+        collector=SimpleNamespace(sampler=SimpleNamespace(verdict=verdict)),
+        options=SimpleNamespace(ahead=ahead),
+        stage=SimpleNamespace(inputs=inputs),
+        updates_per_rollout=2,
+        _difference=Mean(0.0, 0.0),
+    )
+    sums = [Mean(2.0, 1.0), Mean(1.0, 5.0), Mean(4.0, 2.0), Mean(8.0, 1.0), Mean(0.0, 0.0), Mean(0.0, 0.0)]
+    found = [RolloutUpdates.measured(made, step, {DIFFERENCE: each}) for step, each in enumerate(sums)]
+    assert RolloutUpdates.measured(made, 7, {"loss": Mean(0.0, 1.0)}) is None
+    if ahead or inputs:
+        assert judged == []
+    else:
+        assert judged == [(0, 0.5), (2, 4.0)]
+        assert found == [None, None, None, "off", None, None]

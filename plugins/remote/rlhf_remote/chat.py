@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -15,14 +16,20 @@ import httpx
 import numpy as np
 
 from rlhf_core import InputError, RunError
+from rlhf_core.errors import UNREADABLE
 from rlhf_core.runtime.files import append_line
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
 from rlhf_core.workers import run_async
 from rlhf_remote.models import Remote, room
-from rlhf_remote.service import json_bytes, shorten, what_it_said, words
+from rlhf_remote.service import json_bytes, what_it_said
+from rlhf_remote.transport import Answer, shorten, words
 
 STEPS = 8
 """Tokens that are sampled before they are shown."""
+LONGEST_LINE = 2**20
+"""Bytes of a line of a streamed reply."""
+CHUNKS_SHOWN = 16
+"""Parts of an answer that refuses a request that are read, to say why."""
 LONGEST = 8192
 """Tokens of a conversation with a model that takes more or does not say."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -95,6 +102,7 @@ class Streamed:
         given = self.settings
         body: dict[str, Any] = {
             "model": self.remote.name,
+            **self.remote.neutral,
             "messages": list(messages),
             "max_tokens": given.max_completion_length,
             "temperature": given.temperature,
@@ -110,10 +118,11 @@ class Streamed:
                 "POST", url, content=json_bytes(body), headers=self.remote.headers, timeout=timeout
             ) as answer:
                 if answer.status_code != 200:
-                    answer.read()
+                    start = b"".join(islice(answer.iter_bytes(), CHUNKS_SHOWN))
+                    said = what_it_said(Answer(url, answer.status_code, answer.headers, start))
                     refused = 400 <= answer.status_code < 500
-                    raise (InputError if refused else RunError)(f"{url}: {what_it_said(answer)}")
-                for line in answer.iter_lines():
+                    raise (InputError if refused else RunError)(f"{url}: {said}")
+                for line in _lines(url, answer.iter_bytes()):
                     yield from self._part(url, line)
         except httpx.HTTPError as error:
             raise RunError(f"{url}: {words(error)}") from None
@@ -133,8 +142,19 @@ class Streamed:
                     yield Part(str(thought), thought=True)
                 if text := delta.get("content"):
                     yield Part(str(text))
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except UNREADABLE:
             raise RunError(f"{url}: expected an event of a chat, got {shorten(line)}") from None
+
+
+def _lines(url: str, parts: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines of a stream. Raises RunError for one that does not end."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.decode(errors="replace").rstrip("\r") for line in lines)
+        if len(rest) > LONGEST_LINE:
+            raise RunError(f"{url}: a line of the reply has more than {LONGEST_LINE:,} bytes")
+    yield rest.decode(errors="replace")
 
 
 class Local:

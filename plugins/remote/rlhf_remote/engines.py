@@ -6,32 +6,45 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
-import httpx
 import numpy as np
 
 from rlhf_core import RunError
-from rlhf_remote.service import WRONG_SETUP, headers, shorten, what_it_said, words
+from rlhf_core.errors import UNREADABLE
+from rlhf_remote.service import WRONG_SETUP, headers, is_number, json_bytes, what_it_said
+from rlhf_remote.transport import Answer, AnswerError, Client, shorten
 
+T = TypeVar("T")
 CONTROL_SECONDS = 600.0
 """How long an engine may take to load weights."""
 HEALTH_SECONDS = 10.0
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 512
+"""Bytes of an answer at most: so many, and so many for each id that it may have to name."""
+SAMPLING_ROUTES = ("/v1/completions", "/generate")
+"""Those that every engine has; they answer 404 for an adapter that is not loaded."""
+SMALLEST_LOGP = float(np.finfo(np.float32).min)
+LARGEST_LOGP = 1e-3
+"""Log-probabilities of nearly certain tokens may be rounded to more than 0."""
 
 
 class EngineDownError(Exception):
-    """An engine did not answer, or answered that it cannot now; another may."""
+    """An engine did not answer, or not with what was asked for, or said that it cannot now; another may."""
+
+
+class CompletionError(RunError):
+    """An engine answered with completions that cannot be those that were asked for."""
 
 
 class Drawn(NamedTuple):
     """A completion: its ids, their log-probabilities at the request's temperature, and whether it ended by itself.
 
-    versions: what the engine calls the weights that wrote it, where it says so.
+    versions: what the engine calls the weights that wrote it, where it says so. The ids are as the engine sent them;
+    `require_logps` says whether they can be ids.
     """
 
     ids: list[int]
@@ -100,79 +113,107 @@ class HttpEngine:
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         """url: as http://host:8000. timeout: seconds of a request for completions."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(
-            headers=headers(api_key),
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
-            limits=httpx.Limits(max_connections=None),
-        )
+        self.timeout = timeout
+        self._client = Client(headers(api_key))
 
-    def post(self, path: str, body: Any = None, *, seconds: float | None = None) -> Any:
-        """Return the answer, as JSON where it is JSON. seconds: another time limit."""
-        limit = self._client.timeout if seconds is None else seconds
-        return self._answer(lambda: self._client.post(self.url + path, json=body, timeout=limit))
+    def post(self, path: str, body: Any, read: Callable[[Any], T], expected: str, ids: int = 0) -> T:
+        """Return what `read` makes of the JSON of an answer.
 
-    def command(self, path: str, body: Any = None) -> Any:
-        """Return the answer of a route that changes what the engine holds. Raises RunError where it refuses.
+        read: raises one of UNREADABLE for JSON of another form than `expected`. ids: that the answer may have to name.
+        """
+        answer = self._send("POST", path, body, most_bytes=ANSWER_BYTES + TOKEN_BYTES * ids)
+        return self._read(answer, read, expected)
+
+    def get(self, path: str, read: Callable[[Any], T], expected: str) -> T:
+        """Return what `read` makes of the JSON of an answer, as `post` does."""
+        return self._read(self._send("GET", path), read, expected)
+
+    def command(self, path: str, body: Any = None) -> None:
+        """Ask for a change of what the engine holds. Raises RunError where it refuses.
 
         vLLM refuses with 500; an engine that broke says so at /health.
         """
         try:
-            return self.post(path, body, seconds=CONTROL_SECONDS)
+            self._send("POST", path, body, CONTROL_SECONDS)
         except EngineDownError as error:
-            with suppress(httpx.HTTPError):
-                if self._client.get(self.url + "/health", timeout=HEALTH_SECONDS).status_code == 200:
+            with suppress(AnswerError):
+                if self._client.send("GET", self.url + "/health", seconds=HEALTH_SECONDS).status_code == 200:
                     raise RunError(f"{error}; the engine's log says why; is it of another model?") from error
             raise
 
-    def get(self, path: str) -> Any:
-        """Return the answer, as JSON."""
-        return self._answer(lambda: self._client.get(self.url + path))
-
     def status(self, path: str) -> int:
         """Return the status of a request without a body, which changes nothing."""
-        try:
-            return self._client.post(self.url + path, json={}).status_code
-        except httpx.HTTPError as error:
-            raise EngineDownError(f"{self.url}: {words(error)}") from error
+        return self._exchange("POST", path, {}, self.timeout).status_code
 
     def models(self) -> dict[str, Served]:
         """Return the models that it serves, by name."""
-        cards = self.get("/v1/models")["data"]
-        return {
-            card["id"]: Served(card.get("max_model_len"), card.get("parent"), card.get("root"))
-            for card in cards
-        }
+        return self.get("/v1/models", _served, "a list of models")
 
     def base(self, name: str | None) -> str:
         """Return what requests call the model that it was started with. name: that the user gives it."""
-        return name or next(name for name, each in self.models().items() if each.parent is None)
+        if name is not None:
+            return name
+        found = next((name for name, each in self.models().items() if each.parent is None), None)
+        if found is None:
+            raise EngineDownError(f"{self.url}/v1/models: lists no model")
+        return found
 
-    def _answer(self, send: Any) -> Any:
+    def _exchange(
+        self, method: str, path: str, body: Any, seconds: float, most_bytes: int = ANSWER_BYTES
+    ) -> Answer:
+        content = None if body is None else json_bytes(body)
         try:
-            response: httpx.Response = send()
-        except httpx.HTTPError as error:
-            raise EngineDownError(f"{self.url}: {words(error)}") from error
-        if response.status_code == 200:
-            try:
-                return response.json()
-            except ValueError:
-                return response.text
-        problem = f"{response.request.url}: {what_it_said(response)}"
-        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+            return self._client.send(method, self.url + path, content, seconds=seconds, most_bytes=most_bytes)
+        except AnswerError as error:
+            raise EngineDownError(f"{self.url}: {error.problem}") from error
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        seconds: float | None = None,
+        most_bytes: int = ANSWER_BYTES,
+    ) -> Answer:
+        """Return an answer with status 200; raise what another one means."""
+        answer = self._exchange(method, path, body, seconds or self.timeout, most_bytes)
+        if answer.status_code == 200:
+            return answer
+        problem = f"{answer.url}: {what_it_said(answer)}"
+        if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
             raise EngineDownError(problem)
-        hint = ": start it with its control routes" if response.status_code in WRONG_SETUP else ""
-        raise RunError(problem + hint)
+        if answer.status_code in WRONG_SETUP and path not in SAMPLING_ROUTES:
+            problem += ": start it with its control routes"
+        raise RunError(problem)
+
+    def _read(self, answer: Answer, read: Callable[[Any], T], expected: str) -> T:
+        try:
+            return read(answer.json())
+        except AnswerError as error:
+            raise EngineDownError(str(error)) from error
+        except UNREADABLE:
+            raise EngineDownError(f"{answer.url}: expected {expected}, got {shorten(answer.text)}") from None
 
 
-NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-"""What a request leaves out an engine takes from generation_config.json; the ends of a completion are named."""
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What changes nothing, as vLLM, SGLang and `rlhf serve` write it. What a request leaves out, an engine takes from
+generation_config.json or its own flags.
+"""
+COMPLETIONS = "completions with their token_ids and logprobs"
 
 
 class Vllm(HttpEngine):
     """vLLM, or `rlhf serve --control`."""
 
     def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
-        """Sample n completions of a prompt."""
+        """Sample n completions of a prompt. Raises CompletionError where the answer is to another request."""
         body = {
             "model": model,
             "prompt": [list(prompt)],
@@ -180,23 +221,36 @@ class Vllm(HttpEngine):
             "seed": seed,
             "temperature": wanted.temperature,
             "max_tokens": wanted.max_tokens,
+            "min_tokens": 0,
             "stop_token_ids": list(wanted.stop_ids),
             "stop": list(wanted.stop) or None,
             "include_stop_str_in_output": True,
+            "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
             **NEUTRAL,
         }
-        choices = self.post("/v1/completions", {k: v for k, v in body.items() if v is not None})["choices"]
-        return [self._drawn(choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        sent = {name: value for name, value in body.items() if value is not None}
+        return self.post(
+            "/v1/completions",
+            sent,
+            lambda answer: self._completions(answer, list(prompt), n),
+            COMPLETIONS,
+            ids=n * (len(prompt) + wanted.max_tokens),
+        )
+
+    def _completions(self, answer: Any, prompt: list[int], n: int) -> list[Drawn]:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        require_count(self.url, [choice["index"] for choice in choices], n)
+        for choice in choices:
+            if choice.get("prompt_token_ids") not in (None, prompt):
+                raise CompletionError(f"{self.url}: answered a prompt of other ids than were sent")
+        return [self._drawn(choice) for choice in choices]
 
     def _drawn(self, choice: Mapping[str, Any]) -> Drawn:
-        reason = choice["finish_reason"]
-        if reason not in ("stop", "length"):
-            raise EngineDownError(f"{self.url}: ended a completion by '{reason}'")
         logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        versions = tuple(each["version"] for each in choice.get("weight_versions") or ())
-        return Drawn(choice["token_ids"], logps, reason == "stop", versions)
+        versions = tuple(_text(each["version"]) for each in choice.get("weight_versions") or ())
+        return _completion(self.url, choice["token_ids"], logps, choice["finish_reason"], versions)
 
     def logps(self, model: str, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each id but the first, given those before it, at temperature 1."""
@@ -206,12 +260,16 @@ class Vllm(HttpEngine):
             "max_tokens": 1,
             "temperature": 1.0,
             "prompt_logprobs": 0,
+            **NEUTRAL,
         }
-        (choice,) = self.post("/v1/completions", body)["choices"]
-        return [
-            float(of_place[str(token)]["logprob"])
-            for token, of_place in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
-        ]
+
+        def read(answer: Any) -> list[float]:
+            (choice,) = answer["choices"]
+            places = choice["prompt_logprobs"][1:]
+            return [_number(at[str(i)]["logprob"]) for i, at in zip(ids[1:], places, strict=True)]
+
+        expected = f"prompt_logprobs of {len(ids)} ids"
+        return self.post("/v1/completions", body, read, expected, ids=len(ids))
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter, in the place of one of that name; requests then name it as their model."""
@@ -236,29 +294,23 @@ class Vllm(HttpEngine):
     def facts(self) -> Facts:
         """Ask how it was started."""
         try:
-            told = self.get("/server_info?config_format=json")["vllm_config"]
+            return self.get("/server_info?config_format=json", _facts, "vllm_config")
         except RunError:  # without VLLM_SERVER_DEV_MODE, and `rlhf serve`
             return Facts()
-        adapters = told["lora_config"] or {"max_loras": 0, "max_lora_rank": None}
-        return Facts(
-            told["model_config"]["dtype"].removeprefix("torch."),
-            adapters["max_loras"],
-            adapters["max_lora_rank"],
-            told["device_config"]["device"] == "cpu",
-        )
 
     def weights_name(self) -> str | None:
         """Return what it calls the weights that it holds now."""
-        name: str | None = self.get("/weight_info")["weight_version"]
-        return name
+        return self.get("/weight_info", _weights_name, "weight_version")
 
     def knows(self, token: int, model: str) -> bool | None:
         """Tell whether its model has a token id; None where asking could harm it."""
+        body = {"model": model, "prompt": [[token]], "max_tokens": 1, "temperature": 1.0, **NEUTRAL}
         try:
-            self.post("/v1/completions", {"model": model, "prompt": [[token]], "max_tokens": 1})
+            return self.post(
+                "/v1/completions", body, lambda answer: len(answer["choices"]) == 1, "a completion"
+            )
         except RunError:
             return False
-        return True
 
     def missing_routes(self, weights: str) -> list[str]:
         """Say which routes are missing that publishing needs."""
@@ -275,9 +327,11 @@ class Sglang(HttpEngine):
         sampling = {
             "temperature": wanted.temperature,
             "max_new_tokens": wanted.max_tokens,
+            "min_new_tokens": 0,
             "stop_token_ids": list(wanted.stop_ids),
             "stop": list(wanted.stop),
             "no_stop_trim": True,
+            "ignore_eos": True,
             **NEUTRAL,
         }
         # One request per completion: those of one with `n` would all have its seed.
@@ -287,26 +341,42 @@ class Sglang(HttpEngine):
             "return_logprob": True,
             **({"lora_path": model} if model else {}),
         }
-        return [self._drawn(each) for each in self.post("/generate", body)]
 
-    def _drawn(self, answer: Mapping[str, Any]) -> Drawn:
-        about = answer["meta_info"]
-        reason = about["finish_reason"]["type"]
-        if reason not in ("stop", "length"):
-            raise EngineDownError(f"{self.url}: ended a completion by '{reason}'")
+        def read(answer: Any) -> list[Drawn]:
+            if not isinstance(answer, list):
+                raise TypeError
+            require_count(self.url, list(range(len(answer))), n)
+            return [self._drawn(each["meta_info"], len(prompt)) for each in answer]
+
+        ids = n * (len(prompt) + wanted.max_tokens)
+        return self.post("/generate", body, read, "meta_info with output_token_logprobs", ids=ids)
+
+    def _drawn(self, about: Mapping[str, Any], length: int) -> Drawn:
+        if about.get("prompt_tokens") not in (None, length):
+            raise CompletionError(
+                f"{self.url}: answered a prompt of {shorten(str(about['prompt_tokens']))} tokens; {length} were sent"
+            )
         tokens = about["output_token_logprobs"]
-        versions = (about["weight_version"],) if "weight_version" in about else ()
-        return Drawn([each[1] for each in tokens], [each[0] for each in tokens], reason == "stop", versions)
+        versions = (_text(about["weight_version"]),) if "weight_version" in about else ()
+        ids, logps = [each[1] for each in tokens], [each[0] for each in tokens]
+        return _completion(self.url, ids, logps, about["finish_reason"]["type"], versions)
 
     def logps(self, model: str, ids: Sequence[int]) -> list[float]:
         body = {
             "input_ids": list(ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, **NEUTRAL},
             "return_logprob": True,
             "logprob_start_len": 0,
             **({"lora_path": model} if model else {}),
         }
-        return [each[0] for each in self.post("/generate", body)["meta_info"]["input_token_logprobs"][1:]]
+
+        def read(answer: Any) -> list[float]:
+            places = answer["meta_info"]["input_token_logprobs"]
+            if [each[1] for each in places] != list(ids):
+                raise ValueError
+            return [_number(each[0]) for each in places[1:]]
+
+        return self.post("/generate", body, read, f"input_token_logprobs of {len(ids)} ids", ids=len(ids))
 
     def load_adapter(self, name: str, path: str) -> None:
         with suppress(RunError):  # it has none of this name
@@ -350,18 +420,120 @@ Engine: TypeAlias = Vllm | Sglang
 KINDS: dict[str, type[Engine]] = {"vllm": Vllm, "rlhf": Vllm, "sglang": Sglang}
 
 
+def _completion(url: str, ids: Any, logps: Any, reason: Any, versions: tuple[str, ...]) -> Drawn:
+    """Make a completion of what an engine says of it. Raises EngineDownError where it was ended from outside."""
+    if not isinstance(ids, list) or not all(isinstance(i, int | float) for i in ids):
+        raise TypeError
+    if reason not in ("stop", "length"):
+        raise EngineDownError(f"{url}: ended a completion by '{shorten(str(reason))}'")
+    return Drawn(ids, [_logp(p) for p in logps], reason == "stop", versions)
+
+
+def _number(value: Any) -> float:
+    if not is_number(value):
+        raise TypeError
+    return float(value)
+
+
+def _logp(value: Any) -> float:
+    """Return a number as it is, infinite ones included, which a message then shows."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _served(answer: Any) -> dict[str, Served]:
+    """Read the answer of /v1/models."""
+    served = {}
+    for card in answer["data"]:
+        length, parent, root = (card.get(name) for name in ("max_model_len", "parent", "root"))
+        if isinstance(length, bool) or not isinstance(length, int | None):
+            raise TypeError
+        if not isinstance(parent, str | None) or not isinstance(root, str | None):
+            raise TypeError
+        served[_text(card["id"])] = Served(length, parent, root)
+    return served
+
+
+def _facts(answer: Any) -> Facts:
+    """Read the answer of vLLM's /server_info."""
+    told = answer["vllm_config"]
+    if not isinstance(told, Mapping):  # a text, of versions that do not know config_format
+        return Facts()
+    dtype = told.get("model_config", {}).get("dtype")
+    adapters = told.get("lora_config", {})
+    adapters = {"max_loras": 0} if adapters is None else adapters
+    most, rank = adapters.get("max_loras"), adapters.get("max_lora_rank")
+    if not isinstance(most, int | None) or not isinstance(rank, int | None):
+        raise TypeError
+    on_cpu = told.get("device_config", {}).get("device") == "cpu"
+    return Facts(None if dtype is None else _text(dtype).removeprefix("torch."), most, rank, on_cpu)
+
+
+def _weights_name(answer: Any) -> str | None:
+    """Read the answer of /weight_info."""
+    name = answer["weight_version"]
+    return None if name is None else _text(name)
+
+
+def require_count(url: str, indices: Sequence[Any], n: int) -> None:
+    """Raise CompletionError unless the completions of a prompt are numbered 0 … n - 1."""
+    if len(indices) != n:
+        raise CompletionError(f"{url}: answered with {len(indices)} completions of a prompt; asked for {n}")
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
+        raise TypeError
+    if list(indices) != list(range(n)):
+        raise CompletionError(
+            f"{url}: numbered {n} completions of a prompt {shorten(json.dumps(indices))}, and not 0 to {n - 1}"
+        )
+
+
 def require_logps(drawn: Drawn, url: str, vocabulary: int) -> None:
-    """Raise RunError for a completion whose ids or log-probabilities cannot be."""
+    """Raise CompletionError for a completion whose ids or log-probabilities cannot be."""
     if len(drawn.ids) != len(drawn.logps) or not drawn.ids:
-        raise RunError(
+        raise CompletionError(
             f"{url}: {len(drawn.ids)} ids with {len(drawn.logps)} log-probabilities in a completion"
         )
-    if odd := [i for i in drawn.ids if not 0 <= i < vocabulary]:
-        raise RunError(
-            f"{url}: token id {odd[0]} is out of range (vocab_size {vocabulary}): it serves another model"
+    for token in drawn.ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise CompletionError(f"{url}: token id {json.dumps(token)} is not an integer")
+        if not 0 <= token < vocabulary:
+            raise CompletionError(
+                f"{url}: token id {token} is out of range (vocab_size {vocabulary}): it serves another model"
+            )
+    for logp in drawn.logps:
+        if not SMALLEST_LOGP <= logp <= LARGEST_LOGP:
+            raise CompletionError(f"{url}: {logp} is not a log-probability")
+
+
+def require_end(drawn: Drawn, url: str, wanted: Wanted, stops: Callable[[Sequence[int]], bool]) -> None:
+    """Raise CompletionError for a completion that cannot have ended as its engine says.
+
+    stops: whether the text of these ids has a stop string.
+    """
+    length = len(drawn.ids)
+    if length > wanted.max_tokens:
+        raise CompletionError(
+            f"{url}: a completion has {length} tokens; asked for at most {wanted.max_tokens}"
         )
-    if odd_logps := [p for p in drawn.logps if not math.isfinite(p) or p > 1e-3]:
-        raise RunError(f"{url}: {shorten(str(odd_logps[0]))} is not a log-probability")
+    early = next((i for i in drawn.ids[:-1] if i in wanted.stop_ids), None)
+    if early is not None:
+        raise CompletionError(f"{url}: a completion goes on after the stop token {early}")
+    stopped = drawn.ids[-1] in wanted.stop_ids or (bool(wanted.stop) and stops(drawn.ids))
+    if drawn.finished and not stopped:
+        raise CompletionError(
+            f"{url}: says that a completion stopped, which has no stop token or text at its end"
+        )
+    if not drawn.finished and length < wanted.max_tokens:
+        raise CompletionError(
+            f"{url}: cut a completion after {length} tokens; asked for {wanted.max_tokens}: is its context too short?"
+        )
 
 
 def problems(engine: Engine, needs: Needs) -> list[str]:

@@ -18,6 +18,7 @@ from rlhf_core.data.prompts import as_prompts
 from rlhf_core.errors import suggest
 from rlhf_core.scoring import ScoredPart
 from rlhf_core.workers import run_async
+from rlhf_remote.engines import NEUTRAL
 from rlhf_remote.service import (
     REACH_SECONDS,
     RequestError,
@@ -34,6 +35,7 @@ from rlhf_remote.service import (
     score_request,
     what_it_said,
 )
+from rlhf_remote.transport import AnswerError, send_once
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
@@ -53,6 +55,7 @@ class Remote:
     """A model behind a URL. api: the address of the OpenAI-compatible routes. root: of the others, such as /score.
 
     context: tokens of the model's context, prompt and completion together; None where the server does not say.
+    owner: the software that serves it, as far as the server says.
     """
 
     url: str
@@ -61,6 +64,14 @@ class Remote:
     name: str
     context: int | None = None
     service: Service = field(default_factory=Service)
+    owner: str | None = None
+
+    @property
+    def neutral(self) -> dict[str, Any]:
+        """Fields that keep a server from filling in what a request leaves out from the model's generation_config.json,
+        so that flags have the defaults that they have with a directory. Servers of other kinds may not know them.
+        """
+        return dict(NEUTRAL) if self.owner in ("vllm", "sglang") else {}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -97,8 +108,11 @@ class Remote:
             of_kind = f"{len(fitting)} models of kind {kind}" if fitting else f"no {kind.replace('_', ' ')}"
             raise InputError(f"{api} has {of_kind}: {listed(fitting or names)}; name one: {url}#NAME")
         name = wanted or fitting[0]
-        contexts = {card["id"]: card.get("max_model_len") for card in cards}
-        return cls(url, api, api.removesuffix("/v1"), name, contexts.get(name), Service(key))
+        card = next((card for card in cards if card["id"] == name), {})
+        context, owner = card.get("max_model_len"), card.get("owned_by")
+        context = context if isinstance(context, int) and not isinstance(context, bool) else None
+        owner = owner if isinstance(owner, str) else None
+        return cls(url, api, api.removesuffix("/v1"), name, context, Service(key), owner)
 
 
 def refuse_flags(flags: Mapping[str, Any]) -> None:
@@ -112,12 +126,12 @@ def takes_chats(remote: Remote) -> bool:
     """Ask whether a model has a chat template, by tokenizing a chat; yes of a server that does not say."""
     body = {"model": remote.name, "messages": [{"role": "user", "content": "Hi"}]}
     try:
-        response = httpx.post(
-            f"{remote.root}/tokenize", content=json_bytes(body), headers=remote.headers, timeout=REACH_SECONDS
+        answer = send_once(
+            "POST", f"{remote.root}/tokenize", remote.headers, json_bytes(body), seconds=REACH_SECONDS
         )
-    except httpx.HTTPError:
+    except AnswerError:
         return True
-    return response.status_code != 400
+    return answer.status_code != 400
 
 
 def complete(given: Any, records: Records) -> list[dict[str, Any]]:
@@ -152,7 +166,7 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
 
     async def ask(i: int) -> list[dict[str, Any]]:
         prompt, row = prompts[i], read[i]
-        body = {"model": remote.name, **settings, "seed": (given.seed + i) % 2**32}
+        body = {"model": remote.name, **remote.neutral, **settings, "seed": (given.seed + i) % 2**32}
         if isinstance(prompt, str):
             route, body = "completions", {**body, "prompt": prompt}
         else:
@@ -186,12 +200,18 @@ async def room(remote: Remote, body: Mapping[str, Any]) -> int:
     ):  # a token has a byte or more
         return most
     try:
-        count, _ = await remote.service.post(
-            f"{remote.root}/tokenize", asked, lambda answer: int(answer["count"])
-        )
+        count, _ = await remote.service.post(f"{remote.root}/tokenize", asked, _count)
     except (RequestError, RunError):  # no such route; the server says what is wrong with the request
         return most
     return min(most, remote.context - count) if count < remote.context else most
+
+
+def _count(answer: Any) -> int:
+    """Read the answer of /tokenize."""
+    count = answer.get("count") if isinstance(answer, Mapping) else None
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise ValueError("a count of tokens")
+    return count
 
 
 def _settings(given: Any) -> dict[str, Any]:
@@ -215,21 +235,24 @@ def _choices(answer: Any, count: int) -> list[dict[str, Any]]:
     """Return `completion`, `finished` and, where there are any, `tool_calls` of each choice, in order."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        numbers = [choice["index"] for choice in choices]
         rows = []
         for choice in choices:
             said = choice.get("message") or {"content": choice.get("text")}
-            calls = said.get("tool_calls")
+            calls, content = said.get("tool_calls"), said.get("content") or ""
+            if not isinstance(content, str):
+                raise TypeError
             rows.append(
                 {
-                    "completion": said.get("content") or "",
+                    "completion": content,
                     "finished": choice.get("finish_reason") in ("stop", "tool_calls"),
                     **({"tool_calls": calls} if calls else {}),
                 }
             )
     except (LookupError, TypeError, AttributeError):
         raise ValueError(f"{count} choices") from None
-    if len(rows) != count:
-        raise ValueError(f"{count} choices")
+    if numbers != list(range(count)):
+        raise ValueError(f"{count} choices, numbered from 0")
     return rows
 
 

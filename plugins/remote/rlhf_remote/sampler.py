@@ -9,7 +9,7 @@ import httpx
 import jax
 from pydantic import Field
 
-from rlhf_core import InputError
+from rlhf_core import InputError, RunError
 from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import Forecast
 from rlhf_remote.engines import KINDS, EngineDownError, Needs, Wanted, dtype_of, lora_rank, problems
@@ -69,6 +69,9 @@ class EngineSampler:
                     found = self._temperature(engine, needs)
                 wrong += [f"urls: {line}; {start}" for line in found]
                 adapters = engine.facts().adapters if not found else None
+            except RunError as error:
+                wrong.append(f"urls: {error}; {start}")
+                continue
             except EngineDownError as error:
                 warnings.append(f"sampler.urls: {error}; {start}")
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,22 @@ import jax
 import numpy as np
 
 from rlhf_core import InputError, Rollouts, RunError
-from rlhf_core.errors import Stopped
-from rlhf_remote.engines import KINDS, Drawn, EngineDownError, Wanted, dtype_of, problems, require_logps
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.errors import SequenceError, Stopped, warn
+from rlhf_core.sampling.stop_strings import token_bytes
+from rlhf_core.workers.pool import at_stage_end
+from rlhf_remote.engines import (
+    KINDS,
+    CompletionError,
+    Drawn,
+    EngineDownError,
+    Wanted,
+    dtype_of,
+    problems,
+    require_count,
+    require_end,
+    require_logps,
+)
 from rlhf_remote.stations import Policy, Station, Threads, choose
 
 if TYPE_CHECKING:
@@ -34,11 +49,15 @@ PROCESSED = (
     "start vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 )
 PROBE_FILE = "probe.npz"
-OWNER_FILE = "owner.json"
+OWNER_FILE, RUN_FILE = "owner.json", "run.txt"
+ROLLOUT_SHARE = 0.25
+"""Of `probe_tolerance`: the largest mean difference of a rollout's log-probabilities."""
 SAME = 1e-5
 """How far a policy's log-probabilities of the probe may be from those that were written with it, in nats."""
 POLL_SECONDS = 0.02
 """Between two looks at requests while environments answer."""
+LEAVE_SECONDS = 10.0
+"""How long the end of a run waits for engines to forget its adapters."""
 PREFIX = "policy-"
 """Begins the name of every policy that a run publishes."""
 CAUSES = (
@@ -73,10 +92,17 @@ class Sampler:
         if key not in _STATIONS:
             _STATIONS[key] = [Station(kind(url, options.api_key, options.timeout)) for url in options.urls]
         self.stations = _STATIONS[key]
-        self._tag = hashlib.sha256(str(inputs.directory).encode()).hexdigest()[:8]
+        self._closed = self._leaves = False
         self._names: dict[str, str] = {}
         self._probes: dict[int, np.ndarray] = {}
         """What the trainer's policies think of the probe, by version."""
+        self._wrote: dict[int, set[str]] = {}
+        """The addresses of the engines that sampled with each version of the policy."""
+        self._off: int | None = None
+        """The version that sampled the rollout before, where its log-probabilities were off."""
+        self._warned = False
+        self._texts: list[bytes] | None = None
+        """The bytes of each token, once a stop string is looked for."""
         self._threads = Threads(options.concurrency * len(self.stations))
         longest = inputs.max_prompt_length + (
             inputs.conversation_length or inputs.options.max_completion_length
@@ -124,6 +150,34 @@ class Sampler:
         differences, seconds = zip(*shown, strict=True)
         return {"sync/probe_difference": max(differences), "sync/seconds": max(seconds)}
 
+    def verdict(self, version: int, difference: float) -> str | None:
+        """Warn where engines' log-probabilities of what they sampled are not the policy's; of two rollouts running,
+        return why the run must stop. See `SamplerFunction`.
+
+        The probe proves what an engine holds when it is asked, and this, what it writes completions with.
+        """
+        limit = self.options.probe_tolerance * ROLLOUT_SHARE
+        before, self._off = self._off, None
+        if difference <= limit:
+            return None
+        self._off = version
+        urls = " and ".join(sorted(self._wrote.get(version, ()))) or " or ".join(self.options.urls)
+        said = (
+            f"{urls}: the log-probabilities of the completions for update {version + 1} are on average "
+            f"{difference:.3g} nats off the trainer's, and {limit:.3g} are possible, a quarter of "
+            "sampler.probe_tolerance. Those of the probe are right, so that it samples with other weights, or answers "
+            "other prompts"
+        )
+        if before is not None:
+            return (
+                f"sampler: {said}. So were those for update {before + 1}: repair the engine; to undo what was trained "
+                f"on them, delete the checkpoints after update {before} and the journal's rollouts since then"
+            )
+        if not self._warned:
+            self._warned = True
+            warn(f"sampler: {said}. The run ends if the next rollout is like this")
+        return None
+
     def published(self, version: int) -> Policy:
         """Find a policy that was published before the run was stopped. Raises InputError where it is gone."""
         self._claim()
@@ -136,18 +190,21 @@ class Sampler:
 
     def retire(self, before: int) -> None:
         """Forget policies of lower versions than `before`, but for the newest of these."""
+        for version in [each for each in list(self._wrote) if each < before]:
+            del self._wrote[version]
         versions = sorted(int(path.name.rpartition("-v")[2]) for path in self.directory.glob("policy-v*"))
         for version in [each for each in versions if each < before][:-1]:
             policy = self._policy(version)
             for station in self.stations if self.options.weights == "adapter" else ():
                 with station.changed:
-                    held = policy.name in station.loaded
+                    held = policy.name in station.adapters
                     station.loaded.discard(policy.name)
                 if held:
                     with suppress(
                         EngineDownError, RunError
                     ):  # it has forgotten it by itself, or will be loaded again
                         station.engine.unload_adapter(policy.name)
+                        station.adapters.discard(policy.name)
             (policy.path / PROBE_FILE).unlink(missing_ok=True)  # without it, what a kill leaves is no policy
             shutil.rmtree(policy.path, ignore_errors=True)
 
@@ -157,12 +214,12 @@ class Sampler:
         """Sample completions. params: what `publish` returned."""
         n = self.inputs.num_generations
         numbers = np.arange(len(prompts) * n) if ids is None else np.asarray(ids)
-        asked = [
-            self._threads.submit(
-                partial(self._complete, params, prompt, n, seed_of(key, int(numbers[i * n])), self.wanted)
+        asked = []
+        for i, prompt in enumerate(prompts):
+            seed = seed_of(key, int(numbers[i * n]))
+            asked.append(
+                self._threads.submit(partial(self._complete, params, i, prompt, n, seed, self.wanted))
             )
-            for i, prompt in enumerate(prompts)
-        ]
         for request in futures.wait(asked, return_when=futures.FIRST_EXCEPTION).done:
             request.result()  # raises what any of them raised, while others may still look for an engine
         return self._rollouts([each for group in asked for each in group.result()])
@@ -181,9 +238,8 @@ class Sampler:
         def ask(number: int, limit: int) -> None:
             seed = seed_of(key, int(ids[number]), *([turns[number]] if turns[number] else []))
             wanted = replace(self.wanted, max_tokens=limit)
-            asked[
-                self._threads.submit(partial(self._complete, params, contexts[number], 1, seed, wanted))
-            ] = number
+            request = partial(self._complete, params, number, contexts[number], 1, seed, wanted)
+            asked[self._threads.submit(request)] = number
 
         first = min(self.wanted.max_tokens, self.inputs.conversation_length or self.wanted.max_tokens)
         for number in range(len(prompts)):
@@ -205,11 +261,31 @@ class Sampler:
                     turns[number] += 1
                     ask(number, reply.limit)
 
-    def _complete(self, policy: Policy, prompt: np.ndarray, n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+    def _complete(
+        self, policy: Policy, number: int, prompt: np.ndarray, n: int, seed: int, wanted: Wanted
+    ) -> list[Drawn]:
+        """Sample n completions of a prompt. number: its number in the call, for a message."""
         ids = np.asarray(prompt).tolist()
-        return self._anywhere(
-            policy, wanted, lambda engine, model: engine.complete(model, ids, n, seed, wanted)
-        )
+
+        def ask(engine: Any, model: str) -> list[Drawn]:
+            drawn: list[Drawn] = engine.complete(model, ids, n, seed, wanted)
+            require_count(engine.url, range(len(drawn)), n)
+            for each in drawn:
+                require_logps(each, engine.url, self.inputs.definition.vocab_size)
+                require_end(each, engine.url, wanted, self._has_stop_string)
+            return drawn
+
+        try:
+            return self._anywhere(policy, ask)
+        except CompletionError as error:
+            raise SequenceError(f"sampler '{self.options.engine}': {error}", number) from error
+
+    def _has_stop_string(self, ids: Sequence[int]) -> bool:
+        """Tell whether the text of these ids has a stop string."""
+        if self._texts is None:
+            self._texts = token_bytes(self.inputs.tokenizer)
+        text = b"".join(self._texts[i] for i in ids if i < len(self._texts))
+        return any(stop.encode() in text for stop in self.wanted.stop)
 
     def _rollouts(self, drawn: Sequence[Drawn]) -> Rollouts:
         width = self.wanted.max_tokens
@@ -219,13 +295,13 @@ class Sampler:
         lengths = np.array([len(each.ids) for each in drawn], np.int32)
         return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
 
-    def _anywhere(
-        self, policy: Policy, wanted: Wanted, ask: Callable[[Any, str], list[Drawn]]
-    ) -> list[Drawn]:
+    def _anywhere(self, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
         """Ask the engine with the least to do; where one does not answer, another."""
         since, problem = time.monotonic(), ""
         exclusive = self.options.weights == "disk"
         while True:
+            if self._closed:
+                raise Stopped("the run has ended")
             with choose(self.stations, policy, exclusive=exclusive) as station:
                 if station is None and time.monotonic() - since > self.options.patience:
                     raise Stopped(
@@ -239,11 +315,8 @@ class Sampler:
                         alone = self.options.engine == "vllm"
                         with station.holding(policy, load, exclusive=exclusive, alone=alone):
                             drawn = self._ask(station, policy, ask)
-                        for each in drawn:
-                            require_logps(each, station.url, self.inputs.definition.vocab_size)
-                            if len(each.ids) > wanted.max_tokens:
-                                raise RunError(f"{station.url}: a completion is longer than it may be")
                         station.failures = 0
+                        self._wrote.setdefault(policy.version, set()).add(station.url)
                         return drawn
                     except EngineDownError as error:
                         station.fail()
@@ -280,6 +353,11 @@ class Sampler:
                 raise RunError("sampler: " + "; ".join(found))
             station.examined = self.needs
         if self.options.weights == "adapter":
+            self._forget_killed(station)
+            if not self._leaves:
+                self._leaves = True
+                at_stage_end(self.close)
+            station.adapters.add(policy.name)
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
             station.engine.load_weights(str(policy.path), policy.name)
@@ -291,10 +369,37 @@ class Sampler:
         self._require_temperature(station, model, held)
         station.shown[policy.name] = difference, time.monotonic() - began
 
+    def _forget_killed(self, station: Station) -> None:
+        """Have an engine forget the adapters that this run left there when it was killed."""
+        if self._prefix in station.cleaned:
+            return
+        for name in station.engine.models():
+            if name.startswith(self._prefix) and name not in station.adapters:
+                with suppress(RunError):
+                    station.engine.unload_adapter(name)
+        station.cleaned.add(self._prefix)
+
+    def close(self) -> None:
+        """Have engines forget this run's adapters, as far as they answer soon. Called when the stage has ended."""
+        self._closed = True
+
+        def leave(station: Station) -> None:
+            with station.changed:
+                names = {name for name in station.adapters if name.startswith(self._prefix)}
+                station.adapters -= names
+                station.loaded -= names
+            for name in sorted(names):
+                with suppress(EngineDownError, RunError):
+                    station.engine.unload_adapter(name)
+
+        threads = Threads(len(self.stations))
+        futures.wait([threads.submit(partial(leave, each)) for each in self.stations], LEAVE_SECONDS)
+
     def _require_temperature(self, station: Station, model: str, held: Any) -> None:
         """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
         prompt, temperature = held["ids"][0].tolist(), self.wanted.temperature
         drawn = station.engine.complete(model, prompt, SHOWN_TOKENS, 0, Wanted(temperature, 1))
+        require_count(station.url, range(len(drawn)), SHOWN_TOKENS)
         for each in drawn:
             require_logps(each, station.url, self.inputs.definition.vocab_size)
         ids, theirs = [each.ids[0] for each in drawn], np.array([each.logps[0] for each in drawn])
@@ -341,8 +446,21 @@ class Sampler:
             self._names[station.url] = station.engine.base(self.options.model)
         return self._names[station.url]
 
+    @cached_property
+    def _prefix(self) -> str:
+        """How the names of this run's policies begin; runs elsewhere may have directories of the same name."""
+        file = self.directory / RUN_FILE
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not file.is_file():
+                write_atomic(file, secrets.token_hex(8))
+            run = file.read_bytes() + str(self.inputs.directory).encode()
+        except OSError as error:
+            raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
+        return f"{PREFIX}{hashlib.sha256(run).hexdigest()[:8]}-v"
+
     def _policy(self, version: int) -> Policy:
-        return Policy(f"{PREFIX}{self._tag}-v{version}", self.directory / f"policy-v{version}", version)
+        return Policy(f"{self._prefix}{version}", self.directory / f"policy-v{version}", version)
 
     def _claim(self) -> None:
         """Make the directory this run's. Raises InputError where it is another run's.

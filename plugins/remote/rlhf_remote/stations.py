@@ -35,6 +35,10 @@ class Station:
         self.engine, self.url = engine, engine.url
         self.changed = threading.Condition()
         self.loaded: set[str] = set()
+        self.adapters: set[str] = set()
+        """Names that it was given and may still hold, also where it has failed since."""
+        self.cleaned: set[str] = set()
+        """How the names of runs begin whose adapters were looked for that a kill left."""
         self.shown: dict[str, tuple[float, float]] = {}
         """{policy: (the largest difference of its newest receipt, seconds that loading it took)}"""
         self.examined: Needs | None = None
