@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_remote import engines, sampler, sampling, stations
+from rlhf_remote.transport import Answer
 from rlhf_serve.opening import Opening, open_model
 from rlhf_serve.running import Settings, application, make_server
 
@@ -293,18 +294,18 @@ def test_a_check_asks_the_engines(server: Server, tiny: ModuleType, monkeypatch:
         )
 
 
-class AsSglang(httpx.BaseTransport):
+class AsSglang:
     """Answers SGLang's routes, as its http_server.py and io_struct.py have them, with a server of `rlhf serve`."""
 
     def __init__(self, url: str) -> None:
         self.behind, self.paused = engines.Vllm(url, None, 60), False
         self.adapters, self.version = set[str](), "default"
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        path, body = request.url.path, json.loads(request.content or b"null")
-        route = getattr(self, path.strip("/").replace("/", "_"), None)
+    def send(self, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+        route = getattr(self, httpx.URL(url).path.strip("/").replace("/", "_"), None)
+        body = json.loads(content or b"null")
         status, answer = (404, {"detail": "Not Found"}) if route is None else route(body)
-        return httpx.Response(status, json=answer, request=request)
+        return Answer(url, status, httpx.Headers(), json.dumps(answer).encode())
 
     def health(self, body: Any) -> tuple[int, Any]:
         return 200, {}
@@ -373,7 +374,7 @@ def test_sglang_s_routes(
 
     def opened(url: str, key: str | None, timeout: float) -> engines.Sglang:
         engine = engines.Sglang(url, key, timeout)
-        engine._client = httpx.Client(transport=routes)
+        engine._client = routes  # type: ignore[assignment]
         return engine
 
     monkeypatch.setitem(engines.KINDS, "sglang", opened)

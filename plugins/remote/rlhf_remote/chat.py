@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -19,10 +20,13 @@ from rlhf_core.runtime.files import append_line
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
 from rlhf_core.workers import run_async
 from rlhf_remote.models import Remote, room
-from rlhf_remote.service import json_bytes, shorten, what_it_said, words
+from rlhf_remote.service import json_bytes, what_it_said
+from rlhf_remote.transport import Answer, shorten, words
 
 STEPS = 8
 """Tokens that are sampled before they are shown."""
+CHUNKS_SHOWN = 16
+"""Parts of an answer that refuses a request that are read, to say why."""
 LONGEST = 8192
 """Tokens of a conversation with a model that takes more or does not say."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -110,9 +114,10 @@ class Streamed:
                 "POST", url, content=json_bytes(body), headers=self.remote.headers, timeout=timeout
             ) as answer:
                 if answer.status_code != 200:
-                    answer.read()
+                    start = b"".join(islice(answer.iter_bytes(), CHUNKS_SHOWN))
+                    said = what_it_said(Answer(url, answer.status_code, answer.headers, start))
                     refused = 400 <= answer.status_code < 500
-                    raise (InputError if refused else RunError)(f"{url}: {what_it_said(answer)}")
+                    raise (InputError if refused else RunError)(f"{url}: {said}")
                 for line in answer.iter_lines():
                     yield from self._part(url, line)
         except httpx.HTTPError as error:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import httpx
 import numpy as np
 
 from rlhf_core import RunError
-from rlhf_remote.service import WRONG_SETUP, headers, shorten, what_it_said, words
+from rlhf_remote.service import WRONG_SETUP, headers, json_bytes, what_it_said
+from rlhf_remote.transport import MOST_BYTES, Answer, AnswerError, Client, shorten
 
 CONTROL_SECONDS = 600.0
 """How long an engine may take to load weights."""
@@ -100,40 +100,35 @@ class HttpEngine:
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         """url: as http://host:8000. timeout: seconds of a request for completions."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(
-            headers=headers(api_key),
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
-            limits=httpx.Limits(max_connections=None),
-        )
+        self.timeout = timeout
+        self._client = Client(headers(api_key))
 
-    def post(self, path: str, body: Any = None, *, seconds: float | None = None) -> Any:
-        """Return the answer, as JSON where it is JSON. seconds: another time limit."""
-        limit = self._client.timeout if seconds is None else seconds
-        return self._answer(lambda: self._client.post(self.url + path, json=body, timeout=limit))
+    def post(
+        self, path: str, body: Any = None, *, seconds: float | None = None, most_bytes: int = MOST_BYTES
+    ) -> Any:
+        """Return the JSON of an answer. seconds: another time limit."""
+        return self._json(self._send("POST", path, body, seconds or self.timeout, most_bytes))
 
-    def command(self, path: str, body: Any = None) -> Any:
-        """Return the answer of a route that changes what the engine holds. Raises RunError where it refuses.
+    def command(self, path: str, body: Any = None) -> None:
+        """Ask for a change of what the engine holds. Raises RunError where it refuses.
 
         vLLM refuses with 500; an engine that broke says so at /health.
         """
         try:
-            return self.post(path, body, seconds=CONTROL_SECONDS)
+            self._send("POST", path, body, CONTROL_SECONDS)
         except EngineDownError as error:
-            with suppress(httpx.HTTPError):
-                if self._client.get(self.url + "/health", timeout=HEALTH_SECONDS).status_code == 200:
+            with suppress(AnswerError):
+                if self._client.send("GET", self.url + "/health", seconds=HEALTH_SECONDS).status_code == 200:
                     raise RunError(f"{error}; the engine's log says why; is it of another model?") from error
             raise
 
     def get(self, path: str) -> Any:
-        """Return the answer, as JSON."""
-        return self._answer(lambda: self._client.get(self.url + path))
+        """Return the JSON of an answer."""
+        return self._json(self._send("GET", path))
 
     def status(self, path: str) -> int:
         """Return the status of a request without a body, which changes nothing."""
-        try:
-            return self._client.post(self.url + path, json={}).status_code
-        except httpx.HTTPError as error:
-            raise EngineDownError(f"{self.url}: {words(error)}") from error
+        return self._exchange("POST", path, {}, self.timeout).status_code
 
     def models(self) -> dict[str, Served]:
         """Return the models that it serves, by name."""
@@ -147,21 +142,38 @@ class HttpEngine:
         """Return what requests call the model that it was started with. name: that the user gives it."""
         return name or next(name for name, each in self.models().items() if each.parent is None)
 
-    def _answer(self, send: Any) -> Any:
+    def _exchange(
+        self, method: str, path: str, body: Any, seconds: float, most_bytes: int = MOST_BYTES
+    ) -> Answer:
+        content = None if body is None else json_bytes(body)
         try:
-            response: httpx.Response = send()
-        except httpx.HTTPError as error:
-            raise EngineDownError(f"{self.url}: {words(error)}") from error
-        if response.status_code == 200:
-            try:
-                return response.json()
-            except ValueError:
-                return response.text
-        problem = f"{response.request.url}: {what_it_said(response)}"
-        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+            return self._client.send(method, self.url + path, content, seconds=seconds, most_bytes=most_bytes)
+        except AnswerError as error:
+            raise EngineDownError(f"{self.url}: {error.problem}") from error
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        seconds: float | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> Answer:
+        """Return an answer with status 200; raise what another one means."""
+        answer = self._exchange(method, path, body, seconds or self.timeout, most_bytes)
+        if answer.status_code == 200:
+            return answer
+        problem = f"{answer.url}: {what_it_said(answer)}"
+        if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
             raise EngineDownError(problem)
-        hint = ": start it with its control routes" if response.status_code in WRONG_SETUP else ""
+        hint = ": start it with its control routes" if answer.status_code in WRONG_SETUP else ""
         raise RunError(problem + hint)
+
+    def _json(self, answer: Answer) -> Any:
+        try:
+            return answer.json()
+        except AnswerError as error:
+            raise EngineDownError(str(error)) from error
 
 
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}

@@ -34,6 +34,7 @@ from rlhf_remote.service import (
     score_request,
     what_it_said,
 )
+from rlhf_remote.transport import AnswerError, send_once
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
@@ -112,12 +113,12 @@ def takes_chats(remote: Remote) -> bool:
     """Ask whether a model has a chat template, by tokenizing a chat; yes of a server that does not say."""
     body = {"model": remote.name, "messages": [{"role": "user", "content": "Hi"}]}
     try:
-        response = httpx.post(
-            f"{remote.root}/tokenize", content=json_bytes(body), headers=remote.headers, timeout=REACH_SECONDS
+        answer = send_once(
+            "POST", f"{remote.root}/tokenize", remote.headers, json_bytes(body), seconds=REACH_SECONDS
         )
-    except httpx.HTTPError:
+    except AnswerError:
         return True
-    return response.status_code != 400
+    return answer.status_code != 400
 
 
 def complete(given: Any, records: Records) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ from rlhf_remote.service import (
     reach,
     row_scores,
     score_request,
-    shorten,
     what_it_said,
 )
+from rlhf_remote.transport import shorten
 
 if TYPE_CHECKING:
     from rlhf_core import Stage

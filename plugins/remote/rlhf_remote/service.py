@@ -17,6 +17,7 @@ import httpx
 
 from rlhf_core import RunError
 from rlhf_core.hidden import scrub
+from rlhf_remote.transport import MOST_BYTES, Answer, AnswerError, send, send_once, shorten
 
 T = TypeVar("T")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
@@ -25,8 +26,6 @@ LONGEST_RETRY_AFTER = 300.0
 """Seconds of a Retry-After header that are waited at most."""
 WRONG_SETUP = {401, 403, 404, 405}
 """Statuses that no other text would change: a wrong key or a wrong address."""
-LONGEST_SHOWN = 200
-"""Characters of an answer that a message shows."""
 REACH_SECONDS = 10.0
 
 
@@ -70,39 +69,31 @@ def json_bytes(value: Any) -> bytes:
     return json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
 
 
-def what_it_said(response: httpx.Response) -> str:
+def what_it_said(answer: Answer) -> str:
     """Describe an answer that is an error: its status, and the message in it."""
     try:
-        said: Any = response.json()
+        said = answer.json()
         for key in ("error", "message", "detail"):
             said = said.get(key, said) if isinstance(said, Mapping) else said
-    except ValueError:
-        said = response.text
-    return scrub(
-        f"HTTP {response.status_code}: {shorten(said if isinstance(said, str) else json.dumps(said))}"
-    )
+    except AnswerError:
+        said = None
+    return scrub(f"HTTP {answer.status_code}: {shorten(said if isinstance(said, str) else answer.text)}")
 
 
-def shorten(text: str) -> str:
-    """Return a text on one line, as messages show it."""
-    line = " ".join(text.split()) or "nothing"
-    return line if len(line) <= LONGEST_SHOWN else f"{line[:LONGEST_SHOWN]}…"
-
-
-def reach(url: str, api_key: str | None) -> httpx.Response | str:
+def reach(url: str, api_key: str | None) -> Answer | str:
     """Send a GET request, which has no data; return the answer, or why there was none."""
     try:
-        return httpx.get(url, headers=headers(api_key), timeout=REACH_SECONDS)
-    except httpx.HTTPError as error:
-        return scrub(f"cannot reach {url}: {words(error)}")
+        return send_once("GET", url, headers(api_key), seconds=REACH_SECONDS)
+    except AnswerError as error:
+        return f"cannot reach {error}"
 
 
-def model_cards(answer: httpx.Response) -> list[Mapping[str, Any]]:
+def model_cards(answer: Answer) -> list[Mapping[str, Any]]:
     """Return the models in an answer of `/v1/models`; none if it is another answer."""
     try:
         cards = answer.json()["data"] if answer.status_code == 200 else []
-        return [card for card in cards if "id" in card]
-    except (ValueError, LookupError, TypeError):
+        return [card for card in cards if isinstance(card["id"], str)]
+    except (AnswerError, LookupError, TypeError):
         return []
 
 
@@ -122,14 +113,25 @@ def row_scores(count: int, answer: Any) -> dict[str, list[float]]:
     try:
         data = sorted(answer["data"], key=lambda each: each["index"])
         names = ("chosen_score", "rejected_score") if "chosen_score" in data[0] else ("score",)
-        scores = {
-            name: [math.nan if each[name] is None else float(each[name]) for each in data] for name in names
-        }
+        scores = {name: [_score(each[name]) for each in data] for name in names}
         if [each["index"] for each in data] != list(range(count)):
             raise ValueError
     except (LookupError, TypeError, ValueError):
         raise ValueError(f"data with the scores of {count} rows") from None
     return scores
+
+
+def is_number(value: Any) -> bool:
+    """Check whether a value of JSON is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _score(value: Any) -> float:
+    if value is None:
+        return math.nan
+    if not is_number(value):
+        raise ValueError
+    return float(value)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -138,26 +140,20 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{more}"
 
 
-def words(error: Exception) -> str:
-    """Describe what the transport raised."""
-    if isinstance(error, httpx.TimeoutException):
-        return "no answer in time"
-    return str(error) or type(error).__name__
-
-
 @dataclass
 class Service:
     """Sends requests to one service, on the event loop that calls it.
 
-    concurrency: requests in flight. request_timeout: seconds that one may take. retries: of a request that failed
-    for a reason that may pass: no connection, no answer in time, status 408, 425, 429 or above 499, and an answer that
-    cannot be read.
+    concurrency: requests in flight. request_timeout: seconds that one may take, from its first byte to the last of its
+    answer. retries: of a request that failed for a reason that may pass: no connection, no answer in time, status 408,
+    425, 429 or above 499, and an answer that cannot be read. max_answer_bytes: of an answer; a longer one is not read.
     """
 
     api_key: str | None = None
     concurrency: int = 8
     request_timeout: float = 60.0
     retries: int = 4
+    max_answer_bytes: int = MOST_BYTES
     _loop: Any = field(default=None, init=False, repr=False)
     _client: Any = field(default=None, init=False, repr=False)
     _slots: Any = field(default=None, init=False, repr=False)
@@ -168,9 +164,7 @@ class Service:
             self._loop = asyncio.get_running_loop()
             self._slots = asyncio.Semaphore(self.concurrency)
             limits = httpx.Limits(max_connections=self.concurrency)
-            self._client = httpx.AsyncClient(
-                headers=headers(self.api_key), timeout=self.request_timeout, limits=limits
-            )
+            self._client = httpx.AsyncClient(headers=headers(self.api_key), limits=limits)
         client: httpx.AsyncClient = self._client
         return client
 
@@ -185,24 +179,26 @@ class Service:
             for failures in range(1, self.retries + 2):
                 wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT) * _jitter.uniform(0.5, 1.0)
                 try:
-                    response = await client.post(url, content=content)
-                    if response.status_code == 200:
-                        return read(response.json()), failures - 1
-                    problem = f"{url}: {what_it_said(response)}"
-                    if response.status_code in WRONG_SETUP:
-                        raise RunError(problem)
-                    if response.status_code < 500 and response.status_code not in (408, 425, 429):
-                        raise RequestError(problem, failures, refused=True)
-                    wait = max(wait, retry_after(response.headers.get("retry-after")))
-                except httpx.HTTPError as error:
-                    late = isinstance(error, httpx.ReadTimeout)
-                    problem = (
-                        f"{url}: {f'no answer within {self.request_timeout:g} s' if late else words(error)}"
+                    answer = await send(
+                        client,
+                        "POST",
+                        url,
+                        content,
+                        seconds=self.request_timeout,
+                        most_bytes=self.max_answer_bytes,
                     )
-                except json.JSONDecodeError:
-                    problem = f"{url}: the answer is not JSON: {shorten(response.text)}"
+                    if answer.status_code == 200:
+                        return read(answer.json()), failures - 1
+                    problem = f"{url}: {what_it_said(answer)}"
+                    if answer.status_code in WRONG_SETUP:
+                        raise RunError(problem)
+                    if answer.status_code < 500 and answer.status_code not in (408, 425, 429):
+                        raise RequestError(problem, failures, refused=True)
+                    wait = max(wait, retry_after(answer.headers.get("retry-after")))
+                except AnswerError as error:
+                    problem = str(error)
                 except ValueError as error:
-                    problem = f"{url}: expected {error}, got {shorten(response.text)}"
+                    problem = f"{url}: expected {error}, got {shorten(answer.text)}"
                 if failures <= self.retries:
                     await asyncio.sleep(wait)
         raise RequestError(f"{scrub(problem)} ({failures} requests)", failures)
