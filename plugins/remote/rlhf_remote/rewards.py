@@ -21,7 +21,6 @@ from rlhf_remote.answers import Answers, has_answers, question_key
 from rlhf_remote.rubric import Rubric, Scale, read_schema
 from rlhf_remote.sampler import RlhfSampler, SglangSampler, VllmSampler
 from rlhf_remote.service import (
-    LONGEST_SHOWN,
     RequestError,
     Service,
     address_problem,
@@ -34,7 +33,7 @@ from rlhf_remote.service import (
     score_request,
     what_it_said,
 )
-from rlhf_remote.transport import shorten
+from rlhf_remote.transport import LONGEST_SHOWN, shorten
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
