@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.calls import with_parsed_parameters
 from rlhf_core.tokenizer.encoding import Ints
 from rlhf_core.tokenizer.options import text_problem
 
@@ -112,11 +113,12 @@ class CallParser:
         Raises InputError if there are tools, and the template writes calls in none of `FORMATS`.
         """
         self.encoder = encoder
+        tools = with_parsed_parameters(tools or ())
         self._has_tools = bool(tools)
         self.format = call_format(encoder) if tools else None
         if not tools and _opened(encoder).endswith(f"{START}assistant"):
             self.format = next(form for form in FORMATS if form.way == "harmony")
-        self._schemas = dict(map(_parameters, tools or ()))
+        self._schemas = dict(map(_parameters, tools))
         added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -265,7 +267,8 @@ def _opened(encoder: ConversationEncoder) -> str:
 def _parameters(tool: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name of a tool and the schemas of its parameters."""
     function = tool.get("function", tool)
-    return str(function.get("name")), function.get("parameters", {}).get("properties", {})
+    parameters = function.get("parameters") or {}
+    return str(function.get("name")), parameters.get("properties") or {}
 
 
 def _as_message(call: Call) -> dict[str, Any]:

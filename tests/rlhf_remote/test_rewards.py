@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
+import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +115,14 @@ def next_of(script: Iterator[Any], _: Any) -> Any:
         ([{"scores": [1.0]}], r'expected {"scores": \[3 numbers or nulls\]}, got {"scores": \[1.0\]}'),
         ([{"scores": [1, "x", 2]}, {"scores": [1, float("nan"), 2]}], "3 numbers or nulls"),
         ([(200, b"<html>", {})], "the answer is not JSON: <html>"),
+        *(
+            ([(200, b'{"scores": [1, %b, 2]}' % odd, {})], "expected .*3 numbers or nulls")
+            for odd in (b"true", b'"2"', b"[2]", b"{}", b"1e999", b"-1e39", b"9" * 100)
+        ),
+        ([(200, b'{"scores": [1, 2, 3, 4]}', {})], "3 numbers or nulls"),
+        ([(200, b'{"scores": [1, %b, 2]}' % (b"9" * 400), {})], "the answer cannot be read"),
+        ([(200, b"[" * 100_000, {})], "nested too deeply"),
+        ([(200, b" " * 1001, {})], "the answer has more than 1,000 bytes"),
     ],
 )
 def test_failures_are_retried_then_stop_or_are_counted(
@@ -121,7 +132,9 @@ def test_failures_are_retried_then_stop_or_are_counted(
     with services.serve(lambda _: None) as service:
 
         def options(**more: Any) -> dict[str, Any]:
-            return {"name": "http", "url": service.url, "retries": 2, "api_key": KEY, **more}
+            limit = 1_000_000 if answers == [(200, b"[" * 100_000, {})] else 1000
+            given = {"name": "http", "url": service.url, "retries": 2, "api_key": KEY}
+            return {**given, "max_answer_bytes": limit, **more}
 
         for failures in (2, 3):
             script = [*(answers * 3)[:failures], {"scores": [1, 2, 3]}]
@@ -137,6 +150,40 @@ def test_failures_are_retried_then_stop_or_are_counted(
             scored(*opened(tmp_path, **options()))
         assert "rerun the same command" in str(caught.value)
         assert KEY not in str(caught.value)
+
+
+def test_a_request_ends_on_time_though_bytes_keep_coming(tmp_path: Path) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/grade"
+
+    def drip() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                threading.Thread(target=send_blanks, args=[connection], daemon=True).start()
+
+    def send_blanks(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            head = connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+            if head.startswith(b"GET"):
+                connection.sendall(b" " * 1000)
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.02)
+
+    threading.Thread(target=drip, daemon=True).start()
+    options: dict[str, Any] = {"request_timeout": 0.2, "retries": 0, "on_error": "skip"}
+    with closing(listening):
+        for component in (
+            {"name": "http", "url": url},
+            judge(tmp_path, url),
+        ):
+            reward, stage = opened(tmp_path, **component, **options)
+            begun = time.monotonic()
+            answered = scored(reward, stage)
+            assert answered == [None] * 3
+            assert time.monotonic() - begun < 2
 
 
 def test_a_wrong_key_ends_the_run_and_a_refused_text_only_its_batch(tmp_path: Path) -> None:

@@ -85,9 +85,42 @@ def test_the_last_message_continued(running: Any) -> None:
     running.post("/v1/chat/completions", {**asked, "max_tokens": 2})
 
 
+def calling(arguments: Any) -> list[Any]:
+    """A conversation in which a tool was called, as OpenAI's clients send it."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        MESSAGES[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "d"},
+    ]
+
+
+def test_arguments_as_text_make_the_prompt_that_objects_make(running: Any) -> None:
+    def ids(arguments: Any, parameters: Any) -> Any:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        body = {"model": "policy", "messages": calling(arguments), "tools": [tool], "max_tokens": 1}
+        answer = running.post("/v1/chat/completions", {**body, "return_token_ids": True})
+        return answer["prompt_token_ids"]
+
+    assert ids('{"a": 2}', '{"type": "object"}') == ids({"a": 2}, {"type": "object"})
+    assert ids("", None) == ids({}, {}) != ids({"a": 2}, {})
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        (
+            {"messages": calling("a")},
+            "messages: message 2: the arguments of tool call 1's function are not JSON",
+        ),
+        (
+            {"messages": calling("[1]")},
+            "message 2: the arguments of tool call 1's function are not an object",
+        ),
+        (
+            {"messages": MESSAGES, "tools": [{"function": {"name": "f", "parameters": "[]"}}]},
+            "tools: the parameters of tool 1's function are not an object",
+        ),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "a"}]}, "message 1 has no role"),
         ({"messages": [{"role": "users", "content": "a"}]}, "has the role 'users'"),

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from rlhf_core import REWARD, SAMPLER, InputError, Registry, RunError, hookimpl
@@ -26,6 +27,7 @@ from rlhf_remote.service import (
     address_problem,
     all_of,
     api_root,
+    is_number,
     listed,
     model_cards,
     reach,
@@ -33,7 +35,7 @@ from rlhf_remote.service import (
     score_request,
     what_it_said,
 )
-from rlhf_remote.transport import LONGEST_SHOWN, shorten
+from rlhf_remote.transport import LONGEST_SHOWN, MOST_BYTES, shorten
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
@@ -44,6 +46,7 @@ STOPS = (
     'rerun the same command to resume once it answers, or set the reward\'s on_error = "skip" to leave such '
     "completions unscored"
 )
+LARGEST_SCORE = float(np.finfo(np.float32).max)
 Log = Callable[[str, float], None]
 Positive = Annotated[int, Field(ge=1)]
 Limit = Annotated[Seconds, Field(gt=0)]
@@ -58,6 +61,7 @@ class Http:
     columns: those sent along, {name: [values]}. batch_size: completions of a request.
     concurrency: requests at a time. request_timeout: seconds that one may take. retries: of a failed request, with
     growing pauses. api_key: sent as `Authorization: Bearer …`. on_error: the reward's, see the trainer.
+    max_answer_bytes: of an answer; a longer one is not read.
 
     With `on_error = "skip"`, completions of a request that fails are not scored, and those of others are.
     """
@@ -71,13 +75,16 @@ class Http:
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
     model: str | None = None
+    max_answer_bytes: Positive = MOST_BYTES
     _service: Service = field(init=False, repr=False)
     _reached: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if problem := address_problem(self.url):
             raise ValueError(problem)
-        self._service = Service(self.api_key, self.concurrency, self.request_timeout, self.retries)
+        self._service = Service(
+            self.api_key, self.concurrency, self.request_timeout, self.retries, self.max_answer_bytes
+        )
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
         """Raise InputError for columns that there are not, and where the service cannot be reached; it gets no data."""
@@ -156,7 +163,7 @@ class Judge:
     votes: questions about one completion, whose numbers are averaged. temperature: "none": the server's.
     max_tokens: of an answer; "none": the server's. request: more fields of the request, such as {"top_p": 0.9}.
     save_directory: where answers are kept; none: in the stage's directory.
-    concurrency, request_timeout, retries, api_key, on_error: as for `http`.
+    concurrency, request_timeout, retries, api_key, on_error, max_answer_bytes: as for `http`.
 
     A completion is not scored if no answer has a number, or if a column of the rubric is null; with
     `on_error = "skip"`, also if there is no answer.
@@ -180,6 +187,7 @@ class Judge:
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
+    max_answer_bytes: Positive = MOST_BYTES
 
     def __post_init__(self) -> None:
         if problem := address_problem(self.url):
@@ -196,7 +204,9 @@ class Judge:
         schema = None if self.schema_file is None else read_schema(self.schema_file, self.score_field)
         self._scale = Scale(low, high, self.words, pattern, schema, self.score_field)
         self._rubric = Rubric.read(self.rubric_file)
-        self._service = Service(self.api_key, self.concurrency, self.request_timeout, self.retries)
+        self._service = Service(
+            self.api_key, self.concurrency, self.request_timeout, self.retries, self.max_answer_bytes
+        )
         self._url = f"{api_root(self.url)}/chat/completions"
         self._answers: Answers | None = None
         self._call = 0
@@ -389,13 +399,13 @@ def _scores(count: int, answer: Any) -> list[float | None]:
 
 def _score_values(count: int, answer: Any) -> list[float | None]:
     scores = row_scores(count, answer).get("score")
-    if scores is None:
+    if scores is None or not all(math.isnan(score) or _is_score(score) for score in scores):
         raise ValueError(f"data with one score for each of {count} rows")
     return [None if math.isnan(score) else score for score in scores]
 
 
 def _is_score(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    return value is None or (is_number(value) and abs(value) <= LARGEST_SCORE)
 
 
 def _message(answer: Any) -> tuple[str, str | None]:
