@@ -444,7 +444,9 @@ def _with_text(message: Message) -> Message:
         function = call.get("function")
         holder = dict(function if isinstance(function, Mapping) else call)
         arguments = holder.get("arguments")
-        if not isinstance(arguments, str) or not arguments.strip():
+        if isinstance(arguments, str):
+            holder["arguments"] = arguments if arguments.strip() else "{}"
+        else:
             holder["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
         calls.append({**call, "function": holder} if isinstance(function, Mapping) else holder)
     return {**message, "tool_calls": calls}
