@@ -165,8 +165,8 @@ class CallParser:
         where a call has a text next to it, since the template takes one of them).
 
         A call is {"type": "function", "function": {"name", "arguments"}}, with an "id" if the policy wrote one.
-        `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought do not count.
-        Never raises.
+        `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought or a code
+        block do not count. Never raises.
         """
         if self.format is not None and self.format.way == "harmony":
             message, calls = self._read_harmony(text)
@@ -312,7 +312,14 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
         yield from _unmarked(text, start)
         return
     opening, closing = _pattern(form.opening), _pattern(form.closing)
+    fences = 0
     while match := opening.search(text, start):
+        fences += len(_FENCE.findall(text, start, match.start()))
+        fence = _FENCE.search(text, match.end()) if fences % 2 else None
+        if fence is not None:  # it is shown in a code block
+            start = fence.end()
+            fences += 1
+            continue
         try:
             calls, end = _READERS[form.way](form, text, match.end(), schemas)
             close = closing.match(text, _skip_blanks(text, end))
@@ -329,6 +336,10 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
             for name, arguments, identity in calls:
                 yield Call(match.start(), end, name, arguments, identity)
         start = end
+
+
+_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
+"""What begins or ends a code block."""
 
 
 def _unmarked(text: str, start: int) -> Iterator[Call]:
