@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.environments import CallParser, ConversationEncoder
-from rlhf_core.tokenizer import template_text
+from rlhf_core.tokenizer import Encoder, template_text
 
 MESSAGES = [
     {"role": "user", "content": "a b"},
@@ -95,15 +96,24 @@ def calling(arguments: Any) -> list[Any]:
     ]
 
 
-def test_arguments_as_text_make_the_prompt_that_objects_make(running: Any) -> None:
-    def ids(arguments: Any, parameters: Any) -> Any:
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        body = {"model": "policy", "messages": calling(arguments), "tools": [tool], "max_tokens": 1}
-        answer = running.post("/v1/chat/completions", {**body, "return_token_ids": True})
-        return answer["prompt_token_ids"]
-
-    assert ids('{"a": 2}', '{"type": "object"}') == ids({"a": 2}, {"type": "object"})
-    assert ids("", None) == ids({}, {}) != ids({"a": 2}, {})
+@pytest.mark.parametrize(
+    ("arguments", "parameters", "written"),
+    [
+        ('{"a": 2}', '{"type": "object"}', '{"a": 2}'),
+        ({"a": 2}, {"type": "object"}, '{"a": 2}'),
+        ("", None, "{}"),
+        (None, None, "{}"),
+    ],
+)
+def test_the_prompt_has_arguments_as_objects(
+    arguments: Any, parameters: Any, written: str, bytewise: Any
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = read(Chat, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode())
+    served = SimpleNamespace(encoder=Encoder(bytewise), conversations=ConversationEncoder(bytewise))
+    text = bytewise.decode(chats.encode_chat(body, Target("policy", served, None)))  # type: ignore[arg-type]
+    assert f'{{"name": "f", "arguments": {written}}}\n</tool_call>' in text
+    CallParser(served.conversations, body.tools)
 
 
 @pytest.mark.parametrize(
