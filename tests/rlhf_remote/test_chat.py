@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, talk
+from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, Streamed, talk
+from rlhf_remote.models import Remote
 from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
@@ -218,3 +219,16 @@ def test_a_broken_model_says_so(model: Path, tiny: Any) -> None:
     speaker.weights.value = jax.tree.map(lambda x: x * float("nan"), speaker.weights.value)
     with pytest.raises(RunError, match="is not finite"):
         list(speaker.reply([{"role": "user", "content": "b"}], 0))
+
+
+@pytest.mark.parametrize("event", ["[" * 100_000, "3", '{"choices": [{"delta": null}]}'])
+def test_an_event_of_another_form_is_an_error_that_names_the_address(event: str) -> None:
+    def reply(_: Any) -> Any:
+        return 200, f"data: {event}\n\n".encode(), {}
+
+    with services.serve(reply) as service:
+        remote = Remote(service.url, f"{service.url}/v1", service.url, "m")
+        with pytest.raises(
+            RunError, match=rf"^{service.url}/v1/chat/completions: expected an event of a chat"
+        ):
+            list(Streamed(remote, Settings()).reply([{"role": "user", "content": "a"}], 0))

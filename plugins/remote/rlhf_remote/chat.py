@@ -138,7 +138,7 @@ class Streamed:
                     yield Part(str(thought), thought=True)
                 if text := delta.get("content"):
                     yield Part(str(text))
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RunError(f"{url}: expected an event of a chat, got {shorten(line)}") from None
 
 
