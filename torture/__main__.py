@@ -38,8 +38,9 @@ EXPERIMENTS = (
     "mutants",
     "soak",
     "rollouts",
+    "answers",
 )
-"""In the order of their numbers, T1 to T15."""
+"""In the order of their numbers, T1 to T16."""
 SHOWN = 10
 
 

@@ -22,6 +22,7 @@ from rlhf_core.data.source import (
     parse_conversation,
 )
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.calls import arguments_problem, with_parsed_parameters
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.options import is_parts, kwargs_problem, parts_problem, with_joined_parts
 
@@ -305,6 +306,8 @@ def message_problem(value: Any) -> str | None:
         calls = message.get("tool_calls")
         if calls is not None and not _is_object_list(calls):
             return f"message {i}'s tool_calls is {type_name(calls)}, not a list of objects"
+        if problem := arguments_problem(message):
+            return f"message {i}: {problem}"
     return None
 
 
@@ -329,7 +332,10 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
         return None
     if not _is_object_list(tools):
         raise InputError(f"'tools' is {type_name(tools)}, not a list of objects")
-    return list(tools) or None
+    try:
+        return with_parsed_parameters(tools) or None
+    except InputError as error:
+        raise InputError(f"'tools': {error}") from None
 
 
 def kwargs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.calls import with_parsed_parameters
 from rlhf_core.tokenizer.encoding import Ints
 from rlhf_core.tokenizer.options import text_problem
 
@@ -112,11 +113,12 @@ class CallParser:
         Raises InputError if there are tools, and the template writes calls in none of `FORMATS`.
         """
         self.encoder = encoder
+        tools = with_parsed_parameters(tools or ())
         self._has_tools = bool(tools)
         self.format = call_format(encoder) if tools else None
         if not tools and _opened(encoder).endswith(f"{START}assistant"):
             self.format = next(form for form in FORMATS if form.way == "harmony")
-        self._schemas = dict(map(_parameters, tools or ()))
+        self._schemas = dict(map(_parameters, tools))
         added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -163,8 +165,8 @@ class CallParser:
         where a call has a text next to it, since the template takes one of them).
 
         A call is {"type": "function", "function": {"name", "arguments"}}, with an "id" if the policy wrote one.
-        `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought do not count.
-        Never raises.
+        `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought or a code
+        block do not count. Never raises.
         """
         if self.format is not None and self.format.way == "harmony":
             message, calls = self._read_harmony(text)
@@ -265,7 +267,8 @@ def _opened(encoder: ConversationEncoder) -> str:
 def _parameters(tool: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name of a tool and the schemas of its parameters."""
     function = tool.get("function", tool)
-    return str(function.get("name")), function.get("parameters", {}).get("properties", {})
+    parameters = function.get("parameters") or {}
+    return str(function.get("name")), parameters.get("properties") or {}
 
 
 def _as_message(call: Call) -> dict[str, Any]:
@@ -309,7 +312,14 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
         yield from _unmarked(text, start)
         return
     opening, closing = _pattern(form.opening), _pattern(form.closing)
+    fences = 0
     while match := opening.search(text, start):
+        fences += len(_FENCE.findall(text, start, match.start()))
+        fence = _FENCE.search(text, match.end()) if fences % 2 else None
+        if fence is not None:  # it is shown in a code block
+            start = fence.end()
+            fences += 1
+            continue
         try:
             calls, end = _READERS[form.way](form, text, match.end(), schemas)
             close = closing.match(text, _skip_blanks(text, end))
@@ -326,6 +336,10 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
             for name, arguments, identity in calls:
                 yield Call(match.start(), end, name, arguments, identity)
         start = end
+
+
+_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
+"""What begins or ends a code block."""
 
 
 def _unmarked(text: str, start: int) -> Iterator[Call]:

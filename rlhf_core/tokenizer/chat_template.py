@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.calls import with_parsed_arguments, with_parsed_parameters
 from rlhf_core.tokenizer.options import (
     DATED,
     JoinedParts,
@@ -44,6 +45,8 @@ SYSTEM_ROLES = ("system", "developer")
 SHORT = 3
 """Characters of a text that may stand for another one in a template, as a flag does."""
 PROBE = "qzxreply"  # a reply that no template contains
+NAME, VALUE = "qzxname", "qzxvalue"
+"""An argument of a call that no template contains, and its value."""
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -118,6 +121,7 @@ class ChatTemplate:
         self._kwargs = dict(options.chat_template_kwargs)
         self._date = options.template_date
         self._forms: dict[tuple[str, str], str] = {}
+        self._takes_text: dict[str, bool] = {}
         self._words = frozenset(re.findall(r"\w+", f"{self.text} {self._with_tools}"))
         self.system_prompt = options.system_prompt
         self._name = f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
@@ -246,6 +250,7 @@ class ChatTemplate:
         learns: whether replies are learned, unless their `weight` is 0.
         """
         template = (self._with_tools if tools else self.text) or ""
+        turns = [with_parsed_arguments(turn) for turn in turns]
         names = [f"chat_template_kwargs.{name}" for name in kwargs or () if name not in template]
         parts = [part for turn in turns for part in getattr(turn.get("content"), "parts", ())]
         keys = dict.fromkeys(key for part in parts for key in part if key not in ("type", "text"))
@@ -311,7 +316,12 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if is_parts(content := message.get("content")) and (problem := parts_problem(content)):
                 raise InputError(f"message {number}: {problem}")
+            try:
+                messages[number - 1] = self._with_arguments(template, message)
+            except InputError as error:
+                raise InputError(f"message {number}: {error}") from None
         messages = [self._in_parts(template, with_joined_parts(message)) for message in messages]
+        tools = with_parsed_parameters(tools) if tools else None
         try:
             text, spans = self._call(
                 template, messages, variables, tools=tools, open_turn=open_turn, marks=marks
@@ -353,6 +363,31 @@ class ChatTemplate:
                 **{**self.tokenizer.special_tokens_map, **variables},
             )
         return texts[0], spans[0] if marks else []
+
+    def _with_arguments(self, template: str, message: Message) -> Message:
+        """Give the arguments of tool calls as objects, or as JSON text if the template takes nothing else."""
+        parsed = with_parsed_arguments(message)
+        if not message.get("tool_calls"):
+            return message
+        if template not in self._takes_text:
+            self._takes_text[template] = not self._writes_call(template, {NAME: VALUE}) and self._writes_call(
+                template, json.dumps({NAME: VALUE})
+            )
+        return _with_text(message) if self._takes_text[template] else parsed
+
+    def _writes_call(self, template: str, arguments: Any) -> bool:
+        """Whether the template writes a call with these arguments, as JSON or in marks of its own."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            text = self._call(template, turns, self._kwargs)[0]
+        except Exception:  # as a template may raise for what it does not take
+            return False
+        # Python's own notation is no format of calls.
+        return NAME in text and VALUE in text and f"{{'{NAME}'" not in text
 
     def _in_parts(self, template: str, message: Message) -> Message:
         """Put a content as parts if the template takes nothing else, or if it has parts and the template takes them."""
@@ -400,6 +435,21 @@ class ChatTemplate:
                     f"message {number} has the role '{role}', which the chat template does not name."
                     f"{suggest(role, ROLES)} Known: {', '.join(ROLES)}"
                 )
+
+
+def _with_text(message: Message) -> Message:
+    """Write the arguments of tool calls as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        holder = dict(function if isinstance(function, Mapping) else call)
+        arguments = holder.get("arguments")
+        if isinstance(arguments, str):
+            holder["arguments"] = arguments if arguments.strip() else "{}"
+        else:
+            holder["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+        calls.append({**call, "function": holder} if isinstance(function, Mapping) else holder)
+    return {**message, "tool_calls": calls}
 
 
 def _texts_of(content: Any) -> list[str]:

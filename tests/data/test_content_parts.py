@@ -131,6 +131,21 @@ def test_other_parts_are_refused_by_name(part: Any, problem: str, tokenizer: Any
         Encoder(tokenizer).prompts([[user([part])]])
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 2', "2", "[]"])
+def test_arguments_of_calls_that_are_no_object_are_refused_by_row_and_column(
+    arguments: str, tokenizer: Any
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [user("a"), {"role": "assistant", "content": "b", "tool_calls": [call]}, user("c")]
+    problem = "message 2: the arguments of tool call 1's function are not"
+    with pytest.raises(InputError, match=rf"dataset row 1: 'messages' {problem}"):
+        data.encode_texts(data.load([{"messages": [*turns, reply("d")]}]), tokenizer, max_length=None)
+    with pytest.raises(InputError, match=rf"dataset row 1: 'prompt' {problem}"):
+        data.encode_prompts(data.load([{"prompt": turns}]), tokenizer, max_prompt_length=None)
+    with pytest.raises(Exception, match=problem):
+        checked_messages(turns, "reset")
+
+
 @pytest.mark.parametrize("value", [["a.png"], "a.png", {"bytes": b"x"}, object()])
 def test_images_in_a_column_are_refused(value: Any) -> None:
     rows = [{"images": empty, "prompt": "a"} for empty in (None, [], "")]

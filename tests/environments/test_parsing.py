@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.environments.conversation import ConversationEncoder
-from rlhf_core.environments.parsing import CallParser, call_format
+from rlhf_core.environments.parsing import FORMATS, CallParser, call_format
 from rlhf_core.environments.tools import ToolEnvironment
 from rlhf_core.errors import InputError
 
@@ -377,3 +377,31 @@ def test_no_ids_raise(make_tokenizer: Any) -> None:
     for _ in range(500):
         ids = draw.integers(0, len(encoder.tokenizer), draw.integers(0, 40)).astype(np.int32)
         assert parser.message(ids)["role"] == "assistant"
+
+
+CALLS = {
+    0: '<tool_call>{"name": "add", "arguments": {"i": 12}}</tool_call>',
+    1: "<tool_call>\n<function=add>\n<parameter=i>\n12\n</parameter>\n</function>\n</tool_call>",
+    2: '[TOOL_CALLS]add[ARGS]{"i": 12}',
+    3: '[TOOL_CALLS][{"name": "add", "arguments": {"i": 12}}]',
+    4: "<tool_call>add\n<arg_key>i</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
+    6: '<|tool_call|>[{"name": "add", "arguments": {"i": 12}}]',
+    7: "<|tool_call_start|>[add(i=12)]<|tool_call_end|>",
+    8: "<|tool_call>call:add{i:12}<tool_call|>",
+}
+"""{index in FORMATS: a call}"""
+
+
+@pytest.mark.parametrize("number", CALLS)
+def test_a_call_in_a_code_block_or_one_that_is_cut_is_none(number: int, make_tokenizer: Any) -> None:
+    call, parser = CALLS[number], CallParser(encoder_for(written("hermes"), make_tokenizer), TOOLS)
+    parser.format = FORMATS[number]
+
+    def found(text: str) -> list[Any]:
+        return [each["function"]["arguments"] for each in parser.parse(text).get("tool_calls", ())]
+
+    assert found(call) == found(f"So:\n```\ncode\n```\n{call}") == [{"i": 12}]
+    assert found(f"For example:\n```\n{call}\n```\nThat is all.") == []
+    assert found(f"For example:\n```xml\n{call}\n{call}\n```\n{call}") == [{"i": 12}]
+    assert found(f"```\n{call}") == [{"i": 12}]  # the block never ends
+    assert not any(found(call[:n]) for n in range(len(call)))

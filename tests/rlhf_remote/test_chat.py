@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, _lines, talk
+from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, Streamed, _lines, talk
+from rlhf_remote.models import Remote
 from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
@@ -227,3 +228,16 @@ def test_lines_of_a_reply_end() -> None:
     endless = (b"x" * 65536 for _ in itertools.count())
     with pytest.raises(RunError, match=r"^http://a: a line of the reply has more than 1,048,576 bytes$"):
         list(_lines("http://a", endless))
+
+
+@pytest.mark.parametrize("event", ["[" * 100_000, "3", '{"choices": [{"delta": null}]}'])
+def test_an_event_of_another_form_is_an_error_that_names_the_address(event: str) -> None:
+    def reply(_: Any) -> Any:
+        return 200, f"data: {event}\n\n".encode(), {}
+
+    with services.serve(reply) as service:
+        remote = Remote(service.url, f"{service.url}/v1", service.url, "m")
+        with pytest.raises(
+            RunError, match=rf"^{service.url}/v1/chat/completions: expected an event of a chat"
+        ):
+            list(Streamed(remote, Settings()).reply([{"role": "user", "content": "a"}], 0))

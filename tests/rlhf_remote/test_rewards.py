@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
+import socket
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,7 @@ import pytest
 from rlhf_remote import service as sending
 from rlhf_remote.rewards import rlhf_register
 from rlhf_remote.rubric import Scale
+from rlhf_remote.scores import stated_score
 
 from rlhf_core import InputError, Registry, RewardInputs, RunError, plugins, workers
 from rlhf_core.pipeline.file import read
@@ -23,6 +28,7 @@ from rlhf_core.pipeline.plan import plan
 from rlhf_core.rewards.checks import forecast_rewards, set_up
 from rlhf_core.rewards.reward import logged_metrics, open_rewards, restore, score, snapshots
 from rlhf_core.rollouts import WeightedReward
+from tests.rlhf_remote.score_cases import STATED
 from tests.shared import services
 
 KEY = "sk-very-secret"
@@ -109,6 +115,14 @@ def next_of(script: Iterator[Any], _: Any) -> Any:
         ([{"scores": [1.0]}], r'expected {"scores": \[3 numbers or nulls\]}, got {"scores": \[1.0\]}'),
         ([{"scores": [1, "x", 2]}, {"scores": [1, float("nan"), 2]}], "3 numbers or nulls"),
         ([(200, b"<html>", {})], "the answer is not JSON: <html>"),
+        *(
+            ([(200, b'{"scores": [1, %b, 2]}' % odd, {})], "expected .*3 numbers or nulls")
+            for odd in (b"true", b'"2"', b"[2]", b"{}", b"1e999", b"-1e39", b"9" * 100)
+        ),
+        ([(200, b'{"scores": [1, 2, 3, 4]}', {})], "3 numbers or nulls"),
+        ([(200, b'{"scores": [1, %b, 2]}' % (b"9" * 400), {})], "the answer cannot be read"),
+        ([(200, b"[" * 100_000, {})], "nested too deeply"),
+        ([(200, b" " * 1001, {})], "the answer has more than 1,000 bytes"),
     ],
 )
 def test_failures_are_retried_then_stop_or_are_counted(
@@ -118,7 +132,9 @@ def test_failures_are_retried_then_stop_or_are_counted(
     with services.serve(lambda _: None) as service:
 
         def options(**more: Any) -> dict[str, Any]:
-            return {"name": "http", "url": service.url, "retries": 2, "api_key": KEY, **more}
+            limit = 1_000_000 if answers == [(200, b"[" * 100_000, {})] else 1000
+            given = {"name": "http", "url": service.url, "retries": 2, "api_key": KEY}
+            return {**given, "max_answer_bytes": limit, **more}
 
         for failures in (2, 3):
             script = [*(answers * 3)[:failures], {"scores": [1, 2, 3]}]
@@ -134,6 +150,40 @@ def test_failures_are_retried_then_stop_or_are_counted(
             scored(*opened(tmp_path, **options()))
         assert "rerun the same command" in str(caught.value)
         assert KEY not in str(caught.value)
+
+
+def test_a_request_ends_on_time_though_bytes_keep_coming(tmp_path: Path) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/grade"
+
+    def drip() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                threading.Thread(target=send_blanks, args=[connection], daemon=True).start()
+
+    def send_blanks(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            head = connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+            if head.startswith(b"GET"):
+                connection.sendall(b" " * 1000)
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.02)
+
+    threading.Thread(target=drip, daemon=True).start()
+    options: dict[str, Any] = {"request_timeout": 0.2, "retries": 0, "on_error": "skip"}
+    with closing(listening):
+        for component in (
+            {"name": "http", "url": url},
+            judge(tmp_path, url),
+        ):
+            reward, stage = opened(tmp_path, **component, **options)
+            begun = time.monotonic()
+            answered = scored(reward, stage)
+            assert answered == [None] * 3
+            assert time.monotonic() - begun < 2
 
 
 def test_a_wrong_key_ends_the_run_and_a_refused_text_only_its_batch(tmp_path: Path) -> None:
@@ -214,10 +264,79 @@ def test_a_judge_reads_rubric_and_scale(tmp_path: Path) -> None:
         (Scale(words={"yes": 1.0}, pattern=re.compile(r"(?i)\b(yes|no)\b")), "no", None),
         (Scale(pattern=re.compile(r"-?\d+")), "-4", -4.0),
         (Scale(pattern=re.compile(r"\S+$")), "inf", None),
+        (Scale(pattern=re.compile(r"\S+$")), "-1,000.5", -1000.5),
+        (Scale(pattern=re.compile(r"\S+$")), "\N{MINUS SIGN}4", -4.0),
+        (Scale(pattern=re.compile(r"\S+$")), "1_0", None),
+        (Scale(pattern=re.compile(r"A: (\d)|B")), "A: 4, B", None),
+        # A part of a number is none.
+        (Scale(pattern=re.compile(r"\d+")), "7.5", None),
+        (Scale(pattern=re.compile(r"\d")), "10", None),
+        (Scale(pattern=re.compile(r"\d+")), "it is -4", None),
+        # Thoughts are not read, whether or not their end or their beginning is there.
+        (Scale(pattern=re.compile(r"\d+")), "<think>7</think> I cannot tell", None),
+        (Scale(pattern=re.compile(r"</think>\s*(\d+)")), "7</think> 3", 3.0),
+        (Scale(pattern=re.compile(r"\d+")), "4 <think> or 7", 4.0),
+        # "n of m" and "n percent" count where the scale says what m is.
+        (Scale(0, 10), "Score: 7/10", 7.0),
+        (Scale(0, 100), "Score: 7/10", None),
+        (Scale(0, 100), "Score: 85%", 85.0),
+        (Scale(0, 5), "Score (0-10): 4", None),
+        (Scale(0, 5), "Score: 7", None),
+        (Scale(words={"7": 1.0}), "Score: 7", 1.0),
+        (
+            Scale(schema={"properties": {"score": {"type": "number"}}}),
+            '<think>{"score": 2}</think>{"score": 4.5}',
+            4.5,
+        ),
+        (Scale(schema={"type": "object"}), '{"score": 1e999}', None),
+        (Scale(schema={"type": "object"}), '{"score": ' + "9" * 400 + "}", None),
+        (Scale(schema={"type": "object"}), "[" * 100_000, None),
     ],
 )
 def test_scales(scale: Scale, answer: str, number: float | None) -> None:
     assert scale.read(answer) == number
+
+
+@pytest.mark.parametrize(("answer", "number"), STATED.items())
+def test_the_score_that_an_answer_states(answer: str, number: float | None) -> None:
+    assert Scale().read(answer) == number
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["score " * 10_000, "score:" + " " * 50_000 + "x", "<score>" * 10_000, "score a b c d e f " * 5_000],
+)
+def test_a_long_answer_is_read_in_no_time(answer: str) -> None:
+    begun = time.monotonic()
+    assert stated_score(answer) is None
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "warning"),
+    [
+        (
+            {"finish_reason": "length"},
+            "the judge's answers are cut: raise max_tokens, which is 512; one ends in 'Score: 1'",
+        ),
+        ({"finish_reason": "content_filter"}, r"are not whole \(finish_reason 'content_filter'\)"),
+        ({"finish_reason": "abort"}, r"are not whole \(finish_reason 'abort'\)"),
+        ({"message": {"content": "Score: 1", "refusal": "No."}}, r"finish_reason 'refusal'"),
+        (
+            {"message": {"content": None, "reasoning_content": "Score: 1"}, "finish_reason": "stop"},
+            "no number",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_whole_has_no_score(choice: Any, warning: str, tmp_path: Path) -> None:
+    answer = {"choices": [{"message": {"content": "Score: 1"}, **choice}]}
+    with services.serve(lambda _: answer) as service:
+        for _ in range(2):  # asked, and then read from the answers that are kept
+            reward, stage = opened(tmp_path, **judge(tmp_path, service.url))
+            with pytest.warns(UserWarning, match=warning):
+                assert scored(reward, stage) == [None, None, None]
+            assert logged_metrics([reward])["rewards/judge/unreadable"] == 2
+        assert len(service.requests) == 2
 
 
 def test_a_scale_by_schema(tmp_path: Path) -> None:

@@ -361,6 +361,12 @@ FINAL: dict[str, str | None] = {
     "it is 72%": "72%",
     "a total of 72\n\nThank you.": "72",
     "72.\n- done": "72",
+    "it is not 7.": None,
+    "It isn't 7": None,
+    "it is not the number 7": None,
+    "it is not 7 but 8": "8",
+    "The answer is not 7.": None,
+    "not bad: 7": "7",
     "nothing": None,
     "": None,
 }

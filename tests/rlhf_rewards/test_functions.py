@@ -131,6 +131,9 @@ def test_a_percentage_equals_its_number_and_its_share() -> None:
 
 def test_no_answer_is_not_scored_and_a_wrong_kind_is_an_error() -> None:
     assert numeric_answer(["5", "5"], [None, float("nan")]) == [None, None]
+    thoughts = [r"<think>\boxed{5}</think> The answer is 6.", r"\boxed{5}</think> 6", "6 <think> or 5"]
+    assert numeric_answer(thoughts, [6] * 3) == [1, 1, 1]
+    assert numeric_answer(["<think> it is 5", "<think>5</think>"], [5] * 2) == [0, 0]
     for answer in ("five", True, float("inf"), "", "3 or 4", "#### none"):
         with pytest.raises(InputError, match=r"numeric_answer.*is not a number; leave it null"):
             numeric_answer(["5"], [answer])

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.environments import CallParser, ConversationEncoder
-from rlhf_core.tokenizer import template_text
+from rlhf_core.tokenizer import Encoder, template_text
 
 MESSAGES = [
     {"role": "user", "content": "a b"},
@@ -85,9 +86,51 @@ def test_the_last_message_continued(running: Any) -> None:
     running.post("/v1/chat/completions", {**asked, "max_tokens": 2})
 
 
+def calling(arguments: Any) -> list[Any]:
+    """A conversation in which a tool was called, as OpenAI's clients send it."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        MESSAGES[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "d"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameters", "written"),
+    [
+        ('{"a": 2}', '{"type": "object"}', '{"a": 2}'),
+        ({"a": 2}, {"type": "object"}, '{"a": 2}'),
+        ("", None, "{}"),
+        (None, None, "{}"),
+    ],
+)
+def test_the_prompt_has_arguments_as_objects(
+    arguments: Any, parameters: Any, written: str, bytewise: Any
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = read(Chat, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode())
+    served = SimpleNamespace(encoder=Encoder(bytewise), conversations=ConversationEncoder(bytewise))
+    text = bytewise.decode(chats.encode_chat(body, Target("policy", served, None)))  # type: ignore[arg-type]
+    assert f'{{"name": "f", "arguments": {written}}}\n</tool_call>' in text
+    CallParser(served.conversations, body.tools)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        (
+            {"messages": calling("a")},
+            "messages: message 2: the arguments of tool call 1's function are not JSON",
+        ),
+        (
+            {"messages": calling("[1]")},
+            "message 2: the arguments of tool call 1's function are not an object",
+        ),
+        (
+            {"messages": MESSAGES, "tools": [{"function": {"name": "f", "parameters": "[]"}}]},
+            "tools: the parameters of tool 1's function are not an object",
+        ),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "a"}]}, "message 1 has no role"),
         ({"messages": [{"role": "users", "content": "a"}]}, "has the role 'users'"),

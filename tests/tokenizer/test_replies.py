@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import re
 from types import ModuleType
 
 import pytest
 from tokenizers import pre_tokenizers
 
 from rlhf_core import data
+from rlhf_core.data.columns import message_problem, tools_of
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.chat_template import PLAIN, ChatTemplate
 from rlhf_core.tokenizer.encoding import Encoder
@@ -134,6 +138,74 @@ class Slow:
     def __call__(self, text, return_offsets_mapping=False, **options):
         assert not return_offsets_mapping
         return self.own(text, **options)
+
+
+CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function or c %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"a": [2, "é"]}', '{"a": [2, "é"]}'),
+        ({"a": [2, "é"]}, '{"a": [2, "é"]}'),
+        ("", "{}"),
+        (" ", "{}"),
+        (None, "{}"),
+    ],
+)
+@pytest.mark.parametrize("call", [lambda function: {"function": function}, lambda function: function])
+@pytest.mark.parametrize(
+    "write",
+    [
+        "{{ f.arguments | tojson }}",
+        "{% for k, v in f.arguments.items() %}{{ loop.first and '{' or '' }}{{ k | tojson }}: {{ v | tojson }}}"
+        "{% else %}{}{% endfor %}",
+        "{{ '' + f.arguments }}",  # DeepSeek's takes nothing but text
+        "{{ f.arguments }}",
+    ],
+)
+def test_arguments_of_calls_may_be_json_text(write, call, arguments, written):
+    tokenizer = copy.copy(CASES["tools"].tokenizer)
+    tokenizer.chat_template = f"{CALLS}<{write}>{{% endfor %}}{{% endfor %}}"
+    function = {"name": "f", "arguments": arguments}
+    made = call(function)
+    turns = [chat.user("ab"), {"role": "assistant", "content": "", "tool_calls": [made]}]
+    template = ChatTemplate(tokenizer)
+    assert template.write(turns) == f"ab<{written}>"
+    assert function["arguments"] == arguments  # as it was
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("2", "are not an object"),
+        ("[1]", "are not an object"),
+        ([1], "are not an object"),
+        ('{"a": 2', "are not JSON: Expecting ',' delimiter at character 8"),
+        ('{"a": NaN}', "NaN is no JSON number"),
+        ('{"a": "\\ud800"}', "unpaired surrogate"),
+        ('{"a": ' * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "cannot be read"),
+    ],
+)
+def test_arguments_that_are_no_object_name_their_message_and_call(arguments, problem):
+    made = [{"function": {"name": "f", "arguments": each}} for each in ("{}", arguments)]
+    turns = [chat.user("ab"), {"role": "assistant", "content": "", "tool_calls": made}]
+    expected = re.escape("message 2: the arguments of tool call 2's function ") + f".*{re.escape(problem)}"
+    with pytest.raises(InputError, match=expected):
+        ChatTemplate(CASES["tools"].tokenizer).write(turns)
+    assert re.match(expected, message_problem(turns))
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {}}, '{"properties": {}}'])
+def test_parameters_of_tools_may_be_json_text(parameters):
+    tokenizer = copy.copy(CASES["tools"].tokenizer)
+    tokenizer.chat_template = "{{ tools[0].function.parameters | tojson }}"
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    assert ChatTemplate(tokenizer).write([chat.user("a")], tools=tools) == '{"properties": {}}'
+    assert tools_of({"tools": json.dumps(tools)}) == [
+        {"function": {"name": "f", "parameters": {"properties": {}}}}
+    ]
 
 
 def test_what_tools_answer_is_not_learned():

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_core import InputError, RunError
 from rlhf_core.data.best_of_n import completion_lists
-from rlhf_core.data.columns import require_conversations
+from rlhf_core.data.columns import kwargs_of, require_conversations, tools_of
 from rlhf_core.data.prompts import as_prompts
 from rlhf_core.errors import suggest
 from rlhf_core.scoring import ScoredPart
@@ -134,6 +134,14 @@ def takes_chats(remote: Remote) -> bool:
     return answer.status_code != 400
 
 
+def _for_template(records: Records, i: int) -> tuple[list[Any] | None, dict[str, Any] | None]:
+    """Read the tools and the template's variables of a row. Raises InputError, which names the row."""
+    try:
+        return tools_of(records[i]), kwargs_of(records[i])
+    except InputError as error:
+        raise InputError(f"{records.where(i)}: {error}") from None
+
+
 def complete(given: Any, records: Records) -> list[dict[str, Any]]:
     """Complete the prompts of `rlhf generate`: their rows with `completion` and `finished`.
 
@@ -162,19 +170,21 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
     ]
     if problems:
         raise InputError(*problems[:5])
+    for_template = [_for_template(read, i) for i in range(len(prompts))]
     settings = _settings(given)
 
     async def ask(i: int) -> list[dict[str, Any]]:
-        prompt, row = prompts[i], read[i]
+        prompt = prompts[i]
         body = {"model": remote.name, **remote.neutral, **settings, "seed": (given.seed + i) % 2**32}
         if isinstance(prompt, str):
             route, body = "completions", {**body, "prompt": prompt}
         else:
             if given.system is not None and prompt[0].get("role") != "system":
                 prompt = [{"role": "system", "content": given.system}, *prompt]
-            kwargs = {**(given.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+            tools, own_kwargs = for_template[i]
+            kwargs = {**(given.chat_template_kwargs or {}), **(own_kwargs or {})}
             route, body = "chat/completions", {**body, "messages": prompt}
-            body |= {"tools": row["tools"]} if row.get("tools") else {}
+            body |= {"tools": tools} if tools else {}
             body |= {"chat_template_kwargs": kwargs} if kwargs else {}
         body["max_tokens"] = await room(remote, body)
         try:

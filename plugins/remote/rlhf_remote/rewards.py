@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from rlhf_core import REWARD, SAMPLER, InputError, Registry, RunError, hookimpl
@@ -26,6 +27,7 @@ from rlhf_remote.service import (
     address_problem,
     all_of,
     api_root,
+    is_number,
     listed,
     model_cards,
     reach,
@@ -33,17 +35,18 @@ from rlhf_remote.service import (
     score_request,
     what_it_said,
 )
-from rlhf_remote.transport import shorten
+from rlhf_remote.transport import LONGEST_SHOWN, MOST_BYTES, shorten
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
 
-PATTERN = r"(?i)score\W{0,5}([-+]?\d+(?:\.\d+)?)"
-"""The number after the last "score" of an answer, as in "Score: 7" or "**Score:** 7"."""
+FINISHED = (None, "stop", "eos", "eos_token", "stop_sequence", "end_turn")
+"""Values of `finish_reason` of an answer that is whole; some servers give none."""
 STOPS = (
     'rerun the same command to resume once it answers, or set the reward\'s on_error = "skip" to leave such '
     "completions unscored"
 )
+LARGEST_SCORE = float(np.finfo(np.float32).max)
 Log = Callable[[str, float], None]
 Positive = Annotated[int, Field(ge=1)]
 Limit = Annotated[Seconds, Field(gt=0)]
@@ -58,6 +61,7 @@ class Http:
     columns: those sent along, {name: [values]}. batch_size: completions of a request.
     concurrency: requests at a time. request_timeout: seconds that one may take. retries: of a failed request, with
     growing pauses. api_key: sent as `Authorization: Bearer …`. on_error: the reward's, see the trainer.
+    max_answer_bytes: of an answer; a longer one is not read.
 
     With `on_error = "skip"`, completions of a request that fails are not scored, and those of others are.
     """
@@ -71,13 +75,16 @@ class Http:
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
     model: str | None = None
+    max_answer_bytes: Positive = MOST_BYTES
     _service: Service = field(init=False, repr=False)
     _reached: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if problem := address_problem(self.url):
             raise ValueError(problem)
-        self._service = Service(self.api_key, self.concurrency, self.request_timeout, self.retries)
+        self._service = Service(
+            self.api_key, self.concurrency, self.request_timeout, self.retries, self.max_answer_bytes
+        )
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
         """Raise InputError for columns that there are not, and where the service cannot be reached; it gets no data."""
@@ -149,13 +156,14 @@ class Judge:
 
     url: the API's address, such as https://api.openai.com/v1. model: its name there.
     rubric_file: the question, with {prompt}, {completion} and {COLUMN}.
-    pattern: regular expression whose last match is the number, or whose first group is; default: after "score".
+    pattern: regular expression whose last match is the number, or whose first group is; default: where the answer names
+    its score, as in "Score: 7". What can be read in two ways counts as unreadable, as do thoughts and cut answers.
     schema_file: JSON schema of the answer, asked for as `response_format`; the number is its property `score_field`.
     scale: the smallest and the largest number; others count as unreadable. words: {what the match may be: its number}.
     votes: questions about one completion, whose numbers are averaged. temperature: "none": the server's.
     max_tokens: of an answer; "none": the server's. request: more fields of the request, such as {"top_p": 0.9}.
     save_directory: where answers are kept; none: in the stage's directory.
-    concurrency, request_timeout, retries, api_key, on_error: as for `http`.
+    concurrency, request_timeout, retries, api_key, on_error, max_answer_bytes: as for `http`.
 
     A completion is not scored if no answer has a number, or if a column of the rubric is null; with
     `on_error = "skip"`, also if there is no answer.
@@ -179,6 +187,7 @@ class Judge:
     retries: Count = 4
     api_key: str | None = None
     on_error: Literal["stop", "skip"] = "stop"
+    max_answer_bytes: Positive = MOST_BYTES
 
     def __post_init__(self) -> None:
         if problem := address_problem(self.url):
@@ -189,17 +198,20 @@ class Judge:
         if not low < high:
             raise ValueError(f"scale: the first number must be below the second; got {low:g} and {high:g}")
         try:
-            pattern = re.compile(PATTERN if self.pattern is None else self.pattern)
+            pattern = None if self.pattern is None else re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
         schema = None if self.schema_file is None else read_schema(self.schema_file, self.score_field)
         self._scale = Scale(low, high, self.words, pattern, schema, self.score_field)
         self._rubric = Rubric.read(self.rubric_file)
-        self._service = Service(self.api_key, self.concurrency, self.request_timeout, self.retries)
+        self._service = Service(
+            self.api_key, self.concurrency, self.request_timeout, self.retries, self.max_answer_bytes
+        )
         self._url = f"{api_root(self.url)}/chat/completions"
         self._answers: Answers | None = None
         self._call = 0
-        self._checked = self._told = False
+        self._checked = False
+        self._warned: set[str] = set()
 
     @property
     def _repeatable(self) -> bool:
@@ -328,32 +340,54 @@ class Judge:
                 return Vote(None, error.failures, 0, answered=False)
             record = scrub_all({"request": body, "vote": vote, **record})  # a server may repeat the key
             await answers.keep(key, record)
-        number = self._scale.read(record["answer"])
+        number = self._read(record["answer"], record.get("finish_reason"))
         if number is None:
-            self._warn_of_unreadable(record["answer"])
+            self._warn_of_unreadable(record["answer"], record.get("finish_reason"))
         return Vote(number, record["failures"], int(record.get("unreadable", 0)) + (number is None))
 
+    def _read(self, answer: str, finish_reason: str | None) -> float | None:
+        """Return the number in an answer, None if it has none or is not whole: a part of a number looks like one."""
+        return self._scale.read(answer) if finish_reason in FINISHED else None
+
     async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask until an answer has a number: {answer, failures, unreadable}, the last two before this answer."""
+        """Ask until an answer has a number: {answer, finish_reason, failures, unreadable}, the last two before it."""
         failures, unreadable, tries = 0, 0, 1 if self._repeatable else 1 + self.retries
         while True:
             try:
-                text, failed = await self._service.post(self._url, body, _message)
+                (text, finish_reason), failed = await self._service.post(self._url, body, _message)
             except RequestError as error:
                 raise RequestError(str(error), failures + error.failures) from None
             failures += failed
-            if self._scale.read(text) is not None or unreadable + 1 == tries:
-                return {"answer": text, "failures": failures, "unreadable": unreadable}
+            if self._read(text, finish_reason) is not None or unreadable + 1 == tries:
+                return {
+                    "answer": text,
+                    "finish_reason": finish_reason,
+                    "failures": failures,
+                    "unreadable": unreadable,
+                }
             unreadable += 1
 
-    def _warn_of_unreadable(self, answer: str) -> None:
-        if not self._told:
-            self._told = True
-            warnings.warn(
-                f"judge {self.model}: no number on the scale in the answer {shorten(answer)!r}; such completions are "
-                "not scored. The metric rewards/NAME/unreadable counts these answers",
-                stacklevel=2,
+    def _warn_of_unreadable(self, answer: str, finish_reason: str | None) -> None:
+        """Warn once of answers that are cut, and once of others without a number."""
+        if finish_reason == "length":
+            problem = (
+                f"the judge's answers are cut: raise max_tokens, which is {self.max_tokens}; one ends in"
             )
+            shown = answer[-LONGEST_SHOWN:]
+        elif finish_reason not in FINISHED:
+            problem = f"the judge's answers are not whole (finish_reason {finish_reason!r}), such as"
+            shown = answer
+        else:
+            problem, shown = "no number on the scale in the answer", answer
+        kind = problem.partition(":")[0]
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        warnings.warn(
+            f"judge {self.model}: {problem} {shorten(shown)!r}; such completions are not scored. The metric "
+            "rewards/NAME/unreadable counts these answers",
+            stacklevel=2,
+        )
 
 
 def _scores(count: int, answer: Any) -> list[float | None]:
@@ -365,22 +399,26 @@ def _scores(count: int, answer: Any) -> list[float | None]:
 
 def _score_values(count: int, answer: Any) -> list[float | None]:
     scores = row_scores(count, answer).get("score")
-    if scores is None:
+    if scores is None or not all(math.isnan(score) or _is_score(score) for score in scores):
         raise ValueError(f"data with one score for each of {count} rows")
     return [None if math.isnan(score) else score for score in scores]
 
 
 def _is_score(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    return value is None or (is_number(value) and abs(value) <= LARGEST_SCORE)
 
 
-def _message(answer: Any) -> str:
-    """Return the text of a chat completion, empty where the model said nothing."""
+def _message(answer: Any) -> tuple[str, str | None]:
+    """Return the text of a chat completion, empty where there is none, and why it ended; "refusal" for a refusal."""
     try:
-        content = answer["choices"][0]["message"].get("content")
+        choice = answer["choices"][0]
+        message, finish_reason = choice["message"], choice.get("finish_reason")
+        content, refusal = message.get("content"), message.get("refusal")
     except (LookupError, TypeError, AttributeError):
         raise ValueError("a chat completion") from None
-    return content if isinstance(content, str) else ""
+    if finish_reason is not None:
+        finish_reason = str(finish_reason)
+    return content if isinstance(content, str) else "", "refusal" if refusal else finish_reason
 
 
 def _key_hint(api_key: str | None) -> str:

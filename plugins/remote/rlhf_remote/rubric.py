@@ -12,10 +12,14 @@ from typing import Any
 
 from rlhf_core import InputError
 from rlhf_core.errors import reading, suggest
+from rlhf_core.tokenizer.thoughts import said_spans, without_thoughts
+from rlhf_remote.scores import as_number, stated_score
 
 PLACE = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 """`{name}`, which is replaced, or `{{name}}`, which stands for `{name}` itself."""
 OWN = ("prompt", "completion")
+NUMBER_BEFORE, NUMBER_AFTER = re.compile(r"\d[.,]?$|(?<!\w)[-−–.]$"), re.compile(r"[.,]?\d")
+"""What stands next to digits that are a part of a number."""
 FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -91,7 +95,9 @@ def _content(message: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Reads the number in an answer: the last match of a pattern, or a field of JSON that fits a schema.
+    """Reads the number in an answer: as `stated_score` does, by a pattern's last match, or in JSON that fits a schema.
+
+    What is in a thought does not count.
 
     low, high: the smallest and the largest number allowed. words: {what a match may be: its number}, without regard to
     case; empty: matches are numbers themselves.
@@ -106,26 +112,38 @@ class Scale:
 
     def read(self, answer: str) -> float | None:
         """Return the number in an answer; None if there is none, or one outside the scale."""
-        found = self._from_json(answer) if self.schema is not None else self._from_text(answer)
-        if isinstance(found, bool) or found is None:
+        if self.schema is not None:
+            found = self._from_json(without_thoughts(answer))
+        elif self.pattern is not None:
+            found = self._matched(answer, self.pattern)
+        else:
+            found = stated_score(answer, self.high)
+        if found is None:
             return None
-        if self.words is not None:
+        if self.words is None:
+            number = as_number(found)
+        else:
             by_word = {word.casefold(): number for word, number in self.words.items()}
-            found = by_word.get(str(found).strip().casefold())
-        try:
-            number = math.nan if found is None else float(found)
-        except (ValueError, OverflowError):
+            number = by_word.get(found.strip().casefold())
+        return number if number is not None and self.low <= number <= self.high else None
+
+    def _matched(self, answer: str, pattern: re.Pattern[str]) -> str | None:
+        """Return the last match of a pattern, or its first group; None if it is part of a longer number."""
+        group = 1 if pattern.groups else 0
+        said = said_spans(answer)
+        last = None
+        for match in pattern.finditer(answer):
+            if any(start <= match.end(group) <= end for start, end in said) or match[group] is None:
+                last = match
+        if last is None or last[group] is None:
             return None
-        return number if math.isfinite(number) and self.low <= number <= self.high else None
+        start, end = last.span(group)
+        is_part = self.words is None and (
+            NUMBER_BEFORE.search(answer[max(start - 2, 0) : start]) or NUMBER_AFTER.match(answer, end)
+        )
+        return None if is_part else answer[start:end]
 
-    def _from_text(self, answer: str) -> Any:
-        assert self.pattern is not None
-        found = None
-        for match in self.pattern.finditer(answer):
-            found = match[1] if self.pattern.groups else match[0]
-        return found
-
-    def _from_json(self, answer: str) -> Any:
+    def _from_json(self, answer: str) -> str | None:
         import jsonschema
 
         fenced = FENCE.findall(answer)
@@ -135,7 +153,7 @@ class Scale:
         except (ValueError, RecursionError, jsonschema.ValidationError):
             return None
         found = value.get(self.field) if isinstance(value, Mapping) else None
-        return found if isinstance(found, int | float | str) else None
+        return str(found) if isinstance(found, int | float | str) and not isinstance(found, bool) else None
 
 
 def read_schema(path: str, field: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlhf_core import REWARD, InputError, Registry, hookimpl
+from rlhf_core.tokenizer.thoughts import without_thoughts
 from rlhf_rewards.numbers import Number, final_number, read_number
 
 
@@ -124,13 +125,14 @@ def numeric_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
     "#### 72"; rows with a null answer are not scored (None). The completion's number is in its last \boxed{…}, else
     after its last "####", else after its last "answer is", else the last one. Values are compared as exact fractions:
     12.50 is 25/2, and 0.33 is not 1/3. A percentage equals the number before its sign and a hundredth of that number.
-    A box with anything but one number, such as 2\sqrt{3}, is wrong: `math_verify` reads those.
+    A box with anything but one number, such as 2\sqrt{3}, is wrong: `math_verify` reads those. Thoughts, as between
+    <think> and </think>, are not read.
 
     Raises InputError for answers that are not numbers.
     """
 
     def right(completion: Any, expected: Number) -> float:
-        number = final_number(completion_text(completion))
+        number = final_number(without_thoughts(completion_text(completion)))
         return float(number is not None and number.equals(expected))
 
     _require_readable("numeric_answer", _unreadable_numbers(answer))

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from rlhf_core import InputError
 from rlhf_core.config.durations import Seconds
+from rlhf_core.tokenizer.thoughts import without_thoughts
 from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
 from rlhf_rewards.functions import completion_text, missing
 from rlhf_rewards.numbers import read_number
@@ -30,7 +31,8 @@ class MathVerify:
     """Return 1 where the completion's final expression is mathematically equal to the row's `answer`, else 0.
 
     The package math-verify parses both, as LaTeX or plain text; the answer needs no dollar signs. Rows with a null
-    answer are not scored (None). For chat data the last message's content is parsed.
+    answer are not scored (None). For chat data the last message's content is parsed. Thoughts, as between <think> and
+    </think>, are not.
 
     seconds: CPU time per comparison; a completion that takes longer is wrong, as is one for which sympy needs more
     than 2 GiB. A power tower can keep sympy busy forever, in code that no thread or signal handler interrupts.
@@ -65,7 +67,7 @@ class MathVerify:
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
         pairs = [
-            None if missing(expected) else (completion_text(completion), str(expected))
+            None if missing(expected) else (without_thoughts(completion_text(completion)), str(expected))
             for completion, expected in zip(completions, answer, strict=True)
         ]
         calls = list(dict.fromkeys(pair for pair in pairs if pair is not None))

@@ -51,6 +51,7 @@ _AGAIN = re.compile(r"(?:\s*(?:,|;|\bor\b|\band\b|\bto\b)){1,2} *[-+]?\.?\d", re
 _OPERATOR = re.compile(r" *(?:[+×·÷√^]|\*(?=[ \d(])|-(?=[ \d(])|/(?=[ \d(]))[ (]*")
 _EQUALS = re.compile(r" *(?:=|≈) *")
 
+_DENIED = re.compile(r"(?:\b(?:not|never|nor)|n't) (?:[A-Za-z]+ ){0,2}$", re.IGNORECASE)
 _HASHES = re.compile(r"####[^\S\n]*([^\n]*)")
 _ANSWER_IS = re.compile(
     r"answer[\s*_]*(?:is|:|=)[\s*_:=(\[{]*(?:[A-Za-z] *(?:=|≈) *)?(?=[-+]?\s?\.?\d)", re.IGNORECASE
@@ -96,7 +97,7 @@ def final_number(text: str) -> Number | None:
     The number in the last \boxed{…}; else on the last line that has only a number after "####"; else the first one
     after the last "answer is" (or ":" or "=") followed by digits, where "answer is 5 + 3 = 8" gives the one after the
     last equals sign; else the last one in the text. None where that place holds something else, such as 2√3 or
-    "5 or 6" after "answer is".
+    "5 or 6" after "answer is", and where the last one is denied, as in "it is not 7".
     """
     text = plain_text(text)
     if (box := last_box(text)) is not None:
@@ -111,7 +112,9 @@ def final_number(text: str) -> Number | None:
         for part in (tail, line):
             places = [place for place in _places(part) if not place.word]
             if places:
-                return None if _is_coefficient(part, places[-1].end) else places[-1].number
+                last = places[-1]
+                denied = _DENIED.search(part[max(last.start - 25, 0) : last.start]) is not None
+                return None if denied or _is_coefficient(part, last.end) else last.number
             if part is line:
                 break
     return None

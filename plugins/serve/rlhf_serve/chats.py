@@ -14,6 +14,7 @@ from rlhf_core.data.columns import message_problem
 from rlhf_core.environments import CallParser
 from rlhf_core.environments.parsing import PYTHON_TAG
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.calls import with_parsed_parameters
 from rlhf_core.tokenizer.options import kwargs_problem, with_joined_parts
 from rlhf_serve.answers import (
     Call,
@@ -44,6 +45,10 @@ def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
         raise BadRequest(
             'tools: each is {"type": "function", "function": {"name": …, "parameters": {…}}}', param="tools"
         )
+    try:
+        with_parsed_parameters(body.tools or ())
+    except InputError as error:
+        raise BadRequest(f"tools: {error}", param="tools") from None
     kwargs = dict(body.chat_template_kwargs or {})
     if problem := kwargs_problem(kwargs):
         raise BadRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")
