@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,29 @@ def test_rows_longer_than_the_model_was_made_for_are_said(place: Any, rlhf: Call
     assert ended[:3] == (0, "", "")
     said = " ".join(ended.out.replace("│", " ").split())
     assert "1 of up to 86 tokens, more than the model's 64 positions: set max_sequence_length" in said
+
+
+def test_prompts_that_fill_the_models_context_are_refused(place: Any, rlhf: Callable[..., Any]) -> None:
+    long = " ".join([cases.places.ASK] * 12)
+    place.settings("policy.toml", "max_prompt_length = 100\nsampling = { max_completion_length = 60 }")
+    place.write("prompts.jsonl", json.dumps({"prompt": long, "size": 3}) + "\n")
+    ended = rlhf("check", "policy.toml")
+    assert (ended.code, ended.out) == (2, "")
+    assert re.search(
+        r"train_data: the shortest prompt has \d+ tokens, and the model's context is 64", ended.message
+    )
+    place.rows("prompts.jsonl")
+    ended = rlhf("check", "policy.toml")
+    assert ended.code == 0
+    first = ended.out.partition("warning: ")[2]
+    assert first.startswith("sampling.max_completion_length=60: with prompts of up to")
+
+
+def test_a_plan_has_labels_and_what_has_no_effect(place: Any, rlhf: Callable[..., Any]) -> None:
+    rewards = 'rewards = [{ name = "rewards.py:brevity", label = "short" }]'
+    place.settings("policy.toml", f"{rewards}\ndataloader_num_workers = 2")
+    ended = rlhf("check", "policy.toml")
+    assert ended.code == 0
+    said = " ".join(ended.out.split())
+    assert "rewards short" in said
+    assert "dataloader_num_workers=2: has no effect: these data are tokenised before the first update" in said
