@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -115,6 +116,9 @@ def main() -> None:
 
     130 after a second Ctrl-C. All processes of a job end with the same code, and one of them says why.
     """
+    # Before jaxlib is imported. Its compiler answers two minutes of work with a page that asks for a report of a bug;
+    # what fails in it is raised in Python, too.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Before any heavy import: a signal waits until the run can stop without losing work.
     with stop_signals(exits=True) if sys.argv[1:2] in (["run"], ["train"]) else nullcontext():
         exits.run(app)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from rlhf_core.errors import UNREADABLE, Stopped, counted
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.runtime.background import compiling
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
 
 if TYPE_CHECKING:
@@ -65,8 +66,11 @@ class Pace:
         return time.monotonic() - self.began
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds to the last update, from the last twenty logged steps; None before two of them."""
-        if self.total is None or self._seconds_each is None:
+        """Estimate the seconds to the last update, from the last twenty logged steps.
+
+        None before two of them, and while programs are compiled, which takes longer than any update.
+        """
+        if self.total is None or self._seconds_each is None or compiling():
             return None
         due = self._marks[-1][1] + (self.total - self.step) * self._seconds_each
         return max(due - time.monotonic(), 0.0)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+from weakref import WeakSet
+
+from rlhf_core.runtime.terminal import echo
 
 MAX_THREADS = 8
 """Programs that compile at the same time take memory, and a compiler uses several threads by itself."""
+
+
+PATIENCE = 60.0
+"""Seconds of waiting for a program after which that is said, once in a process."""
 
 
 class BackgroundCompiler:
@@ -28,15 +35,35 @@ class BackgroundCompiler:
     def compile(self, name: Hashable, lowered: Any) -> None:
         """Start to compile what `jax.jit(…).lower(…)` returned."""
         self._programs[name] = _threads().submit(lowered.compile)
+        _asked_for.add(self._programs[name])
 
     def wait(self, name: Hashable) -> None:
         """Wait until that program is compiled, if it was asked for. Raises what the compiler raised."""
-        if name in self._programs:
-            self._programs[name].result()
+        if name not in self._programs:
+            return
+        program = self._programs[name]
+        _, unfinished = wait([program], PATIENCE)
+        if unfinished:
+            _say_that_it_takes_long()
+        program.result()
 
     def wait_for_all(self) -> None:
         for name in self._programs:
             self.wait(name)
+
+
+_asked_for: WeakSet[Future[Any]] = WeakSet()
+"""Programs of this process that are in use."""
+
+
+def compiling() -> bool:
+    """Whether a program is still compiled, or waits for that."""
+    return not all(program.done() for program in list(_asked_for))
+
+
+@functools.cache
+def _say_that_it_takes_long() -> None:
+    echo(f"still compiling after {PATIENCE:.0f} s: programs of large models take minutes, once", err=True)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 import optax
 import pytest
 
+from rlhf_core.loggers.console import Pace
 from rlhf_core.mesh import abstract_rows, make_mesh, put_rows
 from rlhf_core.metrics import Max, Mean, Min, Sum
+from rlhf_core.runtime import background
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
@@ -46,6 +50,27 @@ def test_a_call_finds_what_was_compiled_ahead(compiled: list[str]) -> None:
     assert before == 1
     np.testing.assert_array_equal(twice(put_rows(mesh, batch))["x"], 2 * batch["x"])
     assert len(compiled) == before
+
+
+def test_programs_that_take_long_are_said_and_leave_no_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(background, "PATIENCE", 0.01)
+    background._say_that_it_takes_long.cache_clear()
+    (tmp_path / "plan.json").write_text('{"updates": 1000}')
+    pace, finish = Pace(tmp_path / "plan.json"), threading.Event()
+    pace.mark(1)
+    pace.mark(2)
+    assert pace.seconds_left() is not None
+    ahead = BackgroundCompiler()
+    ahead.compile("slow", SimpleNamespace(compile=finish.wait))
+    assert background.compiling()
+    assert pace.seconds_left() is None
+    threading.Timer(0.1, finish.set).start()
+    ahead.wait("slow")
+    assert not background.compiling()
+    assert pace.seconds_left() is not None
+    assert capsys.readouterr().err.startswith("still compiling after 0 s: programs of large models")
 
 
 def test_what_the_compiler_raises_reaches_the_caller() -> None:
