@@ -157,7 +157,9 @@ def create_state(
         return TrainState(step, params, opt_state, key, guard, definition, tx, fixed, layers)
     for line in absent_lines(found.absent) if jax.process_index() == 0 else ():
         warn(f"frozen_parameters: {line}")
-    opt_state = jax.jit(lambda x: tx.init(without_layers(x, layers)), out_shardings=opt_shardings)(trained)
+    # The optimizer's own function where it can be: an equal run then finds what was traced for it.
+    init = tx.init if not layers else lambda params: tx.init(without_layers(params, layers))
+    opt_state = jax.jit(init, out_shardings=opt_shardings)(trained)
     step, guard = jax.device_put((np.int32(0), np.int32(-1)), (replicated, replicated))
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated)(seed)
     return TrainState(step, params, opt_state, key, guard, definition, tx, fixed, layers)

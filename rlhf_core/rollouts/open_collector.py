@@ -330,7 +330,8 @@ def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOption
     Raises InputError where not even the shortest prompt leaves a position for a completion.
     """
     positions, prompt, shortest = model.max_positions, int(prompts.sizes.max()), int(prompts.sizes.min())
-    if isinstance(positions, int) and shortest >= positions:
+    known = isinstance(prompts, Prompts)  # of a stream and of episodes, sizes are limits
+    if known and isinstance(positions, int) and shortest >= positions:
         raise InputError(
             f"stage '{stage}'.train_data: the shortest prompt has {shortest} tokens, and the model's context is "
             f"{positions} (max_position_embeddings), so that no completion could end within it: give shorter prompts, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -523,7 +524,7 @@ def test_a_prompt_whose_completions_are_too_few_is_named(
     train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of one prompt and five of the other, eight in all."""
-    honest, count = engines.Client.send, iter([3, 5])
+    honest, count = engines.Client.send, itertools.cycle([3, 5])
 
     def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
         body = json.loads(content or b"{}")

@@ -110,7 +110,9 @@ def test_the_prompt_has_arguments_as_objects(
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     body = read(Chat, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode())
-    served = SimpleNamespace(encoder=Encoder(bytewise), conversations=ConversationEncoder(bytewise))
+    served = SimpleNamespace(
+        encoder=Encoder(bytewise), conversations=ConversationEncoder(bytewise), length=64
+    )
     text = bytewise.decode(chats.encode_chat(body, Target("policy", served, None)))  # type: ignore[arg-type]
     assert f'{{"name": "f", "arguments": {written}}}\n</tool_call>' in text
     CallParser(served.conversations, body.tools)

@@ -123,9 +123,7 @@ class Schemas:
         """Return the schema of a field, with its default and description."""
         kinds = [note for note in field.metadata if isinstance(note, Kind)]
         schema = self.typed(Annotated[(field.annotation, *kinds)] if kinds else field.annotation)
-        schema = bounded(schema, field.metadata)
-        if any(isinstance(note, BeforeValidator) and note.func is not path_text for note in field.metadata):
-            schema = either([schema, {"type": "string"}])  # it reads texts of its own, such as 2h30m
+        schema = with_texts(bounded(schema, field.metadata), field.metadata)
         default = field.get_default(call_default_factory=True)
         default = default.to_dict() if isinstance(default, Options) else default
         if isinstance(default, bool | int | float | str):
@@ -139,7 +137,8 @@ class Schemas:
             kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
             if kind is not None:
                 return self.component(kind, arguments[0])
-            return bounded(self.typed(arguments[0]), [part for note in arguments[1:] for part in parts(note)])
+            limits = [part for note in arguments[1:] for part in parts(note)]
+            return with_texts(bounded(self.typed(arguments[0]), limits), arguments[1:])
         if origin is Literal:
             return {"enum": list(arguments)}
         if origin in (Union, UnionType):
@@ -224,6 +223,13 @@ def bounded(schema: Schema, notes: Iterable[Any]) -> Schema:
 def closed(properties: Schema, required: Sequence[str]) -> Schema:
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**schema, "required": list(required)} if required else schema
+
+
+def with_texts(schema: Schema, notes: Iterable[Any]) -> Schema:
+    """Take texts, too, where a type reads some of its own, such as 2h30m."""
+    if any(isinstance(note, BeforeValidator) and note.func is not path_text for note in notes):
+        return either([schema, {"type": "string"}])
+    return schema
 
 
 def either(schemas: Sequence[Schema]) -> Schema:
