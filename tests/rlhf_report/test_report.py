@@ -365,6 +365,17 @@ def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
     assert page.of("img") == []
 
 
+def test_control_characters_and_marks_that_reorder_text_are_escapes(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        rows[0] |= {"completion": "\x1b[31mred", "columns": {"note\x9b": "gnp\u202e.exe"}}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    page = page_of(run)
+    assert all(shown in page.text for shown in ("\\x1b[31mred", "note\\x9b", "gnp\\u202e.exe"))
+    assert not set("\x1b\x9b\u202e") & set(page.html)
+
+
 def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
     run = without_curves(make_run(tmp_path / "first"))
     rows = [
