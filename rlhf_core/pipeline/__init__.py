@@ -19,6 +19,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.agreement import raise_together
 from rlhf_core.runtime.directory_lock import lock
@@ -102,8 +103,10 @@ def run(
         if is_main:
             warn_of_readers(plan, asked)
             _write_resolved(whole, host)
-        for name, forecast in forecasts.items():
-            say(indented_list(f"stage '{name}' will train on", forecast.printed()))
+        for each in plan.stages:
+            if each.name in forecasts:
+                lines = settings_lines(each.written, host.registry) + forecasts[each.name].printed()
+                say(indented_list(f"stage '{each.name}' will train on", lines))
         results: dict[str, StageResult] = {}
         day = day_begun(plan.dir)
         for number, each in enumerate(plan.stages):

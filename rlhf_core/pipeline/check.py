@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.config import Component, TrainerConfig
 from rlhf_core.errors import InputError, collected
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import StagePlan, plan
+from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.stage.record import read_records
 from rlhf_core.stage.reuse import find_reusable
@@ -111,7 +111,11 @@ def check(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for stage in planned.stages:
-        lines = [_inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *_components(stage.written)]
+        lines = [
+            _inputs_line(stage),
+            f"{states[stage.name]}, seed {stage.seed}",
+            *settings_lines(stage.written, host.registry),
+        ]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
     if not target.as_json:
         echo(f"{pipeline} → {_short_path(str(planned.dir))}\n")
@@ -120,22 +124,6 @@ def check(
             echo(line)
     if check_on is not None:
         check_on(pipeline, target.on, sets=sets, plugins=plugins, dir=dir, json_output=target.as_json)
-
-
-def _components(config: TrainerConfig) -> list[str]:
-    """Return one line with the components that the file names, field by field; no line where it names none."""
-    fields = []
-    for field in config.model_fields_set:
-        value = getattr(config, field)
-        values = value if isinstance(value, list | tuple) else [value]
-        names = [_component_name(item) for item in values if isinstance(item, Component)]
-        fields += [f"{field} {', '.join(names)}"] if names else []
-    return ["; ".join(sorted(fields))] if fields else []
-
-
-def _component_name(component: Component) -> str:
-    """Return the label of a component that has one, as metrics name it, or else its name without a path."""
-    return getattr(component, "label", None) or Path(component.name).name
 
 
 def _inputs_line(stage: StagePlan) -> str:

@@ -86,9 +86,12 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path, wide: Callable[..., 
     assert checked.code == 0, checked.message
     for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl", "rewards fake_model"):
         assert expected in checked.out
+    default = "by default: optimizer adamw"
+    assert default in checked.out
     assert not (tmp_path / "runs").exists()
     ran = wide("run", "p.toml", *plugin)
     assert ran.code == 0, ran.message
+    assert default in ran.out
     assert (tmp_path / "runs/a/policy/artifacts/model/rlhf_artifact.json").is_file()
     again = wide("run", "p.toml", *plugin)
     assert again.code == 0

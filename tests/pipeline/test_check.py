@@ -15,6 +15,7 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import Plan, plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
+from rlhf_core.pipeline.settings import settings_lines
 
 WRONG = """
 sead = 1
@@ -299,6 +300,29 @@ def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: M
     assert planned.stages[2].config.model == str(Path("runs/a/base/artifacts/model").absolute())
     assert planned.stages[2].written.model == "base.model"
     assert planned.stages[2].config.rewards[0].options["model"].endswith("runs/a/rm/artifacts/model")
+
+
+def test_a_plan_says_what_is_learned_with_also_where_the_file_does_not(
+    pipeline: Path, fake: ModuleType
+) -> None:
+    """Not the epochs where updates are given, nor an optimizer's weight_decay, for which the field's holds."""
+    host = plugins.load(objects=[fake])
+    sets = ["base.max_training_steps=0", "rm.learning_rate=0.001", "rm.max_training_steps=9"]
+    stages = plan(
+        read(pipeline, sets=[*sets, "policy.loss={ temperature = 2.0 }"], dir="runs/a"), host
+    ).stages
+    base, rm, policy = (settings_lines(each.written, host.registry) for each in stages)
+    adamw = "optimizer adamw (b1 0.9, b2 0.999, eps 1e-08, mu_dtype float32)"
+    assert base == ["max_training_steps 0"]
+    assert rm == [
+        "learning_rate 0.001; max_training_steps 9",
+        f"by default: {adamw}; loss fake_loss (temperature 1); scheduler constant; weight_decay 0.01; max_grad_norm 1",
+    ]
+    assert policy == [
+        "loss fake_loss (temperature 2); rewards fake_model",
+        f"by default: {adamw}; learning_rate 5e-05; scheduler constant; num_train_epochs 10; weight_decay 0.01; "
+        "max_grad_norm 1",
+    ]
 
 
 def test_what_only_the_hub_can_have_is_said(pipeline: Path, fake: ModuleType) -> None:
