@@ -366,7 +366,9 @@ class TrainerConfig(Options):
         "rich", description="what the console shows"
     )
     progress_metrics: list[str] | None = Field(
-        None, description="metrics shown next to the progress bar; none: loss, reward and accuracy"
+        None,
+        description="metrics shown next to the progress bar, and first of an evaluation; none: loss, reward and "
+        "accuracy",
     )
     track_memory: bool | float = Field(
         False,

@@ -18,7 +18,7 @@ from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.plan import Plan, StagePlan, plan, with_all_metrics
 from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.agreement import raise_together
@@ -55,19 +55,24 @@ def run_pipeline(
     accept: Sequence[str] = (),
     reuse: str | Path | None = None,
     only: Sequence[str] = (),
+    verbose: bool = False,
 ) -> Results:
     """Run or continue a pipeline; stages that are done are skipped.
 
     sets: as `--set`, "stage.field=value" or "seed=1". plugins: files, as `--plugin`. dir: replaces the file's `dir`.
     accept: names of changed rewards and environments to continue with, as `--accept`. reuse: another run directory,
     whose finished stages are taken over where they match. only: the stages to run, whose inputs must be finished.
+    verbose: show every metric of an evaluation, rather than four.
 
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
     """
     file = read(path, sets=sets, dir=dir)
     host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
-    return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
+    planned = plan(file, host)
+    if verbose:
+        planned = with_all_metrics(planned)
+    return run(planned, host, accept=accept, reuse=reuse, only=only)
 
 
 @runtime.session()

@@ -13,7 +13,7 @@ from rlhf_core.config.secrets import public_table
 from rlhf_core.contracts import ATTENTION, SAMPLER, Kind
 
 if TYPE_CHECKING:
-    from rlhf_core.plugins import Registry
+    from rlhf_core.plugins.registry import Registry
 
 UNLEARNED = (ATTENTION, SAMPLER)
 """Kinds of components that decide how something is computed, not what is learned."""

@@ -19,6 +19,9 @@ import pytest
 from rlhf_core import cli
 from rlhf_core.cli import program, train
 from rlhf_core.errors import InputError
+from rlhf_core.loggers import Console
+from rlhf_core.stage import execute
+from rlhf_core.stage.execute import make_loggers
 
 FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 
@@ -77,6 +80,42 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
 def test_version(tmp_path: Path) -> None:
     done = typed("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "rlhf 0.1.0\n")
+
+
+OWN_CONSOLE = 'rm.logger=[{ name = "console", progress = "json" }]'
+
+
+@pytest.mark.usefixtures("fake", "pipeline")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "p.toml", "--dir", "runs/a"], []),
+        (["run", "p.toml", "--dir", "runs/a", "--verbose"], [("rich", True)] * 3),
+        (
+            ["run", "p.toml", "--dir", "runs/a", "--verbose", "--set", OWN_CONSOLE],
+            [("rich", True), ("json", True), ("rich", True)],
+        ),
+        (["train", "fake", "--progress_bar_type", "tqdm", "--verbose"], [("tqdm", True)]),
+        (["train", "fake", "--verbose", "false"], []),
+    ],
+)
+def test_verbose_shows_every_metric(
+    wide: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: list[tuple[str, bool]],
+) -> None:
+    consoles = []
+
+    def spy(config: Any, stage: Any) -> dict[str, Any]:
+        loggers = make_loggers(config, stage)
+        consoles.extend(each for each in loggers.values() if isinstance(each, Console) and each.verbose)
+        return loggers
+
+    monkeypatch.setattr(execute, "make_loggers", spy)
+    done = wide(*arguments, "--plugin", str(FAKE_TRAINERS))
+    assert done.code == 0, done.message
+    assert [(each.progress, each.verbose) for each in consoles] == expected
 
 
 @pytest.mark.usefixtures("fake")
