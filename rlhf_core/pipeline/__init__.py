@@ -122,7 +122,7 @@ def run(
             )
             request = _request(plan, each, host, accept)
             expected = forecasts.get(each.name, Forecast())
-            notes = Notes(plan.dir, say, expected.warnings, expected.memory)
+            notes = Notes(plan.dir, say, [*expected.warnings, *expected.told], expected.memory)
             record = asked[each.name].record
             results[each.name] = run_stage(each.trainer, each.config, stage, host, record, request, notes)
     if all(result.skipped for result in results.values()):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
+from rlhf_core.data.report import short_path
 from rlhf_core.errors import InputError, collected
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
@@ -95,7 +96,7 @@ def check(
         if reuse is not None:
             reused, notes = find_reusable(reuse, [each.request for each in asked.values()])
             states = {
-                name: f"taken over from {_short_path(str(each.source))}" for name, each in reused.items()
+                name: f"taken over from {short_path(str(each.source))}" for name, each in reused.items()
             }
         if not problems:
             done = {name for name, each in asked.items() if each.decision.action == "skip"}
@@ -118,7 +119,7 @@ def check(
         ]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
     if not target.as_json:
-        echo(f"{pipeline} → {_short_path(str(planned.dir))}\n")
+        echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
         show(table)
         for line in notes:
             echo(line)
@@ -137,20 +138,12 @@ def _model(stage: StagePlan) -> str:
     if isinstance(model, Mapping):
         shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
         return f"a fresh {model.get('model_type', 'model')} ({shape})"
-    return "" if model is None else _short_path(str(model))
+    return "" if model is None else short_path(str(model))
 
 
 def _data(data: Any) -> str:
     if isinstance(data, list):
         return ", ".join(_data(part) for part in data)
     if isinstance(data, Mapping):
-        return _short_path(str(data.get("path", data.get("name", ""))))
-    return "" if data is None else _short_path(str(data))
-
-
-def _short_path(path: str) -> str:
-    """Return a path relative to the current directory if it is inside, as the user would type it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+        return short_path(str(data.get("path", data.get("name", ""))))
+    return "" if data is None else short_path(str(data))
