@@ -84,15 +84,14 @@ class Report:
 
         Of other categories it names the first row, and how to list the others.
         """
-        file = self._file()
         parts = [self._counts()]
         for label, rows, long in self._categories():
-            parts.append(f"{label} ({self._share(rows) if long else first_place(rows, file)})")
+            parts.append(f"{label} ({self._share(rows) if long else first_place(rows)})")
         parts += self.read_as
         parts += [first_columns(line) for line in self.not_read]
-        return ", ".join(parts) + (
-            f"; rlhf data {shlex.quote(short_path(file))} --model DIR lists the rows" if file else ""
-        )
+        file = self._file()
+        command = f"; rlhf data {shlex.quote(short_path(file))} --model DIR lists the rows" if file else ""
+        return ", ".join(parts) + command
 
     def lines(self) -> list[str]:
         """Describe what was kept, then each non-empty category with its first few rows."""
@@ -182,11 +181,10 @@ def shorten(places: Sequence[str]) -> str:
     return ", ".join(files) + more
 
 
-def first_place(places: Sequence[str], file: str | None) -> str:
-    """Name the first row, "first row 2" of several; with its file, unless that is `file`."""
+def first_place(places: Sequence[str]) -> str:
+    """Name the first row by its file's name: "a.jsonl row 2", or "first a.jsonl row 2" of several."""
     source, _, number = places[0].rpartition(" row ")
-    name = "" if source == file else f"{Path(source).name} "
-    return f"{'first ' if len(places) > 1 else ''}{name}row {number}"
+    return f"{'first ' if len(places) > 1 else ''}{Path(source).name} row {number}"
 
 
 def short_path(path: str) -> str:

@@ -75,13 +75,13 @@ def test_a_report_in_one_line_names_a_row_of_each_kind_and_the_command_that_list
     monkeypatch.chdir(tmp_path)
     report = pairs([str(path) for path in files], tokenizer).report
     assert str(report) == (
-        "5 pairs: 1 kept, 1 empty dropped (row 1), 3 with chosen and rejected alike dropped (first some pairs.jsonl "
-        "row 2), unused columns: v (in 1), w (in 1), x (in 1) and 2 more; rlhf data more.jsonl "
+        "5 pairs: 1 kept, 1 empty dropped (more.jsonl row 1), 3 with chosen and rejected alike dropped "
+        "(first some pairs.jsonl row 2), unused columns: v (in 1), w (in 1), x (in 1) and 2 more; rlhf data more.jsonl "
         "--model DIR lists the rows"
     )
     one = pairs(str(files[0]), tokenizer).report
     assert str(one).startswith(
-        "4 pairs: 1 kept, 3 with chosen and rejected alike dropped (first row 2), unused "
+        "4 pairs: 1 kept, 3 with chosen and rejected alike dropped (first some pairs.jsonl row 2), unused "
     )
     assert str(one).endswith("; rlhf data 'some pairs.jsonl' --model DIR lists the rows")
 

@@ -420,7 +420,7 @@ def test_what_is_dropped_of_eval_data_is_reported_too(tiny: ModuleType, tmp_path
     for name in ("sft", "grpo"):
         _, held_out, *_ = lines[name].lines
         assert re.match(
-            r"eval_data: 2 .*: 1 kept, 1 empty dropped \(row 2\).*; rlhf data .*held.jsonl --model",
+            r"eval_data: 2 .*: 1 kept, 1 empty dropped \(held.jsonl row 2\).*; rlhf data .*held.jsonl --model",
             held_out,
         )
         # The stage does not warn of it again.
