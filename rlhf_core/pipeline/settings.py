@@ -54,10 +54,11 @@ def _learned(config: TrainerConfig, registry: Registry) -> dict[str, str]:
 
 
 def _defaults(kind: Kind[Any], name: str, registry: Registry) -> dict[str, Any]:
-    """Return {option: default} of a component."""
+    """Return {option: default} of a component, without defaults that are no number or text, such as a factory's."""
     options = registry.options(kind, name)
     parameters = inspect.signature(registry.source(kind, name)[0]).parameters if options else {}
-    return {option: parameters[option].default for option in parameters if option in options}
+    defaults = {option: parameters[option].default for option in parameters if option in options}
+    return {option: value for option, value in defaults.items() if isinstance(value, int | float | str)}
 
 
 def _in_words(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core import plugins
-from rlhf_core.contracts import Forecast
+from rlhf_core.contracts import PAIRWISE_LOSS, Forecast, LossOutput, PairInputs
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import Plan, plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
@@ -324,6 +324,22 @@ def test_a_plan_says_what_is_learned_with_also_where_the_file_does_not(
         f"by default: {adamw}; learning_rate 5e-05; scheduler constant; num_train_epochs 10; weight_decay 0.01; "
         "max_grad_norm 1",
     ]
+
+
+def test_a_plan_leaves_out_defaults_that_are_no_number_or_text(pipeline: Path, fake: ModuleType) -> None:
+    @dataclass(frozen=True)
+    class Weighted:
+        weights: tuple[float, ...] = field(default_factory=tuple)
+        floor: float | None = None
+        scale: float = 0.5
+
+        def __call__(self, inputs: PairInputs) -> LossOutput:
+            return LossOutput(inputs.chosen)
+
+    host = plugins.load(objects=[fake])
+    host.registry.add(PAIRWISE_LOSS, "weighted", Weighted)
+    stages = plan(read(pipeline, sets=["rm.loss=weighted"], dir="runs/a"), host).stages
+    assert settings_lines(stages[1].written, host.registry)[0] == "loss weighted (scale 0.5)"
 
 
 def test_what_only_the_hub_can_have_is_said(pipeline: Path, fake: ModuleType) -> None:
