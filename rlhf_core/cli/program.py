@@ -20,8 +20,8 @@ from rlhf_core.runtime.signals import stop_signals
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The arguments and flags of `rlhf run`."""
+class PipelineOptions:
+    """The arguments and flags that `rlhf run` and `rlhf check` share."""
 
     pipeline: Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
     sets: Annotated[
@@ -68,7 +68,16 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class CheckOptions(RunOptions):
+class RunOptions(PipelineOptions):
+    """The arguments and flags of `rlhf run`."""
+
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show every metric of an evaluation, not only four.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class CheckOptions(PipelineOptions):
     """The arguments and flags of `rlhf check`."""
 
     devices: Annotated[
@@ -139,7 +148,7 @@ def run(given: RunOptions) -> None:
     """Run or continue a pipeline; finished stages are skipped."""
     from rlhf_core.pipeline import run_pipeline
 
-    run_pipeline(given.pipeline, **given.arguments())
+    run_pipeline(given.pipeline, **given.arguments(), verbose=given.verbose)
 
 
 @app.command()
@@ -169,7 +178,7 @@ def train(
 
     The flags are the fields of the trainer's config: `rlhf train TRAINER --help` lists them. `--field value`,
     `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are accepted, as are --dir,
-    --mesh.AXIS, --plugin FILE.py, --reuse RUN and --accept NAME.
+    --mesh.AXIS, --plugin FILE.py, --reuse RUN, --accept NAME and --verbose, as of `rlhf run`.
     """
     from rlhf_core.cli import train
 

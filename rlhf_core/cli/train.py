@@ -17,7 +17,7 @@ from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run
 from rlhf_core.pipeline.file import PipelineFile, assemble
-from rlhf_core.pipeline.plan import plan
+from rlhf_core.pipeline.plan import plan, with_all_metrics
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.terminal import echo, show
 
@@ -46,7 +46,10 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
             return
         file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] not in given])
         reuse = given["reuse"][-1] if given["reuse"] else None
-        run(plan(file, host), host, accept=given["accept"], reuse=reuse)
+        planned = plan(file, host)
+        if any(key == "verbose" and value in (None, "true") for key, value in flags):
+            planned = with_all_metrics(planned)
+        run(planned, host, accept=given["accept"], reuse=reuse)
 
 
 def pipeline_from_flags(

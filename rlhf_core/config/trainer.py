@@ -202,6 +202,17 @@ class TrainerConfig(Options):
         "disable_dropout": Ignored("models are trained without dropout, adapters with lora.dropout"),
     }
 
+    LEARNING_FIELDS: ClassVar[tuple[str, ...]] = (
+        "learning_rate",
+        "scheduler",
+        "num_train_epochs",
+        "max_training_steps",
+        "weight_decay",
+        "max_grad_norm",
+    )
+    """Fields that decide what is learned: a plan prints them also where they are left at their defaults, after the
+    trainer's components."""
+
     model: Annotated[str | dict[str, Any] | None, BeforeValidator(path_text)] = Field(
         None,
         description="a directory, a hub name (hf://OWNER/NAME@REVISION or OWNER/NAME), an earlier STAGE.OUTPUT, "
@@ -355,7 +366,9 @@ class TrainerConfig(Options):
         "rich", description="what the console shows"
     )
     progress_metrics: list[str] | None = Field(
-        None, description="metrics shown next to the progress bar; none: loss, reward and accuracy"
+        None,
+        description="metrics shown next to the progress bar, and first of an evaluation; none: loss, reward and "
+        "accuracy",
     )
     track_memory: bool | float = Field(
         False,

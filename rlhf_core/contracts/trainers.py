@@ -17,11 +17,13 @@ class Forecast:
     lines: examples, updates, tokens, memory, each a line.
     warnings: without "warning: "; a pipeline shows them at its start, and not again where the stage raises them.
     memory: bytes that the stage takes at most, in all or per device; None: not known.
+    told: warnings whose content `lines` have; the stage does not show them again either.
     """
 
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     memory: int | None = None
+    told: tuple[str, ...] = ()
 
     def printed(self) -> list[str]:
         """Return every line for a reader, warnings last."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, get_type_hints
 
 import numpy as np
@@ -78,16 +80,18 @@ class Report:
             self.ignored_fields.append(place)
 
     def __str__(self) -> str:
-        """Summarise in one line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)"."""
-        return ", ".join(
-            [self._counts()]
-            + [
-                f"{label} ({self._share(rows) if long else shorten(rows)})"
-                for label, rows, long in self._categories()
-            ]
-            + self.read_as
-            + self.not_read
-        )
+        """Summarise in one line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)".
+
+        Of other categories it names the first row, and how to list the others.
+        """
+        parts = [self._counts()]
+        for label, rows, long in self._categories():
+            parts.append(f"{label} ({self._share(rows) if long else first_place(rows)})")
+        parts += self.read_as
+        parts += [first_columns(line) for line in self.not_read]
+        file = self._file()
+        command = f"; rlhf data {shlex.quote(short_path(file))} --model DIR lists the rows" if file else ""
+        return ", ".join(parts) + command
 
     def lines(self) -> list[str]:
         """Describe what was kept, then each non-empty category with its first few rows."""
@@ -115,6 +119,11 @@ class Report:
             for name, label in LABELS.items()
             if (rows := getattr(self, name))
         ]
+
+    def _file(self) -> str | None:
+        """Return the path of the first file with rows of a category, as their names have it; None without one."""
+        sources = [rows[0].rpartition(" row ")[0] for _, rows, _ in self._categories()]
+        return next((source for source in sources if Path(source).is_file()), None)
 
     def _share(self, rows: Sequence[str]) -> str:
         percent = 100 * len(rows) / self.total
@@ -170,6 +179,28 @@ def shorten(places: Sequence[str]) -> str:
         files.append(f"{name} row{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}")
     more = f" and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
     return ", ".join(files) + more
+
+
+def first_place(places: Sequence[str]) -> str:
+    """Name the first row by its file's name: "a.jsonl row 2", or "first a.jsonl row 2" of several."""
+    source, _, number = places[0].rpartition(" row ")
+    return f"{'first ' if len(places) > 1 else ''}{Path(source).name} row {number}"
+
+
+def short_path(path: str) -> str:
+    """Return a path relative to the current directory if it is inside, as the user would type it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+COLUMNS_SHOWN = 3
+
+
+def first_columns(line: str) -> str:
+    """Shorten a list of columns, "unused columns: a (in 2), b (in 2)", to the first few, and count the others."""
+    columns = line.split(", ")
+    more = len(columns) - COLUMNS_SHOWN
+    return ", ".join(columns[:COLUMNS_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 class Problems:

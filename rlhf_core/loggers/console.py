@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
+from rlhf_core.data.records import named_sets
 from rlhf_core.errors import UNREADABLE, Stopped, counted
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.plugins.hooks import hookimpl
@@ -27,6 +28,7 @@ from rlhf_core.runtime.background import compiling
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
 
 if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
     from rlhf_core.contracts import Artifact
     from rlhf_core.stage import Stage
 
@@ -34,15 +36,29 @@ if TYPE_CHECKING:
 HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "useful_fraction", "step_time")
 UNSHOWN = ("time/", "rollout/", "completions/min_", "completions/max_", "completions/mean_terminated_")
 """Prefixes of metrics that only metrics.jsonl and the report show."""
+EXTREMES = ("max_", "min_")
+"""Prefixes of metrics that are shown only with `verbose`."""
 HEADLINE = ("loss", "reward", "accuracy")
+MOST_SHOWN = 4
+"""Metrics of an evaluation, or of the last training step, that are shown without `verbose`."""
 
 
 class Pace:
     """Track a stage's updates, the time they take, and the metrics to show with them."""
 
-    def __init__(self, plan: Path, names: Sequence[str] = HEADLINE) -> None:
-        """plan: a file {"updates": total}, written before the first update. names: metrics of the headline."""
-        self.names = names
+    def __init__(
+        self,
+        plan: Path,
+        names: Sequence[str] = HEADLINE,
+        *,
+        sets: Sequence[str] = (),
+        verbose: bool = False,
+    ) -> None:
+        """plan: a file {"updates": total}, written before the first update. names: metrics of the headline.
+
+        sets: names of several sets that are evaluated, with which their metrics begin. verbose: show every metric.
+        """
+        self.names, self.sets, self.verbose = names, sets, verbose
         self.began = time.monotonic()
         self.step = 0
         self.total: int | None = None
@@ -115,11 +131,30 @@ def speed(metrics: Mapping[str, float]) -> str:
     return f"{number(metrics['tokens_per_second'])} tok/s" if "tokens_per_second" in metrics else ""
 
 
-def details(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (name, number) of every metric about learning, without the prefix `eval_`."""
+def details(metrics: Mapping[str, float], pace: Pace) -> list[tuple[str, str]]:
+    """Return (name, number) of metrics about learning, without the prefix `eval_`: of each set those that matter most.
+
+    They are the headline's, then the next in the order that they were reported in.
+    """
     plain = {name.removeprefix("eval_"): x for name, x in metrics.items()}
-    shown = {name: x for name, x in plain.items() if not (name in HOUSEKEEPING or name.startswith(UNSHOWN))}
-    return [(name, number(x)) for name, x in shown.items()]
+    about = [name for name in plain if not (name in HOUSEKEEPING or name.startswith(UNSHOWN))]
+    if not pace.verbose:
+        about = [name for prefix in _prefixes(about, pace.sets) for name in _first(about, prefix, pace.names)]
+    return [(name, number(plain[name])) for name in about]
+
+
+def _prefixes(names: Sequence[str], sets: Sequence[str]) -> list[str]:
+    """Return what the metrics of each evaluated set begin with; the empty text where there is one set."""
+    prefixes = [f"{each}_" for each in sets]
+    return [each for each in prefixes if any(name.startswith(each) for name in names)] or [""]
+
+
+def _first(names: Sequence[str], prefix: str, headline: Sequence[str]) -> list[str]:
+    """Return the metrics of one set to show: all of the headline that there are, and others up to `MOST_SHOWN`."""
+    own = [name for name in names if name.startswith(prefix)]
+    first = [f"{prefix}{name}" for name in headline if f"{prefix}{name}" in own]
+    others = [name for name in own if name not in first and not name[len(prefix) :].startswith(EXTREMES)]
+    return first + others[: max(MOST_SHOWN - len(first), 0)]
 
 
 def shown(path: Path) -> str:
@@ -147,7 +182,7 @@ class PlainView:
         self.write("  ".join(self.words(metrics)))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.write("  ".join([f"eval {step}", *map(" ".join, details(metrics))]))
+        self.write("  ".join([f"eval {step}", *map(" ".join, details(metrics, self.pace))]))
 
     def saved(self, name: str, kind: str, path: str) -> None:
         self.write(f"saved {name} ({kind}) in {path}")
@@ -251,7 +286,7 @@ class RichView(PlainView):
         )
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.table(Text(f"eval {step}", "cyan"), details(metrics))
+        self.table(Text(f"eval {step}", "cyan"), details(metrics, self.pace))
 
     def saved(self, name: str, kind: str, path: str) -> None:
         self.console.print(Text.assemble("  saved ", (name, "bold"), f" ({kind}) in ", path, overflow="fold"))
@@ -260,7 +295,7 @@ class RichView(PlainView):
         self.bar.stop()
         mark, style = {"done": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}[how]
         if self.metrics:
-            self.table(Text(f"train {self.pace.step}", "cyan"), details(self.metrics))
+            self.table(Text(f"train {self.pace.step}", "cyan"), details(self.metrics, self.pace))
         self.console.print(Text.assemble("  ", (f"{mark} {self.pace.ended(how)}", style)))
 
     def table(self, title: Text, pairs: Sequence[tuple[str, str]]) -> None:
@@ -291,19 +326,23 @@ class Console:
 
     progress: "rich" or "tqdm": a bar on stderr, or plain lines, one per logged step, if stderr is not a terminal.
     "json": one object per event on stdout. "none": nothing.
-    metrics: names to show next to the bar; None: loss, reward and accuracy.
+    metrics: names to show next to the bar, and first of an evaluation; None: loss, reward and accuracy.
+    verbose: show every metric of an evaluation, rather than four.
     """
 
     progress: Literal["rich", "tqdm", "json", "none"] = "rich"
     metrics: list[str] | None = None
+    verbose: bool = False
     _view: PlainView | None = field(default=None, init=False, repr=False)
 
     @hookimpl(tryfirst=True)
-    def rlhf_stage_start(self, stage: Stage) -> None:
+    def rlhf_stage_start(self, stage: Stage, config: TrainerConfig) -> None:
         if stage.is_main and self.progress != "none":
             about = f"{shown(stage.dir)} · {_devices(stage)} · seed {stage.seed}"
             names = HEADLINE if self.metrics is None else self.metrics
-            self._view = choose(self.progress, stage.name, Pace(stage.dir / "plan.json", names))
+            sets = list(named_sets(stage.inputs.get("eval_dataset", config.eval_data)))
+            pace = Pace(stage.dir / "plan.json", names, sets=sets, verbose=self.verbose)
+            self._view = choose(self.progress, stage.name, pace)
             self._view.start(about)
 
     @hookimpl(tryfirst=True)

@@ -18,7 +18,8 @@ from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.plan import Plan, StagePlan, plan, with_all_metrics
+from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.agreement import raise_together
 from rlhf_core.runtime.directory_lock import lock
@@ -54,19 +55,24 @@ def run_pipeline(
     accept: Sequence[str] = (),
     reuse: str | Path | None = None,
     only: Sequence[str] = (),
+    verbose: bool = False,
 ) -> Results:
     """Run or continue a pipeline; stages that are done are skipped.
 
     sets: as `--set`, "stage.field=value" or "seed=1". plugins: files, as `--plugin`. dir: replaces the file's `dir`.
     accept: names of changed rewards and environments to continue with, as `--accept`. reuse: another run directory,
     whose finished stages are taken over where they match. only: the stages to run, whose inputs must be finished.
+    verbose: show every metric of an evaluation, rather than four.
 
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
     """
     file = read(path, sets=sets, dir=dir)
     host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
-    return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
+    planned = plan(file, host)
+    if verbose:
+        planned = with_all_metrics(planned)
+    return run(planned, host, accept=accept, reuse=reuse, only=only)
 
 
 @runtime.session()
@@ -102,8 +108,10 @@ def run(
         if is_main:
             warn_of_readers(plan, asked)
             _write_resolved(whole, host)
-        for name, forecast in forecasts.items():
-            say(indented_list(f"stage '{name}' will train on", forecast.printed()))
+        for each in plan.stages:
+            if each.name in forecasts:
+                lines = settings_lines(each.written, host.registry) + forecasts[each.name].printed()
+                say(indented_list(f"stage '{each.name}' will train on", lines))
         results: dict[str, StageResult] = {}
         day = day_begun(plan.dir)
         for number, each in enumerate(plan.stages):
@@ -114,7 +122,7 @@ def run(
             )
             request = _request(plan, each, host, accept)
             expected = forecasts.get(each.name, Forecast())
-            notes = Notes(plan.dir, say, expected.warnings, expected.memory)
+            notes = Notes(plan.dir, say, [*expected.warnings, *expected.told], expected.memory)
             record = asked[each.name].record
             results[each.name] = run_stage(each.trainer, each.config, stage, host, record, request, notes)
     if all(result.skipped for result in results.values()):

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.config import Component, TrainerConfig
+from rlhf_core.data.report import short_path
 from rlhf_core.errors import InputError, collected
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import StagePlan, plan
+from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.stage.record import read_records
 from rlhf_core.stage.reuse import find_reusable
@@ -95,7 +96,7 @@ def check(
         if reuse is not None:
             reused, notes = find_reusable(reuse, [each.request for each in asked.values()])
             states = {
-                name: f"taken over from {_short_path(str(each.source))}" for name, each in reused.items()
+                name: f"taken over from {short_path(str(each.source))}" for name, each in reused.items()
             }
         if not problems:
             done = {name for name, each in asked.items() if each.decision.action == "skip"}
@@ -111,31 +112,19 @@ def check(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for stage in planned.stages:
-        lines = [_inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *_components(stage.written)]
+        lines = [
+            _inputs_line(stage),
+            f"{states[stage.name]}, seed {stage.seed}",
+            *settings_lines(stage.written, host.registry),
+        ]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
     if not target.as_json:
-        echo(f"{pipeline} → {_short_path(str(planned.dir))}\n")
+        echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
         show(table)
         for line in notes:
             echo(line)
     if check_on is not None:
         check_on(pipeline, target.on, sets=sets, plugins=plugins, dir=dir, json_output=target.as_json)
-
-
-def _components(config: TrainerConfig) -> list[str]:
-    """Return one line with the components that the file names, field by field; no line where it names none."""
-    fields = []
-    for field in config.model_fields_set:
-        value = getattr(config, field)
-        values = value if isinstance(value, list | tuple) else [value]
-        names = [_component_name(item) for item in values if isinstance(item, Component)]
-        fields += [f"{field} {', '.join(names)}"] if names else []
-    return ["; ".join(sorted(fields))] if fields else []
-
-
-def _component_name(component: Component) -> str:
-    """Return the label of a component that has one, as metrics name it, or else its name without a path."""
-    return getattr(component, "label", None) or Path(component.name).name
 
 
 def _inputs_line(stage: StagePlan) -> str:
@@ -149,20 +138,12 @@ def _model(stage: StagePlan) -> str:
     if isinstance(model, Mapping):
         shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
         return f"a fresh {model.get('model_type', 'model')} ({shape})"
-    return "" if model is None else _short_path(str(model))
+    return "" if model is None else short_path(str(model))
 
 
 def _data(data: Any) -> str:
     if isinstance(data, list):
         return ", ".join(_data(part) for part in data)
     if isinstance(data, Mapping):
-        return _short_path(str(data.get("path", data.get("name", ""))))
-    return "" if data is None else _short_path(str(data))
-
-
-def _short_path(path: str) -> str:
-    """Return a path relative to the current directory if it is inside, as the user would type it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+        return short_path(str(data.get("path", data.get("name", ""))))
+    return "" if data is None else short_path(str(data))

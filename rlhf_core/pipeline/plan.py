@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,21 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     if problems:
         raise InputError(*_in_order(problems, known.names))
     return Plan(file.path, file.dir, file.seed, file.mesh, tuple(stages))
+
+
+def with_all_metrics(plan: Plan) -> Plan:
+    """Give the console of every stage the option to show all metrics of evaluations."""
+    return replace(plan, stages=tuple(_with_all_metrics(stage) for stage in plan.stages))
+
+
+def _with_all_metrics(stage: StagePlan) -> StagePlan:
+    config = stage.config
+    loggers = list(config.logger)
+    if all(logger.name != "console" for logger in loggers):
+        options = {"progress": config.progress_bar_type, "metrics": config.progress_metrics}
+        loggers.append(Component(name="console", **options))
+    shown = [each.replace(verbose=True) if each.name == "console" else each for each in loggers]
+    return replace(stage, config=config.replace(logger=shown))
 
 
 def _directory_problems(path: Path) -> list[str]:

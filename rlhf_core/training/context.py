@@ -22,6 +22,7 @@ from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.prompts import episode_rows
 from rlhf_core.data.records import is_stream, named_sets
+from rlhf_core.data.report import first_columns
 from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, counted, suggest, warn
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
@@ -88,6 +89,10 @@ class Context:
         """Whether this machine lacks a model or its tokenizer, so that a build ends once its data are counted."""
         self.notes: list[str] = []
         """What a forecast's line about examples ends with."""
+        self.held_out_lines: list[str] = []
+        """Lines of a forecast about evaluation data that are not used as given."""
+        self.told: list[str] = []
+        """Warnings of data that a forecast's line about examples has instead."""
 
     @property
     def has_devices(self) -> bool:
@@ -320,8 +325,8 @@ class Context:
         if field == "train_data" and self.is_stream(field):
             encode = partial(data.encode_prompts, max_prompt_length=max_prompt_length, **self._encoding())
             rows = self._open_stream(encode, "prompts")
-            if not self.shapes and not rows.sample.report.all_as_given:
-                self.warn(f"{field}: {rows.report}")
+            if not rows.sample.report.all_as_given:
+                self._tell(f"{field}: {rows.report}")
             return PromptStream(rows, max_prompt_length, self.config.workers)
         records = self.records(field)
         if records is None:
@@ -414,8 +419,8 @@ class Context:
 
     def _opened(self, rows: LazyRows, unit: str) -> LazyRows:
         """Say what is known of training data that are encoded while updates use them."""
-        if not self.shapes and not rows.sample.report.all_as_given:
-            self.warn(f"train_data: {rows.report}")
+        if not rows.sample.report.all_as_given:
+            self._tell(f"train_data: {rows.report}")
         self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
         if self.shapes:
             self._expect(unit, len(rows), rows.report, sizes_of(rows.trees()))
@@ -423,13 +428,20 @@ class Context:
 
     def _report(self, report: Report, field: str) -> None:
         """Say which rows were dropped, cut, or teach nothing, and which columns are not read."""
-        if self.shapes:  # a forecast has the report of training data in a line of its own
-            if field != "train_data" and not report.all_as_given:
-                self.notes.append(f"; {field}: {report}")
-        elif not report.all_as_given:
-            self.warn(f"{field}: {report}")
+        if not report.all_as_given:
+            self._tell(f"{field}: {report}")
+            # A forecast has the report of training data in a line of its own.
+            if self.shapes and field != "train_data":
+                self.held_out_lines.append(f"{field}: {report}")
         elif report.not_read:
-            self.say(f"{field}: {', '.join(report.not_read)}")
+            self.say(f"{field}: {', '.join(map(first_columns, report.not_read))}")
+
+    def _tell(self, line: str) -> None:
+        """Warn of a line about data, or note that a forecast has it."""
+        if self.shapes:
+            self.told.append(line)
+        else:
+            self.warn(line)
 
     def text_options(self, read_at: ReadAt | None = "eos") -> TextOptions:
         """Collect how the stage's texts are read. read_at: as for `pairs`."""

@@ -162,7 +162,7 @@ def forecast(
         made = None
     first, *others = context.expected
     require_rest(context.name, config.checkpoints.start, first.updates)
-    lines = ["".join([first.lines[0], *context.notes]), *first.lines[1:]]
+    lines = ["".join([first.lines[0], *context.notes]), *context.held_out_lines, *first.lines[1:]]
     cautions = list(context.warnings)
     memory = Forecast()
     if made is not None:
@@ -175,7 +175,7 @@ def forecast(
     lines += first.later
     lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
     cautions += config_warnings(config, first.updates, planned=planned is not None)
-    return Forecast(tuple(lines), tuple(cautions), memory.memory)
+    return Forecast(tuple(lines), tuple(cautions), memory.memory, tuple(context.told))
 
 
 def _absent(made: Build, context: Context) -> Iterator[str]:

@@ -19,6 +19,9 @@ import pytest
 from rlhf_core import cli
 from rlhf_core.cli import program, train
 from rlhf_core.errors import InputError
+from rlhf_core.loggers import Console
+from rlhf_core.stage import execute
+from rlhf_core.stage.execute import make_loggers
 
 FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 
@@ -79,6 +82,42 @@ def test_version(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "rlhf 0.1.0\n")
 
 
+OWN_CONSOLE = 'rm.logger=[{ name = "console", progress = "json" }]'
+
+
+@pytest.mark.usefixtures("fake", "pipeline")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "p.toml", "--dir", "runs/a"], []),
+        (["run", "p.toml", "--dir", "runs/a", "--verbose"], [("rich", True)] * 3),
+        (
+            ["run", "p.toml", "--dir", "runs/a", "--verbose", "--set", OWN_CONSOLE],
+            [("rich", True), ("json", True), ("rich", True)],
+        ),
+        (["train", "fake", "--progress_bar_type", "tqdm", "--verbose"], [("tqdm", True)]),
+        (["train", "fake", "--verbose", "false"], []),
+    ],
+)
+def test_verbose_shows_every_metric(
+    wide: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: list[tuple[str, bool]],
+) -> None:
+    consoles = []
+
+    def spy(config: Any, stage: Any) -> dict[str, Any]:
+        loggers = make_loggers(config, stage)
+        consoles.extend(each for each in loggers.values() if isinstance(each, Console) and each.verbose)
+        return loggers
+
+    monkeypatch.setattr(execute, "make_loggers", spy)
+    done = wide(*arguments, "--plugin", str(FAKE_TRAINERS))
+    assert done.code == 0, done.message
+    assert [(each.progress, each.verbose) for each in consoles] == expected
+
+
 @pytest.mark.usefixtures("fake")
 def test_run_check_and_skip(pipeline: Path, tmp_path: Path, wide: Callable[..., Any]) -> None:
     plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a"]
@@ -86,9 +125,12 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path, wide: Callable[..., 
     assert checked.code == 0, checked.message
     for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl", "rewards fake_model"):
         assert expected in checked.out
+    default = "by default: optimizer adamw"
+    assert default in checked.out
     assert not (tmp_path / "runs").exists()
     ran = wide("run", "p.toml", *plugin)
     assert ran.code == 0, ran.message
+    assert default in ran.out
     assert (tmp_path / "runs/a/policy/artifacts/model/rlhf_artifact.json").is_file()
     again = wide("run", "p.toml", *plugin)
     assert again.code == 0

@@ -62,6 +62,30 @@ def test_every_kind_of_row_is_counted_and_named(tokenizer):
     assert pairs(rows[:2], tokenizer).report.all_as_given
 
 
+def test_a_report_in_one_line_names_a_row_of_each_kind_and_the_command_that_lists_them(
+    tokenizer, tmp_path, monkeypatch
+):
+    alike = row("a", " d", " d")
+    wide = {**alike, "v": 1, "w": 1, "x": 1, "y": 1, "z": 1}
+    files = [tmp_path / "some pairs.jsonl", tmp_path / "more.jsonl"]
+    for path, rows in zip(
+        files, ([row("a", " b", " c"), wide, alike, alike], [row("a", " ", " c")]), strict=True
+    ):
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    monkeypatch.chdir(tmp_path)
+    report = pairs([str(path) for path in files], tokenizer).report
+    assert str(report) == (
+        "5 pairs: 1 kept, 1 empty dropped (more.jsonl row 1), 3 with chosen and rejected alike dropped "
+        "(first some pairs.jsonl row 2), unused columns: v (in 1), w (in 1), x (in 1) and 2 more; rlhf data more.jsonl "
+        "--model DIR lists the rows"
+    )
+    one = pairs(str(files[0]), tokenizer).report
+    assert str(one).startswith(
+        "4 pairs: 1 kept, 3 with chosen and rejected alike dropped (first some pairs.jsonl row 2), unused "
+    )
+    assert str(one).endswith("; rlhf data 'some pairs.jsonl' --model DIR lists the rows")
+
+
 def test_rows_that_a_weight_draws_again_are_no_duplicates(tokenizer):
     rows = [row("a", " b", " c"), row("d", " e", " f")]
     records = data.load({"name": "mine", "weight": 2}, registry=_Registry(rows))

@@ -126,6 +126,50 @@ def test_plain_lines_where_nobody_watches(tmp_path: Path, capsys: pytest.Capture
     assert re.fullmatch(r"done  20 updates in 0:0\d", lines[6])
 
 
+EVALUATION = {
+    "accuracy": 0.5, "loss": 0.25, "margin": 1.0, "max_reward": 9.0, "mean_reward": 2.0, "auc": 0.75, "step_time": 3.0
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("console", "eval_data", "metrics", "expected"),
+    [
+        (Console(), "a.jsonl", EVALUATION, "loss 0.2500  accuracy 0.5000  margin 1.000  mean_reward 2.000"),
+        (
+            Console(verbose=True),
+            "a.jsonl",
+            EVALUATION,
+            "accuracy 0.5000  loss 0.2500  margin 1.000  max_reward 9.000  mean_reward 2.000  auc 0.7500",
+        ),
+        (
+            Console(metrics=["auc", "max_reward"]),
+            "a.jsonl",
+            EVALUATION,
+            "auc 0.7500  max_reward 9.000  accuracy 0.5000  loss 0.2500",
+        ),
+        (
+            Console(),
+            {"easy": "a.jsonl", "hard": "b.jsonl"},
+            {f"{each}_{name}": x for each in ("easy", "hard") for name, x in EVALUATION.items()},
+            "easy_loss 0.2500  easy_accuracy 0.5000  easy_margin 1.000  easy_mean_reward 2.000  "
+            "hard_loss 0.2500  hard_accuracy 0.5000  hard_margin 1.000  hard_mean_reward 2.000",
+        ),
+    ],
+)
+def test_an_evaluation_has_the_four_metrics_that_matter(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    console: Console,
+    eval_data: Any,
+    metrics: dict[str, float],
+    expected: str,
+) -> None:
+    stage = make_stage(tmp_path)
+    console.rlhf_stage_start(stage=stage, config=TrainerConfig(eval_data=eval_data))
+    console.rlhf_step_end(step=5, metrics={f"eval_{name}": x for name, x in metrics.items()})
+    assert capsys.readouterr().err.splitlines()[-1] == f"[policy] eval 5  {expected}"
+
+
 @pytest.mark.parametrize("progress", ["rich", "tqdm"])
 def test_a_dumb_terminal_gets_plain_lines(
     tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, progress: Any
@@ -144,8 +188,8 @@ def test_rich_fits_80_columns(
         monkeypatch.setenv("NO_COLOR", "1")
     terminal.attach()
     metrics = {f"rewards/function_{i}/mean": i + 0.5 for i in range(8)}
-    console, stage = Console(), make_stage(tmp_path / "policy")
-    console.rlhf_stage_start(stage=stage)
+    console, stage = Console(verbose=True), make_stage(tmp_path / "policy")
+    console.rlhf_stage_start(stage=stage, config=TrainerConfig())
     (stage.dir / "plan.json").write_text('{"updates": 40}')
     console.rlhf_step_end(step=5, metrics=METRICS)
     console.rlhf_step_end(step=10, metrics=METRICS)
@@ -189,7 +233,7 @@ def test_a_stage_that_stops_between_two_logged_updates_names_none_as_its_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console()
-    console.rlhf_stage_start(stage=make_stage(tmp_path / "policy"))
+    console.rlhf_stage_start(stage=make_stage(tmp_path / "policy"), config=TrainerConfig())
     console.rlhf_stage_end(error=Stopped("stage 'policy': stopped after update 3"))
     assert re.fullmatch(r"\[policy\] stopped in 0:0\d", capsys.readouterr().err.splitlines()[-1])
 
@@ -268,7 +312,7 @@ def test_nothing_is_shown_where_nothing_is_asked_for(
 
 def test_a_console_without_a_plan_still_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
-    console.rlhf_stage_start(stage=make_stage(tmp_path))
+    console.rlhf_stage_start(stage=make_stage(tmp_path), config=TrainerConfig())
     console.rlhf_step_end(step=7, metrics={"loss": 2.0})
     console.rlhf_stage_end(error=None)
     assert "[policy] 7  loss 2.000\n" in capsys.readouterr().err
@@ -340,7 +384,7 @@ def test_cut_says_what_it_drops_from_the_middle(tmp_path: Path) -> None:
 def test_what_is_printed_meanwhile_lands_above_the_bar(tmp_path: Path, terminal: Terminal) -> None:
     terminal.attach()
     console = Console()
-    console.rlhf_stage_start(stage=make_stage(tmp_path))
+    console.rlhf_stage_start(stage=make_stage(tmp_path), config=TrainerConfig())
     print("from a reward function", file=sys.stderr)
     console.rlhf_stage_end(error=None)
     assert sys.stderr is terminal.file

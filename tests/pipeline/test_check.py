@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from rlhf_core import plugins
-from rlhf_core.contracts import Forecast
+from rlhf_core.contracts import PAIRWISE_LOSS, Forecast, LossOutput, PairInputs
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import Plan, plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
+from rlhf_core.pipeline.settings import settings_lines
 
 WRONG = """
 sead = 1
@@ -301,6 +303,45 @@ def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: M
     assert planned.stages[2].config.rewards[0].options["model"].endswith("runs/a/rm/artifacts/model")
 
 
+def test_a_plan_says_what_is_learned_with_also_where_the_file_does_not(
+    pipeline: Path, fake: ModuleType
+) -> None:
+    """Not the epochs where updates are given, nor an optimizer's weight_decay, for which the field's holds."""
+    host = plugins.load(objects=[fake])
+    sets = ["base.max_training_steps=0", "rm.learning_rate=0.001", "rm.max_training_steps=9"]
+    stages = plan(
+        read(pipeline, sets=[*sets, "policy.loss={ temperature = 2.0 }"], dir="runs/a"), host
+    ).stages
+    base, rm, policy = (settings_lines(each.written, host.registry) for each in stages)
+    adamw = "optimizer adamw (b1 0.9, b2 0.999, eps 1e-08, mu_dtype float32)"
+    assert base == ["max_training_steps 0"]
+    assert rm == [
+        "learning_rate 0.001; max_training_steps 9",
+        f"by default: {adamw}; loss fake_loss (temperature 1); scheduler constant; weight_decay 0.01; max_grad_norm 1",
+    ]
+    assert policy == [
+        "loss fake_loss (temperature 2); rewards fake_model",
+        f"by default: {adamw}; learning_rate 5e-05; scheduler constant; num_train_epochs 10; weight_decay 0.01; "
+        "max_grad_norm 1",
+    ]
+
+
+def test_a_plan_leaves_out_defaults_that_are_no_number_or_text(pipeline: Path, fake: ModuleType) -> None:
+    @dataclass(frozen=True)
+    class Weighted:
+        weights: tuple[float, ...] = field(default_factory=tuple)
+        floor: float | None = None
+        scale: float = 0.5
+
+        def __call__(self, inputs: PairInputs) -> LossOutput:
+            return LossOutput(inputs.chosen)
+
+    host = plugins.load(objects=[fake])
+    host.registry.add(PAIRWISE_LOSS, "weighted", Weighted)
+    stages = plan(read(pipeline, sets=["rm.loss=weighted"], dir="runs/a"), host).stages
+    assert settings_lines(stages[1].written, host.registry)[0] == "loss weighted (scale 0.5)"
+
+
 def test_what_only_the_hub_can_have_is_said(pipeline: Path, fake: ModuleType) -> None:
     """A directory beside it suggests that the name was misspelt."""
     Path("tokenizer").mkdir()
@@ -393,6 +434,10 @@ def test_what_is_dropped_of_eval_data_is_reported_too(tiny: ModuleType, tmp_path
     host = plugins.load()
     lines = stage_forecasts(plan(read(path, dir="runs/a"), host), host)
     for name in ("sft", "grpo"):
-        _, found, held_out = "\n".join(lines[name].lines).partition("; eval_data: 2 ")
-        assert found
-        assert "1 kept, 1 empty dropped" in held_out
+        _, held_out, *_ = lines[name].lines
+        assert re.match(
+            r"eval_data: 2 .*: 1 kept, 1 empty dropped \(held.jsonl row 2\).*; rlhf data .*held.jsonl --model",
+            held_out,
+        )
+        # The stage does not warn of it again.
+        assert held_out in lines[name].told

@@ -69,7 +69,11 @@ def test_rows_that_do_not_fit_are_left_out_and_counted(place: Any, rlhf: Callabl
     place.rows("pairs.jsonl", row, row, {**row, "prompt": " ".join([row["prompt"]] * 9)}, row)
     ended = rlhf("run", "rm.toml")
     assert ended.code == 0
-    assert "warning: stage 'rm'.train_data: 5 pairs: 4 kept, 1 over 32 tokens filtered (20 %)" in ended.warned
+    expected = "5 pairs: 4 kept, 1 over 32 tokens filtered (20 %)"
+    assert expected in ended.out
+    # The plan has it, so the stage does not say it again; events.jsonl has the warning.
+    assert expected not in ended.warned
+    assert expected in (place.path / "run/events.jsonl").read_text(encoding="utf-8")
 
 
 @contextmanager

@@ -11,11 +11,42 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import fit, hookimpl
+from rlhf_core import fit, hookimpl, plugins
+from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
+from rlhf_core.pipeline.settings import settings_lines
 
 RATES = {"adafactor": 3e-2, "lion": 3e-3, "muon": 3e-2, "sgd": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "defaults"),
+    [
+        ("sft", ()),
+        ("reward", ("loss bradley_terry", "center_rewards_coefficient 0.1")),
+        (
+            "grpo",
+            ("loss dapo (epsilon 0.2, ", "advantage group (scale group, ", "kl k3 (beta 0.04, place loss)"),
+        ),
+        ("dpo", ("loss sigmoid", "beta 0.1")),
+        ("distill", ("divergence jsd (beta 0.5)",)),
+    ],
+)
+def test_a_plan_names_the_defaults_that_decide_what_each_trainer_learns(
+    trainer: str, defaults: tuple[str, ...]
+) -> None:
+    registry = plugins.load().registry
+    (line,) = settings_lines(registry.get(TRAINER, trainer).config(), registry)
+    shared = (
+        "optimizer adamw",
+        "learning_rate ",
+        "scheduler constant",
+        "num_train_epochs ",
+        "max_grad_norm 1",
+    )
+    for expected in (*defaults, *shared):
+        assert expected in line
 
 
 class Interrupt:

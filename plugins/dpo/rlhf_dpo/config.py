@@ -18,6 +18,8 @@ class DPOConfig(TrainerConfig):
         "label_smoothing": ("loss.label_smoothing", 0.0),
     }
 
+    LEARNING_FIELDS: ClassVar = ("beta", *TrainerConfig.LEARNING_FIELDS)
+
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
     num_train_epochs: int | float = Field(default=1, gt=0, description="passes over the pairs")
     beta: float = Field(

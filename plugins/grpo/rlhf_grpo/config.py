@@ -108,6 +108,8 @@ class GRPOConfig(RolloutConfig):
         "prompt_repeated": Ignored("completions are sampled, and follow their prompts"),
     }
 
+    LEARNING_FIELDS: ClassVar = ("kl", *RolloutConfig.LEARNING_FIELDS)
+
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
     num_train_epochs: int = Field(
         default=1, ge=1, description="passes over the prompts, those that dynamic_sampling draws included"

@@ -14,6 +14,8 @@ class RewardConfig(TrainerConfig):
 
     OTHER_NAMES: ClassVar = {"loss_type": "loss.name"}
 
+    LEARNING_FIELDS: ClassVar = ("center_rewards_coefficient", *TrainerConfig.LEARNING_FIELDS)
+
     loss: Annotated[Component, PAIRWISE_LOSS] = Field(
         default=Component(name="bradley_terry"), description="the pairwise loss and its options"
     )
