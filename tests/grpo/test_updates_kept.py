@@ -317,6 +317,23 @@ def test_the_journal_of_another_experiment_is_not_used(make):
     assert same._open_journal().known == frozenset()
 
 
+def test_a_run_that_does_not_resume_samples_anew(make):
+    first = make()
+    first.update(0, state(0))
+    again = make(place=first.stage.dir, checkpoints={"resume": False})
+    assert again._open_journal().known == frozenset()
+
+
+@pytest.mark.parametrize("start", [3, 4, 7, 9])
+def test_groups_are_counted_where_a_run_starts_after_a_pass_over_the_prompts(make, start):
+    """Eight prompts, two of them in an update: from the fifth update on it is the second pass, and so on."""
+    feed = make(max_training_steps=12)
+    for n in range(start, 12):
+        feed.update(n, state(n))
+    assert feed.ledger.passed_over == 2 * start
+    assert feed.ledger.used == 2 * (12 - start)
+
+
 def test_rollouts_that_a_checkpoint_holds_keep_the_prompts_that_they_had(make):
     """Rows were corrected, and that was accepted: the rollout in use and the one that is ready are older."""
     options = {"rollouts_ahead": 1, "num_iterations": 2, "max_training_steps": 8}

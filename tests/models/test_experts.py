@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -127,3 +128,29 @@ def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
     assert 0 < apart < 7
     assert load.replayed.tolist() == [7, apart]
     assert load.pairs.tolist() == np.bincount(used.reshape(-1), minlength=4).tolist()
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(127, "int8"), (128, "int8"), (129, "int16"), (256, "int16")])
+def test_routes_hold_the_number_of_every_expert(
+    count: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers from 0 to count - 1, and -1 where the router chooses."""
+    monkeypatch.setattr(experts, "expert_count", lambda definition: count)
+    shape = experts.route_shape(MIXTRAL)
+    assert shape is not None
+    assert shape.dtype == dtype
+    assert np.iinfo(shape.dtype).max >= count - 1
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_a_token_counts_once_in_the_probabilities_of_experts(router: str) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, 4)).astype(np.float32)
+    counted = np.array([[True, True, False], [True, True, True]])
+    watch = experts.Watch(jnp.asarray(counted), None)
+    config: Any = SimpleNamespace(router=router, experts=4)
+    watch.see(config, jnp.asarray(logits), jnp.zeros((6, 2), jnp.int32))
+    assert watch.load is not None
+    score = 1 / (1 + np.exp(-logits)) if router == "sigmoid" else np.exp(logits)
+    expected = (score / score.sum(1, keepdims=True))[counted.reshape(-1)].sum(0)
+    np.testing.assert_allclose(watch.load.probability, expected, rtol=1e-6)
