@@ -260,6 +260,28 @@ def test_damaged_files_of_policies_are_an_error_or_written_again(content: bytes,
     assert re.fullmatch(rf"{sampling.PREFIX}[0-9a-f]{{8}}-v", prefix)
 
 
+def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
+    """And one with a whole probe is not."""
+    saved: list[Path] = []
+    model: Any = SimpleNamespace(logits=lambda ids, mask: np.zeros((*ids.shape, 8)))
+    model.with_params = lambda params: model
+    model.save = lambda path: (path.mkdir(), saved.append(path))
+    held: Any = SimpleNamespace(directory=tmp_path, probe=np.ones(sampling.PROBE, int), _claim=lambda: None)
+    held.inputs, held.options = (
+        SimpleNamespace(model=model),
+        SimpleNamespace(weights="adapter", engine="vllm"),
+    )
+    held._policy = lambda version: stations.Policy("p", tmp_path / "policy-v0", version)
+    probe = tmp_path / "policy-v0" / sampling.PROBE_FILE
+    for content in (None, *DAMAGED):
+        if content is not None:
+            probe.write_bytes(content)
+        for _ in range(2):
+            sampling.Sampler.publish(held, None, 0)
+        assert sampling._read_probe(probe)["logps"].shape == (2, 23)
+    assert len(saved) == 1 + len(DAMAGED)
+
+
 def test_a_probe_with_a_changed_bit_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / sampling.PROBE_FILE
     logps = np.zeros((sampling.PROBE[0], sampling.PROBE[1] - 1))
