@@ -39,7 +39,7 @@ def worse_lines(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     rows: of metrics.jsonl. step: the last update.
     """
     for name, margin in WORSE.items():
-        values = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        values = {row["step"]: row[name] for row in rows if isinstance(row.get(name), float)}
         if step not in values:
             continue
         last = values[step]

@@ -79,7 +79,7 @@ def strict(metrics: Mapping[str, float]) -> dict[str, float | None]:
 def _row(line: bytes) -> int | None:
     """Return the step of a complete row; None for an incomplete one, even if only its line end is missing."""
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
-        return int(row["step"]) if row is not None else None
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except UNREADABLE:
         return None
+    return step if type(step) is int else None

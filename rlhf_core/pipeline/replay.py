@@ -161,7 +161,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return []
     with reading(path, "restore it to compare its rows"):
         rows = [json.loads(line) for line in limited_lines(path)]
-    if not all(isinstance(row, dict) and "step" in row for row in rows):
+    if not all(isinstance(row, dict) and type(row.get("step")) is int for row in rows):
         raise InputError(f"{path}: cannot be read: a line is not a row; restore it to compare its rows")
     return rows
 
@@ -183,11 +183,7 @@ def _metric_differences(before: Path, after: Path) -> Iterator[str]:
 
 
 def _largest(places: Sequence[tuple[int, Any, Any]]) -> str:
-    gaps = [
-        abs(now - was)
-        for _, was, now in places
-        if isinstance(was, int | float) and isinstance(now, int | float)
-    ]
+    gaps = [abs(now - was) for _, was, now in places if isinstance(was, float) and isinstance(now, float)]
     return f"; at most {max(gaps):.2g} apart" if gaps and math.isfinite(max(gaps)) else ""
 
 

@@ -263,7 +263,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def seal(record: Mapping[str, Any]) -> str:
     """Write `record` as JSON with a checksum, by which `unseal` detects any changed bit."""
-    return json.dumps({**record, CHECKSUM: _checksum(record)}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({**record, CHECKSUM: checksum(record)}, indent=2, allow_nan=False) + "\n"
 
 
 def unseal(content: bytes) -> dict[str, Any]:
@@ -272,18 +272,19 @@ def unseal(content: bytes) -> dict[str, Any]:
         record = json.loads(content)
         if not isinstance(record, dict):
             raise ValueError("it holds no JSON object")
-        checksum = record.pop(CHECKSUM, None)
-        if checksum is None:
+        written = record.pop(CHECKSUM, None)
+        if written is None:
             raise ValueError("it has no checksum")
         # Also compared as text: some changes to an escaped character leave its meaning as it was.
-        if checksum != _checksum(record) or seal(record).encode() != content:
+        if written != checksum(record) or seal(record).encode() != content:
             raise ValueError("its checksum does not match")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return record
 
 
-def _checksum(record: Mapping[str, Any]) -> str:
+def checksum(record: Mapping[str, Any]) -> str:
+    """Hash a record as JSON, whatever the order of its names: 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 

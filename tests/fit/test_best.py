@@ -216,6 +216,7 @@ def logged(directory: Path, *values: float, name: str = "eval_loss", first: int 
             "load_best_model_at_end = true would keep the best",
         ),
         ("eval_accuracy", (0.9, 0.95, 0.92), None),
+        ("eval_loss", (0.9, "0.9", [0.9], 10**400, 0.92), None),
     ],
 )
 def test_evaluations_that_got_clearly_worse_are_told_at_the_end(

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run_pipeline
-from rlhf_core.pipeline.replay import Replayed, replay
+from rlhf_core.pipeline.replay import Replayed, _metric_differences, replay
 
 FILE = """
 dir = "run"
@@ -59,3 +59,26 @@ def test_the_policy_is_trained_again_from_its_journal(
     second.unlink()
     with pytest.raises(InputError, match="no stage has a journal"):
         replay(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"[]", b"null", b"7", b'{"loss": 1.0}', b'{"step": null}', b'{"step": [1]}', b'{"step": "1"}'),
+        *(b'{"step": true}', b'{"step": 1', b"\xff", b"[" * 50_000, b'{"step": ' + b"9" * 5000 + b"}"),
+    ],
+)
+def test_a_damaged_row_of_metrics_is_an_error_that_names_the_file(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "then.jsonl").write_bytes(line + b"\n")
+    (tmp_path / "now.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}\n')
+    with pytest.raises(InputError, match=r"then\.jsonl: cannot be read: .*; restore it to compare its rows"):
+        list(_metric_differences(tmp_path / "then.jsonl", tmp_path / "now.jsonl"))
+
+
+@pytest.mark.parametrize("value", [b"1e999", b"NaN", b"null", b"[]", b'"x"', b"9" * 400])
+def test_a_damaged_number_of_metrics_is_a_difference(value: bytes, tmp_path: Path) -> None:
+    (tmp_path / "then.jsonl").write_bytes(b'{"step": 1, "loss": ' + value + b"}\n")
+    (tmp_path / "now.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}\n')
+    (found,) = _metric_differences(tmp_path / "then.jsonl", tmp_path / "now.jsonl")
+    assert found.startswith("loss: first at update 1, ")
+    assert found.endswith(" then, 0.5 now")

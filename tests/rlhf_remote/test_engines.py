@@ -237,6 +237,64 @@ def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Pa
     sampling.Sampler._claim(moved)
 
 
+DAMAGED = (b"", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b"9" * 5000, b"PK\x03\x04cut")
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_files_of_policies_are_an_error_or_written_again(content: bytes, tmp_path: Path) -> None:
+    """An owner and a probe that cannot be read are named; the run's own name is made anew."""
+    held: Any = SimpleNamespace(directory=tmp_path)
+    held.options = SimpleNamespace(directory="given")
+    held.inputs = SimpleNamespace(directory=tmp_path / "stage")
+    (tmp_path / sampling.OWNER_FILE).write_bytes(content)
+    with pytest.raises(
+        InputError, match=r"owner\.json is damaged \(.*: delete it if the directory is that of"
+    ):
+        sampling.Sampler._claim(held)
+    probe = tmp_path / sampling.PROBE_FILE
+    probe.write_bytes(content)
+    with pytest.raises(RunError, match=rf"{probe} is damaged \(.*: delete {tmp_path} and run again"):
+        sampling._read_probe(probe)
+    (tmp_path / sampling.RUN_FILE).write_bytes(content)
+    prefix = cached_property.__get__(sampling.Sampler.__dict__["_prefix"], held, sampling.Sampler)
+    assert re.fullmatch("[0-9a-f]{16}", (tmp_path / sampling.RUN_FILE).read_text())
+    assert re.fullmatch(rf"{sampling.PREFIX}[0-9a-f]{{8}}-v", prefix)
+
+
+def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
+    """And one with a whole probe is not."""
+    saved: list[Path] = []
+    model: Any = SimpleNamespace(logits=lambda ids, mask: np.zeros((*ids.shape, 8)))
+    model.with_params = lambda params: model
+    model.save = lambda path: (path.mkdir(), saved.append(path))
+    held: Any = SimpleNamespace(directory=tmp_path, probe=np.ones(sampling.PROBE, int), _claim=lambda: None)
+    held.inputs, held.options = (
+        SimpleNamespace(model=model),
+        SimpleNamespace(weights="adapter", engine="vllm"),
+    )
+    held._policy = lambda version: stations.Policy("p", tmp_path / "policy-v0", version)
+    probe = tmp_path / "policy-v0" / sampling.PROBE_FILE
+    for content in (None, *DAMAGED):
+        if content is not None:
+            probe.write_bytes(content)
+        for _ in range(2):
+            sampling.Sampler.publish(held, None, 0)
+        assert sampling._read_probe(probe)["logps"].shape == (2, 23)
+    assert len(saved) == 1 + len(DAMAGED)
+
+
+def test_a_probe_with_a_changed_bit_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / sampling.PROBE_FILE
+    logps = np.zeros((sampling.PROBE[0], sampling.PROBE[1] - 1))
+    np.savez(path, ids=np.ones(sampling.PROBE, int), logps=logps, last=np.zeros(9))
+    assert sampling._read_probe(path)["logps"].shape == logps.shape
+    content = path.read_bytes()
+    at = content.index(bytes(100))
+    path.write_bytes(content[:at] + b"\1" + content[at + 1 :])
+    with pytest.raises(RunError, match="is damaged"):
+        sampling._read_probe(path)
+
+
 def test_probes_see_every_tensor(tiny: ModuleType) -> None:
     """The difference that a receipt measures, for each tensor changed by a hundredth."""
     model = tiny.make_model(scale=8)

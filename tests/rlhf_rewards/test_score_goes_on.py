@@ -6,10 +6,12 @@ import errno
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rlhf_rewards.commands import score
+from rlhf_rewards.score import Unfinished
 
 from rlhf_core import load_model, scoring
 from rlhf_core.data import whole_sequences
@@ -152,3 +154,40 @@ def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypat
     score(str(model), rows, output)
     assert len(output.read_text().splitlines()) == 11
     assert os.listdir(output.parent) == ["out.jsonl"]
+
+
+def unfinished(directory):
+    """Make the files of a command that was killed after two parts, and a second one that finds them."""
+    layout = SimpleNamespace(layout=1, snapshot=lambda: {"rows": [1]}, restore=lambda saved: None)
+    killed = Unfinished(directory / "out.jsonl", "same", layout)
+    assert killed.open() == []
+    killed.write('{"score": 1.5}\n{"score": 2.5}\n', ["row 3"])
+    killed.write('{"score": 3.5}\n', [])
+    killed.file.close()
+    return Unfinished(directory / "out.jsonl", "same", layout)
+
+
+@pytest.mark.parametrize("damage", [b"7", b"\xff", b"[" * 9000, b"null"])
+def test_damaged_rows_of_an_interrupted_run_are_an_error_that_names_their_file(damage, tmp_path):
+    again = unfinished(tmp_path)
+    content = again.rows.read_bytes()
+    again.rows.write_bytes(content[:10] + damage + content[10 + len(damage) :])
+    with pytest.raises(InputError, match=r"\.out\.jsonl\.unfinished is damaged: delete it to score all rows"):
+        again.open()
+    again.rows.unlink()
+    anew = Unfinished(again.output, "same", again.scorer)
+    assert (anew.open(), anew.parts) == ([], 0)
+    anew.file.close()
+
+
+@pytest.mark.parametrize("damage", [b'{"parts": 1}', b"[]", b"null", b"\xff", b"[" * 9000, None])
+def test_a_damaged_state_of_an_interrupted_run_begins_anew(damage, tmp_path):
+    again = unfinished(tmp_path)
+    content = again.state.read_bytes()
+    again.state.write_bytes(content.replace(b'"parts": 2', b'"parts": 3') if damage is None else damage)
+    assert (again.open(), again.parts, again.rows.read_bytes()) == ([], 0, b"")
+    again.file.close()
+    whole = unfinished(tmp_path)
+    assert [row["score"] for row in whole.open()] == [1.5, 2.5, 3.5]
+    assert (whole.parts, whole.unread) == (2, ["row 3"])
+    whole.file.close()

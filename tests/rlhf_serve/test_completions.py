@@ -180,6 +180,8 @@ def test_what_ends_a_completion(running: Any) -> None:
     [
         ({}, "prompt: Field required"),
         ({"prompt": "a", "temprature": 1}, "temprature: there is no such field. Did you mean 'temperature'?"),
+        ({"prompt": "a", "int": 1}, "int: there is no such field."),
+        ({"prompt": "a", "list[int]": 1}, "list[int]: there is no such field."),
         ({"prompt": "a", "n": 10**6}, "n: Input should be less than or equal to 1024; it is 1000000"),
         (b'{"prompt": "a", "temperature": NaN}', "the body is not JSON: NaN is no JSON number"),
         (b'{"prompt": "\\ud800"}', "unpaired surrogate"),

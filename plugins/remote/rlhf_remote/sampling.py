@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import shutil
 import time
@@ -21,7 +22,7 @@ import numpy as np
 
 from rlhf_core import InputError, Rollouts, RunError
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.errors import SequenceError, Stopped, warn
+from rlhf_core.errors import UNREADABLE, SequenceError, Stopped, library_words, read_limited, warn
 from rlhf_core.sampling.stop_strings import token_bytes
 from rlhf_core.workers.pool import at_stage_end
 from rlhf_remote.engines import (
@@ -131,8 +132,10 @@ class Sampler:
         own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
         # Of a run that was deleted and begun again, a policy of this version is another one.
         there = policy.path / PROBE_FILE
-        if there.is_file() and np.allclose(np.load(there)["logps"], own, rtol=0, atol=SAME):
-            return policy
+        # One that is damaged is written again, with its policy.
+        with suppress(RunError):
+            if there.is_file() and np.allclose(_read_probe(there)["logps"], own, rtol=0, atol=SAME):
+                return policy
         unfinished = policy.path.with_name(f".{policy.path.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(policy.path, ignore_errors=True)
@@ -361,7 +364,7 @@ class Sampler:
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
             station.engine.load_weights(str(policy.path), policy.name)
-        held, model = np.load(policy.path / PROBE_FILE), self._model(station, policy)
+        held, model = _read_probe(policy.path / PROBE_FILE), self._model(station, policy)
         theirs = np.array([station.engine.logps(model, ids.tolist()) for ids in held["ids"]])
         difference = float(np.abs(theirs - held["logps"]).max())
         self._probes[policy.version] = held["logps"]
@@ -452,7 +455,7 @@ class Sampler:
         file = self.directory / RUN_FILE
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if not file.is_file():
+            if not file.is_file() or re.fullmatch(rb"[0-9a-f]{16}", file.read_bytes()) is None:
                 write_atomic(file, secrets.token_hex(8))
             run = file.read_bytes() + str(self.inputs.directory).encode()
         except OSError as error:
@@ -473,12 +476,31 @@ class Sampler:
             if self.options.directory is None:
                 return
             if not file.is_file():
-                file.write_text(json.dumps({"stage": owner}))
-            other = json.loads(file.read_text())["stage"]
+                write_atomic(file, json.dumps({"stage": owner}))
+            other = json.loads(read_limited(file))["stage"]
         except OSError as error:
             raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
+        except UNREADABLE as error:
+            raise InputError(
+                f"sampler.directory: {file} is damaged ({library_words(error)}): delete it if the directory is that "
+                f"of {owner}, or give another directory"
+            ) from error
         if other != owner:
             raise InputError(
                 f"sampler.directory: {self.directory} has the policies of {other}; give another directory, or delete "
                 f"{OWNER_FILE} in it if that run was moved to {owner}"
             )
+
+
+def _read_probe(path: Path) -> dict[str, np.ndarray]:
+    """Read the probe's ids [2, 24], log-probabilities [2, 23] and last logits. Raises RunError for a damaged file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in ("ids", "logps", "last")}
+        if found["ids"].shape != PROBE or found["logps"].shape != (PROBE[0], PROBE[1] - 1):
+            raise ValueError("its arrays have other shapes")
+    except Exception as error:
+        raise RunError(
+            f"{path} is damaged ({library_words(error)}): delete {path.parent} and run again, to write it again"
+        ) from error
+    return found

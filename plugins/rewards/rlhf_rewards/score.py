@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import numpy as np
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.data.source import Source, mapped
 from rlhf_core.errors import UNREADABLE, InputError, read_limited
-from rlhf_core.runtime.files import attempt, flush, make_directory
+from rlhf_core.runtime.files import attempt, flush, make_directory, seal, unseal
 from rlhf_core.runtime.terminal import number
 
 if TYPE_CHECKING:
@@ -69,16 +70,23 @@ class Unfinished:
         self.parts = 0
         self.unread: list[str] = []
         self.file: Any = None
+        self.digest = hashlib.sha256()
 
     def open(self) -> list[dict[str, Any]]:
-        """Return the rows already written, of `parts` parts; start over unless they have the same identity."""
+        """Return the rows already written, of `parts` parts; start over unless they have the same identity.
+
+        Raises InputError where the rows are not those that were written.
+        """
         written = b""
         with suppress(*UNREADABLE):
-            state = json.loads(read_limited(self.state))
+            state = unseal(read_limited(self.state))
             if state["identity"] == self.identity and self.rows.stat().st_size >= state["bytes"]:
                 written = self.rows.read_bytes()[: state["bytes"]]
                 self.scorer.restore(state["layout"])
                 self.parts, self.unread = state["parts"], state["unread"]
+                self.digest = hashlib.sha256(written)
+                if self.digest.hexdigest() != state["sha256"]:
+                    raise InputError(f"{self.rows} is damaged: delete it to score all rows again")
 
         def open_rows() -> None:
             make_directory(self.target.parent)
@@ -94,13 +102,15 @@ class Unfinished:
 
     def write(self, text: str, unread: Sequence[str]) -> None:
         """Add a part; flush its rows to disk before the state that counts them."""
+        content = text.encode()
 
         def append() -> None:
-            self.file.write(text.encode())
+            self.file.write(content)
             self.file.flush()
             os.fsync(self.file.fileno())
 
         self._attempt(append)
+        self.digest.update(content)
         self.parts += 1
         self.unread += unread
         if self.scorer.layout is None:  # no row could be scored so far
@@ -109,10 +119,11 @@ class Unfinished:
             "identity": self.identity,
             "parts": self.parts,
             "bytes": self.file.tell(),
+            "sha256": self.digest.hexdigest(),
             "unread": self.unread,
             "layout": self.scorer.snapshot(),
         }
-        write_atomic(self.state, json.dumps(state))
+        write_atomic(self.state, seal(state))
 
     def finish(self) -> None:
         """Put the rows in the output's place."""

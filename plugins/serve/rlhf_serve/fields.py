@@ -232,9 +232,14 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
         fits, _ = best[each["loc"][:1]]
         if _fit(each) != best[each["loc"][:1]] and not (fits and _fit(each)[0]):
             continue
-        path = [str(part) for part in each["loc"] if not (isinstance(part, str) and _is_branch(part))]
+        unknown = each["type"] == "extra_forbidden"
+        # A field that the client made up may look like a branch, and is none.
+        within = each["loc"][:-1] if unknown else each["loc"]
+        path = [str(part) for part in within if not (isinstance(part, str) and _is_branch(part))]
+        if unknown:
+            path.append(str(each["loc"][-1]))
         name = ".".join(path) or "the body"
-        if each["type"] == "extra_forbidden":
+        if unknown:
             line = f"there is no such field.{suggest(path[-1], kind.model_fields)}"
         else:
             line = str(each["msg"])
