@@ -110,8 +110,10 @@ def copy_artifact(artifact: Artifact, path: Path) -> None:
         if not file.is_file():
             return
         config = json.loads(file.read_bytes())
-        base = artifact.path / (config["base_model_name_or_path"] or "")
-        if (base / MANIFEST).is_file() and base != artifact.path:  # relative to the artifact
+        name = config["base_model_name_or_path"] or ""
+        base = artifact.path / name
+        # A base of the same run is named relative to the artifact.
+        if name and not Path(name).is_absolute() and (base / MANIFEST).is_file():
             file.write_text(json.dumps({**config, "base_model_name_or_path": str(base.resolve())}, indent=2))
 
     attempt(copy, path.name, path)

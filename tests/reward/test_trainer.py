@@ -161,6 +161,14 @@ def test_nothing_is_evaluated_or_saved_before_training(tmp_path):
         RewardTrainer().save_model(tmp_path / "copy")
 
 
+def test_a_model_is_not_called_and_arguments_of_other_libraries_are_named(tiny):
+    for head, method in (("lm", "logits"), ("score", "scores")):
+        with pytest.raises(InputError, match=rf"model\.{method}\(input_ids, attention_mask\)"):
+            tiny.make_model(head)(input_ids=[[1]])
+    with pytest.raises(InputError, match=r'num_labels: unknown argument; head="score"'):
+        load_model("model", num_labels=1)
+
+
 def test_config_round_trips():
     config = RewardConfig(
         max_sequence_length=2048,
