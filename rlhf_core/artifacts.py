@@ -96,6 +96,29 @@ def save_model(
     return artifact
 
 
+def copy_artifact(artifact: Artifact, path: Path) -> None:
+    """Copy an artifact to `path`, a new or empty directory; adapters keep the base that they name.
+
+    Raises InputError where `path` is a file, or holds something.
+    """
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise InputError(f"{path} exists and is not an empty directory: give a new one")
+    file = path / ADAPTER_CONFIG
+
+    def copy() -> None:
+        shutil.copytree(artifact.path, path, dirs_exist_ok=True)
+        if not file.is_file():
+            return
+        config = json.loads(file.read_bytes())
+        name = config["base_model_name_or_path"] or ""
+        base = artifact.path / name
+        # A base of the same run is named relative to the artifact.
+        if name and not Path(name).is_absolute() and (base / MANIFEST).is_file():
+            file.write_text(json.dumps({**config, "base_model_name_or_path": str(base.resolve())}, indent=2))
+
+    attempt(copy, path.name, path)
+
+
 def _make_base_relative(directory: Path, run: Path) -> str | None:
     """Name the base of an adapter in `directory` relative to it where a stage of the same run made the base.
 

@@ -43,6 +43,15 @@ if TYPE_CHECKING:
 NO_REWARD_HEAD = "is a language model, without a reward head: rlhf train reward makes a reward model of it"
 
 
+def _unknown_argument(name: str) -> str:
+    """Say that `load_model` has no such argument, and what it has for the same purpose."""
+    hint = 'head="score" makes a reward model' if name == "num_labels" else f"it takes {_ARGUMENTS}"
+    return f"load_model: {name}: unknown argument; {hint}"
+
+
+_ARGUMENTS = "head, adapter, mesh, seed, registry, dtype, fresh_head, verify, revision and quantized"
+
+
 def load_model(
     path: str | Path,
     head: Head = "lm",
@@ -56,6 +65,7 @@ def load_model(
     verify: bool = True,
     revision: str | None = None,
     quantized: Quantization | Literal["none"] | None = None,
+    **unknown: Any,
 ) -> Model:
     """Load a model from a Hugging Face directory, a hub name, or a PEFT adapter, which names its base model.
 
@@ -72,6 +82,8 @@ def load_model(
         as adapters say that they were trained.
     Parameters are float32, whatever their dtype in the files. InputError names the file, field or tensor at fault.
     """
+    if unknown:
+        raise InputError(*(_unknown_argument(name) for name in unknown))
     directory, adapter_directory, base = model_directories(path, adapter, revision)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     if verify:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,13 @@ class Model:
             )
         scores: jax.Array = _scores(self.definition, self.params, *self._put(input_ids, attention_mask))
         return scores
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InputError: a model computes either logits or scores."""
+        method = "logits" if self.definition.head == "lm" else "scores"
+        raise InputError(
+            f"a model is not called: model.{method}(input_ids, attention_mask) computes its {method}"
+        )
 
     def _put(self, *arrays: Any) -> list[jax.Array]:
         """Shard rows over the mesh where their number allows it; else replicate them."""

@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+import jax
 from jax.sharding import AbstractMesh
 
+from rlhf_core.artifacts import copy_artifact
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import ATTENTION, Forecast, Trainer
@@ -259,8 +262,6 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
 
 
 ELSEWHERE = {
-    "evaluate": "train() evaluates at its end where there is an eval_dataset: train().metrics has the eval_ metrics",
-    "save_model": "train() saves the model, in train().artifact.path; elsewhere: load_model(path).save(DIR)",
     "predict": "load_model(path) has logits and scores of a batch; rlhf score and rlhf generate take files",
     "push_to_hub": "rlhf export MODEL --push OWNER/NAME, with train().artifact.path as MODEL",
 }
@@ -283,10 +284,40 @@ class PythonTrainer:
         Raises InputError for an unknown argument, TypeError for a config of another class.
         """
         self.config, self.inputs = trainer_arguments(self.config_class, config, inputs)
+        self._result: Result | None = None
 
     def train(self) -> Result:
         """Train; return the artifact and the metrics of the model that was saved."""
-        return run_alone(self.trainer, self.config, **self.inputs)
+        self._result = run_alone(self.trainer, self.config, **self.inputs)
+        return self._result
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of `eval_dataset` for the model that `train()` saved, `eval_loss` and others.
+
+        Raises InputError before `train()`, and where nothing was evaluated.
+        """
+        metrics = self._trained("evaluate").metrics
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        if not evaluation:
+            raise InputError(
+                f"{type(self).__name__}.evaluate: train() evaluated nothing: give the trainer an eval_dataset"
+            )
+        return evaluation
+
+    def save_model(self, path: str | Path) -> None:
+        """Copy the model that `train()` saved to `path`, a new or empty directory.
+
+        Raises InputError before `train()`, and where `path` holds something else.
+        """
+        artifact = self._trained("save_model").artifact
+        if jax.process_index() == 0:
+            copy_artifact(artifact, Path(path))
+
+    def _trained(self, method: str) -> Result:
+        """Return the result of `train()`; raise InputError before it."""
+        if self._result is None:
+            raise InputError(f"{type(self).__name__}.{method}: nothing is trained yet: call train() first")
+        return self._result
 
     def __getattr__(self, name: str) -> Any:
         if name in ELSEWHERE:

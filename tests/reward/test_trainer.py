@@ -30,12 +30,13 @@ def language_model(tiny, tmp_path_factory):
 
 def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path, recwarn):
     config = RewardConfig(**BASE, save_directory=tmp_path, evaluation_steps=2)
-    result = RewardTrainer(
+    trainer = RewardTrainer(
         config,
         model=str(language_model),
         train_dataset=tiny.pairs(11),
         eval_dataset=tiny.pairs(5, seed=1),
-    ).train()
+    )
+    result = trainer.train()
     assert not [each for each in recwarn if "head" in str(each.message)]  # training is what gives it one
     assert (result.artifact.name, result.artifact.kind) == ("model", "reward_model")
     assert result.artifact.path == tmp_path / "artifacts" / "model"
@@ -62,6 +63,11 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path, recw
     assert result.metrics["eval_accuracy"] == pytest.approx(accuracy)
     evaluation = {k.removeprefix("eval_"): v for k, v in result.metrics.items() if k.startswith("eval_")}
     assert contract["evaluation"] == evaluation
+    assert trainer.evaluate() == {f"eval_{name}": value for name, value in evaluation.items()}
+    trainer.save_model(tmp_path / "copy")
+    assert artifacts.open_artifact(tmp_path / "copy").metadata["contract"] == contract
+    with pytest.raises(InputError, match="copy exists and is not an empty directory"):
+        trainer.save_model(tmp_path / "copy")
 
 
 def as_records(rows):
@@ -73,12 +79,15 @@ def as_records(rows):
 def test_other_spellings_and_objects(tiny, tmp_path):
     model = tiny.make_model("score", scale=4.0)
     before = tiny.leaves(model.params)
-    result = RewardTrainer(
+    trainer = RewardTrainer(
         arguments=RewardConfig(**BASE, save_directory=tmp_path),
         model=model,
         train_dataset=tiny.pairs(8),
         processing_class=tiny.make_tokenizer(),
-    ).train()
+    )
+    result = trainer.train()
+    with pytest.raises(InputError, match=r"RewardTrainer\.evaluate: .* give the trainer an eval_dataset"):
+        trainer.evaluate()
     after = tiny.leaves(load_model(result.artifact.path, "score").params)
     assert not np.array_equal(after["score.kernel"], before["score.kernel"])
     for name, leaf in tiny.leaves(model.params).items():  # the caller's model is whole
@@ -139,10 +148,25 @@ def test_a_mesh_that_would_be_ignored_is_an_error(tiny):
         GRPOTrainer(model=tiny.make_model(), rewards=["length", model], train_dataset=tiny.prompts(4))
 
 
-@pytest.mark.parametrize("name", ["evaluate", "save_model", "predict", "push_to_hub"])
+@pytest.mark.parametrize("name", ["predict", "push_to_hub"])
 def test_methods_of_other_libraries_name_what_to_call(name):
     with pytest.raises(AttributeError, match=rf"RewardTrainer\.{name}: .*(train\(\)|load_model)"):
         getattr(RewardTrainer(), name)
+
+
+def test_nothing_is_evaluated_or_saved_before_training(tmp_path):
+    with pytest.raises(InputError, match=r"RewardTrainer\.evaluate: .* call train\(\) first"):
+        RewardTrainer().evaluate()
+    with pytest.raises(InputError, match=r"RewardTrainer\.save_model: .* call train\(\) first"):
+        RewardTrainer().save_model(tmp_path / "copy")
+
+
+def test_a_model_is_not_called_and_arguments_of_other_libraries_are_named(tiny):
+    for head, method in (("lm", "logits"), ("score", "scores")):
+        with pytest.raises(InputError, match=rf"model\.{method}\(input_ids, attention_mask\)"):
+            tiny.make_model(head)(input_ids=[[1]])
+    with pytest.raises(InputError, match=r'num_labels: unknown argument; head="score"'):
+        load_model("model", num_labels=1)
 
 
 def test_config_round_trips():

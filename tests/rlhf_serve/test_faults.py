@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 import uvicorn
-from rlhf_serve import app, connections
+from rlhf_serve import app, commands, connections
 from rlhf_serve import running as closing
 from rlhf_serve.answers import Call, Target
 from rlhf_serve.engine import Engine
@@ -373,3 +374,14 @@ def test_a_server_that_is_told_to_stop(directory: Path) -> None:
     assert server.returncode == 0, said
     assert "abort" in {choice["finish_reason"] for choice in whole[1].json()["choices"]}
     assert "1 was cut off" in said
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("2.5", 2.5), ("30s", 30.0), ("1m30s", 90.0)])
+def test_the_time_to_drain_is_seconds_or_a_duration(text, seconds):
+    assert commands._drain_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["-5", "soon", "nan", ""])
+def test_a_time_to_drain_that_is_none_is_refused(text):
+    with pytest.raises(typer.BadParameter, match="expected seconds or a duration"):
+        commands._drain_seconds(text)

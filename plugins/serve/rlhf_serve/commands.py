@@ -10,6 +10,17 @@ import typer
 from rlhf_core.runtime.flags import Plugins, Quantize
 
 
+def _drain_seconds(text: str) -> float:
+    """Parse the value of --drain-seconds."""
+    from rlhf_core.config.durations import to_seconds
+
+    number = text.replace(".", "", 1).isdecimal()
+    try:
+        return float(text if number else to_seconds(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--drain-seconds") from error
+
+
 def serve(
     models: Annotated[
         list[str],
@@ -61,9 +72,13 @@ def serve(
         typer.Option("--max-adapters", min=1, help="Adapters of a policy; each holds a copy of its weights."),
     ] = 16,
     drain_seconds: Annotated[
-        float,
-        typer.Option("--drain-seconds", min=0, help="How long requests may take to end after SIGTERM."),
-    ] = 30.0,
+        str,
+        typer.Option(
+            "--drain-seconds",
+            metavar="X",
+            help="How long requests may take to end after SIGTERM: seconds, or a duration such as 2m.",
+        ),
+    ] = "30",
     plugin: Plugins = None,
 ) -> None:
     """Serve models over HTTP. Policies complete prompts and chats, reward models score, as OpenAI's and vLLM's do."""
@@ -81,7 +96,7 @@ def serve(
             control=control,
             adapters=adapters,
             most_adapters=max_adapters,
-            drain_seconds=drain_seconds,
+            drain_seconds=_drain_seconds(drain_seconds),
             plugins=tuple(plugin or ()),
             chat_template=chat_template,
             quantize=quantize,
