@@ -194,7 +194,7 @@ def test_unread_margins_are_reported(tiny, tmp_path):
     rows = [
         {**row, "margin": margin} for row, margin in zip(rows, [0, 1.5, None, -2, 0, 0, 0, 0], strict=True)
     ]
-    told = r"stage 'dpo'\.train_data: 8 pairs: 8 kept, 2 whose margin is ignored \(dataset rows 2, 4\)"
+    told = r"stage 'dpo'\.train_data: 8 pairs: 8 kept, 2 whose margin is ignored \(first dataset row 2\)"
     with pytest.warns(UserWarning, match=told):
         with_margins = DPOTrainer(
             config.replace(save_directory=tmp_path / "b"),
