@@ -155,21 +155,22 @@ def schedule(
     constant; linear and cosine, which fall to `end` (default 0) at `total`; wsd, which is constant and falls linearly
     to `end` over the last tenth.
     """
+    begins, ends = float(warmup), float(total)  # an integer may be more than the int32 of a step
     if name == "constant":
-        return partial(_constant_rate, learning_rate, warmup)
-    return partial(_falling_rate, name, learning_rate, 0.0 if end is None else end, warmup, total)
+        return partial(_constant_rate, learning_rate, begins)
+    return partial(_falling_rate, name, learning_rate, 0.0 if end is None else end, begins, ends)
 
 
-def _constant_rate(learning_rate: float, warmup: int, step: Any) -> Any:
+def _constant_rate(learning_rate: float, warmup: float, step: Any) -> Any:
     return learning_rate * _rise(warmup, step) * jnp.ones(jnp.shape(step))
 
 
-def _falling_rate(name: str, learning_rate: float, end: float, warmup: int, total: int, step: Any) -> Any:
-    at = jnp.clip((step - warmup) / max(total - warmup, 1), 0.0, 1.0)
+def _falling_rate(name: str, learning_rate: float, end: float, warmup: float, total: float, step: Any) -> Any:
+    at = jnp.clip((step - warmup) / max(total - warmup, 1.0), 0.0, 1.0)
     return _rise(warmup, step) * (end + (learning_rate - end) * _SHAPES[name](at))
 
 
-def _rise(warmup: int, step: Any) -> Any:
+def _rise(warmup: float, step: Any) -> Any:
     # Update 0 must already train: in a warmup of n updates it has 1/n of the rate.
     return jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
 

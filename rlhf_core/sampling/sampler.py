@@ -81,7 +81,9 @@ class SamplingOptions(Options):
         description="logits of the prompt's and the completion's tokens are divided by it where positive, "
         "multiplied where negative; 1: off",
     )
-    max_completion_length: int = Field(default=256, ge=1, description="tokens, the stop token included")
+    max_completion_length: int = Field(
+        default=256, ge=1, le=2**31 - 1, description="tokens, the stop token included"
+    )
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="strings that end a completion, after the token that completes one"
     )

@@ -178,3 +178,11 @@ def test_gradients_are_clipped_by_their_global_norm(limit: float | None) -> None
     scale = 1.0 if limit is None else min(1.0, limit / norm)
     for name, gradient in flat(given[0]).items():
         np.testing.assert_allclose(found[name], before[name] - RATE * scale * gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [2**31 - 1, 2**31, 2**63])
+def test_a_warmup_longer_than_any_run_has_a_rate(name: str, warmup: int) -> None:
+    """Steps are int32, and neither the warmup nor the run need be."""
+    rate = optimizers.schedule(name, 1.0, 2 * warmup, warmup=warmup)
+    assert float(jax.jit(rate)(np.int32(9))) == pytest.approx(10 / warmup)

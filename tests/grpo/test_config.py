@@ -47,3 +47,11 @@ def test_evaluation_samples_as_training_does_but_for_what_it_says():
         GRPOConfig(evaluation={"sampling": {"temprature": 0.5}})
     with pytest.raises(InputError, match=r"evaluation.sampling.temperature=0 gives 4 identical completions"):
         GRPOConfig(evaluation={"num_generations": 4, "sampling": {"temperature": 0.0}})
+
+
+def test_completions_have_at_most_as_many_tokens_as_an_int32_counts():
+    assert GRPOConfig(max_completion_length=2**31 - 1).sampling.max_completion_length == 2**31 - 1
+    with pytest.raises(
+        InputError, match=r"max_completion_length.*: expected a number of at most 2,147,483,647, got"
+    ):
+        GRPOConfig(max_completion_length=2**31)
