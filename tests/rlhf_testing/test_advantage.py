@@ -140,3 +140,22 @@ def test_the_kit_s_number_of_functions_is_said(failures: Any) -> None:
     said = failures(check_advantage, OfTheThird)["output"]
     assert "IndexError" in said
     assert "the kit gives 2 reward functions" in said
+
+
+def test_rewards_of_a_range_and_what_was_given_are_shown(failures: Any) -> None:
+    """An advantage of logarithms is made for rewards that are not negative."""
+
+    def of_logarithms(inputs: AdvantageInputs) -> Any:
+        scored = np.isfinite(inputs.rewards)
+        level = np.log1p(np.where(scored, inputs.rewards, 0.0))
+        mean = np.where(scored, level, 0.0).sum(1, keepdims=True) / np.maximum(
+            scored.sum(1, keepdims=True), 1
+        )
+        return np.where(scored, level - mean, 0.0).astype(np.float32)
+
+    with np.errstate(invalid="ignore"):
+        found = failures(check_advantage, of_logarithms)
+    assert "values are not finite" in found["finite"]
+    assert "; inputs: rewards=[[" in found["finite"]
+    assert "-2.0" in found["finite"]
+    assert failures(check_advantage, of_logarithms, values=(0.0, 5.0)) == {}

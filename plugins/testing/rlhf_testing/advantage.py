@@ -27,10 +27,11 @@ FUNCTIONS = 2
 REWARDS = ((0.1, 0.9, 0.4, 0.6), (1.0, 1.0, 0.0, 0.5), (-2.0, 0.3, 0.2, 1.5))
 
 
-def check_advantage(advantage: Any) -> None:
+def check_advantage(advantage: Any, *, values: tuple[float, float] | None = None) -> None:
     """Raise AssertionError that lists every property that `advantage` breaks.
 
     advantage: the registered frozen dataclass or function, or an object of it with other options.
+    values: the least and the largest reward that it is made for, such as (0.0, 1.0); None: any number.
 
     component: it can be registered.
     hash: objects with equal options are equal.
@@ -46,10 +47,11 @@ def check_advantage(advantage: Any) -> None:
     findings = Findings("advantage", advantage)
     advantage = make_component(findings, ADVANTAGE, advantage)
     check_hash(findings, advantage)
-    base = example(REWARDS)
-    with findings.property("output"):
+    table = _within(REWARDS, values)
+    base = example(table)
+    with findings.property("output", base):
         try:
-            out = advantage(example(REWARDS))
+            out = advantage(example(table))
         except (IndexError, ValueError, TypeError) as error:
             raise Broken(
                 f"{error_line(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
@@ -67,32 +69,33 @@ def check_advantage(advantage: Any) -> None:
     findings.stop_if_broken()
     if by_token:
         out, advantage = _mean_over_tokens(out, base.lengths), _by_completion(advantage)
-    for name, rewards in cases().items():
-        with findings.property("finite"):
-            require_finite(advantage(example(rewards)), name)
-    with findings.property("unscored"):
-        rewards = np.array(cases()["completions that were not scored"])
-        values = np.asarray(advantage(example(rewards)))
-        wrong = np.isnan(rewards) & np.isfinite(values) & (values != 0)
+    rewards = {name: _within(each, values) for name, each in cases().items()}
+    for name, each in rewards.items():
+        with findings.property("finite", example(each)):
+            require_finite(advantage(example(each)), name)
+    missing = rewards["completions that were not scored"]
+    with findings.property("unscored", example(missing)):
+        found = np.asarray(advantage(example(missing)))
+        wrong = np.isnan(missing) & np.isfinite(found) & (found != 0)
         if wrong.any():
             raise Broken(
-                f"{wrong.sum()} completions with reward NaN have an advantage, the first {values[wrong][0]:.3g}; "
+                f"{wrong.sum()} completions with reward NaN have an advantage, the first {found[wrong][0]:.3g}; "
                 "return 0, so that nothing is learned from them"
             )
-    _orders(findings, advantage, np.asarray(out))
-    with findings.property("direction"):
-        _direction(np.asarray(out))
-    with findings.property("arrays"):
+    _orders(findings, advantage, np.asarray(out), table)
+    with findings.property("direction", base):
+        _direction(np.asarray(out), table)
+    with findings.property("arrays", base):
         rewards, by_function, weights, lengths = (jnp.asarray(x) for x in base[:4])
         on_device = AdvantageInputs(rewards, by_function, weights, lengths, base.labels, base.columns)
         require_close(advantage(on_device), out, "of jax arrays in place of NumPy's", rtol=1e-4)
     with findings.property("inputs"):
-        given = example(REWARDS)
+        given = example(table)
         advantage(given)
         for name, before, after in zip(AdvantageInputs._fields[:4], base[:4], given[:4], strict=True):
             require_close(after, before, f"inputs.{name} is changed by the call; copy it first", rtol=0.0)
     with findings.property("repeatable"):
-        require_close(advantage(example(REWARDS)), out, "called again with the same inputs", rtol=0.0)
+        require_close(advantage(example(table)), out, "called again with the same inputs", rtol=0.0)
     findings.end()
 
 
@@ -136,14 +139,26 @@ def cases() -> dict[str, Any]:
     }
 
 
-def _orders(findings: Findings, advantage: Any, out: NDArray[Any]) -> None:
-    with findings.property("order"):
+def _within(rewards: Any, values: tuple[float, float] | None) -> NDArray[np.float64]:
+    """Stretch a table of rewards to a range, its order kept; NaN stays."""
+    table = np.array(rewards, float)
+    if values is None:
+        return table
+    least, largest = values
+    low, high = np.nanmin(table), np.nanmax(table)
+    share = (table - low) / (high - low)
+    stretched: NDArray[np.float64] = least + share * (largest - least)
+    return stretched
+
+
+def _orders(findings: Findings, advantage: Any, out: NDArray[Any], table: NDArray[np.float64]) -> None:
+    with findings.property("order", example(table)):
         moves: dict[str, Callable[[Any], Any]] = {
             "prompts": lambda x: x[::-1],
             "samples": lambda x: x[:, [2, 0, 3, 1]],
         }
         for what, move in moves.items():
-            base = example(REWARDS)
+            base = example(table)
             moved = AdvantageInputs(
                 move(base.rewards),
                 move(base.rewards_by_function),
@@ -155,8 +170,7 @@ def _orders(findings: Findings, advantage: Any, out: NDArray[Any]) -> None:
             require_close(advantage(moved), move(out), f"with the {what} in another order", rtol=1e-4)
 
 
-def _direction(out: NDArray[Any]) -> None:
-    rewards = np.array(REWARDS)
+def _direction(out: NDArray[Any], rewards: NDArray[np.float64]) -> None:
     higher = rewards[:, :, None] > rewards[:, None, :]
     rise = (out[:, :, None] - out[:, None, :])[higher]
     if (rise < -1e-6).any():

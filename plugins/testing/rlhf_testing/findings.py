@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +19,8 @@ from rlhf_core.hidden import hide_named, scrub
 from rlhf_core.plugins.component import make_entry, qualified_name
 
 KITS = str(Path(__file__).parent)
+LONGEST_INPUT = 160
+"""Characters of an input's value in a message."""
 
 
 class Broken(AssertionError):
@@ -33,16 +36,19 @@ class Findings:
         self.failures: dict[str, str] = {}
 
     @contextmanager
-    def property(self, name: str) -> Iterator[None]:
-        """Record any exception inside the block as a failure of this property."""
+    def property(self, name: str, inputs: Any = None) -> Iterator[None]:
+        """Record any exception inside the block as a failure of this property.
+
+        inputs: what the component was called with, a struct, mapping or rows, which the message shows.
+        """
         if name not in self.tried:
             self.tried.append(name)
         try:
             yield
-        except Broken as broken:
-            self.failures.setdefault(name, str(broken))
         except Exception as error:
-            self.failures.setdefault(name, error_line(error, KITS))
+            message = str(error) if isinstance(error, Broken) else error_line(error, KITS)
+            given = "" if inputs is None else f"; inputs: {shown_inputs(inputs)}"
+            self.failures.setdefault(name, message + given)
 
     def stop_if_broken(self) -> None:
         """Raise now if there are failures: further checks would depend on them."""
@@ -58,6 +64,24 @@ class Findings:
         count = f"{len(self.failures)} of the {len(self.tried)} properties checked{rest}"
         lines = "\n".join(f"  {name}: {message}" for name, message in self.failures.items())
         raise AssertionError(scrub(f"{self.kind} {self.what} breaks {count}:\n{lines}"))
+
+
+def shown_inputs(inputs: Any) -> str:
+    """Write inputs in one line that can be typed again, but for what is long."""
+    if dataclasses.is_dataclass(inputs):
+        inputs = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    elif hasattr(inputs, "_asdict"):
+        inputs = inputs._asdict()
+    if not isinstance(inputs, Mapping):
+        return _shown_value(inputs)
+    return ", ".join(f"{name}={_shown_value(value)}" for name, value in inputs.items() if not callable(value))
+
+
+def _shown_value(value: Any) -> str:
+    if isinstance(value, np.ndarray | jax.Array):
+        value = np.round(np.asarray(value), 4).tolist()
+    text = repr(value)
+    return text if len(text) <= LONGEST_INPUT else f"{text[:LONGEST_INPUT]}…"
 
 
 def component_name(thing: Any) -> str:

@@ -49,7 +49,7 @@ def check_pairwise_loss(loss: Any) -> None:
     loss = make_component(findings, PAIRWISE_LOSS, loss)
     check_hash(findings, loss)
     base = _pairs(CHOSEN, REJECTED, MARGIN)
-    with findings.property("output"):
+    with findings.property("output", base):
         require_output(loss(base), base.chosen.shape, "pair")
     findings.stop_if_broken()
     check_outputs(findings, loss, base, np.ones(base.chosen.shape, bool), "pair")
@@ -63,13 +63,13 @@ def check_pairwise_loss(loss: Any) -> None:
     }
     for name, inputs in cases.items():
         value, *slopes = run(inputs)
-        with findings.property("finite value"):
+        with findings.property("finite value", inputs):
             require_finite(value, name)
-        with findings.property("finite gradient"):
+        with findings.property("finite gradient", inputs):
             require_finite(np.stack(slopes), name)
     with findings.property("pairs"):
         _independent(run, base)
-    with findings.property("direction"):
+    with findings.property("direction", cases["equal scores"]):
         _, of_chosen, of_rejected = run(cases["equal scores"])
         if not (of_chosen < 0).all() or not (of_rejected > 0).all():
             raise Broken(

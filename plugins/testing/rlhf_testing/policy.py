@@ -58,7 +58,7 @@ def check_policy_loss(loss: Any) -> None:
             POLICY_LOSS.attribute(loss, name)
     check_hash(findings, loss)
     base = example()
-    with findings.property("output"):
+    with findings.property("output", base):
         require_output(loss(base), base.mask.shape, "token")
     findings.stop_if_broken()
     check_outputs(findings, loss, base, _used(base), "token")
@@ -66,12 +66,12 @@ def check_policy_loss(loss: Any) -> None:
     value, gradient = run(base)
     for name, inputs in cases(base).items():
         at, slope = run(inputs)
-        with findings.property("finite value"):
+        with findings.property("finite value", inputs):
             require_finite(at[_used(inputs)], name)
-        with findings.property("finite gradient"):
+        with findings.property("finite gradient", inputs):
             require_finite(slope[_used(inputs)], name)
     _layouts(findings, run, base, value, gradient)
-    with findings.property("direction"):
+    with findings.property("direction", base):
         _direction(run(dataclasses.replace(base, old_logps=base.logps))[1], base)
     for absent in ("ref_logps", "entropies", "rewards"):
         with findings.property("optional inputs"):

@@ -55,10 +55,10 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
         _require_check(reward, rows)
     findings.stop_if_broken()
     with _ready(reward):
-        with findings.property("values"):
+        with findings.property("values", rows):
             base = scores(reward, rows)
         findings.stop_if_broken()
-        with findings.property("order"):
+        with findings.property("order", rows):
             turned = _groups(rows, group)[::-1]
             expected = np.concatenate(_groups(base, group)[::-1])
             require_close(
@@ -67,7 +67,7 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
                 "with the rows in another order",
                 rtol=1e-4,
             )
-        with findings.property("split"):
+        with findings.property("split", rows):
             alone = [scores(reward, part) for part in _groups(rows, group)]
             what = "with each completion alone" if group == 1 else f"with each {group} completions alone"
             require_close(np.concatenate(alone), base, what, rtol=1e-4)
@@ -84,7 +84,7 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
             )
             if changed:
                 raise Broken(f"the call changes {', '.join(changed)}; copy what you change")
-        with findings.property("repeatable"):
+        with findings.property("repeatable", rows):
             require_close(scores(reward, rows), base, "called again with the same completions", rtol=0.0)
     findings.end()
 
