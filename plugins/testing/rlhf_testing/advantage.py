@@ -69,11 +69,11 @@ def check_advantage(advantage: Any, *, values: tuple[float, float] | None = None
     findings.stop_if_broken()
     if by_token:
         out, advantage = _mean_over_tokens(out, base.lengths), _by_completion(advantage)
-    rewards = {name: _within(each, values) for name, each in cases().items()}
-    for name, each in rewards.items():
+    tables = {name: _within(each, values) for name, each in cases().items()}
+    for name, each in tables.items():
         with findings.property("finite", example(each)):
             require_finite(advantage(example(each)), name)
-    missing = rewards["completions that were not scored"]
+    missing = tables["completions that were not scored"]
     with findings.property("unscored", example(missing)):
         found = np.asarray(advantage(example(missing)))
         wrong = np.isnan(missing) & np.isfinite(found) & (found != 0)
