@@ -18,6 +18,8 @@ from tests.shared import packages
 
 LIST = "from rlhf_core.cli import main; import sys; sys.argv = ['rlhf', 'plugins', '--json']; main()"
 EXAMPLES = ("rlhf-spo",)
+SEVERAL = "several"
+"""The directory of a package with two components."""
 
 
 def name_of(kind: str) -> str:
@@ -29,7 +31,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a new package of every kind into one directory."""
     directory = tmp_path_factory.mktemp("new")
     for kind in new.KINDS:
-        new.write(kind, name_of(kind), directory / kind, empty_host().registry)
+        new.write([(kind, name_of(kind))], directory / kind, empty_host().registry)
+    new.write([("reward", "tidy"), ("advantage", "level")], directory / SEVERAL, empty_host().registry)
     return directory
 
 
@@ -57,13 +60,18 @@ def test_a_scaffolded_component_is_listed(kind: str, listed: Mapping[str, Any]) 
 
 
 @pytest.mark.long
+def test_several_scaffolded_components_are_listed(listed: Mapping[str, Any]) -> None:
+    assert listed["tidy"]["components"] == {"reward": ["tidy"], "advantage": ["level"]}
+
+
+@pytest.mark.long
 def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
     assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
 
 
 @pytest.mark.long
 def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> None:
-    tests = [sources / kind / "tests" for kind in new.KINDS]
+    tests = [sources / kind / "tests" for kind in [*new.KINDS, SEVERAL]]
     tests += [repository / "examples/plugins" / name / "tests" for name in EXAMPLES]
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir")
     said = packages.python(installed, *options, str(sources), *map(str, tests), JAX_NUM_CPU_DEVICES="8")
@@ -112,6 +120,13 @@ def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "empty").mkdir()
     assert rlhf("new", "reward", "short", "--dir", "empty").code == 0
     assert (tmp_path / "empty/pyproject.toml").is_file()
+    done = rlhf("new", "reward", "tidy", "advantage", "level")
+    assert "the advantage 'level' is in rlhf-tidy/src/rlhf_tidy/level.py" in done.out
+    assert {path.name for path in (tmp_path / "rlhf-tidy/tests").iterdir()} == {
+        "test_tidy.py",
+        "test_level.py",
+    }
+    assert "the reward `tidy` and the advantage `level`" in (tmp_path / "rlhf-tidy/README.md").read_text()
 
 
 MISTAKES = {
@@ -123,6 +138,8 @@ MISTAKES = {
         "policy-loss",
         "Steady Loss",
     ): "rlhf new: 'Steady Loss' cannot be a name: use lower-case letters",
+    ("reward", "short", "advantage"): "rlhf new: 'advantage' has no name after it: write KIND NAME for each",
+    ("reward", "short", "advantage", "short"): "rlhf new: two components are called 'short'",
     ("reward", "2fast"): "starting with a letter, such as my-loss",
     ("reward", "class"): "rlhf new: 'class' is a keyword of Python; choose another",
     (
@@ -135,7 +152,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("given", MISTAKES)
-def test_mistakes(given: tuple[str, str], rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(given: tuple[str, ...], rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rlhf-full").mkdir()
     (tmp_path / "rlhf-full/notes").touch()

@@ -1,4 +1,4 @@
-"""`rlhf new`: write a package for a component, a small example that installs and passes its tests.
+"""`rlhf new`: write a package for components, small examples that install and pass their tests.
 
 Each kind has a folder of templates with placeholders such as `{{name}}`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -45,43 +45,95 @@ NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Written:
-    """A new package: its directory, the file with the component, its kind on the command line, and its name."""
+    """A new package: its directory, and of each component "the reward 'concise'" and the file that it is in."""
 
     directory: Path
-    module: Path
-    kind: str
-    name: str
+    components: Mapping[str, Path]
 
 
-def write(kind: str, name: str, directory: Path | None, registry: Registry) -> Written:
-    """Write the package rlhf-NAME for a component of that kind into `directory`, by default ./rlhf-NAME.
+def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Registry) -> Written:
+    """Write a package for components into `directory`, by default ./rlhf-NAME, of the first one's name.
 
+    asked: (kind, name) of each component. One alone is the package's `__init__.py`; several are modules of it.
     registry: the installed plugins' names, which are taken. Raises InputError, with every problem, for an unknown
     kind, a name that a package, class or component cannot have, and a directory that is not empty.
     """
-    kind = kind.replace("_", "-").replace(" ", "-")
-    words = name.removeprefix("rlhf-").removeprefix("rlhf_")
-    directory = Path(f"rlhf-{words.replace('_', '-')}") if directory is None else directory
-    problems = [*_wrong(kind, words, registry), *_occupied(directory)]
+    pairs = [
+        (
+            kind.replace("_", "-").replace(" ", "-"),
+            name.removeprefix("rlhf-").removeprefix("rlhf_"),
+        )
+        for kind, name in asked
+    ]
+    first = pairs[0][1]
+    directory = Path(_distribution(first)) if directory is None else directory
+    problems = [problem for kind, words in pairs for problem in _wrong(kind, words, registry)]
+    modules = [words.replace("-", "_") for _, words in pairs]
+    problems += [f"two components are called '{name}'" for name in modules if modules.count(name) > 1]
+    if _installed(_distribution(first)):
+        problems.append(f"a distribution {_distribution(first)} is installed already; choose another name")
+    problems += _occupied(directory)
     if problems:
-        raise InputError(*(f"rlhf new: {problem}" for problem in problems))
-    values = _values(kind, words)
-    module = directory / "src" / values["module"] / "__init__.py"
-    test = directory / "tests" / f"test_{values['name']}.py"
-    usage = _filled(f"{kind}/usage.txt", values).rstrip()
-    texts = {
-        directory / "pyproject.toml": _filled("pyproject.toml.txt", values),
-        directory / "README.md": _filled("README.md.txt", values | {"usage": usage}),
-        module: _filled(f"{kind}/component.py.txt", values),
-        test: _filled(f"{kind}/test.py.txt", values),
+        raise InputError(*(f"rlhf new: {problem}" for problem in dict.fromkeys(problems)))
+    package = f"rlhf_{modules[0]}"
+    source = directory / "src" / package
+    several = len(pairs) > 1
+    texts: dict[Path, str] = {}
+    components: dict[str, Path] = {}
+    filled = [
+        _values(kind, words, f"{package}.{module}" if several else package)
+        for (kind, words), module in zip(pairs, modules, strict=True)
+    ]
+    for (kind, _), values in zip(pairs, filled, strict=True):
+        file = source / (f"{values['name']}.py" if several else "__init__.py")
+        texts[file] = _filled(f"{kind}/component.py.txt", values)
+        texts[directory / "tests" / f"test_{values['name']}.py"] = _filled(f"{kind}/test.py.txt", values)
+        components[f"the {values['kind']} '{values['name']}'"] = file
+    if several:
+        texts[source / "__init__.py"] = _registering(package, filled)
+    of_package = {
+        "distribution": _distribution(first),
+        "package": package,
+        "name": modules[0],
+        "pin": pin(__version__),
+        "components": _listed(filled),
+        "place": f"[src/{package}](src/{package})"
+        if several
+        else f"[src/{package}/\\_\\_init\\_\\_.py](src/{package}/__init__.py)",
+        "checked": " and ".join(dict.fromkeys(each["checked"] for each in filled)),
+        "usage": "\n```\n\n```toml\n".join(
+            _filled(f"{kind}/usage.txt", values).rstrip()
+            for (kind, _), values in zip(pairs, filled, strict=True)
+        ),
     }
+    texts[directory / "pyproject.toml"] = _filled("pyproject.toml.txt", of_package)
+    texts[directory / "README.md"] = _filled("README.md.txt", of_package)
 
     def write(place: Path) -> None:
         for path, text in texts.items():
             write_atomic(place / path.relative_to(directory), text)
 
     fill_directory(directory, write, f"the package {directory.name}")
-    return Written(directory, module, kind, values["name"])
+    return Written(directory, components)
+
+
+def _registering(package: str, components: Sequence[Mapping[str, str]]) -> str:
+    """Return the `__init__.py` of a package whose modules register a component each."""
+    names = sorted(each["name"] for each in components)
+    calls = "\n".join(f"    {each['name']}.rlhf_register(registry)" for each in components)
+    return (
+        f'"""Register {_listed(components)}."""\n\n'
+        "from __future__ import annotations\n\n"
+        "from rlhf_core import Registry, hookimpl\n\n"
+        f"from {package} import {', '.join(names)}\n\n\n"
+        f"@hookimpl\ndef rlhf_register(registry: Registry) -> None:\n{calls}\n"
+    )
+
+
+def _listed(components: Sequence[Mapping[str, str]]) -> str:
+    """Return "the reward `concise`, the advantage `steady` and the policy loss `soft`"."""
+    named = [f"the {each['kind']} `{each['name']}`" for each in components]
+    return " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
 
 
 def _wrong(kind: str, words: str, registry: Registry) -> list[str]:
@@ -100,10 +152,6 @@ def _wrong(kind: str, words: str, registry: Registry) -> list[str]:
     if kind in KINDS and name in registry.names(KINDS[kind]):
         owner = registry.owner(KINDS[kind], name)
         problems.append(f"{KINDS[kind].name} '{name}' exists already, in {owner}; choose another name")
-    elif _installed(f"rlhf-{words.replace('_', '-')}"):
-        problems.append(
-            f"a distribution rlhf-{words.replace('_', '-')} is installed already; choose another name"
-        )
     return problems
 
 
@@ -123,18 +171,20 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _values(kind: str, words: str) -> dict[str, str]:
-    """Return the values of the placeholders."""
+def _distribution(words: str) -> str:
+    return f"rlhf-{words.replace('_', '-')}"
+
+
+def _values(kind: str, words: str, module: str) -> dict[str, str]:
+    """Return the values of a component's placeholders. module: that it is in."""
     name = words.replace("-", "_")
     camel = "".join(word.capitalize() for word in name.split("_"))
     return {
         "kind": KINDS[kind].name,
         "name": name,
-        "distribution": f"rlhf-{words.replace('_', '-')}",
-        "module": f"rlhf_{name}",
+        "module": module,
         "class": camel.removesuffix(SUFFIXES[kind]) + SUFFIXES[kind],
         "checked": CHECKED.get(kind, "what every trainer relies on"),
-        "pin": pin(__version__),
     }
 
 
