@@ -18,6 +18,7 @@ from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import StagePlan, plan
 from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime.terminal import echo, show
+from rlhf_core.stage.decide import begins_again
 from rlhf_core.stage.record import read_records
 from rlhf_core.stage.reuse import find_reusable
 
@@ -104,9 +105,11 @@ def check(
     if problems:
         raise InputError(*problems)
     words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
-    for name, (_, _, decision) in asked.items():
+    for name, (request, record, decision) in asked.items():
         states.setdefault(name, words[decision.action])
         notes += decision.warnings if decision.action in ("continue", "extend") else ()
+        if states[name] == words["begin"]:
+            notes += begins_again(name, record.attempt, request.now)
     warn_of_readers(planned, asked)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

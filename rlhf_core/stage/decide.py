@@ -266,11 +266,22 @@ def compare(before: Record, now: Record) -> Differences:
     return Differences(list({str(each): each for each in refused}.values()), warned, data)
 
 
-def changed_since(before: Record, now: Record) -> list[str]:
-    """Describe what differs in what a stage computes; versions of libraries are left out."""
-    changes = compare(before, now)
+def begins_again(stage: str, attempt: Record | None, now: Record) -> list[str]:
+    """Say, in at most one line, that a stage begins again with other settings than a run of which nothing is kept.
+
+    attempt: what that run computed; None: there was none. Versions of libraries are left out.
+    """
+    if attempt is None:
+        return []
+    changes = compare(attempt, now)
     settings = [each for each in changes.warned if not each.said]
-    return [str(each) for each in (*changes.refused, *settings, *changes.data)]
+    differs = [str(each) for each in (*changes.refused, *settings, *changes.data)]
+    if not differs:
+        return []
+    return [
+        f"stage '{stage}': begins again, since nothing is kept of the run before, with other settings: "
+        f"{'; '.join(differs)}"
+    ]
 
 
 def accept_names(field: str, before: Record, now: Record) -> tuple[str, ...]:

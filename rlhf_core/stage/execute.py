@@ -24,7 +24,7 @@ from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_tog
 from rlhf_core.runtime.files import attempt, flush_lines, make_directory, remove_leftovers
 from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
 from rlhf_core.stage import events
-from rlhf_core.stage.decide import Request, changed_since, decide
+from rlhf_core.stage.decide import Request, begins_again, decide
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.text_settings import template_date
 
@@ -106,13 +106,9 @@ def run_stage(
         event_log = events.log_stage(
             notes.directory, stage.name, mesh, continues=continues, shown=notes.shown
         )
-        attempt = record.take_attempt()
-        changes = [] if attempt is None else changed_since(attempt, now)
-        if changes:
-            notes.say(
-                f"stage '{stage.name}': begins again, since nothing is kept of the run before, with other settings: "
-                f"{'; '.join(changes)}"
-            )
+        for line in begins_again(stage.name, record.attempt, now):
+            notes.say(line)
+        record.forget_attempt()
         record.write_running(now, stage.template_date)
     forget_peak()
     try:

@@ -124,7 +124,7 @@ class StageRecord:
     def put_back(self, before: Mapping[str, Any]) -> None:
         """Undo `write_running` for a stage that failed before it did anything, so that its input can be repaired.
 
-        before: the record until then; without one, `take_attempt` returns the one that is removed.
+        before: the record until then; without one, `attempt` returns the one that is removed.
         """
         if before:
             self._write(dict(before))
@@ -134,14 +134,15 @@ class StageRecord:
         remove(self.path)
         self.then = {}
 
-    def take_attempt(self) -> Record | None:
-        """Return what the stage was begun as by a run of which nothing is kept, and forget it."""
-        path = self.dir / BEFORE
-        found = None
+    @property
+    def attempt(self) -> Record | None:
+        """What the stage was begun as by a run of which nothing is kept."""
         with suppress(OSError, ValueError, KeyError):  # it is only told
-            found = unseal(path.read_bytes())
-        remove(path)
-        return found
+            return unseal((self.dir / BEFORE).read_bytes())
+        return None
+
+    def forget_attempt(self) -> None:
+        remove(self.dir / BEFORE)
 
     @property
     def metrics(self) -> dict[str, float]:

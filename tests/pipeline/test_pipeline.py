@@ -10,6 +10,7 @@ import shutil
 import socket
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.pipeline import Results, read, run
+from rlhf_core.pipeline.check import check
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.files import seal, unseal
@@ -148,17 +150,21 @@ def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType
 
 
 def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(
-    pipeline: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str]
+    pipeline: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, "rm.fail=error")
     assert not Path("runs/a/rm/stage.json").exists()
-    capsys.readouterr()
-    assert not go(pipeline, fake).stages["rm"].skipped
     line = (
         "stage 'rm': begins again, since nothing is kept of the run before, with other settings: "
         'fail: then "error", now not given'
     )
+    capsys.readouterr()
+    with monkeypatch.context() as patches:
+        patches.setattr(plugins, "load", partial(plugins.load, objects=[fake]))
+        check(pipeline, dir=Path("runs/a"))
+    assert line in capsys.readouterr().out
+    assert not go(pipeline, fake).stages["rm"].skipped
     assert line in capsys.readouterr().out
     assert not Path("runs/a/rm/before.json").exists()
 
