@@ -65,8 +65,8 @@ def search(address: str, browser: str, text: str) -> tuple[str, list[str], list[
         page.get_by_role("button", name="Search").first.click()
         page.get_by_role("combobox").or_(page.get_by_role("textbox")).first.wait_for()
         page.keyboard.type(text)
-        # The number of results is shown before they are, and again while the index is still read.
-        page.get_by_role("link").filter(has_text=text).first.wait_for()
+        # Results of a part of the text, or of a part of the index, are shown before: wait for what Enter will open.
+        page.get_by_role("option", selected=True).filter(has_text=text).wait_for()
         page.keyboard.press("Enter")
         page.wait_for_url(lambda url: url.split("#")[0].split("?")[0] != address)
         found = page.inner_text("main")
