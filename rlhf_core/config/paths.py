@@ -23,6 +23,11 @@ def is_written(dotted: str) -> bool:
     return f".{dotted}".endswith((".save_directory", ".sampler.directory"))
 
 
+def only_measures(dotted: str) -> bool:
+    """Check whether the field at a dotted path names functions that measure, and so change nothing that is trained."""
+    return dotted.startswith("metrics[")
+
+
 def is_model_field(field: str) -> bool:
     """Check whether strings in this field name models, as in `model` itself or a plugin's `teacher_model`."""
     return field == "model" or field.endswith("_model")

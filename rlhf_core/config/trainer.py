@@ -33,6 +33,14 @@ def check_scheduler(value: Any) -> Any:
     )
 
 
+def check_function(name: str) -> str:
+    """Take the name of a function, with a colon."""
+    home, _, function = name.rpartition(":")
+    if not home or not function:
+        raise ValueError(f"expected file.py:function or module:function, got {format_value(name)}")
+    return name
+
+
 def function_name(value: Any) -> str:
     """Name a function as a file would, `module:function`, a partial by its function, an object by its class.
 
@@ -364,6 +372,11 @@ class TrainerConfig(Options):
     )
     progress_bar_type: Literal["rich", "tqdm", "json", "none"] = Field(
         "rich", description="what the console shows"
+    )
+    metrics: list[Annotated[str, AfterValidator(check_function)]] = Field(
+        [],
+        description="metrics of your own, of held-out pairs: functions, file.py:function or module:function, of the "
+        "scores to numbers by name",
     )
     progress_metrics: list[str] | None = Field(
         None,

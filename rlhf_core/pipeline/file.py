@@ -140,7 +140,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         return value
     if is_written(where):
         return _absolute(value, base)
-    if field in ("name", "rewards", "environment", "tools", "scheduler"):
+    if field in ("name", "rewards", "environment", "tools", "scheduler", "metrics"):
         if (parts := split_file_name(value)) is None:
             return value
         return f"{_absolute(parts[0], base)}:{parts[1]}"  # the registry reports a missing file

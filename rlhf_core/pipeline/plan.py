@@ -18,6 +18,7 @@ from rlhf_core.config.paths import (
     is_written,
     names_remote_model,
     noted_kinds,
+    only_measures,
     split_file_name,
 )
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
@@ -255,7 +256,8 @@ class _Fields:
         if is_model_field(key):
             return self._model(value, dotted, of_reward=inside and key == "model")
         path = Path((split_file_name(value) or [value])[0])
-        if path.is_absolute() and exists(path) and not is_written(dotted):
+        read = not is_written(dotted) and not only_measures(dotted)
+        if read and path.is_absolute() and exists(path):
             self.inputs[dotted] = Input(path)
         return value
 

@@ -54,6 +54,7 @@ MAY_CHANGE = frozenset(
     {
         *LENGTH,
         "log_steps",
+        "metrics",
         "report_steps",
         "log_grad_norms",
         "log_weights",

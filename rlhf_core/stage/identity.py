@@ -25,7 +25,7 @@ import numpy as np
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.config.build import components
-from rlhf_core.config.paths import is_input_field, is_written, split_file_name
+from rlhf_core.config.paths import is_input_field, is_written, only_measures, split_file_name
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.trainer import function_name
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
@@ -205,7 +205,7 @@ def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
         parts = split_file_name(value)
         last = re.sub(r"\[\d+\]", "", field.rpartition(".")[2])
         path = Path(parts[0] if parts else value).expanduser()
-        if is_written(field):
+        if is_written(field) or only_measures(field):
             continue
         if (parts or path.is_absolute() or is_input_field(last)) and exists(path):
             yield field, path

@@ -1,4 +1,4 @@
-"""Metrics of the user's own, `compute_metrics` from Python: one function for every trainer's evaluation."""
+"""Metrics of the user's own, `compute_metrics` from Python and `metrics` of a file: functions of held-out scores."""
 
 from __future__ import annotations
 
@@ -21,47 +21,50 @@ class EvalPrediction(NamedTuple):
 
 
 class OwnMetrics:
-    """Calls the function of `compute_metrics` and checks what it returns. Without one, there are no metrics.
+    """Calls functions of held-out scores and checks what they return. Without one, there are no metrics.
 
-    where: the field, for messages. warn: takes one line about it.
+    functions: by the field that they are from, for messages. warn: takes one line about them.
     """
 
-    def __init__(self, compute: Callable[..., Any] | None, where: str, warn: Callable[[str], None]) -> None:
-        self.compute, self.where, self.warn = compute, where, warn
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], warn: Callable[[str], None]) -> None:
+        self.functions, self.warn = functions, warn
         self._warned: set[str] = set()
 
     def __call__(self, values: Any, others: Mapping[str, float] | None = None) -> dict[str, float]:
         """Compute the metrics of values [examples, 2] of pairs, chosen first; names lose `eval_`, added later.
 
-        others: the metrics of the evaluation; warns once of those that the function's take the place of. Raises
-        RunError where the function raises, or returns anything but numbers by name.
+        others: the metrics of the evaluation; warns once of those that the functions' take the place of. Raises
+        RunError where a function raises, returns anything but numbers by name, or a name that another returned.
         """
-        if self.compute is None:
-            return {}
-        try:
-            found = self.compute(EvalPrediction(np.asarray(values), np.zeros(len(values), np.int32)))
-        except (InputError, RunError, Stopped):
-            raise
-        except Exception as error:
-            raise RunError(f"{self.where} {error_line(error)}") from error
-        own = self._numbers(found)
-        if twice := sorted((own.keys() & (others or {}).keys()) - self._warned):
-            self._warned.update(twice)
-            names = ", ".join(twice)
-            self.warn(
-                f"compute_metrics: the evaluation has {names} too; logged is what compute_metrics returned"
-            )
+        own: dict[str, float] = {}
+        for where, compute in self.functions.items():
+            prediction = EvalPrediction(np.array(values), np.zeros(len(values), np.int32))
+            try:
+                found = compute(prediction)
+            except (InputError, RunError, Stopped):
+                raise
+            except Exception as error:
+                raise RunError(f"{where} {error_line(error)}") from error
+            numbers = self._numbers(found, f"{where}{defined_at(compute)}")
+            if twice := sorted(own.keys() & numbers.keys()):
+                raise RunError(f"{where} returned {twice[0]!r}, which another function has returned, too")
+            own |= numbers
+            field = where.rpartition("'.")[2]
+            replaced = sorted((numbers.keys() & (others or {}).keys()) - self._warned)
+            if replaced:
+                self._warned.update(replaced)
+                names = ", ".join(replaced)
+                self.warn(f"{field}: the evaluation has {names} too; logged is what {field} returned")
         return own
 
     def try_on(self, pairs: int) -> None:
-        """Call the function on random scores of so many pairs. Raises InputError where a run would end."""
+        """Call the functions on random scores of so many pairs. Raises InputError where a run would end."""
         try:
             self(np.random.default_rng(0).normal(size=(pairs, 2)).astype(np.float32))
         except RunError as error:
             raise InputError(f"{error} (tried on random scores, before training)") from error
 
-    def _numbers(self, found: Any) -> dict[str, float]:
-        where = f"{self.where}{defined_at(self.compute)}"
+    def _numbers(self, found: Any, where: str) -> dict[str, float]:
         if not isinstance(found, Mapping):
             raise RunError(
                 f"{where} must return numbers by name, such as {{'gap': 0.5}}; it returned {found!r:.60}"

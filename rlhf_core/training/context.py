@@ -29,6 +29,7 @@ from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
+from rlhf_core.plugins.component import load_function
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.scoring import ScoringContract, base_identity
 from rlhf_core.stage.text_settings import read_at_of, text_options
@@ -239,10 +240,18 @@ class Context:
         return dataset if dataset is not None else getattr(self.config, field)
 
     def own_metrics(self, pairs: int = 0) -> OwnMetrics:
-        """Open the function of `compute_metrics`. pairs: try it on random scores of so many before training."""
+        """Open the functions of `compute_metrics` and `metrics`.
+
+        pairs: try them on random scores of so many before training. Raises InputError for one that is not there.
+        """
         self.reads_metrics = True
-        compute = self.stage.inputs.get("compute_metrics")
-        metrics = OwnMetrics(compute, f"stage '{self.name}'.compute_metrics", self.warn)
+        functions = dict[str, Callable[..., Any]]()
+        if (compute := self.stage.inputs.get("compute_metrics")) is not None:
+            functions[f"stage '{self.name}'.compute_metrics"] = compute
+        for i, name in enumerate(self.config.metrics):
+            with error_context(self.stage, f"metrics[{i}]"):
+                functions[f"stage '{self.name}'.metrics[{i}]"] = load_function(name)
+        metrics = OwnMetrics(functions, self.warn)
         if pairs and not self.shapes:
             metrics.try_on(pairs)
         return metrics

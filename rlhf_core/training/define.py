@@ -142,12 +142,19 @@ def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:
     """Build a stage on its devices, train, and save its outputs."""
     context = Context(config, stage)
     made = build(config, context)
-    if "compute_metrics" in stage.inputs and not context.reads_metrics:
-        raise InputError(
-            f"stage '{stage.name}'.compute_metrics: nothing calls it: it takes the scores of held-out pairs, which "
-            "need eval_dataset, and a trainer of pairs"
-        )
+    require_readers(context)
     fit(stage, config, made)
+
+
+def require_readers(context: Context) -> None:
+    """Raise InputError for metrics of the user's own that the stage has no held-out pairs for."""
+    given = [name for name in ("compute_metrics",) if name in context.stage.inputs]
+    given += ["metrics"] if context.config.metrics else []
+    if given and not context.reads_metrics:
+        raise InputError(
+            f"stage '{context.name}'.{given[0]}: nothing calls it: it takes the scores of held-out pairs, which "
+            f"need {'eval_data' if given[0] == 'metrics' else 'eval_dataset'}, and a trainer of pairs"
+        )
 
 
 def forecast(
@@ -161,6 +168,7 @@ def forecast(
     context = Context(config, stage, shapes=True, planned=planned)
     try:
         made = build(config, context)
+        require_readers(context)
     except ModelNotHereError:
         made = None
     first, *others = context.expected

@@ -56,7 +56,7 @@ def test_defaults_are_the_contract_s() -> None:
         metric_for_best_model greater_is_better progress_metrics template_date prompt_repeated
         columns model_revision stored_dtype system_prompt run_name trainer_prefix report_steps previews
             log_weights platform router_aux_loss_coef"""
-    expected |= {"chat_template_kwargs": {}, "verify": True, "drop_columns": []}
+    expected |= {"chat_template_kwargs": {}, "verify": True, "drop_columns": [], "metrics": []}
     expected |= {"log_grad_norms": False, "router_bias_rate": 0.0, "log_all_workers": False}
     expected |= {
         "checkpoints": {

@@ -94,6 +94,45 @@ def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType, tmp_path: Pat
     assert "eval_eval_gap" not in result.metrics
 
 
+def test_metrics_of_a_file(tiny: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def count(given):\n    return {'pairs': len(given.label_ids)}\n"
+        "def twice(given):\n    return {'twice': 2 * len(given.label_ids), 'accuracy': 0.25}\n"
+    )
+    config = RewardConfig(save_directory=tmp_path / "run", **SHORT, metrics=["own.py:count", f"{file}:twice"])
+
+    def run(config: RewardConfig) -> Any:
+        return RewardTrainer(
+            config,
+            model=tiny.make_model("score"),
+            train_dataset=tiny.pairs(8),
+            eval_dataset=tiny.pairs(6),
+        ).train()
+
+    with pytest.raises(InputError, match=r"'reward'\.metrics\[0\]: .*own\.py"):
+        run(config)
+    config = config.replace(metrics=[f"{file}:count", f"{file}:twice"])
+    with pytest.warns(UserWarning, match=r"metrics\[1\]: the evaluation has accuracy too; logged is what"):
+        metrics = run(config).metrics
+    assert (metrics["eval_pairs"], metrics["eval_twice"], metrics["eval_accuracy"]) == (6, 12, 0.25)
+    file.write_text(file.read_text() + "# measured alike\n")
+    assert run(config).metrics["eval_pairs"] == 6  # finished: what measures is not compared
+    again = config.replace(metrics=[f"{file}:count"] * 2, save_directory=tmp_path / "again")
+    with pytest.raises(InputError, match=r"metrics\[1\] returned 'pairs', which another function"):
+        run(again)
+    with pytest.raises(
+        InputError, match=r"metrics.*: expected file\.py:function or module:function, got 'count'"
+    ):
+        RewardConfig(metrics=["count"])
+    with pytest.raises(InputError, match=r"'sft'\.metrics: nothing calls it: .* need eval_data"):
+        SFTTrainer(
+            SFTConfig(**SHORT, metrics=[f"{file}:count"]),
+            model=tiny.make_model("lm"),
+            train_dataset=tiny.texts(8),
+        ).train()
+
+
 @pytest.mark.parametrize("trainer", ["reward", pytest.param("dpo", marks=pytest.mark.long)])
 def test_a_function_of_metrics_that_fails_later_does_not_lose_the_model(short: Any, trainer: str) -> None:
     calls: list[int] = []
