@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,15 +40,21 @@ def nnx_family(model_type: str, make: Make) -> ModelFamily:
     tokens a token sees; it returns logits, [B, T, vocab]. A row may hold several sequences: the mask and the positions
     alone tell them apart, so that a module must use no others. All its state is nnx.Param, float32; parameters have the
     module's own names in model.safetensors. Without a cache, sampling runs the module over the whole row for every
-    token. There is no reward head.
+    token.
+
+    A module with a method `hidden`, of the same arguments, that returns hidden states [B, T, D] can be a reward model:
+    its reward head, `score.weight` [1, D] in the files, reads them. In bfloat16 the module gets its parameters so; one
+    whose layers name no dtype of their own then computes in it.
     """
 
     def define(hf_config: Mapping[str, Any], head: Head) -> Definition:
-        if head != "lm":
-            raise InputError(f"config.json: models of '{model_type}' return logits; they have no reward head")
-        model = NnxDefinition(make, json.dumps(dict(hf_config), sort_keys=True))
-        _describe(make, model.hf_config)  # checks the module
-        return model
+        described = json.dumps(dict(hf_config), sort_keys=True)
+        _describe(make, described)  # checks the module
+        if head == "lm":
+            return NnxDefinition(make, described)
+        definition = NnxScorer(make, described, head="score")
+        definition.hidden_size  # noqa: B018  (checks `hidden`)
+        return definition
 
     return ModelFamily((model_type,), define)
 
@@ -88,13 +95,27 @@ class NnxDefinition(Definition):
 
     make: Make
     hf_config: str
+    dtype: str = "float32"
+    """Of the computation, "float32" or "bfloat16"; the module gets its parameters so."""
 
     @property
     def vocab_size(self) -> int:
-        at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        return int(jax.eval_shape(self.hidden, self.abstract_params(), at, at, at).shape[-1])
+        return self._width("__call__")
 
-    hidden_size = vocab_size
+    @property
+    def hidden_size(self) -> int:
+        return self.vocab_size
+
+    @property
+    def compute_dtype(self) -> Any:
+        return jnp.dtype(self.dtype)
+
+    def _width(self, method: str) -> int:
+        """Return the size of the last axis of what a method of the module returns."""
+        at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        seen = jax.ShapeDtypeStruct((1, 1, 1), jnp.bool_)
+        call = partial(self._call, method=method)
+        return int(jax.eval_shape(call, _describe(self.make, self.hf_config)[1], at, at, seen).shape[-1])
 
     def abstract_params(self) -> dict[str, Any]:
         return _describe(self.make, self.hf_config)[1]
@@ -106,9 +127,11 @@ class NnxDefinition(Definition):
         return _named(nnx.state(self.make(json.loads(self.hf_config), nnx.Rngs(key)), nnx.Param))
 
     def load(self, directory: Path, shardings: Any) -> dict[str, Any]:
-        readers, params = weights.open_weights(directory), self.abstract_params()
+        readers, params = weights.open_weights(directory), _describe(self.make, self.hf_config)[1]
         expected = {".".join(path): leaf.shape for path, leaf in paths(params)}
         stored = {name: tuple(reader.header[name]["shape"]) for name, reader in readers.items()}
+        if self.head == "score":
+            stored.pop(HEAD, None)
         if problems := sorted(expected.items() ^ stored.items()):
             name = problems[0][0]
             raise InputError(
@@ -124,7 +147,7 @@ class NnxDefinition(Definition):
         return loaded
 
     def save(self, params: Any, directory: Path, dtype: str) -> None:
-        named = {".".join(path): leaf for path, leaf in paths(params)}
+        named = self._tensors(params)
         writes = jax.process_index() == 0
         if writes:
             for old in [*directory.glob("model*.safetensors"), directory / weights.INDEX]:
@@ -137,18 +160,24 @@ class NnxDefinition(Definition):
             for leaf in named.values():  # each one needs all processes
                 fetch_array(leaf)
 
+    def _tensors(self, params: Any) -> dict[str, jax.Array]:
+        """Name the arrays as the files do."""
+        return {".".join(path): leaf for path, leaf in paths(params)}
+
     def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
         """Compute the logits, float32 [rows, time, vocab]."""
-        at = jnp.arange(tokens.shape[1])
-        seen = (at <= at[:, None]) & (at[:, None] < visible_until[:, None])
-        return self._call(params, tokens, positions, seen)
+        return self._call(params, tokens, positions, _seen(tokens, visible_until))
 
-    def _call(self, params: Any, tokens: Any, positions: Any, seen: Any) -> jax.Array:
+    def _call(
+        self, params: Any, tokens: Any, positions: Any, seen: Any, method: str = "__call__"
+    ) -> jax.Array:
+        if self.dtype != "float32":
+            params = jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
         module = nnx.merge(_describe(self.make, self.hf_config)[0], nnx.restore_int_paths(params))
         # A softmax over nothing would be NaN at unused places, and its gradient everywhere.
         seen = seen | jnp.eye(tokens.shape[1], dtype=bool)
-        logits: jax.Array = module(tokens, positions=positions, attention_mask=seen)
-        return logits.astype(jnp.float32)
+        found: jax.Array = getattr(module, method)(tokens, positions=positions, attention_mask=seen)
+        return found.astype(jnp.float32)
 
     def unembedding(self, params: Any) -> tuple[None, None]:
         return None, None
@@ -171,6 +200,69 @@ class NnxDefinition(Definition):
         earlier = cache.positions[:, None] <= cache.positions[:, :, None]
         logits = self._call(params, *cache, earlier & visible[:, None])
         return logits[:, slot], cache
+
+
+@dataclass(frozen=True, eq=False)
+class NnxScorer(NnxDefinition):
+    """A flax module with hidden states as a reward model: its head, {"score": {"kernel": [D, 1]}}, reads them."""
+
+    @property
+    def hidden_size(self) -> int:
+        name = type(nnx.eval_shape(lambda: self.make(json.loads(self.hf_config), nnx.Rngs(0)))).__name__
+        module = super().abstract_params()
+        if "score" in module:
+            raise InputError(
+                f"{name}: it has a part called 'score', which is the name of the reward head; rename it"
+            )
+        try:
+            return self._width("hidden")
+        except AttributeError as error:
+            raise InputError(
+                f"{name}: it has no method hidden(input_ids, positions, attention_mask) that returns hidden states "
+                f"[B, T, D], which a reward head reads ({error})"
+            ) from None
+
+    def abstract_params(self) -> dict[str, Any]:
+        kernel = jax.ShapeDtypeStruct((self.hidden_size, 1), jnp.float32)
+        return {**super().abstract_params(), "score": {"kernel": kernel}}
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        of_module, of_head = jax.random.split(key)
+        kernel = jax.random.normal(of_head, (self.hidden_size, 1)) / self.hidden_size**0.5
+        return {**super().init(of_module), "score": {"kernel": kernel}}
+
+    def load(self, directory: Path, shardings: Any) -> dict[str, Any]:
+        readers = weights.open_weights(directory)
+        module = {name: each for name, each in shardings.items() if name != "score"}
+        loaded = super().load(directory, module)
+        if HEAD in readers:
+            kernel = np.asarray(readers[HEAD].view(HEAD), np.float32).T
+            loaded["score"] = {"kernel": jax.device_put(kernel, shardings["score"]["kernel"])}
+        return loaded
+
+    def _tensors(self, params: Any) -> dict[str, jax.Array]:
+        module = {name: each for name, each in params.items() if name != "score"}
+        return {**super()._tensors(module), HEAD: params["score"]["kernel"].T}
+
+    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
+        """Compute the module's hidden states, float32 [rows, time, D]."""
+        module = {name: each for name, each in params.items() if name != "score"}
+        return self._call(module, tokens, positions, _seen(tokens, visible_until), "hidden")
+
+    def score(self, params: Any, hidden: jax.Array) -> jax.Array:
+        return jnp.dot(
+            hidden.astype(jnp.float32), params["score"]["kernel"][:, 0], precision=jax.lax.Precision.HIGHEST
+        )
+
+
+HEAD = "score.weight"
+"""The reward head's name in the files, as transformers writes it: [1, D]."""
+
+
+def _seen(tokens: jax.Array, visible_until: jax.Array) -> jax.Array:
+    """Return which tokens a token sees, bool [rows, time, time]."""
+    at = jnp.arange(tokens.shape[1])
+    return (at <= at[:, None]) & (at[:, None] < visible_until[:, None])
 
 
 @cached

@@ -39,6 +39,17 @@ class Small(nnx.Module):
         return self.words.attend(x)
 
 
+class WithHidden(Small):
+    def hidden(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        x = self.words(input_ids) + self.places(positions)
+        for layer in self.layers:
+            x = x + layer(x, mask=attention_mask[:, None])
+        return x
+
+    def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        return self.words.attend(self.hidden(input_ids, positions, attention_mask))
+
+
 class Wrapped(nnx.Module):
     """The decoder within a stranger's module: its logits and gradients are known."""
 
@@ -158,5 +169,41 @@ def test_modules_that_cannot_be_models_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=words):
             define(kind)
-    with pytest.raises(InputError, match="no reward head"):
+
+    class Scores(WithHidden):
+        def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
+            super().__init__(config, rngs)
+            self.score = nnx.Linear(16, 1, rngs=rngs)
+
+    with pytest.raises(
+        InputError, match=r"^Small: it has no method hidden\(input_ids, positions, attention_mask\)"
+    ):
         define(Small, "score")
+    with pytest.raises(
+        InputError, match=r"^Scores: it has a part called 'score', which is the name of the reward"
+    ):
+        define(Scores, "score")
+
+
+def test_a_module_with_hidden_states_is_a_reward_model(tmp_path: Path) -> None:
+    family = nnx_family("small", WithHidden)
+    registry: Any = SimpleNamespace(get=lambda kind, name: family, names=lambda kind: ["small"])
+    nnx_model(WithHidden(SIZES, nnx.Rngs(2)), config=SIZES).save(tmp_path / "lm")
+    with pytest.warns(UserWarning, match="head"):  # which is new
+        model = load_model(tmp_path / "lm", "score", registry=registry)
+    module = WithHidden(SIZES, nnx.Rngs(2))
+    kernel = np.asarray(model.params["score"]["kernel"], np.float64)
+    scores = model.scores(IDS, MASK)
+    for row, (ids, used) in enumerate(zip(IDS, MASK.sum(1), strict=True)):
+        at = jnp.arange(used)
+        hidden = module.hidden(jnp.asarray(ids[None, :used]), at[None], (at <= at[:, None])[None])
+        expected = np.asarray(hidden, np.float64)[0, -1] @ kernel[:, 0]
+        np.testing.assert_allclose(scores[row], expected, rtol=1e-5)
+    left = np.array([IDS[0], np.roll(IDS[1], 1)]), np.array([MASK[0], np.roll(MASK[1], 1)])
+    np.testing.assert_allclose(model.scores(*left), scores, rtol=1e-5)
+    model.save(tmp_path / "rm")
+    again = load_model(tmp_path / "rm", "score", registry=registry)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    half = load_model(tmp_path / "rm", "score", registry=registry, dtype="bfloat16")
+    np.testing.assert_allclose(half.scores(IDS, MASK), scores, rtol=0.1, atol=0.02)
+    assert (np.asarray(half.scores(IDS, MASK)) != np.asarray(scores)).any()
