@@ -221,6 +221,8 @@ def test_adapters_under_their_names(controlled: Any, models: Path, tiny: Any) ->
     for path in ("../newer", "v1/../../newer", str(models / "newer"), "out", ".", "/", "v1\0", "~"):
         body = {"lora_name": "x", "lora_path": path}
         assert controlled.client.post("/v1/load_lora_adapter", json=body).status_code in (400, 404), path
+    itself = controlled.refused("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "."})
+    assert "'.' is not below the directory" in itself
     assert len(controlled.server.policies()[0].adapters) == 1
     # A directory that is below the allowed one, with a file that is not.
     linked = models / "adapters" / "linked"

@@ -185,6 +185,11 @@ def test_too_much_at_a_time(running: Any, monkeypatch: pytest.MonkeyPatch) -> No
     filling.join()
 
 
+def test_a_server_that_stops_takes_nothing_new(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.server, "draining", True)
+    assert running.refused("/v1/completions", LONG, 503) == "the server is stopping"
+
+
 def test_a_stream_to_nobody_is_not_made() -> None:
     made: list[int] = []
 
