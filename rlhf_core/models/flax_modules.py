@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +39,13 @@ def nnx_family(model_type: str, make: Make) -> ModelFamily:
     A module is called with input_ids and positions, int32 [B, T], and attention_mask, bool [B, T, T], which tells which
     tokens a token sees; it returns logits, [B, T, vocab]. A row may hold several sequences: the mask and the positions
     alone tell them apart, so that a module must use no others. All its state is nnx.Param, float32; parameters have the
-    module's own names in model.safetensors. Without a cache, sampling runs the module over the whole row for every
-    token.
+    module's own names in model.safetensors.
+
+    Without a cache, sampling runs the module over the whole row for every token. A module has a cache where it has two
+    more methods. `prefill`, with the arguments of a call, returns (logits, cache): a tree of arrays [B, T, …], an entry
+    per token. `decode(cache, input_ids, positions, visible, slot)`, of one token per row, int32 [B], returns (logits
+    [B, vocab], the cache with the token's entry at index `slot`); visible is bool [B, S], the entries that the token
+    sees, its own included.
 
     A module with a method `hidden`, of the same arguments, that returns hidden states [B, T, D] can be a reward model:
     its reward head, `score.weight` [1, D] in the files, reads them. In bfloat16 the module gets its parameters so; one
@@ -171,34 +176,53 @@ class NnxDefinition(Definition):
     def _call(
         self, params: Any, tokens: Any, positions: Any, seen: Any, method: str = "__call__"
     ) -> jax.Array:
-        if self.dtype != "float32":
-            params = jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
-        module = nnx.merge(_describe(self.make, self.hf_config)[0], nnx.restore_int_paths(params))
         # A softmax over nothing would be NaN at unused places, and its gradient everywhere.
         seen = seen | jnp.eye(tokens.shape[1], dtype=bool)
-        found: jax.Array = getattr(module, method)(tokens, positions=positions, attention_mask=seen)
+        call = getattr(self._module(params), method)
+        found: jax.Array = call(tokens, positions=positions, attention_mask=seen)
         return found.astype(jnp.float32)
+
+    def _module(self, params: Any) -> Any:
+        """Return the module with these parameters, in the dtype of the computation."""
+        if self.dtype != "float32":
+            params = jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
+        return nnx.merge(_describe(self.make, self.hf_config)[0], nnx.restore_int_paths(params))
+
+    @cached_property
+    def _has_cache(self) -> bool:
+        module = type(nnx.eval_shape(lambda: self.make(json.loads(self.hf_config), nnx.Rngs(0))))
+        return hasattr(module, "prefill") and hasattr(module, "decode")
 
     def unembedding(self, params: Any) -> tuple[None, None]:
         return None, None
 
     def prefill(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> tuple[jax.Array, Any]:
-        return self.hidden(params, tokens, positions, visible_until), _Tokens(tokens, positions)
+        if not self._has_cache:
+            return self.hidden(params, tokens, positions, visible_until), _Tokens(tokens, positions)
+        seen = _seen(tokens, visible_until) | jnp.eye(tokens.shape[1], dtype=bool)
+        logits, cache = self._module(params).prefill(tokens, positions=positions, attention_mask=seen)
+        return logits.astype(jnp.float32), cache
 
-    def ring(self, cache: _Tokens, length: int, slot: Any) -> _Tokens:
-        fill = ((0, 0), (length - cache.tokens.shape[1], 0))
-        return jax.tree.map(lambda x: jnp.roll(jnp.pad(x, fill), slot, axis=1), cache)
+    def ring(self, cache: Any, length: int, slot: Any) -> Any:
+        def turned(x: jax.Array) -> jax.Array:
+            fill = [(0, 0), (length - x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)]
+            return jnp.roll(jnp.pad(x, fill), slot, axis=1)
+
+        return jax.tree.map(turned, cache)
 
     def prepare(self, params: Any) -> Any:
         return params
 
     def decode(
-        self, params: Any, cache: _Tokens, tokens: Any, positions: Any, visible: Any, slot: Any
+        self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
     ) -> tuple[jax.Array, Any]:
+        if self._has_cache:
+            logits, cache = self._module(params).decode(cache, tokens, positions, visible, slot)
+            return logits.astype(jnp.float32), cache
         new = _Tokens(tokens, positions)
         cache = jax.tree.map(lambda x, y: x.at[:, slot].set(y), cache, new)
         earlier = cache.positions[:, None] <= cache.positions[:, :, None]
-        logits = self._call(params, *cache, earlier & visible[:, None])
+        logits = self._call(params, cache.tokens, cache.positions, earlier & visible[:, None])
         return logits[:, slot], cache
 
 

@@ -50,6 +50,37 @@ class WithHidden(Small):
         return self.words.attend(self.hidden(input_ids, positions, attention_mask))
 
 
+class Cached(nnx.Module):
+    """One head of attention with keys and values that are kept."""
+
+    def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
+        width = config["hidden_size"]
+        self.words = nnx.Embed(config["vocab_size"], width, rngs=rngs)
+        self.places = nnx.Embed(64, width, rngs=rngs)
+        self.query, self.key, self.value = (nnx.Linear(width, width, rngs=rngs) for _ in range(3))
+
+    def attend(self, x: jax.Array, kept: Any, seen: jax.Array) -> jax.Array:
+        weights = jnp.where(seen, self.query(x) @ kept["k"].swapaxes(1, 2), -jnp.inf)
+        return self.words.attend(x + jax.nn.softmax(weights, axis=-1) @ kept["v"])
+
+    def prefill(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> Any:
+        x = self.words(input_ids) + self.places(positions)
+        kept = {"k": self.key(x), "v": self.value(x)}
+        return self.attend(x, kept, attention_mask), kept
+
+    def decode(self, cache: Any, input_ids: Any, positions: Any, visible: Any, slot: Any) -> Any:
+        x = self.words(input_ids) + self.places(positions)
+        cache = {
+            "k": cache["k"].at[:, slot].set(self.key(x)),
+            "v": cache["v"].at[:, slot].set(self.value(x)),
+        }
+        return self.attend(x[:, None], cache, visible[:, None])[:, 0], cache
+
+    def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        logits: jax.Array = self.prefill(input_ids, positions, attention_mask)[0]
+        return logits
+
+
 class Wrapped(nnx.Module):
     """The decoder within a stranger's module: its logits and gradients are known."""
 
@@ -114,15 +145,25 @@ def test_a_module_as_a_model_has_its_values_and_gradients(tiny: ModuleType) -> N
     assert state.params["inner"].keys() == model.params.keys()
 
 
-def test_the_kit_finds_nothing() -> None:
-    check_model(nnx_family("small", Small), SIZES)
+@pytest.mark.parametrize("kind", [Small, Cached])
+def test_the_kit_finds_nothing(kind: Any) -> None:
+    check_model(nnx_family("small", kind), SIZES)
 
 
-def test_a_flax_model_is_saved_loaded_and_sampled_greedily(tmp_path: Path) -> None:
-    module = Small(SIZES, nnx.Rngs(2))
+def test_a_cache_of_the_module_s_own_is_used() -> None:
+    definition = nnx_family("small", Cached).define(SIZES, "lm")
+    params = definition.init(jax.random.key(0))
+    at = jnp.arange(4)[None]
+    _, cache = definition.prefill(params, jnp.asarray(IDS[:1]), at, jnp.full((1, 4), 4))
+    assert jax.tree.map(jnp.shape, cache) == {"k": (1, 4, 16), "v": (1, 4, 16)}
+
+
+@pytest.mark.parametrize("kind", [Small, Cached])
+def test_a_flax_model_is_saved_loaded_and_sampled_greedily(kind: Any, tmp_path: Path) -> None:
+    module = kind(SIZES, nnx.Rngs(2))
     model = nnx_model(module, config=SIZES)
     model.save(tmp_path)
-    family = nnx_family("small", Small)
+    family = nnx_family("small", kind)
     registry: Any = SimpleNamespace(get=lambda kind, name: family, names=lambda kind: ["small"])
     again = load_model(tmp_path, registry=registry)
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
