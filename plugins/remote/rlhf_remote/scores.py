@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_core.tokenizer.thoughts import without_thoughts
@@ -186,36 +186,43 @@ def _read_after_label(line: str, top: float) -> str | None:
     stated = _STATED.match(line)
     if stated is None or _DENIAL.search(stated["about"]) is not None:
         return None
-    rest = line[stated.end() :]
-    note = _NOTE.match(rest)
-    if note is not None:
-        rest = rest[note.end() :]
-    unit = _UNIT.match(rest)
-    if unit is not None:
-        rest = rest[unit.end() :]
-        note = note or _NOTE.match(rest)
-        rest = rest[note.end() :] if note is not None and rest.startswith(note[0]) else rest
-    is_labelled = re.match(r"[\"']?\s*[:=|\-→]", stated["separator"]) is not None
-    ends = _END.match(rest) is not None or (is_labelled and _REASON.match(rest) is not None)
-    if not ends or any(map(str.isdigit, rest)) or _SECOND_THOUGHT.match(rest) is not None:
+    separator, number = stated["separator"], stated["number"]
+    if not separator.strip() and number.startswith(("-", "+")):
         return None
-    named = [
-        stated["about"],
-        stated["bracket"] or "",
-        stated["over"] or "",
-        note[0] if note is not None else "",
-    ]
+    notes, rest = _without_notes(line[stated.end() :])
+    if not _is_complete(separator, rest):
+        return None
+    named = [stated["about"], stated["bracket"] or "", stated["over"] or "", *notes]
     bounds = [bound for part in named for bound in _bounds(part)]
-    number = as_number(stated["number"])
-    if not stated["separator"].strip() and stated["number"].startswith(("-", "+")):
-        return None
-    if number is None or not all(low <= number <= high for low, high in bounds):
-        return None
-    if math.isfinite(top) and any(high != top for _, high in bounds):
-        return None
     if stated["percent"] and top != 100:
         return None
-    return stated["number"]
+    return number if _fits(as_number(number), bounds, top) else None
+
+
+def _without_notes(rest: str) -> tuple[list[str], str]:
+    """Take the scale and the unit off what follows a number, in either order: (what was taken, the rest)."""
+    notes = []
+    for pattern in (_NOTE, _UNIT, _NOTE):
+        found = pattern.match(rest)
+        if found is not None:
+            notes.append(found[0])
+            rest = rest[found.end() :]
+    return notes, rest
+
+
+def _is_complete(separator: str, rest: str) -> bool:
+    """Whether a statement ends before `rest`, which has no other number and takes nothing back."""
+    if any(map(str.isdigit, rest)) or _SECOND_THOUGHT.match(rest) is not None:
+        return False
+    is_labelled = re.match(r"[\"']?\s*[:=|\-→]", separator) is not None
+    return _END.match(rest) is not None or (is_labelled and _REASON.match(rest) is not None)
+
+
+def _fits(number: float | None, bounds: Sequence[tuple[float, float]], top: float) -> bool:
+    """Whether a number lies within the scales that are named with it, and these end at `top`, if that is known."""
+    if number is None or not all(low <= number <= high for low, high in bounds):
+        return False
+    return math.isinf(top) or all(high == top for _, high in bounds)
 
 
 def _bounds(text: str) -> Iterator[tuple[float, float]]:
