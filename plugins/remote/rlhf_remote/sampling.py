@@ -52,7 +52,7 @@ PROCESSED = (
 PROBE_FILE = "probe.npz"
 OWNER_FILE, RUN_FILE = "owner.json", "run.txt"
 ROLLOUT_SHARE = 0.25
-"""Of `probe_tolerance`: the largest mean difference of a rollout's log-probabilities."""
+"""Share of `probe_tolerance` that the mean difference of a rollout's log-probabilities may have."""
 SAME = 1e-5
 """How far a policy's log-probabilities of the probe may be from those that were written with it, in nats."""
 POLL_SECONDS = 0.02
