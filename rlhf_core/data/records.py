@@ -133,23 +133,24 @@ def wrong_set_names(data: Any) -> list[Any]:
     return [name for name in data if not is_right(name)] if holds_rows(data) else []
 
 
-def reason_against(data: Any) -> str:
-    """Say why an object in memory cannot be read as rows: it holds splits, or has no end; empty where it can.
+def require_rows(data: Any, prefix: str = "") -> None:
+    """Raise InputError for an object in memory that holds splits, or whose rows have no end.
 
-    It is asked before any row is read, since the rows of an object without end would be read for ever.
+    To be called before any row is read, since the rows of an object without end would be read for ever. prefix: of the
+    message.
     """
     if isinstance(data, list | tuple):
-        return next(filter(None, map(reason_against, data)), "")
-    if isinstance(data, Mapping):
+        for each in data:
+            require_rows(each, prefix)
+    elif isinstance(data, Mapping):
         if data and all(hasattr(value, "column_names") for value in data.values()):
-            return f"the data has several splits ({', '.join(map(str, data))}): give one of them"
-        return ""
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) >= ENDLESS:
-        return (
-            f"{type(data).__name__} of {len(data):,} rows repeats without end: give it without .repeat(None); "
+            splits = ", ".join(map(str, data))
+            raise InputError(f"{prefix}the data has several splits ({splits}): give one of them")
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) >= ENDLESS:
+        raise InputError(
+            f"{prefix}{type(data).__name__} of {len(data):,} rows repeats without end: give it without .repeat(None); "
             "num_train_epochs or max_training_steps say how often rows are trained on"
         )
-    return ""
 
 
 def _is_columns(data: Mapping[str, Any]) -> bool:
@@ -177,8 +178,7 @@ def _from_table(
 ) -> Source:
     options = dict(table)
     columns = options.pop("columns", columns)
-    if reason := reason_against(options):
-        raise InputError(reason)
+    require_rows(options)
     name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
     if name is None and path is None:
         held = [key for key, value in table.items() if isinstance(value, list) and all(map(_is_row, value))]
@@ -373,8 +373,7 @@ def from_memory(data: Any, name: str = "dataset") -> Source:
     """
     if isinstance(data, Records) and len(data.sources) == 1:
         return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
-    if reason := reason_against(data):
-        raise InputError(reason)
+    require_rows(data)
     rows = _rows_of(data, name)
     numbers: Sequence[int] = range(1, len(rows) + 1)
     if _is_grain(data):

@@ -138,17 +138,21 @@ class Best:
                 f"stopped early after update {step}: {self.metric} has not improved in {self.bad} evaluations"
             )
         chosen = step if self.step is None or not self.config.load_best_model_at_end else self.step
-        best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"
-        name = self.metric or "evaluation"
-        evaluated = [row["step"] for row in rows if name in row]
-        without = "; the start was not evaluated: eval_on_start" if evaluated and min(evaluated) else ""
-        self.stage.say(f"best {name}: {best}; the trained model is that of update {chosen}{without}")
+        self.stage.say(self._choice(chosen, rows))
         if chosen != step:
             state = self._restore(chosen, state, checkpoints)
         if self.stage.is_main:
             record = {**self.to_json(), "updates": step, "model": chosen}
             write_atomic(self.stage.dir / BEST, json.dumps(record) + "\n")
         return state
+
+    def _choice(self, chosen: int, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Say which evaluation was best, and the model of which update is kept. rows: of metrics.jsonl."""
+        best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"
+        name = self.metric or "evaluation"
+        evaluated = [row["step"] for row in rows if name in row]
+        without = "; the start was not evaluated: eval_on_start" if evaluated and min(evaluated) else ""
+        return f"best {name}: {best}; the trained model is that of update {chosen}{without}"
 
     def _restore(self, step: int, last: TrainState, checkpoints: Checkpoints) -> TrainState:
         trained = last.trained()

@@ -121,9 +121,8 @@ class Journal:
         path = self._path(number)
         try:
             return _entry(_members(path), number)
-        except (
-            Exception
-        ) as error:  # of zipfile, zlib, json, NumPy: there is no end to what bytes may be taken for
+        # Of zipfile, zlib, json and NumPy: there is no end to what damaged bytes may be taken for.
+        except Exception as error:
             raise InputError(
                 f"{path} is damaged ({library_words(error)}): restore it, or delete it to sample this rollout again"
             ) from error

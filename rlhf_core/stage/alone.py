@@ -15,7 +15,7 @@ from rlhf_core.config.options import format_value
 from rlhf_core.config.other_names import TRAINER_NAMES, Refused
 from rlhf_core.config.trainer import directory_name
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.data.records import reason_against, wrong_set_names
+from rlhf_core.data.records import require_rows, wrong_set_names
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
@@ -101,8 +101,7 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     held_out = inputs.get("eval_dataset")
     evaluated = list(held_out.values()) if isinstance(held_out, Mapping) else held_out
     for name, data in {"train_dataset": inputs.get("train_dataset"), "eval_dataset": evaluated}.items():
-        if reason := reason_against(data):
-            raise InputError(f"{name}: {reason}")
+        require_rows(data, f"{name}: ")
     if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
         inputs["rewards"] = [inputs["rewards"]]
     for number, reward in enumerate(inputs.get("rewards") or ()):

@@ -138,7 +138,7 @@ class StageRecord:
     def attempt(self) -> Record | None:
         """What the stage was begun as by a run of which nothing is kept."""
         with suppress(OSError, ValueError, KeyError):  # it is only told
-            return unseal((self.dir / BEFORE).read_bytes())
+            return unseal(read_limited(self.dir / BEFORE))
         return None
 
     def forget_attempt(self) -> None:

@@ -74,7 +74,8 @@ def load_tokenizer(source: str | Path) -> Any:
     if path.is_dir():
         known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
         if not any((path / name).exists() for name in known):
-            if below := suggest_model(path):
+            below = suggest_model(path)
+            if below:
                 raise InputError(f"{source} is not a model directory.{below}")
             present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise InputError(

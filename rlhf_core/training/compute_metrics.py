@@ -46,7 +46,8 @@ class OwnMetrics:
             except Exception as error:
                 raise RunError(f"{where} {error_line(error)}") from error
             numbers = self._numbers(found, f"{where}{defined_at(compute)}")
-            if twice := sorted(own.keys() & numbers.keys()):
+            twice = sorted(own.keys() & numbers.keys())
+            if twice:
                 raise RunError(f"{where} returned {twice[0]!r}, which another function has returned, too")
             own |= numbers
             field = where.rpartition("'.")[2]

@@ -246,7 +246,8 @@ class Context:
         """
         self.reads_metrics = True
         functions = dict[str, Callable[..., Any]]()
-        if (compute := self.stage.inputs.get("compute_metrics")) is not None:
+        compute = self.stage.inputs.get("compute_metrics")
+        if compute is not None:
             functions[f"stage '{self.name}'.compute_metrics"] = compute
         for i, name in enumerate(self.config.metrics):
             with error_context(self.stage, f"metrics[{i}]"):
