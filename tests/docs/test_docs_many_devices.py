@@ -1,6 +1,6 @@
 """docs/how-to/many_devices.md: its meshes train, and each of its recipes starts processes that find each other.
 
-tests/launchers runs the recipes with the real launchers.
+tests/processes runs the recipes with the real launchers.
 """
 
 from __future__ import annotations

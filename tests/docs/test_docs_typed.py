@@ -18,7 +18,7 @@ from rlhf_core.models import fresh_model
 from rlhf_core.plugins.component import load_file
 from tests.shared import documents
 
-real_data: Any = load_file(Path(__file__).parents[1] / "suite" / "test_real_data.py")
+real_data: Any = load_file(Path(__file__).with_name("test_real_data.py"))
 REPOSITORY: Path = documents.REPOSITORY
 SMALL = {
     "hidden_size = 128": "hidden_size = 16",

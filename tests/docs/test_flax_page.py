@@ -11,7 +11,7 @@ from rlhf_core.models.safetensors import Reader
 from tests.shared import documents
 
 
-@pytest.mark.long  # `tests/models/test_flax_modules.py` has what it shows
+@pytest.mark.long  # `tests/packages/models/test_flax_modules.py` has what it shows
 def test_the_page_can_be_followed(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from torture.children import Child, import_everything
+from tests.torture.children import Child, import_everything
 
 
 def run(program: str, arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torture import shim
+from tests.torture import shim
 
 PROGRAM = """
 import queue, sys, time

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torture.experiment import Case, Failure, Trial
+from tests.torture.experiment import Case, Failure, Trial
 
 
 def test_an_interrupted_experiment_begins_no_further_case(monkeypatch: pytest.MonkeyPatch) -> None:

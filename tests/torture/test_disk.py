@@ -3,9 +3,9 @@
 import random
 from pathlib import Path
 
-from torture.disk import Disk, Image, Operation
-from torture.file_calls import MARK, read
-from torture.translator import Translator
+from tests.torture.disk import Disk, Image, Operation
+from tests.torture.file_calls import MARK, read
+from tests.torture.translator import Translator
 
 WRITTEN = [
     Operation("create 0 new", ((0, "new", 1),)),

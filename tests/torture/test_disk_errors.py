@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torture.children import Ended
-from torture.experiments.disk_errors import _wrong_end
-from torture.shim import Call
+from tests.torture.children import Ended
+from tests.torture.experiments.disk_errors import _wrong_end
+from tests.torture.shim import Call
 
 WRITE = Call("write", 0, "run/base/checkpoints/.4.tmp/state.orbax-checkpoint-tmp/state/d/#")
 RECORD = Call("rename", 0, "run/base/stage.json")

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.runtime.files import unseal
-from torture import documents, examples
-from torture.documents import Form, Table, table
+from tests.torture import documents, examples
+from tests.torture.documents import Form, Table, table
 
 FORM = Form([table(examples.PIPELINES[0])], documents.write_json)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torture.__main__ import EXPERIMENTS, load, names
-from torture.experiments.mutants import planted
-from torture.planted import MUTANTS, Mutant
+from tests.torture.__main__ import EXPERIMENTS, load, names
+from tests.torture.experiments.mutants import planted
+from tests.torture.planted import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -40,7 +40,7 @@ def test_experiments_go_by_number_and_name() -> None:
 @pytest.mark.long
 def test_a_run_and_its_engine_are_killed(repository: Path) -> None:
     """Conversations with an engine, a rollout ahead: afterwards the run has the bits of one that was not killed."""
-    command = [sys.executable, "-m", "torture", "T15", "--case", "adapters turns 1"]
+    command = [sys.executable, "-m", "tests.torture", "T15", "--case", "adapters turns 1"]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 failures in 1 cases" in done.stdout

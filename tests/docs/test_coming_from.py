@@ -1,0 +1,243 @@
+"""docs/reference/coming_from.md: every field of theirs is there, and what is said of it is so."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_reward import RewardConfig
+
+from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
+from rlhf_core.config import TrainerConfig, build
+from rlhf_core.config.aliases import PART_NAMES
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
+from rlhf_core.plugins.component import load_file
+from rlhf_core.stage.alone import INPUTS, REFUSED_INPUTS, SPELLINGS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs/reference/coming_from.md").read_text(encoding="utf-8")
+TRL_REWARD_CONFIG = """learning_rate model_init_kwargs trust_remote_code chat_template_path disable_dropout
+    dataset_num_proc eos_token max_length pad_to_multiple_of center_rewards_coefficient
+    activation_offloading pad_token logging_steps
+    gradient_checkpointing bf16"""
+"""The fields that TRL's RewardConfig has of its own, or sets anew."""
+REFUSED = {name: each.write for name, each in TRAINER_NAMES.items() if isinstance(each, Refused)}
+TYPED = {
+    name: REFUSED[name]
+    for name in (
+        *("batch_size", "epochs", "eval_dataset", "lr", "max_new_tokens", "num_epochs", "reward_functions"),
+        *("train_batch_size", "train_dataset"),
+    )
+}
+"""What people type that is no name of another library's config."""
+KINDS = {"optimizer": OPTIMIZER, "loss": PAIRWISE_LOSS}
+
+
+def tables(heading: str) -> list[list[tuple[str, ...]]]:
+    """The rows of every table below a heading."""
+    section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    found = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, re.MULTILINE)
+    return [
+        [tuple(cell.strip() for cell in row.strip("| ").split(" |")) for row in table.splitlines()]
+        for table in found
+    ]
+
+
+def name(cell: str) -> str:
+    (found,) = re.fullmatch(r"`(\w[\w.]*)`", cell).groups()  # type: ignore[union-attr]
+    return str(found)
+
+
+def rows(table: list[tuple[str, ...]]) -> dict[str, tuple[str, str]]:
+    """{field: (ours, difference)}."""
+    names = [name(row[0]) for row in table]
+    assert len(set(names)) == len(names)
+    cells = [(row[1], row[2] if len(row) > 2 else "") for row in table]
+    return {
+        each: (each if ours == "same" else name(ours), told)
+        for each, (ours, told) in zip(names, cells, strict=True)
+    }
+
+
+def grouped(table: list[tuple[str, ...]]) -> dict[str, str]:
+    """{field: what happens here}, of a table with many fields a row."""
+    return {field: row[1] for row in table for field in re.findall(r"`(\w+)`", row[0])}
+
+
+(EASYDEL,) = tables("EasyDeL's RewardConfig")
+DONE, NOT_DONE = "done anyway", "not done"
+EASYDEL_WORKS = [row for row in EASYDEL if row[1] not in (DONE, NOT_DONE)]
+TRL_SHARED, TRL_GRPO, TRL_REFUSED = tables("TRL's RewardConfig")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return plugins.load().registry
+
+
+def test_every_field_of_easydel_is_there_once() -> None:
+    seed = load_file(REPOSITORY / "tests/packages/config/test_options_seed.py")
+    theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, *seed.TAKES_EFFECT, "center_rewards_coefficient"}
+    names = [name(row[0]) for row in EASYDEL]
+    assert names == sorted(theirs)
+    assert len(theirs) >= 109
+    found = {name(row[0]): (row[1], row[2]) for row in EASYDEL if row[1] in (DONE, NOT_DONE)}
+    ignored = {name: each for name, each in TrainerConfig.other_names().items() if isinstance(each, Ignored)}
+    assert found == {name: (DONE if each.done else NOT_DONE, each.instead) for name, each in ignored.items()}
+    assert sum(here == NOT_DONE for here, _ in found.values()) <= 20
+
+
+SHOWN_BY = {
+    "tests/packages/rollouts/test_previews.py": """generation_config_overrides generation_dataset_prompt_field
+        generation_do_sample generation_extra_kwargs generation_interval generation_log_to_wandb
+        generation_max_new_tokens generation_num_prompts generation_num_return_sequences
+        generation_preview_print generation_prompts
+        generation_seed generation_temperature generation_top_k generation_top_p generation_use_train_prompts""",
+    "tests/invariants/test_fields_that_act.py": """custom_scheduler do_eval do_last_save do_train force_step_start_point
+        ids_to_pop_from_dataset log_grad_norms log_steps max_length model_name remove_ckpt_after_load
+        report_steps resume_if_possible save_optimizer_state step_start_point trainer_prefix tx_mu_dtype""",
+    "tests/packages/data/test_data_pairs.py": "max_sequence_length",
+    "tests/packages/fit/test_weights.py": "weight_distribution_log_steps weight_distribution_pattern",
+    "tests/packages/fit/test_lazy_updates.py": "dataloader_num_workers dataset_num_proc",
+    "tests/packages/config/test_options_seed.py": """attn_mechanism aux_loss_enabled model_parameters
+        per_epoch_evaluation_steps per_epoch_training_steps performance_mode process_zero_is_admin
+        report_metrics verbose""",
+    "tests/packages/config/test_options.py": "extra_optimizer_kwargs use_wandb wandb_entity wandb_name",
+    "tests/packages/loggers/test_loggers.py": "log_all_workers",
+    "tests/packages/core/test_optimizers.py": "clip_grad optimizer weight_decay",
+    "tests/invariants/test_loop.py": """eval_batch_size frozen_parameters gradient_accumulation_steps learning_rate
+        max_evaluation_steps num_train_epochs save_total_limit scheduler total_batch_size training_time_limit
+        warmup_steps""",
+    "tests/invariants/test_trainer_fields.py": """backend evaluation_steps
+        max_training_steps metrics_to_show_in_rich_pbar progress_bar_type save_interval_minutes save_steps
+        track_memory""",
+    "tests/mistakes/test_advice.py": "learning_rate_end",
+    "tests/invariants/test_same_experiment.py": "save_directory",
+    "tests/packages/rollouts/test_prompt_order.py": "shuffle_seed_train shuffle_train_dataset",
+    "tests/packages/data/test_data_texts.py": "truncation_mode",
+    "tests/plugins/reward/test_pairwise_loss.py": "center_rewards_coefficient",
+}
+"""{file of tests: the fields of EasyDeL that one of them gives a value to, under their name or ours}."""
+
+
+def test_every_field_that_works_is_shown_by_a_test() -> None:
+    works = rows(EASYDEL_WORKS)
+    assert sorted(field for fields in SHOWN_BY.values() for field in fields.split()) == sorted(works)
+    for file, fields in SHOWN_BY.items():
+        text = (REPOSITORY / file).read_text(encoding="utf-8")
+        for field in fields.split():
+            path = RewardConfig.aliases().get(field, works[field][0])
+            names = {field, works[field][0], path.rpartition(".")[2]}
+            assert any(re.search(rf"\b{name}\b", text) for name in names), (file, field)
+
+
+@pytest.mark.parametrize("field", rows(EASYDEL_WORKS))
+def test_a_field_of_easydel_is_ours_or_another_name_of_one(field: str) -> None:
+    ours, _ = rows(EASYDEL_WORKS)[field]
+    assert ours in RewardConfig.model_fields
+    path = RewardConfig.aliases().get(field, "")
+    assert field == ours or path.partition(".")[0] == ours or field in PART_NAMES
+    assert (field == ours) == (field in RewardConfig.model_fields)
+
+
+def test_every_name_of_trl_is_there_once() -> None:
+    shared, grpo, refused = rows(TRL_SHARED), rows(TRL_GRPO), grouped(TRL_REFUSED)
+    assert len({*shared, *grpo, *refused}) == len(shared) + len(grpo) + len(refused)
+    taken = {field for field in shared if field in RewardConfig.names()}
+    paths = {f: ours for f, (ours, _) in {**shared, **grpo}.items() if f not in taken}
+    assert {**TYPED, **paths, **refused} == REFUSED
+    assert set(TRL_REWARD_CONFIG.split()) <= {*shared, *refused}
+    for field in taken:
+        assert shared[field][0] == RewardConfig.aliases().get(field, field)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "ours"),
+    [(RewardConfig, field, ours) for field, (ours, _) in rows(TRL_SHARED).items()]
+    + [(GRPOConfig, field, ours) for field, (ours, _) in rows(TRL_GRPO).items()],
+)
+def test_what_trl_s_names_point_to_exists(
+    config: type[TrainerConfig], field: str, ours: str, registry: Registry
+) -> None:
+    top, _, key = ours.partition(".")
+    assert top in config.model_fields, field
+    if key and top in KINDS:
+        options = [registry._entry(KINDS[top], each).options or {} for each in registry.names(KINDS[top])]
+        assert any(key in each for each in options)
+    elif key:
+        with pytest.raises(Exception, match=rf"{top}\.{key}: expected"):
+            config(**{top: {key: object()}})
+
+
+ALL = [
+    *(
+        (RewardConfig, f, told)
+        for table in (EASYDEL_WORKS, TRL_SHARED)
+        for f, (_, told) in rows(table).items()
+    ),
+    *((GRPOConfig, f, told) for f, (_, told) in rows(TRL_GRPO).items()),
+]
+
+
+def value(text: str) -> Any:
+    return None if text == "none" else tomllib.loads(f"x = {text}")["x"]
+
+
+@pytest.mark.parametrize(("config", "field", "told"), [x for x in ALL if "default `" in x[2]])
+def test_the_defaults_are_those_of_the_config(config: type[TrainerConfig], field: str, told: str) -> None:
+    target = REFUSED.get(field, config.aliases().get(field, field))
+    (ours,) = re.findall(r"default `(.*?)`", told)
+    found: Any = config()
+    for part in target.split("."):
+        if field != "use_wandb":
+            found = getattr(found, part)
+    assert value(ours) == (found.use_wandb if field == "use_wandb" else found)
+
+
+SNIPPETS = sorted({s for _, _, told in ALL for s in re.findall(r"`(\w+ = [^`]+)`", told)})
+
+
+def test_there_are_snippets() -> None:
+    assert len(SNIPPETS) > 5
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_what_is_said_to_be_written_can_be(snippet: str, registry: Registry) -> None:
+    table = tomllib.loads(snippet)
+    (field,) = table
+    cls = RewardConfig if field in RewardConfig.model_fields else GRPOConfig
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = build(cls, table, registry=registry)
+    assert getattr(config, field) != getattr(cls(), field)
+
+
+def test_the_arguments_are_those_that_are_taken() -> None:
+    arguments, methods = tables("Arguments and methods of a trainer")
+    found = {name(row[0]): row[1] for row in arguments}
+    assert {each for each, ours in found.items() if ours == "none"} <= set(REFUSED_INPUTS)
+    assert set(INPUTS) - {"model", "train_dataset", "tokenizer", "rewards", "accept"} <= set(found)
+    doors = {path for row in methods for path in re.findall(r"`((?:rlhf_\w+\.)+\w+)", row[1])}
+    assert doors
+    for path in doors:
+        module, _, attribute = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), path
+    assert {field: f"`{ours}`" for field, ours in SPELLINGS.items()} == {
+        field: ours for field, ours in found.items() if field in SPELLINGS
+    }
+    assert RewardConfig.aliases()["peft_config"] == "lora"
+
+
+def test_the_columns_are_those_that_are_taken() -> None:
+    from rlhf_core.data.preferences import FAMILIES
+
+    columns = PAGE.split("\n## Columns\n")[1]
+    for family in FAMILIES:
+        for column in family:
+            assert f"`{column}`" in columns

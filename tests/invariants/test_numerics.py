@@ -1,0 +1,259 @@
+"""Loss and gradient of the three trainers: equal to float64 NumPy, and to themselves however an update is laid out."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import ClassVar
+
+import jax
+import numpy as np
+import pytest
+from rlhf_grpo.losses import GRPO, Clipped, DrGRPO
+from rlhf_grpo.objective import Terms
+from rlhf_grpo.objective import objective as grpo_objective
+from rlhf_reward.losses import BradleyTerry
+from rlhf_reward.objective import objective as reward_objective
+from rlhf_reward.objective import pair_loss
+from rlhf_sft.train import objective as sft_objective
+
+from rlhf_core.mesh import make_mesh, put_rows
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.packing.rows import Layout, Tree, pack, tree
+from rlhf_core.step import accumulate
+from tests.shared import reference
+from tests.shared.reference import CONFIG
+
+ONE = Layout((64,), (20,), (16,), (64,))  # everything in one micro-batch
+TWO = Layout((48,), (4,), (6,), (48,))
+SHORT = Layout((32, 64), (3, 2), (4, 8), (32, 64))  # several classes and micro-batches
+PADDED = Layout((32,), (4,), (2,), (32,))  # a tree a row, or part of one
+
+
+def definition(head: str) -> Definition:
+    return DECODER.define(CONFIG, head)
+
+
+@cache
+def weights(head: str) -> dict:
+    """Larger than at initialisation, so that every term of the gradient is far from zero. On the host."""
+    params = jax.device_get(definition(head).init(jax.random.key(7)))
+    return jax.tree.map(lambda x: x * np.float32(4) if x.ndim > 2 or x.shape[0] > 2 else x, params)
+
+
+def sequences(rng: np.random.Generator, n: int, low: int, high: int) -> list[np.ndarray]:
+    return [rng.integers(1, 48, rng.integers(low, high)).astype(np.int32) for _ in range(n)]
+
+
+class SFT:
+    """Texts of which some tokens are not trained."""
+
+    names: ClassVar[dict] = {"token_names": (), "sequence_names": ()}
+    group = 1
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.texts = [(t, (rng.random(len(t)) < 0.7).astype(np.float32)) for t in sequences(rng, 20, 6, 30)]
+        self.head, self.model = "lm", definition("lm")
+        self.objective = partial(sft_objective, self.model)
+
+    def trees(self, shared: bool) -> list[Tree]:
+        return [tree([t], [w]) for t, w in self.texts]
+
+    def expected(self, params: dict) -> float:
+        return reference.sft_loss(params, CONFIG, self.texts)
+
+
+class Reward:
+    """Pairs with a common prompt and a margin."""
+
+    names: ClassVar[dict] = {"token_names": (), "sequence_names": ("margin",)}
+    group = 2
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        prompts = sequences(rng, 16, 3, 12)
+        sides = [
+            [np.concatenate([p, s]) for p, s in zip(prompts, sequences(rng, 16, 1, 9), strict=True)]
+            for _ in "cr"
+        ]
+        self.pairs = list(zip(*sides, rng.random(16).astype(np.float32), strict=True))
+        self.head, self.model = "score", definition("score")
+        measure = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
+        self.objective = partial(reward_objective, self.model, measure)
+
+    def trees(self, shared: bool) -> list[Tree]:
+        margins = [{"margin": np.full(2, m, np.float32)} for _, _, m in self.pairs]
+        if shared:
+            return [tree([c, r], sequence_values=m) for (c, r, _), m in zip(self.pairs, margins, strict=True)]
+        nothing = np.zeros(0, np.int32)
+        return [
+            Tree(nothing, (c, r), sequence_values=m) for (c, r, _), m in zip(self.pairs, margins, strict=True)
+        ]
+
+    def expected(self, params: dict) -> float:
+        return reference.reward_loss(params, CONFIG, self.pairs, 0.1)
+
+
+class GRPOCase:
+    """Groups of three with old and reference log-probabilities near the policy's own."""
+
+    names: ClassVar[dict] = {
+        "token_names": ("old_logps", "ref_logps", "sampling_logps", "advantages"),
+    }
+    group = 1
+
+    def __init__(self, kind: str) -> None:
+        rng = np.random.default_rng(2)
+        self.kind = kind
+        own = reference.as_float64(weights("lm"))
+        self.groups = []
+        for prompt in sequences(rng, 10, 2, 8):
+            completions = sequences(rng, 3, 2, 10)
+            near = [
+                reference.logps(own, CONFIG, np.concatenate([prompt, c]), 0.7)[len(prompt) - 1 :]
+                for c in completions
+            ]
+            self.groups.append(
+                {
+                    "prompt": prompt,
+                    "completions": completions,
+                    "advantages": rng.normal(size=3).astype(np.float32),
+                    "old": [(x + 0.3 * rng.normal(size=len(x))).astype(np.float32) for x in near],
+                    "ref": [(x + 0.3 * rng.normal(size=len(x))).astype(np.float32) for x in near],
+                }
+            )
+        self.head, self.model = "lm", definition("lm")
+        loss = {"dapo": Clipped(), "grpo": GRPO(), "dr_grpo": DrGRPO()}[kind]
+        terms = Terms(name=kind, beta=0.1, max_completion_length=12)
+        self.objective = partial(grpo_objective, self.model, loss, terms, temperature=0.7)
+
+    def trees(self, shared: bool) -> list[Tree]:
+        out = []
+        for g in self.groups:
+            members = [[0, 1, 2]] if shared else [[0], [1], [2]]
+            for chosen in members:
+                pick = lambda values, chosen=chosen: tuple(values[i] for i in chosen)  # noqa: E731
+                out.append(
+                    Tree(
+                        prefix=g["prompt"],
+                        branches=pick(g["completions"]),
+                        token_values={
+                            "old_logps": pick(g["old"]),
+                            "ref_logps": pick(g["ref"]),
+                            "sampling_logps": pick(g["old"]),
+                            "advantages": tuple(
+                                np.full(len(g["completions"][i]), g["advantages"][i]) for i in chosen
+                            ),
+                        },
+                    )
+                )
+        return out
+
+    def expected(self, params: dict) -> float:
+        return reference.grpo_loss(params, CONFIG, self.groups, kind=self.kind, beta=0.1, length=12)
+
+
+CASES = {
+    "sft": SFT,
+    "reward": Reward,
+    "dapo": lambda: GRPOCase("dapo"),
+    "grpo": lambda: GRPOCase("grpo"),
+    "dr_grpo": lambda: GRPOCase("dr_grpo"),
+}
+
+
+VARIANTS = {
+    "micro-batches": {"layout": TWO},
+    "packed otherwise, reversed": {"layout": SHORT, "reverse": True},
+    "padded": {"layout": PADDED, "shared": False},
+    "8 devices": {"layout": ONE, "devices": 8},
+    "8 devices, unshared, reversed": {"layout": TWO, "devices": 8, "shared": False, "reverse": True},
+}
+KEPT = [
+    ("sft", "packed otherwise, reversed"),
+    ("reward", "packed otherwise, reversed"),
+    ("grpo", "8 devices, unshared, reversed"),
+]
+
+
+def mark(case: str, variant: str) -> list[pytest.MarkDecorator]:
+    """Two of the variants hold what the others try one by one."""
+    if (case, variant) in KEPT:
+        return []
+    return [pytest.mark.long if "reversed" in variant else pytest.mark.exhaustive]
+
+
+@cache
+def made(name):
+    return CASES[name]()
+
+
+@pytest.fixture(
+    params=[
+        *(name for name in CASES if name != "dr_grpo"),
+        pytest.param("dr_grpo", marks=pytest.mark.long),  # its values: tests/plugins/grpo/test_losses.py
+    ]
+)
+def case(request):
+    return made(request.param)
+
+
+def gradient(case, layout: Layout, *, shared: bool = True, devices: int = 1, reverse: bool = False):
+    """(loss, mean gradient) of one update laid out in a certain way."""
+    sizes = {1: {}, 8: {"data": 2, "fsdp": 2, "tensor": 2}}[devices]
+    mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
+    params = jax.device_put(weights(case.head), case.model.shardings(mesh))
+    trees = case.trees(shared)
+    batches = pack(trees[::-1] if reverse else trees, layout, group=case.group, **case.names)
+    done = None
+    step = jax.jit(lambda p, b, before: accumulate(case.objective, p, b, before))
+    for batch in batches:
+        done = step(params, put_rows(mesh, batch), done)
+    mean = jax.tree.map(lambda g: np.asarray(g) / float(done.loss.count), done.grads)
+    return float(done.loss.result()), mean
+
+
+@cache
+def whole(case):
+    """(loss, mean gradient) in one micro-batch."""
+    return gradient(case, ONE)
+
+
+def test_value_and_gradient_equal_float64(case):
+    loss, grads = whole(case)
+    params = reference.as_float64(weights(case.head))
+    assert loss == pytest.approx(case.expected(params), rel=2e-5)
+    rng = np.random.default_rng(11)
+    size = np.sqrt(reference.inner(grads, reference.as_float64(grads)))
+    for _ in range(3):
+        direction = reference.random_direction(params, rng)
+        up, down = (case.expected(reference.move(params, direction, h)) for h in (1e-6, -1e-6))
+        slope = (up - down) / 2e-6
+        assert reference.inner(grads, direction) == pytest.approx(slope, abs=2e-4 * size)
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [
+        pytest.param(case, variant, marks=mark(case, variant), id=f"{case}-{variant}")
+        for case in CASES
+        for variant in VARIANTS
+    ],
+    indirect=["case"],
+)
+def test_the_layout_of_an_update_changes_nothing(case, variant):
+    loss, grads = whole(case)
+    other, others = gradient(case, **VARIANTS[variant])
+    assert other == pytest.approx(loss, rel=3e-6)
+    size = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads)))
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6 * size)
+
+
+def test_the_variants_differ_in_how_many_micro_batches_they_have(case):
+    counts = [
+        len(pack(case.trees(shared), layout, group=case.group, **case.names))
+        for layout, shared in ((ONE, True), (TWO, True), (PADDED, False))
+    ]
+    assert counts[0] == 1
+    assert counts[0] < counts[1] < counts[2]

@@ -1,0 +1,218 @@
+"""Log-probabilities on eight devices: values and gradients against float64 NumPy, and what the devices send."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from rlhf_topologies.hlo import count
+
+from rlhf_core import logprobs
+from rlhf_core.logprobs import token_logps
+from rlhf_core.mesh import (
+    ROW_AXES,
+    abstract_rows,
+    make_mesh,
+    param_shardings,
+    put_rows,
+    replicated_sharding,
+    row_sharding,
+)
+from rlhf_core.metrics import Mean
+from rlhf_core.objective import trained_logps, trained_weight
+from rlhf_core.packing.rows import Layout, pack, tree
+from rlhf_core.plugins.component import load_file
+from rlhf_core.step import Accumulated, accumulate
+from rlhf_core.training.starting_model import definition_of
+
+FILE = Path(__file__)
+cases: Any = load_file(FILE.parents[2] / "shared" / "logprob_cases.py")
+
+SHAPES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 1, 2), (1, 2, 4), (2, 2, 2))
+"""Of meshes: data, fsdp, tensor."""
+HALF = jnp.bfloat16
+KINDS = {
+    "float32": (jnp.float32, jnp.float32, False),
+    "float32, tied": (jnp.float32, jnp.float32, True),
+    "bfloat16 states": (HALF, jnp.float32, False),
+    "bfloat16, tied": (HALF, HALF, True),
+}
+"""dtype of hidden and of the kernel, and whether that is the transpose of an embedding."""
+MIXED = (2, 2, 2)
+COVERING = [
+    (MIXED, "float32", 32),
+    *((MIXED, kind, 32) for kind in ("bfloat16 states", "bfloat16, tied")),
+    (MIXED, "float32, tied", 31),
+    *(
+        pytest.param(*each, marks=pytest.mark.long)
+        for each in (
+            *((shape, "float32", 32) for shape in SHAPES if shape != MIXED),
+            (MIXED, "float32, tied", 32),
+        )
+    ),
+]
+"""Every kind of arrays on the mesh of all axes, words that `tensor` does not divide, and every mesh, where long."""
+NAMES = ("logps", "entropies", "d_hidden", "d_kernel")
+
+
+def shardings(mesh: Any, weights: Any, tied: bool) -> Any:
+    """Of a kernel [D, V] or an embedding [V, D], as a model's."""
+    return param_shardings(mesh, ("vocab", "embed") if tied else ("embed", "vocab"), weights)
+
+
+def total(
+    hidden: Any, weights: Any, targets: Any, g: Any, h: Any, *, tied: bool, **options: Any
+) -> tuple[Any, Any]:
+    logps, entropies = token_logps(
+        hidden, weights.T if tied else weights, targets, entropy=True, temperature=1.3, softcap=2.5, **options
+    )
+    return jnp.sum(logps * g + entropies * h), (logps, entropies)
+
+
+def assert_equal(actual: Any, expected: Any, dtype: Any) -> None:
+    """To float32 rounding, gradients in bfloat16 to its own."""
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
+        tolerance = 0.03 * np.abs(b).max() if dtype == HALF and name.startswith("d_") else 3e-5
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-5, atol=tolerance, err_msg=name)
+
+
+def program(mesh: Any, tied: bool, rows: Any, weights: Any, **options: Any) -> Any:
+    """The compiled value and gradients; rows: hidden, targets and the results' cotangents."""
+    spread = shardings(mesh, weights, tied)
+    step = jax.value_and_grad(partial(total, tied=tied, **options), argnums=(0, 1), has_aux=True)
+    jitted = jax.jit(step, out_shardings=(None, (row_sharding(mesh), spread)))
+    weights = jax.ShapeDtypeStruct(weights.shape, weights.dtype, sharding=spread)
+    hidden, *others = abstract_rows(mesh, rows)
+    return jitted.lower(hidden, weights, *others).compile()
+
+
+@pytest.mark.parametrize(("shape", "kind", "vocab"), COVERING, ids=str)
+def test_values_and_gradients_equal_float64(shape: tuple[int, int, int], kind: str, vocab: int) -> None:
+    """Chunks of 3, 3 and 1 tokens a row."""
+    dtype, kernel_dtype, tied = KINDS[kind]
+    hidden, kernel, *rest = cases.problem(dtype, rows=8, vocab=vocab)
+    kernel = kernel.astype(kernel_dtype)
+    expected = cases.reference(hidden, kernel, *rest, 1.3, 2.5)
+    mesh = make_mesh(*shape)
+    rows = hidden, rest[0], *(x.astype(np.float32) for x in rest[1:])
+    weights = kernel.T if tied else kernel
+    hidden, *others = put_rows(mesh, rows)
+    compiled = program(mesh, tied, rows, weights, at_once=("tokens", 3))
+    weights = jax.device_put(weights, shardings(mesh, weights, tied))
+    (_, results), (d_hidden, d_weights) = compiled(hidden, weights, *others)
+    assert d_weights.dtype == kernel_dtype
+    assert_equal((*results, d_hidden, d_weights.T if tied else d_weights), expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "mapped"),
+    [((8, 1, 1), 4, False), (MIXED, 32, True)],
+    ids=["too few", "within shard_map"],
+)
+def test_rows_that_the_compiler_cannot_spread(shape: tuple[int, int, int], rows: int, mapped: bool) -> None:
+    """Four on eight devices; and those that the caller has spread itself, of which each of four parts has eight."""
+    mesh, arrays = make_mesh(*shape), cases.problem(rows=rows)
+    expected = cases.reference(*arrays, 1.3, 2.5)
+    placed = jax.device_put(arrays, replicated_sharding(mesh))
+    logps_of = partial(token_logps, entropy=True, temperature=1.3, softcap=2.5, at_once=("tokens", 3))
+    if mapped:
+        parts = PartitionSpec(ROW_AXES)
+        logps_of = jax.shard_map(
+            logps_of,
+            mesh=mesh,
+            in_specs=(parts, PartitionSpec(), parts),
+            out_specs=parts,
+            axis_names=set(ROW_AXES),
+            check_vma=False,
+        )
+
+    @partial(jax.grad, argnums=(0, 1), has_aux=True)
+    def gradients(hidden: Any, kernel: Any, targets: Any, g: Any, h: Any) -> Any:
+        logps, entropies = logps_of(hidden, kernel, targets)
+        return jnp.sum(logps * g + entropies * h), (logps, entropies)
+
+    found, results = jax.jit(gradients)(*placed)
+    assert_equal((*results, *found), expected, jnp.float32)
+
+
+def sent(compiled: Any) -> dict[str, float]:
+    """Bytes by kind of collective, what is in a loop as often as it runs."""
+    return {kind: size for kind, (_, size) in count(compiled.as_text()).collectives.items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [
+        ((1, 1, 8), False),
+        (MIXED, False),
+        ((1, 8, 1), True),
+        *(pytest.param(shape, False, marks=pytest.mark.long) for shape in ((8, 1, 1), (1, 8, 1))),
+        *(pytest.param(shape, True, marks=pytest.mark.long) for shape in ((4, 1, 2), (1, 2, 4), MIXED)),
+    ],
+    ids=str,
+)
+def test_the_head_is_gathered_and_its_gradient_summed_once_a_pass(
+    shape: tuple[int, int, int], tied: bool
+) -> None:
+    """What eight chunks send is what one does: a device's words of the head, and of `tensor` a few numbers a token."""
+    rows, length, dim, vocab = 8, 24, 64, 512
+    data, fsdp, tensor = shape
+    mesh = make_mesh(*shape)
+    numbers = np.zeros((rows, length), np.float32)
+    arrays = np.zeros((rows, length, dim), np.float32), numbers.astype(np.int32), numbers, numbers
+    weights = np.zeros((vocab, dim) if tied else (dim, vocab), np.float32)
+    one, many = (
+        sent(program(mesh, tied, arrays, weights, at_once=("tokens", chunk))) for chunk in (length, 3)
+    )
+    assert many == one
+    head = 4 * dim * vocab / tensor
+    assert many.pop("all-gather", 0) == (head if fsdp > 1 else 0)
+    # The gradient of hidden states, and the largest logit, the sums of exp and of the entropy, and the target's.
+    tokens = rows * length // (data * fsdp) * 4 * (dim + 4) if tensor > 1 else 0
+    summed = tokens + (head if tensor < 8 else 0)
+    assert summed <= sum(many.values()) <= summed + 4  # the loss
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [
+        pytest.param(MIXED, False, marks=pytest.mark.long),
+        pytest.param((8, 1, 1), False, marks=pytest.mark.long),
+        pytest.param((1, 8, 1), True, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_training_step_sends_no_more_in_more_chunks(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], tied: bool
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    table = {"model_type": "llama", "vocab_size": 512, "tie_word_embeddings": tied, **sizes}
+    found = definition_of(table, "lm", None)
+    assert found is not None
+    definition, mesh = found[0], make_mesh(*shape)
+    spread = definition.shardings(mesh)
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), definition.abstract_params(), spread
+    )
+    texts = [tree([np.arange(3, 32, dtype=np.int32)], [np.ones(29, np.float32)])] * 8
+    (batch,) = pack(texts, Layout((32,), (8,), (1,), (32,)))
+
+    def objective(params: Any, batch: Any) -> Any:
+        logps, _ = trained_logps(definition, params, batch)
+        return Mean.of(-logps, trained_weight(batch)), {}
+
+    def step(chunk: int) -> dict[str, float]:
+        monkeypatch.setattr(logprobs, "chunk_size", lambda *_: chunk)
+        jitted = jax.jit(
+            lambda params, batch: accumulate(objective, params, batch, None),
+            out_shardings=Accumulated(spread, replicated_sharding(mesh), replicated_sharding(mesh)),
+        )
+        return sent(jitted.lower(params, abstract_rows(mesh, batch)).compile())
+
+    assert step(4) == step(32)

@@ -1,0 +1,301 @@
+"""The sampler's own layout: the same completions on every mesh, and nothing of the weights' size sent per token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import SamplerInputs
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh, planned_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.attention_decode import attend_visible
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, placement
+from rlhf_core.sampling.placement import Room, plan_room
+from tests.shared.drawn import params_of
+
+VOCAB = 48
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.5,
+}
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # biases of projections, tied
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},  # norms of heads
+    "phi3": {"model_type": "phi3"},  # fused projections
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+    },  # windows and soft caps
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCAB,
+        "rms_norm_eps": 0.01,
+    },  # heads of two sizes, keys and values of other layers, inputs per layer
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},  # biases, sinks
+    "qwen3_5": QWEN3_5,
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": True,
+    },
+    # Next to layers with a state, only experts are shared.
+    "qwen3_5_moe": QWEN3_5
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+    },
+    "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
+}
+
+
+@functools.cache
+def model(name: str) -> tuple[Definition, Any]:
+    config = {**SIZES, **FAMILIES[name]}
+    definition = DECODER.define(config, "lm")
+    if name.startswith("qwen3_5"):  # short outputs of the delta rule are normalised, which enlarges rounding
+        return definition, jax.jit(definition.init)(jax.random.key(1))
+    return definition, params_of(definition, 1, SIZES["initializer_range"])
+
+
+def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
+    definition, params = model(name)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
+    sampler = Sampler(
+        SamplerInputs(
+            definition=definition,
+            options=SamplingOptions(max_completion_length=9, mesh=SamplingMesh(tensor=tensor), **options),
+            mesh=mesh,
+            stop_ids=(3,),
+            num_generations=3,
+            prompts_per_call=5,
+            max_prompt_length=24,
+        )
+    )
+    placed = jax.device_put(params, definition.shardings(mesh))
+    return sampler(placed, prompts, jax.random.key(0))
+
+
+def assert_same(a: Rollouts, b: Rollouts) -> None:
+    for field in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(a, field), getattr(b, field), err_msg=field)
+    np.testing.assert_allclose(a.logps, b.logps, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gpt_oss", "qwen3_5") else pytest.param(name, marks=pytest.mark.long)
+        for name in FAMILIES
+    ],
+)
+def test_devices_that_share_layers_give_the_same(name: str) -> None:
+    """Other tests have qwen2 (`test_conversations.py`), qwen3 and gemma2 on such devices."""
+    one = sample(name, make_mesh(devices=jax.devices()[:1]))
+    assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("axes", "tensor", "options"),
+    [
+        ({"fsdp": 4, "tensor": 2}, None, {"top_k": 5, "top_p": 0.9}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3, "min_p": 0.05}),
+        ({"tensor": 8}, 4, {"temperature": 0.0}),
+    ],
+    ids=str,
+)
+def test_so_does_every_mesh_with_every_filter(
+    axes: dict[str, int], tensor: int | None, options: dict[str, Any]
+) -> None:
+    one = sample("qwen3", make_mesh(devices=jax.devices()[:1]), **options)
+    assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one device, and on eight of which two share layers: five prompts of four shards, three completions each."""
+    meshes = ((make_mesh(devices=jax.devices()[:1]), None), (make_mesh(fsdp=8), 2))
+    shared = [sample(name, *each) for each in meshes]
+    monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
+    for (mesh, tensor), found in zip(meshes, shared, strict=True):
+        assert_same(found, sample(name, mesh, tensor))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "tensor"),
+    [
+        ("gpu", "gemma2", None),
+        pytest.param("tpu", "phi3", None, marks=pytest.mark.long),
+        pytest.param("gpu", "qwen3", 2, marks=pytest.mark.long),
+    ],
+)
+def test_kernels_that_read_what_is_visible_give_the_same(
+    kernel: str, name: str, tensor: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In interpret mode: on one device by each platform's kernel, and with two devices that share layers."""
+    mesh = make_mesh(devices=jax.devices()[:1]) if tensor is None else make_mesh(fsdp=8)
+    expected = sample(name, mesh, tensor)
+    monkeypatch.setattr("rlhf_core.models.attention_cached.reads_visible", lambda keys: True)
+    over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
+    monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
+    # A filter that keeps everything: not the program that was traced without kernels.
+    assert_same(sample(name, mesh, tensor, top_k=VOCAB), expected)
+    assert over.call_count
+
+
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(1, marks=pytest.mark.long), 48, pytest.param(100, marks=pytest.mark.long)]
+)
+def test_prompts_prefilled_in_parts_give_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five prompts of 24 tokens one by one, by twos and by threes; the last part overlaps the one before."""
+    whole = sample("gemma2", make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setitem(placement.PREFILL_TOKENS, "cpu", tokens)
+    assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
+    assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"), [("qwen3", 8, "shared by 1, 2, 4"), ("qwen3", 3, "8 of them linked")]
+)
+def test_a_size_that_does_not_fit_is_refused(name: str, tensor: int, said: str) -> None:
+    with pytest.raises(InputError, match=r"sampling\.mesh\.tensor") as caught:
+        sample(name, make_mesh(fsdp=8), tensor)
+    assert said in str(caught.value)
+
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
+PER_TOKEN = 32 * 2 * 8 * 128 * 2
+"""Bytes of a token's keys and values: layers, both, heads, head size, bfloat16."""
+
+
+def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> Room:
+    definition = DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16")
+    return plan_room(
+        definition,
+        planned_mesh(8, fsdp=8),
+        sizes,
+        memory=memory,
+        prompts=prompts,
+        num_generations=8,
+        prompt_length=1023,
+        length=2047,
+    )
+
+
+def test_a_thousand_sequences_of_an_8b_model_fit_beside_its_training_state() -> None:
+    room = plan(48 * 10**9)
+    assert room.slots * (8 // room.tensor) >= 1024
+    assert room.prompts == 128
+
+
+@pytest.mark.parametrize("gigabytes", [6, 12, 24, 48, 96])
+def test_what_is_planned_fits_and_fewer_calls_would_not(
+    gigabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(placement.PREFILL_TOKENS, "cpu", 16_384)
+    memory = gigabytes * 10**9
+    room = plan(memory, prompts=4096)
+    parameters = (
+        8.03e9 - 128_256 * 4096
+    ) * 2 / room.tensor + 128_256 * 4096 * 2  # the embedding table is whole
+    prefill = 16 * 1023 * 4096 * 16 * 2 / room.tensor
+    groups = 8 // room.tensor
+
+    def size(prompts: int) -> float:
+        """Bytes per device: a prompt once, eight completions of 1,024 tokens, and four arrays of logits for each."""
+        caches = prompts * (1023 + 8 * 1024) * PER_TOKEN + prompts * 8 * 4 * 128_256 * 4
+        return parameters + prefill + caches / room.tensor
+
+    in_group = room.prompts // groups
+    assert (room.slots, room.shares_prompts) == (8 * in_group, True)
+    assert room.bytes == pytest.approx(size(in_group), rel=1e-3)
+    assert room.bytes <= memory
+    calls = -(-4096 // room.prompts)
+    assert room.slots == 1024 * room.tensor or size(-(-4096 // (calls - 1) // groups)) > memory
+    if room.tensor > 1:  # half as many devices would not have room for enough
+        fewer = plan(memory, (room.tensor // 2,), prompts=4096)
+        assert fewer.slots < 128 * fewer.tensor or (fewer.bytes or 0) > memory
+
+
+def test_completions_of_one_prompt_take_turns_where_they_do_not_all_fit() -> None:
+    room = plan_room(
+        DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16"),
+        planned_mesh(1),
+        [1],
+        memory=20 * 10**9,
+        prompts=4,
+        num_generations=64,
+        prompt_length=1023,
+        length=2047,
+    )
+    assert (room.prompts, room.shares_prompts) == (1, False)
+    assert 1 < room.slots < 64
+    assert (room.bytes or 0) <= 20 * 10**9
+
+
+def test_few_prompts_take_few_slots_in_equal_shares() -> None:
+    assert plan(48 * 10**9, (8,), prompts=1).slots == 8
+    assert plan(48 * 10**9, (4,), prompts=3)[:3] == (4, 16, 4)
+    assert plan(None, (2,), prompts=4096)[:3] == (2, 64, 4096)
+
+
+@pytest.mark.long  # the sampler alone: tests/packages/sampling/test_slots.py, and what is planned: above
+def test_a_run_on_devices_with_little_memory_is_the_same(
+    short: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six updates of GRPO where a device has the memory for a few sequences, which the run says, and as usual."""
+    run = functools.partial(short.train, "grpo", inputs={"mesh": make_mesh(fsdp=8)})
+    expected, _ = run(at="plenty")
+    # No program has what is replaced in it, so that the second run may use those of the first.
+    with mock.patch("rlhf_core.training.memory.device_memory", return_value=200_000):
+        found, _ = run(at="little")
+    printed = capsys.readouterr()
+    assert "completions are sampled in parallel on 8 devices" in printed.out + printed.err
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=str(name))

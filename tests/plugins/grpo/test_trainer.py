@@ -1,0 +1,482 @@
+"""GRPO end to end on a tiny policy: the Python door, what is logged and kept, and runs that must not move."""
+
+import json
+import shutil
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+
+from rlhf_core import SAMPLER, Rollouts, hookimpl, load_model
+from rlhf_core.errors import InputError, RunError
+
+CONTRACT = {
+    "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time",
+    "useful_fraction", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy",
+    "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+    "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/clipped_ratio",
+    "time/rollout", "time/reward", "time/update", "rollout/tokens_per_second",
+    "sampling/logp_difference_max", "sampling/logp_difference_mean",
+}  # fmt: skip
+BASE = {
+    "learning_rate": 0.05,
+    "weight_decay": 0.0,
+    "total_batch_size": 8,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 6,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "beta": 0.1,
+    "max_training_steps": 4,
+    "log_steps": 1,
+}
+"""Most runs have these, and so the same programs."""
+PLAIN = {"num_iterations": 1, "temperature": 1.0, "top_p": 1.0}
+
+
+def early(completions):
+    """The share of a completion's words that are in the first half of the alphabet."""
+    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("lm", scale=4.0)
+
+
+def trained(tiny, model, directory, rewards=(early,), rows=None, **changes):
+    seen = []
+
+    class Keep:
+        @hookimpl
+        def rlhf_step_end(self, step, metrics):
+            seen.append(dict(metrics))
+
+    artifact = tiny.run(
+        "grpo",
+        GRPOConfig(**{**BASE, **changes}),
+        directory,
+        listeners=[Keep()],
+        model=model,
+        rewards=list(rewards),
+        train_dataset=tiny.prompts(6) if rows is None else rows,
+    )
+    after = load_model(artifact.path, mesh=tiny.one_device())
+    return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=directory)
+
+
+@pytest.fixture
+def train(tiny, model, tmp_path):
+    return partial(trained, tiny, model, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def one_rollout(tiny, model, tmp_path_factory):
+    """Four updates over one rollout."""
+    return trained(tiny, model, tmp_path_factory.mktemp("rollout"), num_iterations=4)
+
+
+def moved(tiny, model, run):
+    before = tiny.leaves(model.params)
+    return {name for name, leaf in run.params.items() if not np.array_equal(leaf, before[name])}
+
+
+def test_the_python_door(tiny, model, tmp_path):
+    class Vowels:
+        def __call__(self, completions, number):
+            assert all(isinstance(n, int) for n in number)
+            return [float(sum(c in "aeiou" for c in text)) for text in completions]
+
+    async def patient(completion_ids):
+        return [-len(ids) / 6 for ids in completion_ids]
+
+    config = GRPOConfig(**{**BASE, "max_training_steps": 2}, save_directory=tmp_path / "out")
+    trainer = GRPOTrainer(
+        args=config,
+        model=model,
+        rewards=[early, Vowels(), patient, "length"],
+        train_dataset=tiny.prompts(6),
+        processing_class=tiny.make_tokenizer(),
+    )
+    result = trainer.train()
+    assert result.artifact.kind == "language_model"
+    assert result.artifacts["model"].path == result.artifact.path
+    labels = ["early", "Vowels", "patient", "length"]
+    assert {name for name in result.metrics if "terminated" not in name} == CONTRACT | {
+        f"rewards/{name}/{x}" for name in labels for x in ("mean", "std", "unscored")
+    }
+    assert all(np.isfinite(x) for x in result.metrics.values())
+    assert (tmp_path / "out" / "samples" / "update-000000.jsonl").is_file()
+    # The caller's model is whole and unchanged, the artifact is another.
+    trained = load_model(result.artifact.path)
+    assert trained.logits([[3, 4]], [[1, 1]]).shape == (1, 2, 48)
+    assert not np.array_equal(model.logits([[3, 4]], [[1, 1]]), trained.logits([[3, 4]], [[1, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"rewrds": [early]}, InputError, "rewrds: unknown argument"),
+        ({"args": GRPOConfig(), "arguments": GRPOConfig()}, InputError, "the config is given twice"),
+        ({"args": {"learning_rate": 1.0}}, TypeError, "expected a GRPOConfig, got dict"),
+    ],
+)
+def test_arguments_that_nobody_knows(inputs, error, message):
+    with pytest.raises(error, match=message):
+        GRPOTrainer(**inputs)
+
+
+def test_without_rewards_there_is_nothing_to_do(train):
+    with pytest.raises(InputError, match=r"stage 'grpo'.rewards: missing"):
+        train(rewards=())
+
+
+def test_a_missing_column_is_reported_before_training(train, tmp_path):
+    def gold(completions, solution):
+        raise AssertionError
+
+    with pytest.raises(InputError, match=r"reward 'gold' needs the column 'solution'.*answer, number"):
+        train(rewards=[gold])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.long  # the next test has one that fails later
+def test_a_reward_that_fails_ends_the_run(train):
+    def flaky(completions):
+        raise TimeoutError("the judge does not answer")
+
+    with pytest.raises(RunError, match="reward 'flaky' raised TimeoutError: the judge does not answer"):
+        train(rewards=[flaky])
+
+
+SERVER = {"calls": 0, "down": True}
+
+
+def judge(completions):
+    SERVER["calls"] += 1
+    if SERVER["down"] and SERVER["calls"] > 3:
+        raise ConnectionError("no route")
+    return early(completions)
+
+
+def test_a_reward_that_fails_late_costs_none_of_the_updates_before_it(train, tmp_path):
+    """The judge is down at the fourth rollout; the same command then goes on, to the same bits."""
+    rest = {"num_preview_samples": 0, "save_interval_minutes": 1e6, "max_training_steps": 8}
+    with pytest.raises(RunError, match="reward 'judge' raised ConnectionError: no route"):
+        train(rewards=[judge], **rest)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["6"]
+    calls, SERVER["down"] = SERVER["calls"], False
+    continued = train(rewards=[judge], **rest)
+    assert SERVER["calls"] == calls + 1
+    shutil.rmtree(tmp_path / "run")
+    whole = train(rewards=[judge], **rest)
+    for name, leaf in whole.params.items():
+        np.testing.assert_array_equal(leaf, continued.params[name])
+
+
+def test_an_answer_that_cannot_be_read_is_named_before_training(train, tiny, tmp_path):
+    rows = [{**row, "answer": "4" if i else "four"} for i, row in enumerate(tiny.prompts(6))]
+    with pytest.raises(
+        InputError, match=r"^dataset row 1: reward 'numeric_answer': the answer 'four' is not a number"
+    ):
+        train(rewards=["numeric_answer"], rows=rows)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_first_update_is_on_policy(tiny, one_rollout):
+    """The reference and the old log-probabilities are the policy's own: the loss is minus the mean advantage."""
+    first = one_rollout.rows[0]
+    assert {name for name in first if "terminated" not in name} == CONTRACT | {
+        "rewards/early/mean",
+        "rewards/early/std",
+        "rewards/early/unscored",
+    }
+    assert (
+        first["clip_ratio/region_mean"] == first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0
+    )
+    assert first["kl"] == 0
+    assert one_rollout.rows[1]["kl"] > 1e-7
+    rows = tiny.read_rows(one_rollout.directory / "samples" / "update-000000.jsonl")
+    total = sum(row["advantage"] * row["length"] for row in rows)
+    assert first["loss"] == pytest.approx(-total / sum(row["length"] for row in rows), abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", [pytest.param(PLAIN, marks=pytest.mark.long), {}], ids=str)
+def test_the_sampler_and_the_trainer_agree(train, changes):
+    """Decoding with a cache, one token at a time, against one packed pass over whole groups."""
+    run = train(**changes, max_training_steps=2)
+    assert 0 <= run.rows[0]["sampling/logp_difference_max"] < 1e-4
+    assert run.rows[0]["entropy"] > 0.1
+
+
+def test_likely_ids_that_no_token_has_are_never_sampled_and_everyone_agrees_about_it(tiny, tmp_path):
+    """Rows with which a vocabulary is padded, here most of the probability."""
+    made, size = tiny.make_model("lm", scale=4.0, vocab_size=64), len(tiny.WORDS)
+    head = made.params["lm_head"]["kernel"]
+    policy = made.with_params({**made.params, "lm_head": {"kernel": head.at[:, size:].multiply(30.0)}})
+    read = []
+
+    def none(completion_ids, **_):
+        read.extend(int(i) for ids in completion_ids for i in ids)
+        return [float(len(ids) % 3) for ids in completion_ids]
+
+    run = trained(tiny, policy, tmp_path, [none], num_iterations=1, max_training_steps=1)
+    assert 0 < max(read) < size
+    first = run.rows[0]
+    assert first["sampling/logp_difference_max"] < 1e-4
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert first["entropy"] > 0.1
+    np.testing.assert_array_equal(
+        run.params["lm_head.kernel"][:, size:], policy.params["lm_head"]["kernel"][:, size:]
+    )
+
+
+def test_a_sampler_that_chooses_ids_without_a_token_is_named(tiny, tmp_path):
+    class Plugin:
+        @hookimpl
+        def rlhf_register(self, registry):
+            registry.add(SAMPLER, "odd", lambda inputs: sample)
+
+    def sample(params, prompts, key, ids=None):
+        shape = (4 * len(prompts), 6)
+        return Rollouts(
+            np.full(shape, 50), np.full(shape[0], 6), np.zeros(shape, np.float32), np.zeros(shape[0], bool)
+        )
+
+    config = GRPOConfig(**BASE, sampler="odd")
+    inputs = {"model": tiny.make_model(vocab_size=64), "rewards": [early], "train_dataset": tiny.prompts(6)}
+    with pytest.raises(RunError, match=r"sampler: 48 of 48 sampled ids are not tokens.*the first is 50"):
+        tiny.run("grpo", config, tmp_path, listeners=[Plugin()], **inputs)
+
+
+def test_many_iterations_over_one_rollout_reach_the_clip(one_rollout):
+    regions = [row["clip_ratio/region_mean"] for row in one_rollout.rows]
+    assert regions[0] == 0
+    assert max(regions) > 0.05
+    for row in one_rollout.rows:
+        assert row["clip_ratio/low_mean"] + row["clip_ratio/high_mean"] == pytest.approx(
+            row["clip_ratio/region_mean"]
+        )
+    assert len({row["reward"] for row in one_rollout.rows}) == 1
+
+
+@pytest.mark.long  # `test_step.py` and `test_invariance.py` have the gradient and the step along it
+def test_rewards_rise_over_fifteen_updates(train):
+    run = train(**PLAIN, max_training_steps=15, beta=0.0)
+    rewards = [row["reward"] for row in run.rows]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_training_steps": 1, "top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+        pytest.param({**PLAIN, "max_training_steps": 2, "loss_type": "grpo"}, marks=pytest.mark.long),
+    ],
+    ids=["dapo, every term", "grpo"],
+)
+def test_where_all_completions_are_truncated_and_masked_nothing_moves(tiny, model, train, changes):
+    def first_token(completion_ids):
+        return [float(ids[0]) for ids in completion_ids]
+
+    run = train(
+        [first_token],
+        max_completion_length=1,
+        mask_truncated_completions=True,
+        seed=2,
+        **changes,
+    )
+    assert len(run.rows) == changes["max_training_steps"]
+    assert {row["completions/clipped_ratio"] for row in run.rows} == {1.0}
+    assert all(row["reward_std"] > 0 for row in run.rows)
+    assert {row["loss"] for row in run.rows} == {0.0}
+    assert {row["grad_norm"] for row in run.rows} == {0.0}
+    assert moved(tiny, model, run) == set()
+
+
+def test_rewards_that_are_all_equal_move_nothing(tiny, model, train):
+    """Neither with the first update of a rollout nor the second: policy and reference are one model."""
+    run = train([lambda completions: [0.7] * len(completions)], max_training_steps=2)
+    assert [row["frac_reward_zero_std"] for row in run.rows] == [1.0, 1.0]
+    assert [row["kl"] for row in run.rows] == [0.0, 0.0]
+    assert [row["grad_norm"] for row in run.rows] == [0.0, 0.0]
+    assert moved(tiny, model, run) == set()
+
+
+def test_weights_in_the_reward(train):
+    def f1(completions):
+        return [1.0] * len(completions)
+
+    def f2(completions):
+        return [0.0] * len(completions)
+
+    run = train([f1, f2], reward_weights=[0.7, 0.3], max_training_steps=1)
+    row = run.rows[0]
+    assert row["reward"] == pytest.approx(0.7)
+    assert (row["rewards/f1/mean"], row["rewards/f2/mean"]) == (1.0, 0.0)
+
+
+# Which rollouts are written: `test_updates.py`; what of them: `tests/packages/rollouts/test_rollout.py`.
+@pytest.mark.long
+def test_samples_say_what_was_drawn_and_how_it_was_judged(tiny, train):
+    rows = tiny.prompts(6)
+
+    def number_back(completions, number, answer):
+        by_number = {row["number"]: row["answer"] for row in rows}
+        assert [by_number[n] for n in number] == answer
+        return [None if n == 0 else float(n) for n in number]
+
+    run = train([early, number_back], rows, steps_per_generation=3, num_iterations=1, max_training_steps=3)
+    files = sorted(path.name for path in (run.directory / "samples").iterdir())
+    assert files == ["evaluation-000000.jsonl", "evaluation-000003.jsonl", "update-000000.jsonl"]
+    lines = tiny.read_rows(run.directory / "samples" / files[-1])
+    assert len(lines) == 24  # a rollout serves three updates
+    prompts = {row["prompt"]: row["number"] for row in rows}
+    for first in range(0, 24, 4):
+        assert len({line["prompt"] for line in lines[first : first + 4]}) == 1
+    for line in lines:
+        number = prompts[line["prompt"]]
+        assert line["rewards"] == {
+            "early": pytest.approx(early([line["completion"]])[0]),
+            "number_back": float(number) if number else None,
+        }
+        assert line["reward"] == pytest.approx(
+            line["rewards"]["early"] + (line["rewards"]["number_back"] or 0)
+        )
+        # Special tokens are no text; the stop token is one of them.
+        assert line["length"] >= len(line["completion"].split()) + line["finished"]
+        assert line["finished"] or line["length"] == 6
+
+
+def test_evaluation(tiny, model, tmp_path):
+    config = GRPOConfig(
+        **{**BASE, "max_training_steps": 2},
+        save_directory=str(tmp_path),
+        evaluation_steps=1,
+        eval_on_start=True,
+        evaluation={"num_generations": 2, "pass_threshold": 0.5, "sampling": {"temperature": 0.7}},
+    )
+    result = GRPOTrainer(
+        config,
+        model=model,
+        rewards=[early],
+        train_dataset=tiny.prompts(6),
+        eval_dataset=tiny.prompts(5, seed=4),
+    ).train()
+    names = [
+        "reward",
+        "reward_std",
+        "reward_std_all",
+        "frac_reward_zero_std",
+        "rewards/early/mean",
+        "rewards/early/std",
+        "rewards/early/unscored",
+        *(f"completions/{each}_length" for each in ("mean", "min", "max")),
+        "completions/clipped_ratio",
+        "pass@1",
+        "pass@2",
+    ]
+    found = {name for name in result.metrics if name.startswith("eval_")}
+    assert {name for name in found if "terminated" not in name} == {f"eval_{name}" for name in names}
+    rows = [row for row in tiny.read_rows(tmp_path / "metrics.jsonl") if "eval_reward" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(0 <= row["eval_pass@1"] <= row["eval_pass@2"] <= 1 for row in rows)
+    assert all(row["eval_reward"] == row["eval_rewards/early/mean"] for row in rows)
+    written = tiny.read_rows(tmp_path / "samples" / "evaluation-000002.jsonl")
+    rewards = np.array([line["reward"] for line in written]).reshape(-1, 2)
+    assert len(rewards) == 5  # all of eval_data: what is named alike in training is the same quantity here
+    evaluation = json.loads((tmp_path / "evaluations" / "000002.json").read_text())
+    assert evaluation == {"step": 2, "prompt_rewards": pytest.approx(rewards.mean(1).tolist())}
+    assert rows[-1]["eval_reward_std"] == pytest.approx(rewards.std(1, ddof=1).mean())
+    assert rows[-1]["eval_reward_std_all"] == pytest.approx(rewards.std(ddof=1))
+
+
+@pytest.mark.long  # `test_per_token.py` names its loss and its advantage in a run
+@pytest.mark.parametrize(("loss_type", "advantage"), [("gspo", "reinforce_pp"), ("dr_grpo", "rloo")])
+def test_other_losses_and_advantages_train(train, loss_type, advantage):
+    """One that reads whole sequences and one that is averaged otherwise; `test_invariance.py` has all losses."""
+    run = train(loss_type=loss_type, advantage={"name": advantage}, max_training_steps=2, num_iterations=2)
+    assert all(np.isfinite(row["loss"]) for row in run.rows)
+    assert run.rows[1]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"limits": {"entropy": 100.0}},
+            r"stopped after update 2 of 4: the policy has collapsed: entropy .* below limits",
+        ),
+        (
+            {"beta": 0.0, "limits": {"kl": 1e-9}},
+            r"stopped after update 2 of 4: the policy has drifted too far from its reference: kl .* above limits",
+        ),
+    ],
+    ids=["entropy", "kl"],
+)
+def test_a_collapsing_run_stops_with_its_state(train, tmp_path, changes, message):
+    with pytest.raises(RunError, match=message):
+        train(log_steps=2, **changes)
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    assert not (tmp_path / "run" / "artifacts").exists()
+
+
+def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path):
+    """A stranger's sampler, by name: it draws from the policy and reports other log-probabilities."""
+
+    def off_by_a_bit(inputs):
+        from rlhf_core.sampling import make_sampler
+
+        own = make_sampler(inputs)
+
+        def sample(params, prompts, key, ids=None):
+            drawn = own(params, prompts, key, ids)
+            return drawn._replace(logps=drawn.logps - 0.1 * (drawn.logps < 0))
+
+        return sample
+
+    class Plugin:
+        @hookimpl
+        def rlhf_register(self, registry):
+            registry.add(SAMPLER, "off", off_by_a_bit)
+
+    seen = []
+
+    class Keep:
+        @hookimpl
+        def rlhf_step_end(self, step, metrics):
+            seen.append(dict(metrics))
+
+    for correction in (None, {"level": "token", "mode": "truncate", "max": 1.05}):
+        config = GRPOConfig(**{**BASE, "max_training_steps": 1}, sampler="off", sampler_correction=correction)
+        tiny.run(
+            "grpo",
+            config,
+            tmp_path / str(correction),
+            listeners=[Plugin(), Keep()],
+            model=model,
+            rewards=[early],
+            train_dataset=tiny.prompts(6),
+        )
+    plain, corrected = seen
+    assert plain["sampling/logp_difference_mean"] == pytest.approx(0.1, abs=1e-4)
+    # Every ratio is exp(0.1), cut at 1.05: the whole policy gradient is 1.05 times as large. The KL has none yet.
+    assert corrected["sampling/importance_ratio_min"] == pytest.approx(1.05)
+    assert corrected["grad_norm"] == pytest.approx(1.05 * plain["grad_norm"], rel=1e-4)
+
+
+def test_prompts_with_tokens_that_the_model_does_not_have(tiny, tmp_path):
+    """A tokenizer with more words than the model has embeddings: JAX would read the last of them."""
+    tokenizer = tiny.make_tokenizer()
+    model = tiny.make_model(vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["zebra"])
+    config = GRPOConfig(total_batch_size=4, num_generations=4, max_training_steps=1)
+    rows = [{"prompt": "a b"}, {"prompt": "a zebra"}]
+    with pytest.raises(InputError, match=rf"row 2: token id {len(tokenizer) - 1} is out of range"):
+        tiny.run(
+            "grpo", config, tmp_path, model=model, train_dataset=rows, tokenizer=tokenizer, rewards=["length"]
+        )
