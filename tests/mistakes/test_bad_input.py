@@ -5,6 +5,7 @@ exit code, no traceback, and a run directory in which the repaired command still
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -218,3 +219,18 @@ def test_the_shapes_that_are_broken_here_are_those_of_the_model(place: Any) -> N
     reader = Reader(place.path / "model/model.safetensors")
     assert reader.view("model.norm.weight").shape == (16,)
     assert np.shape(reader.view("model.layers.0.mlp.up_proj.weight")) == (24, 16)
+
+
+def test_a_directory_that_may_not_be_written_to(
+    place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = place.path / "locked"
+    locked.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked)  # root may write everywhere
+    for command in ("check", "run"):
+        ended = rlhf(command, "rm.toml", "--dir", "locked/run")
+        assert ended.code == 2
+        assert ended.message == f"dir: no permission to write to {locked}; give another --dir"
+    ended = rlhf("score", "scorer", "pairs.jsonl", "-o", "locked/scores.jsonl")
+    assert ended.code == 2
+    assert ended.message == f"-o locked/scores.jsonl: no permission to write to {locked}; give another file"
