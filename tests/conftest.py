@@ -18,7 +18,7 @@ import jax
 import pytest
 
 from rlhf_core import cli
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 # Tests run their programs for milliseconds: what counts is the time to compile. Without optimisations and with XLA's
 # older emitters it is less than half; programs so small are not worth splitting among threads.

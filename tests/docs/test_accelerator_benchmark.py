@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "accelerator"
 

@@ -17,7 +17,7 @@ from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
 from rlhf_core.config import TrainerConfig, build
 from rlhf_core.config.aliases import PART_NAMES
 from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 from rlhf_core.stage.alone import INPUTS, REFUSED_INPUTS, SPELLINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]

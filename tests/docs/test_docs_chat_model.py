@@ -12,7 +12,7 @@ import pytest
 from rlhf_core import load_model
 from rlhf_core.config.trainer import LoraOptions
 from rlhf_core.models import fresh_model
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 SHARED = Path(__file__).parents[1] / "shared"
 documents = load_file(SHARED / "documents.py")

@@ -15,7 +15,7 @@ from rlhf_report.data_profile import Characters
 from rlhf_core import data
 from rlhf_core.data.report import Report
 from rlhf_core.data.whole_sequences import whole_parts
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.models import fresh_model
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 from tests.shared import documents
 
 real_data: Any = load_file(Path(__file__).with_name("test_real_data.py"))

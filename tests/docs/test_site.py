@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 ROOT = Path(__file__).parents[2]
 site: Any = load_file(ROOT / "docs/build_site.py")

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 from rlhf_core.testing import MODEL_TABLE, check_reward
 
 BYTES = [chr(code) for code in range(ord("!"), ord("~") + 1)]

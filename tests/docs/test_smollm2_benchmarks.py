@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRUST = REPOSITORY / "benchmarks" / "trust"

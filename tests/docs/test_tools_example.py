@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from rlhf_core import run_pipeline
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rlhf_core import create_state
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import merge, results
 from rlhf_core.models import fresh_model
-from rlhf_core.packing.rows import Layout
+from rlhf_core.packing import Layout
 from rlhf_core.step import Accumulated, _accumulate, _gradients, _merge_losses, apply, count, loss_metrics
 from tests.shared import update_cases as cases
 from tests.shared import update_reference as reference

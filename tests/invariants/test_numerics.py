@@ -18,7 +18,7 @@ from rlhf_sft.train import objective as sft_objective
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.packing.rows import Layout, Tree, pack, tree
+from rlhf_core.packing import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
 from tests.shared import reference
 from tests.shared.reference import CONFIG

@@ -24,7 +24,7 @@ from rlhf_core import TRAINER, LossOutput, RunError, installed_registry, run_pip
 from rlhf_core.contracts import PairInputs
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Decoder
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 from rlhf_core.runtime import caches, devices
 from rlhf_core.runtime.caches import Exact, cached, own_run
 from rlhf_core.state import TrainState

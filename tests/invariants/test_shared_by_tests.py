@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_core.mesh import make_mesh
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 sharing: Any = load_file(Path(__file__).parents[1] / "shared" / "sharing.py")
 shared, shared_result = sharing.shared, sharing.shared_result

@@ -17,8 +17,7 @@ from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.rollouts.open_collector import system_prompt_warnings
 from rlhf_core.scoring import Scorer, ScoringContract
-from rlhf_core.tokenizer import TextOptions
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder, TextOptions
 from rlhf_core.training import Context
 from tests.shared import chat_cases as chat
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core import errors
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 CALLS = "def call(function):\n    return function()\n"
 FAILS = "def fail():\n    raise OSError('no disk')\n"

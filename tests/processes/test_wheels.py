@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rlhf_testing import tokenizer
 
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {"rlhf_core": "."} | {

@@ -15,7 +15,7 @@ from rlhf_core.models import Model, fresh_model, load_model
 from rlhf_core.models.params import join, paths, split
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.packing.rows import Layout, pack, tree
+from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 

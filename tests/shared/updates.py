@@ -12,7 +12,7 @@ from rlhf_grpo.advantages import Group
 from rlhf_grpo.train import GRPOSteps, PolicyReader, _sampled
 
 from rlhf_core import data
-from rlhf_core.packing.rows import Layout
+from rlhf_core.packing import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
 from rlhf_core.sampling import Rollouts
 from rlhf_core.training import Context

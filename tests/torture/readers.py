@@ -154,8 +154,7 @@ def weights(directory: Path) -> None:
 
 
 def adapter(directory: Path) -> None:
-    from rlhf_core.models import check_model, load_model
-    from rlhf_core.models.loading import stored_head
+    from rlhf_core.models import check_model, load_model, stored_head
 
     stored_head(directory / "adapter")
     check_model(directory / "adapter")

@@ -18,7 +18,7 @@ from rlhf_core.models.experts import recording
 from rlhf_core.models.params import paths
 from rlhf_core.objective import trained_logps, trained_weight, with_experts
 from rlhf_core.optimizers import adamw
-from rlhf_core.packing.rows import Layout, Packed, pack, tree
+from rlhf_core.packing import Layout, Packed, pack, tree
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 from rlhf_core.training.define import _move_biases

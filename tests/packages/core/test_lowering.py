@@ -20,7 +20,7 @@ from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import split
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.packing.rows import pack, tree
+from rlhf_core.packing import pack, tree
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.sampling.loop import SamplingProgram, generate
 from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings

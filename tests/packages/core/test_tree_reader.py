@@ -14,8 +14,7 @@ from rlhf_core import reading
 from rlhf_core.fit import TreeReader
 from rlhf_core.mesh import make_mesh, replicated_sharding
 from rlhf_core.objective import sequence_scores, trained_scores
-from rlhf_core.packing.layout import Layout
-from rlhf_core.packing.rows import Tree
+from rlhf_core.packing import Layout, Tree
 
 
 def trees(draw: np.random.Generator) -> list[Tree]:

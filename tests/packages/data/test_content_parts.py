@@ -14,7 +14,7 @@ from rlhf_core import data
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.environments.calls import checked_messages
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder
 
 PARTS: list[Any] = [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}]
 JOINED = "{% for m in messages %}{{ m.role[:1] ~ ' ' ~ m.content }} </s> {% endfor %}"

@@ -7,8 +7,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer import TextOptions, load_tokenizer, prompt_ids
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder, TextOptions, load_tokenizer, prompt_ids
 from tests.shared import data_rows as made
 
 CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK

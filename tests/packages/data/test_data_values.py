@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.packing.rows import choose_layout, pack
+from rlhf_core.packing import choose_layout, pack
 
 
 def row(prompt: str, completion: str, **columns: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from rlhf_core import TrainerConfig, data
 from rlhf_core.data.report import Report
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer import Encoder, TextOptions
 from rlhf_core.tokenizer.chat_template import ChatTemplate
-from rlhf_core.tokenizer.encoding import Encoder, TextOptions
 from rlhf_core.training import Context
 
 LAST_THOUGHT = (

@@ -11,8 +11,7 @@ from rlhf_core import data
 from rlhf_core.data.source import Source
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer import TextOptions
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder, TextOptions
 
 PAIR = {"prompt": "a b ", "chosen": "a b c", "rejected": "a b d"}
 OTHER = {"prompt": "e ", "chosen": "f", "rejected": "g"}

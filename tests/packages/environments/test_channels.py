@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.environments.conversation import ConversationEncoder
-from rlhf_core.environments.parsing import CallParser
+from rlhf_core.environments import CallParser, ConversationEncoder
 from rlhf_core.rollouts.collector import reward_inputs
 from rlhf_core.sampling import Rollouts
 

@@ -17,7 +17,7 @@ from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.environments.calls import MADE_UP, EnvironmentCalls, try_episode
 from rlhf_core.environments.conversation import CallStyle, ConversationEncoder, _as_text
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer.encoding import TextOptions
+from rlhf_core.tokenizer import TextOptions
 from tests.shared import chat_cases as chat
 
 TOOLS = [

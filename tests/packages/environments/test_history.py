@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.environments import ConversationEncoder
 from rlhf_core.environments.history import TOOL
 from rlhf_core.errors import InputError
 from tests.shared import chat_cases as chat

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.environments import ConversationEncoder, ToolEnvironment
 from rlhf_core.environments.parsing import FORMATS, CallParser, call_format
-from rlhf_core.environments.tools import ToolEnvironment
 from rlhf_core.errors import InputError
 
 TYPES = {

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments.tools import ToolEnvironment
+from rlhf_core.environments import ToolEnvironment
 from rlhf_core.errors import InputError, Stopped
 from rlhf_core.hidden import HIDDEN, remember
 

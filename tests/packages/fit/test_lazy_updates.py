@@ -25,7 +25,7 @@ from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
 from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, Update, choose_row_layout
-from rlhf_core.tokenizer.options import TextOptions
+from rlhf_core.tokenizer import TextOptions
 from rlhf_core.workers import pool
 
 LIMIT = 64

@@ -3,8 +3,7 @@
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.fit.batches import Update
-from rlhf_core.fit.logged import MetricWindow
+from rlhf_core.fit import MetricWindow, Update
 from rlhf_core.metrics import Mean
 
 

@@ -26,8 +26,8 @@ from rlhf_core.mesh import (
 )
 from rlhf_core.metrics import Mean
 from rlhf_core.objective import trained_logps, trained_weight
-from rlhf_core.packing.rows import Layout, pack, tree
-from rlhf_core.plugins.component import load_file
+from rlhf_core.packing import Layout, pack, tree
+from rlhf_core.plugins import load_file
 from rlhf_core.step import Accumulated, accumulate
 from rlhf_core.training.starting_model import definition_of
 

@@ -22,8 +22,7 @@ from rlhf_core.models.attention import (
 )
 from rlhf_core.models.attention_cached import attend_groups
 from rlhf_core.models.attention_decode import attend_visible
-from rlhf_core.packing.layout import Layout
-from rlhf_core.packing.rows import pack, tree
+from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.training.choose_attention import fastest_block, visited_share
 
 ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4

@@ -42,7 +42,7 @@ from rlhf_core.models.attention import (
 )
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.models.attention_pieces import attend_pieces, sees_before
-from rlhf_core.packing.layout import Layout
+from rlhf_core.packing import Layout
 from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training import choose_attention
 from rlhf_core.training.choose_attention import why_kernels

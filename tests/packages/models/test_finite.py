@@ -17,7 +17,7 @@ from rlhf_rewards.commands import score as score_file
 from rlhf_core import RunError, SamplerInputs, data, load_model
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
-from rlhf_core.fit.evaluation import evaluate_or_warn
+from rlhf_core.fit import evaluate_or_warn
 from rlhf_core.models import Model
 from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.rewards.reward import Reward, score

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from rlhf_core.errors import InputError
 from rlhf_core.models import DECODER
 from rlhf_core.models.params import paths
-from rlhf_core.plugins.component import load_file as load_module
+from rlhf_core.plugins import load_file as load_module
 from rlhf_core.state import fixed_parameters
 
 reference: Any = load_module(Path(__file__).with_name("test_models_reference.py"))

@@ -16,8 +16,7 @@ from rlhf_core.models import DECODER, Model
 from rlhf_core.models.params import paths
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.packing.rows import Layout, pack
-from rlhf_core.packing.trees import Tree
+from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 

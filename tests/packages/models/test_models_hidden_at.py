@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import Decoder
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 reference: Any = load_file(Path(__file__).with_name("test_models_reference.py"))
 # A prompt with two branches; two sequences; unused slots. Tokens at their ends, one of them twice.

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import load_model
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 FILE = Path(__file__).parents[2] / "shared" / "mesh_cases.py"
 cases: Any = load_file(FILE)

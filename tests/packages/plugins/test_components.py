@@ -29,7 +29,7 @@ from rlhf_core.contracts import (
 )
 from rlhf_core.errors import InputError
 from rlhf_core.models.attention import attend
-from rlhf_core.plugins.registry import Registry
+from rlhf_core.plugins import Registry
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, Kind, LossOutput, PolicyInputs
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.registry import Registry
+from rlhf_core.plugins import Registry
 from rlhf_core.testing import check_policy_loss
 
 

@@ -16,8 +16,7 @@ from rlhf_core import plugins
 from rlhf_core.artifacts import versions
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
 from rlhf_core.errors import InputError
-from rlhf_core.plugins import PluginInfo, PluginWarning, hookimpl
-from rlhf_core.plugins.registry import Registry
+from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
 from rlhf_core.runtime import distributions
 
 REGISTER = """

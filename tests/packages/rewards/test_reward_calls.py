@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rewards.reward import logged_metrics, open_rewards, parts, score
 from rlhf_core.rollouts import Reward, WeightedReward

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.fit.batches import Update
-from rlhf_core.fit.logged import MetricWindow
+from rlhf_core.fit import MetricWindow, Update
 from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.updates import _update_metrics

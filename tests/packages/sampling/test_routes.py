@@ -12,10 +12,8 @@ from rlhf_core.contracts import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import experts, fresh_model
 from rlhf_core.objective import trained_logps
-from rlhf_core.packing.rows import Layout, pack
-from rlhf_core.packing.trees import Tree
-from rlhf_core.sampling import SamplingOptions
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.packing import Layout, Tree, pack
+from rlhf_core.sampling import Sampler, SamplingOptions
 from tests.shared.mesh_cases import FAMILIES
 
 

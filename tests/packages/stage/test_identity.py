@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 from rlhf_core.stage import identity
 from rlhf_core.stage.identity import SMALL, identify
 

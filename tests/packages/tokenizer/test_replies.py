@@ -14,8 +14,8 @@ from tokenizers import pre_tokenizers
 from rlhf_core import data
 from rlhf_core.data.columns import message_problem, tools_of
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer import Encoder
 from rlhf_core.tokenizer.chat_template import PLAIN, ChatTemplate
-from rlhf_core.tokenizer.encoding import Encoder
 from tests.shared import chat_cases as chat
 
 CASES = chat.cases()

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from rlhf_core import cli, data
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder, load_tokenizer, special_ids, template_hash, tokenizer_hash
 from tests.shared import chat_cases as chat
 
 TURNS = [chat.user("a b"), chat.assistant("b")]

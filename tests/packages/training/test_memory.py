@@ -18,8 +18,7 @@ from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
 from rlhf_core.sampling.placement import cache_bytes
-from rlhf_core.training import memory
-from rlhf_core.training.context import Context
+from rlhf_core.training import Context, memory
 from rlhf_core.training.define import held_bytes
 from rlhf_core.training.expected import ModelNotHereError
 from rlhf_core.training.memory import memory_line, saved_bytes, scoring_bytes, state_bytes

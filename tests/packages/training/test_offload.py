@@ -11,8 +11,7 @@ import pytest
 
 from rlhf_core import create_state
 from rlhf_core.mesh import HOST
-from rlhf_core.training import memory
-from rlhf_core.training.reference import Reference
+from rlhf_core.training import Reference, memory
 
 BOTH = ["optimizer", "reference"]
 

@@ -18,7 +18,7 @@ import pytest
 from rlhf_core import workers
 from rlhf_core.errors import InputError
 from rlhf_core.hidden import HIDDEN, remember
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 FUNCTIONS = """
 import asyncio, os, re, signal, sys, threading, time

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rlhf_distill import Head, token_divergences
 from rlhf_distill.divergences import DIVERGENCES, JensenShannon, forward_kl, reverse_kl
-from rlhf_distill.vocabulary import Head, token_divergences
 
 ROWS, TOKENS, VOCAB = 2, 5, 37
 F64 = NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rlhf_distill import token_divergences
 
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 TOKENS, VOCABULARY, WIDTHS = 2048, 32_768, (16, 32)
 

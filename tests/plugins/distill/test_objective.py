@@ -15,7 +15,7 @@ from rlhf_distill.objective import objective
 from rlhf_core import create_state
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.packing.rows import Layout, Tree, pack
+from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.step import Accumulated, accumulate
 
 CONFIG = DistillConfig(temperature=1.5)

@@ -10,7 +10,7 @@ from rlhf_dpo.objective import objective, pair_loss
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER
-from rlhf_core.packing.rows import Layout, Tree, pack, tree
+from rlhf_core.packing import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
 from tests.shared import reference
 from tests.shared.reference import CONFIG

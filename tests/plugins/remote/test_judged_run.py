@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 SHARED = Path(__file__).parents[2] / "shared"
 services: Any = load_file(SHARED / "services.py")

@@ -11,7 +11,7 @@ from rlhf_reward.model_reward import ModelReward
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.objective import sequence_scores
-from rlhf_core.packing.rows import Layout, pack, tree
+from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.scoring import Scorer, ScoringContract
 
 END = 1

@@ -17,7 +17,7 @@ from rlhf_rewards.numbers import Number, final_number, read_number
 
 from rlhf_core import REWARD, Registry
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.component import load_file
+from rlhf_core.plugins import load_file
 
 cases = load_file(Path(__file__).with_name("numeral_cases.py"))
 

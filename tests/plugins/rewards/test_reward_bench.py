@@ -28,7 +28,7 @@ from rlhf_core import data, scoring
 from rlhf_core.data import whole_sequences
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder
 
 NAN = math.nan
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

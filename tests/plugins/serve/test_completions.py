@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import load_model
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer import Encoder
 
 PROMPT = [5, 6, 7, 8]
 

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 from rlhf_core import artifacts, data, load_model
 from rlhf_core.models import fresh_model
 from rlhf_core.scoring import Scorer, ScoringContract
-from rlhf_core.tokenizer.encoding import Encoder
-from rlhf_core.tokenizer.options import TextOptions
+from rlhf_core.tokenizer import Encoder, TextOptions
 from tests.shared import chat_cases as chat
 
 CHATS = [

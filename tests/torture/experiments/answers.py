@@ -196,8 +196,8 @@ def _rollout() -> Any:
     import numpy as np
 
     from rlhf_core import Rollouts
+    from rlhf_core.rollouts import Rollout
     from rlhf_core.rollouts.journal import Entry
-    from rlhf_core.rollouts.rollout import Rollout
 
     tokens = np.arange(12, dtype=np.int32).reshape(4, 3)
     samples = Rollouts(tokens, np.full(4, 3, np.int32), np.full((4, 3), -0.5, np.float32), np.ones(4, bool))

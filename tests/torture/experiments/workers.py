@@ -121,7 +121,7 @@ def _make_calls(how: list[str], seed: int, report: Path) -> None:
     import warnings
 
     from rlhf_core import workers
-    from rlhf_core.plugins.component import load_file
+    from rlhf_core.plugins import load_file
     from rlhf_core.rewards.reward import Reward
 
     warnings.simplefilter("ignore")
