@@ -23,9 +23,9 @@ NUMBERS_THAT_DIFFER = (
 class Mistake(NamedTuple):
     """One wrong input, and what is typed or called with it.
 
-    name: its heading in messages.txt; unique in its section. make: changes a good directory, which is current
-    (tests/shared/places.py). command: what is typed after `rlhf`; or a function of the place, which calls the package as
-    a program would and raises or warns. long: met by `make test-long` alone.
+    name: its heading in messages.txt; unique in its section. make: changes a good directory, which is current then
+    (tests/shared/places.py). command: what is typed after `rlhf`, or a function of the place which calls the
+    package as a program would, and raises or warns. long: met by `make test-long` alone.
     """
 
     name: str
