@@ -31,25 +31,29 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill p
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-engines test-verifiers site torture real reproduce bench bench-peers
+.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-engines test-verifiers site walk torture real reproduce bench bench-peers
 
 help:
+	@echo "To use it:"
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
+	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
+	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
+	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
+	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
+	@echo "make site [VERSION=0.2]                 the documentation as a site in .site/html, opened in a browser; a minute"
+	@echo "make env                                only set up $(VENV)"
+	@echo
+	@echo "To develop it:"
+	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make test                               every check, and every test but the long and exhaustive ones"
 	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
-	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
+	@echo "make walk [RECORD=1]                    how much of the code small runs walk through, beside last time; a minute"
+	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
 	@echo "make test-verifiers                     environments of the package verifiers; installs it, some minutes, once"
 	@echo "make test-engines                       train with rollouts of a real vLLM on CPUs; installs it, 3.5 GB, once; about 20 minutes"
-	@echo "make site [VERSION=0.2]                  the documentation as a site in .site/html, opened in a browser; a minute"
-	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
-	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
 	@echo "make dist [QUICK=1]                     wheels and sdists in dist/, tried in an empty environment; about ten minutes"
-	@echo "make lint                               the checks alone: ruff, mypy, import layers"
-	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
-	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
-	@echo "make env                                only set up $(VENV)"
 
 env: $(VENV)/installed
 
@@ -149,6 +153,9 @@ dist: $(PACKAGING)/bin/twine
 # These three install nothing more than `make env`; torture says which programs of the system its experiments need.
 test-long: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'long and not exhaustive'
+
+walk: env
+	$(BIN)/python -m tests.walk $(if $(RECORD),--record)
 
 torture: env
 	$(BIN)/python -m tests.torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
