@@ -1,11 +1,14 @@
-"""tests/recipes/faults.py: every fault can be planted where it says, and names recipes and tests that there are."""
+"""Every fault of tests/recipes/faults.py and every mutant of mutants.toml can be planted where it says."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_every_fault_can_be_planted(repository: Path) -> None:
-    command = [sys.executable, str(repository / "tests/recipes/plant.py"), "--check"]
+
+@pytest.mark.parametrize("script", ["plant.py", "mutants.py"])
+def test_everything_can_be_planted(repository: Path, script: str) -> None:
+    command = [sys.executable, str(repository / "tests/recipes" / script), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

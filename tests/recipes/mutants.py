@@ -1,142 +1,316 @@
-"""Change the product's code at places drawn by chance, one at a time, and print which changes no test notices.
+"""Plant each change of a fixed list in the product, alone, and see whether a test fails.
 
-    python tests/recipes/mutants.py                        30 changes drawn with seed 14
-    python tests/recipes/mutants.py --count 5 --seed 3     other ones
-    python tests/recipes/mutants.py --only rlhf_core/data  drawn from these files alone
-    python tests/recipes/mutants.py --budget 60            begin none after an hour
-    python tests/recipes/mutants.py --list                 print what would be changed; nothing is run
+    python tests/recipes/mutants.py                     every mutant that has no result for this commit yet
+    python tests/recipes/mutants.py NAME…               these alone, again
+    python tests/recipes/mutants.py --budget 60         begin none after an hour; the same command goes on
+    python tests/recipes/mutants.py --workers 2         two at a time
+    python tests/recipes/mutants.py --check             whether every mutant can still be planted; nothing is run
+    python tests/recipes/mutants.py --table             print the results that there are, and compare with the recorded
+    python tests/recipes/mutants.py --record            write them to mutants.found.toml
+    python tests/recipes/mutants.py --draw 40 --seed 3  print other changes, drawn by lines, as entries of mutants.toml
 
-A change turns over a comparison, an operator or a condition, adds 1 to a number, or leaves out a call. The files of
-tests that name its module, then the others of its room, are run in a copy of the tracked files until one fails: first
-their tests that `make test` runs, then those that `make test-long` adds.
+mutants.toml has the list. A mutant's first tests are those of its own package; where all of them pass, the tests that
+execute the changed statement follow: those of `make test`, then those that `make test-long` adds. One run of all tests
+with a probe in each of these statements finds them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
+import os
 import random
+import subprocess
+import sys
+import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
-from plant import CAUGHT, ROOT, copy, git, run
+from plant import ROOT, copy, environment, git, version
 
+HERE = Path(__file__).parent
+LIST, FOUND = HERE / "mutants.toml", HERE / "mutants.found.toml"
+RESULTS, PROBED = ROOT / ".cache/recipes/mutants.json", ROOT / ".cache/recipes/probed.json"
 PRODUCT = ("rlhf_core/", "plugins/")
-COMPARISONS = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-}
-OPERATORS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")}
+OWN, ANY, LONG, SURVIVED = "its own package", "another's tests", "make test-long alone", "no test"
+SHORT = "not exhaustive and not long and not launchers and not engines"
+MARKS = {ANY: SHORT, LONG: "long and not exhaustive"}
+LONGEST = 900.0
+"""Seconds after which tests are ended; a mutant that they hang with is found."""
+PROBE = """
+import os
+_seen = set()
 
-
-MARKS = {
-    "make test": "not exhaustive and not long and not launchers",
-    "make test-long alone": "long and not exhaustive",
-}
-"""Which tests a target runs."""
+def hit(name):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "import").rpartition(" (")[0] or "import"
+    if (name, test) not in _seen:
+        _seen.add((name, test))
+        with open(os.environ["RLHF_PROBES"], "a", encoding="utf-8") as file:
+            file.write(f"{name}\\t{test}\\n")
+"""
 
 
 class Mutant(NamedTuple):
-    """A change. begin, end: of the bytes that `new` replaces in `file`."""
+    """A change: `old`, which occurs once in `file`, becomes `new`. about: what is wrong then; of drawn ones empty."""
 
+    name: str
     file: str
-    line: int
-    begin: int
-    end: int
+    old: str
     new: str
+    about: str = ""
 
-    def text(self) -> bytes:
-        """Return the file with the change."""
-        whole = (ROOT / self.file).read_bytes()
-        return whole[: self.begin] + self.new.encode() + whole[self.end :]
+    def planted(self) -> str:
+        """Return the file with the change. Raises ValueError where what it replaces does not occur once."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.name}: what it replaces occurs {count} times in {self.file}")
+        return text.replace(self.old, self.new)
 
-    def __str__(self) -> str:
-        old = (ROOT / self.file).read_bytes()[self.begin : self.end].decode()
-        return f"{self.file}:{self.line}: {' '.join(old.split())} → {' '.join(self.new.split())}"
-
-
-def mutants(file: str) -> Iterator[Mutant]:
-    """Yield every change of a file."""
-    source = (ROOT / file).read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-
-    def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-
-    def change(node: ast.expr | ast.stmt, begin: int, end: int, new: str) -> Mutant:
-        return Mutant(file, node.lineno, begin, end, new)
-
-    def between(node: ast.expr, left: ast.expr, right: ast.expr, old: str, new: str) -> Mutant:
-        begin, end = span(left)[1], span(right)[0]
-        return change(node, begin, end, source[begin:end].decode().replace(old, new, 1))
-
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-            yield between(node, node.left, node.comparators[0], *COMPARISONS[type(node.ops[0])])
-        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            yield between(node, node.left, node.right, *OPERATORS[type(node.op)])
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-            value = not node.value if isinstance(node.value, bool) else node.value + 1
-            yield change(node, *span(node), repr(value))
-        elif isinstance(node, ast.If | ast.IfExp | ast.While):
-            begin, end = span(node.test)
-            yield change(node.test, begin, end, f"not ({source[begin:end].decode()})")
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield change(node, *span(node), "pass")
+    def line(self) -> int:
+        """Return the first line, from 1, that differs."""
+        before = (ROOT / self.file).read_text(encoding="utf-8").splitlines()
+        after = self.planted().splitlines()
+        same = (i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
+        return next(same, min(len(before), len(after))) + 1
 
 
-def tests_of(file: str) -> list[str]:
-    """List the files of tests that reach a file: those that name its module, then the others of its room."""
+def mutants() -> list[Mutant]:
+    """Read the list."""
+    tables = tomllib.loads(LIST.read_text(encoding="utf-8"))
+    return [Mutant(name, **table) for name, table in tables.items()]
+
+
+def check() -> list[str]:
+    """List what is wrong with the mutants: those that cannot be planted, or are no Python then."""
+    problems = []
+    for mutant in mutants():
+        try:
+            compile(mutant.planted(), mutant.file, "exec")
+        except (OSError, ValueError, SyntaxError) as error:
+            problems.append(f"{mutant.name}: {error}")
+    return problems
+
+
+def package_tests(file: str) -> list[str]:
+    """List the files of tests of a file's package: those that name its module first."""
     parts = Path(file).with_suffix("").parts
-    plugin = parts[0] == "plugins"
-    module = ".".join(parts[2:] if plugin else parts).removesuffix(".__init__")
-    room = parts[1] if plugin or len(parts) > 2 else "core"
-    every = [name for name in git("ls-files", "tests/*/test_*.py").splitlines() if (ROOT / name).exists()]
-    naming = [name for name in every if module in (ROOT / name).read_text(encoding="utf-8")]
-    rest = [name for name in every if name.startswith(f"tests/{room}/") and name not in naming]
-    return sorted(naming, key=lambda name: not name.startswith(f"tests/{room}/")) + rest
+    is_plugin = parts[0] == "plugins"
+    module = ".".join(parts[2:] if is_plugin else parts).removesuffix(".__init__")
+    room = parts[1] if is_plugin or len(parts) > 2 else "core"
+    folder = f"tests/{'plugins' if is_plugin else 'packages'}/{room}/"
+    every = [name for name in git("ls-files", f"{folder}test_*.py").splitlines() if (ROOT / name).exists()]
+    return sorted(every, key=lambda name: module not in (ROOT / name).read_text(encoding="utf-8"))
 
 
-def try_out(mutant: Mutant) -> str:
-    """Run tests with the change until one fails, those of `make test-long` last; return which."""
+def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
+    """Run tests in a copy of the repository until one fails; return what it says, None where all pass."""
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = Path(directory) / "tests.txt"
+        arguments.write_text("\n".join(tests), encoding="utf-8")
+        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, f"@{arguments}"]
+        own = {**environment(root), "TMPDIR": directory}
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=root,
+            env=own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, _ = process.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.communicate()
+            return f"hung: not done after {LONGEST:.0f} s"
+    # 5: none of the tests has these marks.
+    if process.returncode in (0, 5):
+        return None
+    lines = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (lines or out.splitlines()[-1:] or ["ended without a word"])[0]
+
+
+def try_out(mutant: Mutant, reached: dict[str, list[str]]) -> tuple[str, str]:
+    """Return which tests find a mutant, and what the first of them says."""
     with copy(None) as root:
-        (root / mutant.file).write_bytes(mutant.text())
-        for target, marks in MARKS.items():
-            for name in tests_of(mutant.file):
-                outcome = run("tests", name, root, marks=marks)
-                if outcome.state == CAUGHT:
-                    return f"caught by {target}, {name}: {outcome.why}"
-    return "SURVIVED"
+        (root / mutant.file).write_text(mutant.planted(), encoding="utf-8")
+        own = package_tests(mutant.file)
+        said = run_tests(own, SHORT, root) if own else None
+        if said is not None:
+            return OWN, said
+        for where, marks in MARKS.items():
+            tests = reached[mutant.name]
+            said = run_tests(tests, marks, root) if tests else None
+            if said is not None:
+                return where, said
+    return SURVIVED, ""
+
+
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements before which another can stand."""
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if not isinstance(body, list):
+                continue
+            for i, each in enumerate(body):
+                is_docstring = i == 0 and isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+                if isinstance(each, ast.stmt) and not is_docstring:
+                    yield each
+
+
+def with_probes(text: str, probes: dict[str, int]) -> str:
+    """Return a file's text in which each of these lines, by a mutant's name, says that it is reached."""
+    lines = text.splitlines(keepends=True)
+    found = list(statements(ast.parse(text)))
+    inserted: list[tuple[int, str]] = []
+    for name, line in probes.items():
+        around = [each for each in found if each.lineno <= line <= (each.end_lineno or each.lineno)]
+        # An elif is no place for a statement; nor is the rest of a line.
+        around = [each for each in around if lines[each.lineno - 1][: each.col_offset].strip() == ""]
+        around = [each for each in around if not lines[each.lineno - 1].lstrip().startswith("elif")]
+        if not around:
+            continue
+        inner = max(around, key=lambda each: each.lineno)
+        first = min([inner.lineno, *(each.lineno for each in getattr(inner, "decorator_list", []))])
+        call = f'__import__("rlhf_probe").hit({name!r})\n'
+        inserted.append((first, " " * inner.col_offset + call))
+    for first, call in sorted(inserted, reverse=True):
+        lines.insert(first - 1, call)
+    return "".join(lines)
+
+
+def probe() -> dict[str, list[str]]:
+    """Run all tests once with probes; return, for each mutant, the tests that execute its statement.
+
+    A statement that is executed where its module is imported is reached by every test: it has all files, those that
+    name the module first.
+    """
+    every: dict[str, dict[str, list[str]]] = json.loads(PROBED.read_text()) if PROBED.exists() else {}
+    if version() in every:
+        return every[version()]
+    by_file: dict[str, dict[str, int]] = {}
+    for mutant in mutants():
+        by_file.setdefault(mutant.file, {})[mutant.name] = mutant.line()
+    hits: dict[str, list[str]] = {mutant.name: [] for mutant in mutants()}
+    with copy(None) as root, tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
+        (root / "rlhf_probe.py").write_text(PROBE)
+        for file, probes in by_file.items():
+            (root / file).write_text(with_probes((ROOT / file).read_text(encoding="utf-8"), probes))
+        command = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "-m"]
+        own = {**environment(root), "RLHF_PROBES": out.name}
+        subprocess.run(
+            [sys.executable, *command, "not exhaustive and not launchers and not engines", "tests"],
+            cwd=root,
+            env=own,
+            check=False,
+        )
+        for line in out.read().splitlines():
+            name, _, test = line.partition("\t")
+            if name in hits and test not in hits[name]:
+                hits[name].append(test)
+    files = git("ls-files", "tests/*/test_*.py").splitlines()
+    for name, tests in hits.items():
+        if "import" in tests:
+            hits[name] = files
+    every[version()] = hits
+    PROBED.parent.mkdir(parents=True, exist_ok=True)
+    PROBED.write_text(json.dumps(every))
+    return hits
+
+
+class Results:
+    """What was found with one commit, kept in a file after every mutant."""
+
+    def __init__(self) -> None:
+        self.every = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        self.found: dict[str, list[str]] = self.every.setdefault(version(), {})
+        self.lock = Lock()
+
+    def keep(self, name: str, result: tuple[str, str]) -> None:
+        with self.lock:
+            self.found[name] = list(result)
+            RESULTS.parent.mkdir(parents=True, exist_ok=True)
+            RESULTS.write_text(json.dumps(self.every, indent=1, ensure_ascii=False))
+            print(f"{name}: {result[0]}  {result[1][:100]}", flush=True)
+
+
+def recorded() -> dict[str, str]:
+    """Return by whom each mutant was found when that was last recorded."""
+    if not FOUND.exists():
+        return {}
+    return dict(tomllib.loads(FOUND.read_text(encoding="utf-8")))
+
+
+def table(found: dict[str, list[str]]) -> str:
+    """Return how many are found by whom, and the names of those that no test finds."""
+    lines = []
+    for where in (OWN, ANY, LONG, SURVIVED):
+        names = [name for name, (each, _) in found.items() if each == where]
+        lines.append(f"{where}: {len(names)}")
+        lines += [f"    {name}" for name in names if where == SURVIVED]
+    before = recorded()
+    lost = [
+        name
+        for name, (each, _) in found.items()
+        if each == SURVIVED and before.get(name, SURVIVED) != SURVIVED
+    ]
+    lines += [f"found before, and not any more: {', '.join(lost)}"] if lost else []
+    without = [mutant.name for mutant in mutants() if mutant.name not in found]
+    lines += [f"not run yet: {len(without)}"] if without else []
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=30, metavar="N")
-    parser.add_argument("--seed", type=int, default=14)
-    parser.add_argument("--only", nargs="*", default=PRODUCT, metavar="PATH")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="MINUTES")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, metavar="N")
+    for flag in ("--check", "--table", "--record"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--draw", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=14)
     options = parser.parse_args()
-    files = [name for name in git("ls-files", "*.py").splitlines() if name.startswith(tuple(options.only))]
-    drawn = [mutant for name in files if name.startswith(PRODUCT) for mutant in mutants(name)]
-    drawn = random.Random(options.seed).sample(drawn, min(options.count, len(drawn)))
+    if options.draw:
+        from mutants_drawn import draw
+
+        print(draw(options.draw, options.seed, {(each.file, each.old, each.new) for each in mutants()}))
+        return
+    problems = check()
+    if problems or options.check:
+        print("\n".join(problems) or f"{len(mutants())} mutants can be planted")
+        raise SystemExit(1 if problems else 0)
+    results = Results()
+    if options.record:
+        lines = [f'{json.dumps(name)} = "{where}"' for name, (where, _) in sorted(results.found.items())]
+        FOUND.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.table or options.record:
+        print(table(results.found))
+        return
     until = time.monotonic() + 60 * options.budget
-    for mutant in drawn:
-        if time.monotonic() > until:
-            break
-        print(mutant, "" if options.list else f"— {try_out(mutant)}", flush=True)
+    reached = probe()
+
+    def go_on(mutant: Mutant) -> None:
+        if time.monotonic() < until:
+            results.keep(mutant.name, try_out(mutant, reached))
+
+    todo = [each for each in mutants() if each.name not in results.found or each.name in options.names]
+    if options.names:
+        todo = [each for each in todo if each.name in options.names]
+    random.Random(0).shuffle(todo)
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(go_on, todo))
+    print(table(results.found))
 
 
 if __name__ == "__main__":
