@@ -1,4 +1,4 @@
-"""Read packed rows with a model, for objectives: log-probabilities and scores of trained tokens and of sequences."""
+"""A model's readings of packed rows, for objectives: log-probabilities and scores of tokens and of sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score texts with a reward model as it was trained: same tokens, same length limit, same reading point."""
+"""Scores of texts by a reward model, read as it was trained: same tokens, same length limit, same reading point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pack trees of sequences into rows of static shapes, and choose those shapes."""
+"""Packing: trees of sequences in rows of static shapes, and the choice of those shapes."""
 
 from rlhf_core.packing.layout import Layout as Layout
 from rlhf_core.packing.layout_search import choose_layout as choose_layout

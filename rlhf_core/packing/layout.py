@@ -1,4 +1,4 @@
-"""Define the static shapes of rows, and place trees into rows by first fit."""
+"""Layouts: the static shapes of rows, and where trees are placed in them by first fit."""
 
 from __future__ import annotations
 

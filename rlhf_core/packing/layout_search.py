@@ -1,4 +1,4 @@
-"""Search for the classes of rows that make updates over some data cheapest."""
+"""The search for the classes of rows that make updates over some data cheapest."""
 
 from __future__ import annotations
 

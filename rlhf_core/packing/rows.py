@@ -1,4 +1,4 @@
-"""Pack trees of sequences into rows: a shared prompt is laid out once, and rows hold several trees to avoid padding.
+"""Packed rows: a shared prompt is laid out once, and rows hold several trees to avoid padding.
 
 Pure NumPy on the host. A tree is a prompt and its branches (a preference pair, a group of completions, one
 text). Rows come in a few static shapes, so that nothing recompiles after warm-up.

@@ -1,4 +1,4 @@
-"""Sample a token from a distribution, and apply the usual filters to it.
+"""Filters of the next token's distribution, and a sample from it.
 
 All but the repetition penalty work on masses, float32 [B, V]: probabilities up to a factor per row. A token with mass 0
 is never sampled. Masses need not sum to 1, so that a filter is one comparison and nothing is normalised twice.

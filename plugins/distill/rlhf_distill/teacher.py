@@ -1,4 +1,4 @@
-"""Open the teacher, and compare its tokenizer with the student's."""
+"""The teacher: how it is opened, and what its tokenizer must share with the student's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distillation stage trains, on what, towards what; and what it makes of its rollouts."""
+"""The distillation trainer: student, teacher, rollouts and objective."""
 
 from __future__ import annotations
 

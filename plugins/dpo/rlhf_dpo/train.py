@@ -1,4 +1,4 @@
-"""What a DPO stage trains, on what, towards what; and how it is evaluated."""
+"""The DPO trainer: model, pairs with their reference log-probabilities, objective and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warn, before the run, about settings that have no effect or do silent harm."""
+"""Warnings, before the run, of settings that have no effect or do silent harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GRPO stage trains, on what, towards what; and what it makes of its rollouts."""
+"""The GRPO trainer: model, rollouts and objective."""
 
 from __future__ import annotations
 

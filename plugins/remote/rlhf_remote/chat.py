@@ -1,4 +1,4 @@
-"""Talk to a model in the terminal: what is typed, what is printed as it is written, and where replies come from."""
+"""A conversation with a model in the terminal: input, output while it is sampled, and where replies come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer asks of an engine: completions of token ids, log-probabilities of given ids, other weights.
+"""Inference engines behind a URL: completions of token ids, log-probabilities of given ids, new weights.
 
 `rlhf serve --control` and vLLM have the same routes; SGLang has its own. Every request has a time limit.
 """

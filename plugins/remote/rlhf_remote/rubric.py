@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answer is read."""
+"""Rubrics: the question that a judge is asked, and the scale on which its answer is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publish policies to engines, prove that they hold them, and sample with them."""
+"""Sampling with engines: policies are published to them, proved to be held, and sampled from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send JSON to a service and read its answer: addresses, retries with backoff, and what failures are called."""
+"""A client of JSON services: addresses, retries with backoff, and the errors of failed requests."""
 
 from __future__ import annotations
 

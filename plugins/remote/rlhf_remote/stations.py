@@ -1,4 +1,4 @@
-"""Engines as a run sees them: which policies each holds, whether it answers, and which one to ask next."""
+"""The engines of a run: the policies that each holds, whether it answers, and the choice of the next one to ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a self-contained HTML page about one run or several.
+"""Self-contained HTML pages about one run or several.
 
 What reads and draws is imported when it is needed: `rlhf --help` imports this package.
 """

@@ -1,4 +1,4 @@
-"""Build charts as Bokeh documents in JSON, which the page draws when they come into view."""
+"""Charts as Bokeh documents in JSON, which the page draws when they come into view."""
 
 from __future__ import annotations
 

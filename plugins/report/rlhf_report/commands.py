@@ -1,4 +1,4 @@
-"""Declare `rlhf report`, `rlhf compare` and `rlhf data`; what they need is imported when they run."""
+"""The commands `rlhf report`, `rlhf compare` and `rlhf data`. What they need is imported when they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build the page of several runs: one chart per metric of a stage, one colour per run."""
+"""The page of several runs: one chart per metric of a stage, one colour per run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summarise a dataset before training on it."""
+"""The profile of a dataset, before training on it."""
 
 from __future__ import annotations
 

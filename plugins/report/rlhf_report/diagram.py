@@ -1,4 +1,4 @@
-"""Lay out a picture of the pipeline: boxes for stages, arrows between them."""
+"""A diagram of the pipeline: boxes for stages, arrows between them."""
 
 from __future__ import annotations
 

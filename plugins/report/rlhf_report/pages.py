@@ -1,4 +1,4 @@
-"""Build the page of one run."""
+"""The page of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a run directory for the report, however far the run got."""
+"""The contents of a run directory, however far the run got."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read samples/ and evaluations/: completions and episodes with rewards, pairs with scores, distributions of scores."""
+"""Rows of samples/ and evaluations/: completions and episodes with rewards, pairs with scores, score distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say in a sentence what a stage changed on the prompts or pairs that it is judged by, and whether that is noise."""
+"""A sentence on what a stage changed on the prompts or pairs that it is judged by, and whether that is noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read weights.jsonl, what `log_weights` wrote, and draw it: norms, updates, zeros, and histograms before and after."""
+"""Charts of weights.jsonl, which `log_weights` writes: norms, updates, zeros, and histograms before and after."""
 
 from __future__ import annotations
 

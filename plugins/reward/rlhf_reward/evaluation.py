@@ -1,4 +1,4 @@
-"""Evaluate on held-out pairs: the loss and metrics of training, and metrics of all scores together."""
+"""Evaluation on held-out pairs: the loss and metrics of training, and metrics of all scores together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward stage trains, on what, towards what."""
+"""The reward trainer: model, pairs and objective."""
 
 from __future__ import annotations
 

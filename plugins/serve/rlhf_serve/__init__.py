@@ -1,1 +1,1 @@
-"""Serve policies and reward models over HTTP: the command `rlhf serve`."""
+"""A server of policies and reward models over HTTP: the command `rlhf serve`."""

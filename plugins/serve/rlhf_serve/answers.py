@@ -1,4 +1,4 @@
-"""From a request to its flights, and from flights to the JSON that OpenAI's and vLLM's clients expect."""
+"""Requests to completions, and completions to the JSON that OpenAI's and vLLM's clients expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats: messages to a prompt by the chat template, and what the policy wrote to a message with its tool calls."""
+"""Chats: messages to a prompt by the chat template, and a completion to a message with its tool calls."""
 
 from __future__ import annotations
 

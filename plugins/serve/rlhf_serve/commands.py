@@ -1,4 +1,4 @@
-"""`rlhf serve`. What it needs is imported when it runs: `rlhf --help` imports this module."""
+"""The command `rlhf serve`. What it needs is imported when it runs: `rlhf --help` imports this module."""
 
 from __future__ import annotations
 

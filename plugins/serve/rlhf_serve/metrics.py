@@ -1,4 +1,4 @@
-"""What a server counts, for `/metrics`."""
+"""Counters of a server, for `/metrics`."""
 
 from __future__ import annotations
 

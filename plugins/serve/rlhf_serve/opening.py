@@ -1,4 +1,4 @@
-"""Open the models that a server has: policies with their samplers, and scorers."""
+"""The models of a server, opened: policies with their samplers, and scorers."""
 
 from __future__ import annotations
 

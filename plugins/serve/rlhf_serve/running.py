@@ -1,4 +1,4 @@
-"""Run a server in this process until it is told to stop."""
+"""The server in this process, until it is told to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward model says of rows, texts and conversations, by its contract."""
+"""Scores of rows, texts and conversations by a reward model, read as it was trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an SFT stage trains, on what, towards what."""
+"""The SFT trainer: model, demonstrations and objective."""
 
 from __future__ import annotations
 
