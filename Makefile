@@ -31,7 +31,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill p
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-engines test-verifiers site walk torture real reproduce bench bench-peers
+.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-engines test-verifiers site walk goldens torture real reproduce bench bench-peers
 
 help:
 	@echo "To use it:"
@@ -48,6 +48,7 @@ help:
 	@echo "make test                               every check, and every test but the long and exhaustive ones"
 	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
 	@echo "make walk [RECORD=1]                    how much of the code small runs walk through, beside last time; a minute"
+	@echo "make goldens BASE=COMMIT [GOLDEN=sft]   run small pipelines with this code and a commit's, and compare bits; about 10 minutes"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
@@ -156,6 +157,9 @@ test-long: env
 
 walk: env
 	$(BIN)/python -m tests.walk $(if $(RECORD),--record)
+
+goldens: env
+	$(BIN)/python -m tests.goldens.compare $(BASE) $(GOLDEN)
 
 torture: env
 	$(BIN)/python -m tests.torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
