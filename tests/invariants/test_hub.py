@@ -24,10 +24,8 @@ from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline
 from rlhf_core.data import load
 from rlhf_core.data.streams import open_streams
 from rlhf_core.hub import parse
-from rlhf_core.pipeline.file import assemble, read
-from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import plan
 from rlhf_core.tokenizer import load_tokenizer
+from tests.shared.plans import forecast_of, plan_of
 
 
 class Hub:
@@ -306,8 +304,7 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(
     put(there, "datasets/me/texts", {"parts/train.jsonl": rows(*"cdef"), "README.md": b"big"}, "v1")
     Path("pipeline.toml").write_text(PIPELINE)
     # What is checked needs no weights.
-    planned = plan(read("pipeline.toml"), plugins.load())
-    forecast = stage_forecasts(planned, plugins.load())["policy"]
+    forecast = forecast_of("pipeline.toml", plugins.load())["policy"]
     assert forecast.memory
     assert not any("safetensors" in path for path in there.asked)
     run_pipeline("pipeline.toml")
@@ -396,18 +393,16 @@ def test_names_of_the_hub_in_python(hub: tuple[Hub, str], tiny: ModuleType, tmp_
         (lambda: load("hf://me/orders"), "is a model; a dataset is named hf://datasets/me/orders"),
         (lambda: load("hf://datasets/me/texts/b.jsonl"), "texts/b.jsonl: the repository has no such file"),
         (
-            lambda: plan(
-                assemble(
-                    {"dir": "r", "stage": [{"name": "s", "trainer": "sft", "model": "hf://me/orders@v9"}]},
-                    base=Path(),
-                ),
-                plugins.load(),
-            ),
+            lambda: plan_of("p.toml", plugins.load()),
             r"stage 's'\.model: hf://me/orders@v9: the repository has no such revision",
         ),
     ],
 )
-def test_names_that_the_hub_does_not_have(hub: tuple[Hub, str], call: Callable[[], Any], said: str) -> None:
+def test_names_that_the_hub_does_not_have(
+    hub: tuple[Hub, str], call: Callable[[], Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.toml").write_text('dir = "r"\n[[stage]]\nname = "s"\ntrainer = "sft"\nmodel = "hf://me/orders@v9"\n')
     put(hub[0], "me/orders", {"config.json": b"{}"})
     put(hub[0], "datasets/me/texts", {"a.jsonl": rows("c")})
     with pytest.raises(InputError, match=said):

@@ -14,9 +14,8 @@ from rlhf_sft import SFTConfig
 
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline import plan, read
-from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.training import Context
+from tests.shared.plans import forecast_of
 
 MISSING = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 
@@ -34,7 +33,7 @@ def checked(trainer: str, options: str, tokenizer: Any, tiny: ModuleType) -> tup
         f'model = {{ {sizes}, tokenizer = "tokenizer" }}\n{options}\n'
     )
     host = plugins.load()
-    return tuple(stage_forecasts(plan(read(here / "p.toml", dir="run"), host), host)["s"].warnings)
+    return tuple(forecast_of(here / "p.toml", host, dir="run")["s"].warnings)
 
 
 def without_eos(tiny: ModuleType) -> Any:

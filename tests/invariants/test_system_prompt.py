@@ -13,13 +13,12 @@ import pytest
 from rlhf_core import TrainerConfig, artifacts, data, plugins
 from rlhf_core.data.cache import TokenCache
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline import plan, read
-from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.rollouts.open_collector import system_prompt_warnings
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import Encoder, TextOptions
 from rlhf_core.training import Context
 from tests.shared import chat_cases as chat
+from tests.shared.plans import forecast_of
 
 BRIEF = "ab ba"
 SYSTEM = {"role": "system", "content": BRIEF}
@@ -185,5 +184,5 @@ def test_a_check_warns_before_the_reward_model_exists(
     host = plugins.load()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = stage_forecasts(plan(read(Path("p.toml"), dir="run"), host), host)["policy"]
+        made = forecast_of("p.toml", host, dir="run")["policy"]
     assert any("reads conversations with no system_prompt" in line for line in made.warnings) is warned

@@ -45,7 +45,7 @@ SHOWN = 10
 
 
 def load(name: str) -> ModuleType:
-    return importlib.import_module(f"torture.experiments.{name}")
+    return importlib.import_module(f"tests.torture.experiments.{name}")
 
 
 def names(asked: list[str]) -> list[str]:

@@ -28,21 +28,20 @@ def pipeline(directory: Path) -> None:
     """Plan a pipeline, write it as the run directory's resolved file, and read that again."""
     from rlhf_core.config.secrets import public_table
     from rlhf_core.config.toml import to_toml
-    from rlhf_core.pipeline import plan, read, stage_requests
+    from tests.shared.plans import plan_of, requests_of
 
-    planned = plan(read(directory / "q.toml"), _host())
+    planned = plan_of(directory / "q.toml", _host())
     stages = [public_table(stage.written, _host().registry) for stage in planned.stages]
     resolved = {"dir": str(planned.dir), "seed": planned.seed, "mesh": dict(planned.mesh), "stage": stages}
     _equal("the resolved pipeline", tomllib.loads(to_toml(resolved)), _without_none(resolved))
-    json.dumps([dict(request.now) for request in stage_requests(planned, _host())], allow_nan=False)
+    json.dumps([dict(request.now) for request in requests_of(directory / "q.toml", _host())], allow_nan=False)
 
 
 def forecast(directory: Path) -> None:
     """Compute what `rlhf check` prints of a pipeline, which takes seconds."""
-    from rlhf_core.pipeline import plan, read
-    from rlhf_core.pipeline.forecast import stage_forecasts
+    from tests.shared.plans import forecast_of
 
-    for each in stage_forecasts(plan(read(directory / "q.toml"), _host()), _host()).values():
+    for each in forecast_of(directory / "q.toml", _host()).values():
         each.printed()
 
 
@@ -100,10 +99,10 @@ def run_records(directory: Path) -> None:
     from rlhf_core import artifacts
     from rlhf_core.errors import InputError
     from rlhf_core.loggers import JsonLines
-    from rlhf_core.pipeline import plan, read, stage_requests
     from rlhf_core.stage.decide import decide
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.text_settings import day_begun
+    from tests.shared.plans import requests_of
 
     read_run(directory / "run")
     day_begun((directory / "run").absolute())
@@ -112,7 +111,7 @@ def run_records(directory: Path) -> None:
     JsonLines.cut(directory / "run/base/metrics.jsonl", 1)
     artifacts.open_artifact(artifact)
     artifacts.read_contract(artifact)
-    for request in stage_requests(plan(read(directory / "p.toml"), _host()), _host()):
+    for request in requests_of(directory / "p.toml", _host()):
         record = StageRecord(request.dir, request.name)
         longer = {**request.now, "config": {**request.now["config"], "max_training_steps": 9}}
         for now in (request.now, longer):

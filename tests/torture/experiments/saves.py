@@ -14,6 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_core.runtime.files import (
+    append_line,
+    fill_directory,
+    make_directory,
+    remove_leftovers,
+    write_atomic,
+)
+from rlhf_core.stage.record import StageRecord
 from tests.torture import shim
 from tests.torture.children import Child, Ended
 from tests.torture.experiment import Case, Trial
@@ -129,7 +137,6 @@ class CheckpointSaves:
     def _save(self, root: Path, saves: Sequence[tuple[int, int]], acknowledge: Acknowledge) -> None:
         from rlhf_core import checkpoint
         from rlhf_core.checkpoint import Checkpoints
-        from rlhf_core.runtime.files import append_line
 
         if self.large:
             checkpoint.ENCODED_AT_ONCE = 1
@@ -243,8 +250,6 @@ class FileSaves:
         (root / "there" / "mode").chmod(0o640)
 
     def save(self, root: Path, acknowledge: Acknowledge) -> None:
-        from rlhf_core.runtime.files import write_atomic
-
         for text in self.texts:
             write_atomic(root / "new" / "deep" / "file", text)
             acknowledge()
@@ -254,8 +259,6 @@ class FileSaves:
         acknowledge()
 
     def problems(self, root: Path, acknowledged: int) -> Iterator[str]:
-        from rlhf_core.runtime.files import remove_leftovers, write_atomic
-
         file, mode, private = (
             root / "new" / "deep" / "file",
             root / "there" / "mode",
@@ -286,16 +289,12 @@ class LineSaves:
         (root / "torn").write_text("before\nhal")
 
     def save(self, root: Path, acknowledge: Acknowledge) -> None:
-        from rlhf_core.runtime.files import append_line
-
         for number in range(3):
             for path in (root / "new" / "lines", root / "torn"):
                 append_line(path, json.dumps({"row": number}), durable=True)
                 acknowledge()
 
     def problems(self, root: Path, acknowledged: int) -> Iterator[str]:
-        from rlhf_core.runtime.files import append_line
-
         counts = {root / "new" / "lines": (acknowledged + 1) // 2, root / "torn": acknowledged // 2}
         for path, count in counts.items():
             append_line(path, "again", durable=True)
@@ -321,8 +320,6 @@ class DirectorySaves:
         acknowledge()
 
     def _fill(self, directory: Path, text: str) -> None:
-        from rlhf_core.runtime.files import fill_directory
-
         def write(place: Path) -> None:
             (place / "inner").mkdir(exist_ok=True)
             (place / "a").write_text(text)
@@ -366,8 +363,6 @@ class ArtifactSaves:
 
         from rlhf_core.artifacts import save_model
         from rlhf_core.models import fresh_model
-        from rlhf_core.runtime.files import make_directory, remove_leftovers
-        from rlhf_core.stage.record import StageRecord
 
         make_directory(directory)
         remove_leftovers(directory)
@@ -383,7 +378,6 @@ class ArtifactSaves:
     def problems(self, root: Path, acknowledged: int) -> Iterator[str]:
         from rlhf_core.artifacts import open_artifact
         from rlhf_core.models import load_model
-        from rlhf_core.stage.record import StageRecord
 
         directory, done = root / "run" / "base", self.prepared + acknowledged
         record = StageRecord(directory, "base")
