@@ -157,7 +157,17 @@ def result(golden: Golden, directory: Path, root: Path, ended: list[Any]) -> dic
         path.relative_to(directory).as_posix(): _tensors(path)
         for path in sorted(directory.rglob("*.safetensors"))
     }
-    return {"printed": printed, "rows": rows, "artifacts": artifacts}
+    return {"printed": printed, "files": list(_files(directory)), "rows": rows, "artifacts": artifacts}
+
+
+def _files(directory: Path) -> Iterator[str]:
+    """Yield the files and checkpoints of a run directory; what is in a checkpoint or a logger's folder is theirs."""
+    for path in sorted((directory / "run").rglob("*")):
+        inside = path.relative_to(directory).parts
+        if "wandb" in inside[:-1] or "checkpoints" in inside[:-2]:
+            continue
+        if path.is_file() or inside[-2] == "checkpoints":
+            yield "/".join(inside)
 
 
 def _is_compared(path: Path) -> bool:
