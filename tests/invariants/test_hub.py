@@ -402,7 +402,9 @@ def test_names_that_the_hub_does_not_have(
     hub: tuple[Hub, str], call: Callable[[], Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("p.toml").write_text('dir = "r"\n[[stage]]\nname = "s"\ntrainer = "sft"\nmodel = "hf://me/orders@v9"\n')
+    Path("p.toml").write_text(
+        'dir = "r"\n[[stage]]\nname = "s"\ntrainer = "sft"\nmodel = "hf://me/orders@v9"\n'
+    )
     put(hub[0], "me/orders", {"config.json": b"{}"})
     put(hub[0], "datasets/me/texts", {"a.jsonl": rows("c")})
     with pytest.raises(InputError, match=said):

@@ -119,9 +119,9 @@ class Streamed:
             ) as answer:
                 if answer.status_code != 200:
                     start = b"".join(islice(answer.iter_bytes(), CHUNKS_SHOWN))
-                    said = what_it_said(Answer(url, answer.status_code, answer.headers, start))
+                    message = what_it_said(Answer(url, answer.status_code, answer.headers, start))
                     refused = 400 <= answer.status_code < 500
-                    raise (InputError if refused else RunError)(f"{url}: {said}")
+                    raise (InputError if refused else RunError)(f"{url}: {message}")
                 for line in _lines(url, answer.iter_bytes()):
                     yield from self._part(url, line)
         except httpx.HTTPError as error:
@@ -367,7 +367,7 @@ class Terminal:
 
     def write(self, parts: Generator[Part, None, None], *, waits: bool) -> str:
         """Print a reply as it comes, thoughts dim; return what was said of it, all or until Ctrl-C."""
-        said, thinks = "", False
+        message, thinks = "", False
         try:
             with _stoppable(waits) as stopped:
                 for part in parts:
@@ -375,7 +375,7 @@ class Terminal:
                         self.console.print()
                     thinks = part.thought
                     self.console.print(part.text, end="", style="dim" if thinks else None)
-                    said += "" if thinks else part.text
+                    message += "" if thinks else part.text
                     if stopped():
                         raise Stopped
                 if stopped():
@@ -385,9 +385,9 @@ class Terminal:
             self.console.print(" (stopped)", style="dim", end="")
         finally:
             parts.close()
-            if said or self.pressed:
+            if message or self.pressed:
                 self.console.print()
-        return said
+        return message
 
 
 def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None = None) -> None:
@@ -412,14 +412,14 @@ def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None
                 }
                 try:
                     parts = speaker.reply([*conversation.messages(), question], number)
-                    said = terminal.write(parts, waits=speaker.waits)
+                    message = terminal.write(parts, waits=speaker.waits)
                 except (InputError, RunError) as error:
                     terminal.error(str(error))
                     failed += 1
                     continue
                 number += 1
-                if said:
-                    conversation.turns += [question, {"role": "assistant", "content": said}]
+                if message:
+                    conversation.turns += [question, {"role": "assistant", "content": message}]
                 else:
                     terminal.note("no reply; the question is forgotten")
     except KeyboardInterrupt:  # the second one during a reply

@@ -40,7 +40,7 @@ class CompletionError(RunError):
     """An engine answered with completions that cannot be those that were asked for."""
 
 
-class Drawn(NamedTuple):
+class SampledCompletion(NamedTuple):
     """A completion: its ids, their log-probabilities at the request's temperature, and whether it ended by itself.
 
     versions: what the engine calls the weights that wrote it, where it says so. The ids are as the engine sent them;
@@ -212,7 +212,9 @@ COMPLETIONS = "completions with their token_ids and logprobs"
 class Vllm(HttpEngine):
     """vLLM, or `rlhf serve --control`."""
 
-    def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+    def complete(
+        self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted
+    ) -> list[SampledCompletion]:
         """Sample n completions of a prompt. Raises CompletionError where the answer is to another request."""
         body = {
             "model": model,
@@ -239,7 +241,7 @@ class Vllm(HttpEngine):
             ids=n * (len(prompt) + wanted.max_tokens),
         )
 
-    def _completions(self, answer: Any, prompt: list[int], n: int) -> list[Drawn]:
+    def _completions(self, answer: Any, prompt: list[int], n: int) -> list[SampledCompletion]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         require_count(self.url, [choice["index"] for choice in choices], n)
         for choice in choices:
@@ -247,7 +249,7 @@ class Vllm(HttpEngine):
                 raise CompletionError(f"{self.url}: answered a prompt of other ids than were sent")
         return [self._drawn(choice) for choice in choices]
 
-    def _drawn(self, choice: Mapping[str, Any]) -> Drawn:
+    def _drawn(self, choice: Mapping[str, Any]) -> SampledCompletion:
         logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
         versions = tuple(_text(each["version"]) for each in choice.get("weight_versions") or ())
         return _completion(self.url, choice["token_ids"], logps, choice["finish_reason"], versions)
@@ -323,7 +325,9 @@ class Sglang(HttpEngine):
 
     length_flag: ClassVar[str] = "--context-length"
 
-    def complete(self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted) -> list[Drawn]:
+    def complete(
+        self, model: str, prompt: Sequence[int], n: int, seed: int, wanted: Wanted
+    ) -> list[SampledCompletion]:
         sampling = {
             "temperature": wanted.temperature,
             "max_new_tokens": wanted.max_tokens,
@@ -342,7 +346,7 @@ class Sglang(HttpEngine):
             **({"lora_path": model} if model else {}),
         }
 
-        def read(answer: Any) -> list[Drawn]:
+        def read(answer: Any) -> list[SampledCompletion]:
             if not isinstance(answer, list):
                 raise TypeError
             require_count(self.url, list(range(len(answer))), n)
@@ -351,7 +355,7 @@ class Sglang(HttpEngine):
         ids = n * (len(prompt) + wanted.max_tokens)
         return self.post("/generate", body, read, "meta_info with output_token_logprobs", ids=ids)
 
-    def _drawn(self, about: Mapping[str, Any], length: int) -> Drawn:
+    def _drawn(self, about: Mapping[str, Any], length: int) -> SampledCompletion:
         if about.get("prompt_tokens") not in (None, length):
             raise CompletionError(
                 f"{self.url}: answered a prompt of {shorten(str(about['prompt_tokens']))} tokens; {length} were sent"
@@ -420,13 +424,13 @@ Engine: TypeAlias = Vllm | Sglang
 KINDS: dict[str, type[Engine]] = {"vllm": Vllm, "rlhf": Vllm, "sglang": Sglang}
 
 
-def _completion(url: str, ids: Any, logps: Any, reason: Any, versions: tuple[str, ...]) -> Drawn:
+def _completion(url: str, ids: Any, logps: Any, reason: Any, versions: tuple[str, ...]) -> SampledCompletion:
     """Make a completion of what an engine says of it. Raises EngineDownError where it was ended from outside."""
     if not isinstance(ids, list) or not all(isinstance(i, int | float) for i in ids):
         raise TypeError
     if reason not in ("stop", "length"):
         raise EngineDownError(f"{url}: ended a completion by '{shorten(str(reason))}'")
-    return Drawn(ids, [_logp(p) for p in logps], reason == "stop", versions)
+    return SampledCompletion(ids, [_logp(p) for p in logps], reason == "stop", versions)
 
 
 def _number(value: Any) -> float:
@@ -494,7 +498,7 @@ def require_count(url: str, indices: Sequence[Any], n: int) -> None:
         )
 
 
-def require_logps(drawn: Drawn, url: str, vocabulary: int) -> None:
+def require_logps(drawn: SampledCompletion, url: str, vocabulary: int) -> None:
     """Raise CompletionError for a completion whose ids or log-probabilities cannot be."""
     if len(drawn.ids) != len(drawn.logps) or not drawn.ids:
         raise CompletionError(
@@ -512,7 +516,9 @@ def require_logps(drawn: Drawn, url: str, vocabulary: int) -> None:
             raise CompletionError(f"{url}: {logp} is not a log-probability")
 
 
-def require_end(drawn: Drawn, url: str, wanted: Wanted, stops: Callable[[Sequence[int]], bool]) -> None:
+def require_end(
+    drawn: SampledCompletion, url: str, wanted: Wanted, stops: Callable[[Sequence[int]], bool]
+) -> None:
     """Raise CompletionError for a completion that cannot have ended as its engine says.
 
     stops: whether the text of these ids has a stop string.

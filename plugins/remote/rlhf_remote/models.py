@@ -248,8 +248,8 @@ def _choices(answer: Any, count: int) -> list[dict[str, Any]]:
         numbers = [choice["index"] for choice in choices]
         rows = []
         for choice in choices:
-            said = choice.get("message") or {"content": choice.get("text")}
-            calls, content = said.get("tool_calls"), said.get("content") or ""
+            message = choice.get("message") or {"content": choice.get("text")}
+            calls, content = message.get("tool_calls"), message.get("content") or ""
             if not isinstance(content, str):
                 raise TypeError
             rows.append(

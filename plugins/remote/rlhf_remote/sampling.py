@@ -28,8 +28,8 @@ from rlhf_core.workers.pool import at_stage_end
 from rlhf_remote.engines import (
     KINDS,
     CompletionError,
-    Drawn,
     EngineDownError,
+    SampledCompletion,
     Wanted,
     dtype_of,
     problems,
@@ -165,7 +165,7 @@ class Sampler:
             return None
         self._off = version
         urls = " and ".join(sorted(self._wrote.get(version, ()))) or " or ".join(self.options.urls)
-        said = (
+        message = (
             f"{urls}: the log-probabilities of the completions for update {version + 1} are on average "
             f"{difference:.3g} nats off the trainer's, and {limit:.3g} are possible, a quarter of "
             "sampler.probe_tolerance. Those of the probe are right, so that it samples with other weights, or answers "
@@ -173,12 +173,12 @@ class Sampler:
         )
         if before is not None:
             return (
-                f"sampler: {said}. So were those for update {before + 1}: repair the engine; to undo what was trained "
-                f"on them, delete the checkpoints after update {before} and the journal's rollouts since then"
+                f"sampler: {message}. So were those for update {before + 1}: repair the engine; to undo what was "
+                f"trained on them, delete the checkpoints after update {before} and the journal's rollouts since then"
             )
         if not self._warned:
             self._warned = True
-            warn(f"sampler: {said}. The run ends if the next rollout is like this")
+            warn(f"sampler: {message}. The run ends if the next rollout is like this")
         return None
 
     def published(self, version: int) -> Policy:
@@ -235,7 +235,7 @@ class Sampler:
         A turn's random numbers go by the number of its conversation and its own. Arguments as of `SamplerFunction`.
         """
         contexts, turns = [np.asarray(prompt, np.int32) for prompt in prompts], [0] * len(prompts)
-        asked: dict[Future[list[Drawn]], int] = {}
+        asked: dict[Future[list[SampledCompletion]], int] = {}
         answering = set[int]()
 
         def ask(number: int, limit: int) -> None:
@@ -266,12 +266,12 @@ class Sampler:
 
     def _complete(
         self, policy: Policy, number: int, prompt: np.ndarray, n: int, seed: int, wanted: Wanted
-    ) -> list[Drawn]:
+    ) -> list[SampledCompletion]:
         """Sample n completions of a prompt. number: its number in the call, for a message."""
         ids = np.asarray(prompt).tolist()
 
-        def ask(engine: Any, model: str) -> list[Drawn]:
-            drawn: list[Drawn] = engine.complete(model, ids, n, seed, wanted)
+        def ask(engine: Any, model: str) -> list[SampledCompletion]:
+            drawn: list[SampledCompletion] = engine.complete(model, ids, n, seed, wanted)
             require_count(engine.url, range(len(drawn)), n)
             for each in drawn:
                 require_logps(each, engine.url, self.inputs.definition.vocab_size)
@@ -290,7 +290,7 @@ class Sampler:
         text = b"".join(self._texts[i] for i in ids if i < len(self._texts))
         return any(stop.encode() in text for stop in self.wanted.stop)
 
-    def _rollouts(self, drawn: Sequence[Drawn]) -> Rollouts:
+    def _rollouts(self, drawn: Sequence[SampledCompletion]) -> Rollouts:
         width = self.wanted.max_tokens
         tokens, logps = np.zeros((len(drawn), width), np.int32), np.zeros((len(drawn), width), np.float32)
         for row, each in enumerate(drawn):
@@ -298,7 +298,9 @@ class Sampler:
         lengths = np.array([len(each.ids) for each in drawn], np.int32)
         return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
 
-    def _anywhere(self, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
+    def _anywhere(
+        self, policy: Policy, ask: Callable[[Any, str], list[SampledCompletion]]
+    ) -> list[SampledCompletion]:
         """Ask the engine with the least to do; where one does not answer, another."""
         since, problem = time.monotonic(), ""
         exclusive = self.options.weights == "disk"
@@ -327,7 +329,9 @@ class Sampler:
             if station is None:
                 time.sleep(POLL_SECONDS)
 
-    def _ask(self, station: Station, policy: Policy, ask: Callable[[Any, str], list[Drawn]]) -> list[Drawn]:
+    def _ask(
+        self, station: Station, policy: Policy, ask: Callable[[Any, str], list[SampledCompletion]]
+    ) -> list[SampledCompletion]:
         """Ask an engine. Raises EngineDownError also where it was restarted, and has lost the policy."""
         if self.options.weights == "adapter":
             try:

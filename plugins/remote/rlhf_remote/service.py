@@ -72,12 +72,14 @@ def json_bytes(value: Any) -> bytes:
 def what_it_said(answer: Answer) -> str:
     """Describe an answer that is an error: its status, and the message in it."""
     try:
-        said = answer.json()
+        message = answer.json()
         for key in ("error", "message", "detail"):
-            said = said.get(key, said) if isinstance(said, Mapping) else said
+            message = message.get(key, message) if isinstance(message, Mapping) else message
     except AnswerError:
-        said = None
-    return scrub(f"HTTP {answer.status_code}: {shorten(said if isinstance(said, str) else answer.text)}")
+        message = None
+    return scrub(
+        f"HTTP {answer.status_code}: {shorten(message if isinstance(message, str) else answer.text)}"
+    )
 
 
 def reach(url: str, api_key: str | None) -> Answer | str:

@@ -65,7 +65,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ThinnedLine:
     """The points of a metric to draw, float64 [n].
 
     line_x, line_y: the smallest and largest value of each stretch, at their steps; all points if there are few.
@@ -108,18 +108,18 @@ def read_metrics(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], 
     return points, times
 
 
-def draw(points: Points, stretches: int) -> Drawn:
+def draw(points: Points, stretches: int) -> ThinnedLine:
     """Reduce points to at most 2 · `stretches` + 2 on the line, extremes kept, and `stretches` means."""
     n = len(points.steps)
     if n <= 2 * stretches:
-        return Drawn(points.steps, points.values, points.steps, points.values, np.ones(n))
+        return ThinnedLine(points.steps, points.values, points.steps, points.values, np.ones(n))
     edges = np.linspace(0, n, stretches + 1).astype(int)
     extremes = {0, n - 1}
     for a, b in pairwise(edges):
         extremes |= {a + int(points.values[a:b].argmin()), a + int(points.values[a:b].argmax())}
     indices, count = sorted(extremes), np.diff(edges).astype(float)
     mean_x, mean_y = (np.add.reduceat(x, edges[:-1]) / count for x in (points.steps, points.values))
-    return Drawn(points.steps[indices], points.values[indices], mean_x, mean_y, count)
+    return ThinnedLine(points.steps[indices], points.values[indices], mean_x, mean_y, count)
 
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")

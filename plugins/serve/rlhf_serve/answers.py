@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_core.sampling.turns import STOP_IDS
 from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored, require_short
-from rlhf_serve.flight import CONTEXT, Flight, TextReader, Wish
+from rlhf_serve.pending import CONTEXT, GenerationParams, PendingCompletion, TextReader
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Weights
@@ -45,23 +45,25 @@ class Call:
     target: Target
     prompts: list[np.ndarray]
     n: int
-    flights: list[Flight] = field(default_factory=list)
+    completions: list[PendingCompletion] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
     only_prompt: bool = False
     """Whether nothing of the completions is reported: `max_tokens` is 0."""
 
-    def prompt_of(self, flight: Flight) -> int:
-        return flight.index // self.n
+    def prompt_of(self, pending: PendingCompletion) -> int:
+        return pending.index // self.n
 
     def usage(self) -> dict[str, int]:
         """Count the tokens so far."""
         read = sum(map(len, self.prompts))
-        written = 0 if self.only_prompt else sum(len(flight.tokens) for flight in self.flights)
+        written = 0 if self.only_prompt else sum(len(pending.tokens) for pending in self.completions)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def make_wish(body: Sampling, target: Target, limit: int, likeliest: int | None) -> Wish:
+def make_generation_params(
+    body: Sampling, target: Target, limit: int, likeliest: int | None
+) -> GenerationParams:
     """Complete what a request asks of its completions. Raises BadRequest for what cannot be done."""
     own = () if body.ignore_eos else target.served.end_ids
     given = tuple(body.stop_token_ids or ())
@@ -78,7 +80,7 @@ def make_wish(body: Sampling, target: Target, limit: int, likeliest: int | None)
         )
     temperature = 1.0 if body.temperature is None else body.temperature
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    return Wish(
+    return GenerationParams(
         limit=limit,
         temperature=max(temperature, SHORTEST_TEMPERATURE) if temperature else 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -170,7 +172,7 @@ class Prepared:
     target: Target
     prompts: list[np.ndarray]
     n: int
-    wish: Wish
+    generation: GenerationParams
     continues_text: bool = True
     """Whether the completions go on with the prompt's text; else they are texts of their own, as a chat's replies."""
     reads_prompt: bool = False
@@ -191,23 +193,23 @@ class Prepared:
         call = Call(self.id, self.target, self.prompts, self.n, only_prompt=self.only_prompt)
         for number, prompt in enumerate(self.prompts):
             context = prompt[-CONTEXT:].tolist() if self.continues_text else []
-            call.flights += [
-                Flight(
+            call.completions += [
+                PendingCompletion(
                     number=next(_numbers),
                     prompt=prompt,
-                    wish=self.wish,
+                    generation=self.generation,
                     index=number * self.n + k,
                     weights=self.target.weights,
-                    reader=TextReader(self.target.served.tokenizer, context, self.wish.skips_special),
-                    end=lambda flight: engine.end(policy, flight),
+                    reader=TextReader(self.target.served.tokenizer, context, self.generation.skips_special),
+                    end=lambda pending: engine.end(policy, pending),
                     group=None if self.reads_prompt else (self.target.weights.number, prompt.tobytes()),
                     reads_prompt=self.reads_prompt,
-                    per_token=self.per_token or self.wish.likeliest is not None,
+                    per_token=self.per_token or self.generation.likeliest is not None,
                     streams=self.streams,
                 )
                 for k in range(self.n)
             ]
-        engine.begin(policy, call.flights)
+        engine.begin(policy, call.completions)
         return call
 
 
@@ -222,7 +224,7 @@ def prepare_completions(body: Completion, target: Target, most: int) -> Prepared
     if wanted == 0 and not body.echo:
         raise BadRequest("max_tokens: must be at least 1, except with echo", param="max_tokens")
     limit = room(target, prompts, wanted, "max_tokens")
-    wish = make_wish(body, target, max(limit, 1), body.logprobs)
+    generation = make_generation_params(body, target, max(limit, 1), body.logprobs)
     reads = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     return Prepared(
@@ -230,7 +232,7 @@ def prepare_completions(body: Completion, target: Target, most: int) -> Prepared
         target,
         prompts,
         n,
-        wish,
+        generation,
         reads_prompt=reads,
         streams=bool(body.stream),
         only_prompt=wanted == 0,
@@ -244,20 +246,22 @@ def token_text(call: Call, token: int, as_id: bool) -> str:
     return call.target.served.token_bytes(token).decode(errors="replace")
 
 
-def completion_logprobs(body: Completion, call: Call, flight: Flight, start: int, end: int) -> dict[str, Any]:
+def completion_logprobs(
+    body: Completion, call: Call, pending: PendingCompletion, start: int, end: int
+) -> dict[str, Any]:
     """Write the log-probabilities of tokens `start` to `end`, as OpenAI's completions have them."""
     as_id = bool(body.return_tokens_as_token_ids)
     most = body.logprobs or 0
     top: list[dict[str, float] | None] = []
     for i in range(start, end):
-        ids, logps = flight.likeliest[i] if most else ([], [])
+        ids, logps = pending.likeliest[i] if most else ([], [])
         row = {token_text(call, token, as_id): finite(logp) for token, logp in zip(ids, logps, strict=True)}
-        top.append({token_text(call, flight.tokens[i], as_id): finite(flight.logps[i]), **row})
-    offsets = [0, *flight.text_ends]
+        top.append({token_text(call, pending.tokens[i], as_id): finite(pending.logps[i]), **row})
+    offsets = [0, *pending.text_ends]
     return {
         "text_offset": offsets[start:end],
-        "token_logprobs": [finite(logp) for logp in flight.logps[start:end]],
-        "tokens": [token_text(call, token, as_id) for token in flight.tokens[start:end]],
+        "token_logprobs": [finite(logp) for logp in pending.logps[start:end]],
+        "tokens": [token_text(call, token, as_id) for token in pending.tokens[start:end]],
         "top_logprobs": top,
     }
 
@@ -267,88 +271,88 @@ def finite(logp: float) -> float:
     return max(float(logp), -9999.0)
 
 
-def versions(flight: Flight) -> list[dict[str, Any]]:
+def versions(pending: PendingCompletion) -> list[dict[str, Any]]:
     """Write which weights sampled which tokens."""
-    return [{"version": version, "start": start, "end": end} for version, start, end in flight.versions]
+    return [{"version": version, "start": start, "end": end} for version, start, end in pending.versions]
 
 
-def completion_choice(body: Completion, call: Call, flight: Flight) -> dict[str, Any]:
+def completion_choice(body: Completion, call: Call, pending: PendingCompletion) -> dict[str, Any]:
     """Write a finished completion."""
-    tokens = [] if call.only_prompt else flight.tokens
+    tokens = [] if call.only_prompt else pending.tokens
     logprobs = None
     if body.logprobs is not None:
-        logprobs = completion_logprobs(body, call, flight, 0, len(tokens))
-    text = "" if call.only_prompt else flight.text
+        logprobs = completion_logprobs(body, call, pending, 0, len(tokens))
+    text = "" if call.only_prompt else pending.text
     if body.echo:
-        before = echoed(body, call, flight)
+        before = echoed(body, call, pending)
         text = before + text
         if logprobs is not None:
-            logprobs = with_prompt(body, call, flight, logprobs, before)
-    ids = {"token_ids": tokens, "prompt_token_ids": flight.prompt.tolist()}
+            logprobs = with_prompt(body, call, pending, logprobs, before)
+    ids = {"token_ids": tokens, "prompt_token_ids": pending.prompt.tolist()}
     return {
-        "index": flight.index,
+        "index": pending.index,
         "text": text,
         "logprobs": logprobs,
-        **ending(call, flight),
+        **ending(call, pending),
         **(ids if body.return_token_ids else dict.fromkeys(ids)),
-        "prompt_logprobs": read_prompt(body, call, flight),
-        "weight_versions": [] if call.only_prompt else versions(flight),
+        "prompt_logprobs": read_prompt(body, call, pending),
+        "weight_versions": [] if call.only_prompt else versions(pending),
     }
 
 
-def ending(call: Call, flight: Flight) -> dict[str, Any]:
+def ending(call: Call, pending: PendingCompletion) -> dict[str, Any]:
     """Write what ended a completion; None while nothing did."""
-    if call.only_prompt and flight.over:
+    if call.only_prompt and pending.over:
         return {"finish_reason": "length", "stop_reason": None}
-    return {"finish_reason": flight.finish_reason, "stop_reason": flight.stop_reason}
+    return {"finish_reason": pending.finish_reason, "stop_reason": pending.stop_reason}
 
 
-def echoed(body: Completion, call: Call, flight: Flight) -> str:
+def echoed(body: Completion, call: Call, pending: PendingCompletion) -> str:
     """Return the text of the prompt: as it was given, or what its ids say after those that the tokenizer adds."""
     if isinstance(body.prompt, str):
         return body.prompt
-    given: Any = body.prompt[call.prompt_of(flight)]
+    given: Any = body.prompt[call.prompt_of(pending)]
     if isinstance(given, str):
         return given
     text: str = call.target.served.tokenizer.decode(
-        flight.prompt[added(call, flight) :].tolist(),
+        pending.prompt[added(call, pending) :].tolist(),
         skip_special_tokens=False,
         clean_up_tokenization_spaces=False,
     )
     return text
 
 
-def added(call: Call, flight: Flight) -> int:
+def added(call: Call, pending: PendingCompletion) -> int:
     """Count the tokens at the start of a prompt that the tokenizer adds to a text: a BOS, or none."""
-    return int(flight.prompt[0] == call.target.served.added_bos)
+    return int(pending.prompt[0] == call.target.served.added_bos)
 
 
 def with_prompt(
-    body: Completion, call: Call, flight: Flight, logprobs: dict[str, Any], before: str
+    body: Completion, call: Call, pending: PendingCompletion, logprobs: dict[str, Any], before: str
 ) -> dict[str, Any]:
     """Put the prompt's tokens in front of a completion's log-probabilities. before: the text of the prompt."""
     as_id = bool(body.return_tokens_as_token_ids)
-    names = [token_text(call, token, as_id) for token in flight.prompt.tolist()]
+    names = [token_text(call, token, as_id) for token in pending.prompt.tolist()]
     own: list[Any] = [None] * len(names)
     top: list[Any] = [None] * len(names)
-    for at, (logp, _, ids, logps) in enumerate(flight.prompt_logps, 1):
+    for at, (logp, _, ids, logps) in enumerate(pending.prompt_logps, 1):
         most = body.logprobs or 0
         row = {token_text(call, i, as_id): finite(p) for i, p in zip(ids[:most], logps[:most], strict=True)}
         own[at] = finite(logp)
         top[at] = {names[at]: own[at], **row}
     return {
-        "text_offset": [*prompt_offsets(call, flight, before), *shifted(logprobs, before)["text_offset"]],
+        "text_offset": [*prompt_offsets(call, pending, before), *shifted(logprobs, before)["text_offset"]],
         "token_logprobs": [*own, *logprobs["token_logprobs"]],
         "tokens": [*names, *logprobs["tokens"]],
         "top_logprobs": [*top, *logprobs["top_logprobs"]],
     }
 
 
-def prompt_offsets(call: Call, flight: Flight, before: str) -> list[int]:
+def prompt_offsets(call: Call, pending: PendingCompletion, before: str) -> list[int]:
     """Return where in the prompt's text each of its tokens begins."""
-    names = [token_text(call, token, False) for token in flight.prompt.tolist()]
+    names = [token_text(call, token, False) for token in pending.prompt.tolist()]
     lengths = [len(name) for name in names]
-    count = added(call, flight)
+    count = added(call, pending)
     lengths[:count] = [0] * count
     # SentencePiece writes a blank in front of a text's first token.
     if count < len(names) and names[count].startswith(" ") and not before.startswith(" "):
@@ -362,14 +366,16 @@ def shifted(logprobs: dict[str, Any], before: str) -> dict[str, Any]:
     return {**logprobs, "text_offset": [len(before) + at for at in logprobs["text_offset"]]}
 
 
-def prompt_logprobs(call: Call, flight: Flight, most: int) -> list[Any] | None:
+def prompt_logprobs(call: Call, pending: PendingCompletion, most: int) -> list[Any] | None:
     """Write the log-probabilities of a prompt's tokens and of the `most` likeliest ones, as vLLM has them: at
     temperature 1, None for the first.
     """
-    if len(flight.prompt_logps) < len(flight.prompt) - 1:
+    if len(pending.prompt_logps) < len(pending.prompt) - 1:
         return None  # it was ended before
     out: list[Any] = [None]
-    for token, (logp, rank, ids, logps) in zip(flight.prompt[1:].tolist(), flight.prompt_logps, strict=True):
+    for token, (logp, rank, ids, logps) in zip(
+        pending.prompt[1:].tolist(), pending.prompt_logps, strict=True
+    ):
         rows = {int(token): (logp, rank)}
         for place, (i, p) in enumerate(zip(ids[:most], logps[:most], strict=True), 1):
             rows.setdefault(int(i), (p, place))
@@ -382,52 +388,52 @@ def prompt_logprobs(call: Call, flight: Flight, most: int) -> list[Any] | None:
     return out
 
 
-def read_prompt(body: Sampling, call: Call, flight: Flight) -> list[Any] | None:
+def read_prompt(body: Sampling, call: Call, pending: PendingCompletion) -> list[Any] | None:
     """Write `prompt_logprobs`, where a request asks for them."""
-    return None if body.prompt_logprobs is None else prompt_logprobs(call, flight, body.prompt_logprobs)
+    return None if body.prompt_logprobs is None else prompt_logprobs(call, pending, body.prompt_logprobs)
 
 
 async def finished(call: Call) -> None:
     """Wait for all completions. Raises what ended one."""
-    for flight in call.flights:
-        while not flight.over:
-            flight.changed.clear()
-            await flight.changed.wait()
-    for flight in call.flights:
-        if flight.error is not None:
-            raise flight.error
+    for pending in call.completions:
+        while not pending.over:
+            pending.changed.clear()
+            await pending.changed.wait()
+    for pending in call.completions:
+        if pending.error is not None:
+            raise pending.error
 
 
-async def changes(call: Call) -> AsyncIterator[tuple[Flight, int, int]]:
-    """Yield (flight, tokens yielded before, characters yielded before) each time that one has more, until all are over.
+async def changes(call: Call) -> AsyncIterator[tuple[PendingCompletion, int, int]]:
+    """Yield (completion, tokens yielded before, characters yielded before) each time that one has more, until all end.
 
-    A flight's last time is when it is over, even if nothing was added.
+    A completion's last time is when it is over, even if nothing was added.
     """
     import asyncio
 
-    seen = {flight.number: (0, 0) for flight in call.flights}
-    left = list(call.flights)
+    seen = {pending.number: (0, 0) for pending in call.completions}
+    left = list(call.completions)
     while left:
-        for flight in list(left):
-            tokens, characters = seen[flight.number]
-            if flight.error is not None:
-                raise flight.error
-            over = flight.over
-            if over or len(flight.tokens) > tokens or flight.settled > characters:
-                seen[flight.number] = (len(flight.tokens), flight.settled)
-                yield flight, tokens, characters
+        for pending in list(left):
+            tokens, characters = seen[pending.number]
+            if pending.error is not None:
+                raise pending.error
+            over = pending.over
+            if over or len(pending.tokens) > tokens or pending.settled > characters:
+                seen[pending.number] = (len(pending.tokens), pending.settled)
+                yield pending, tokens, characters
             if over:
-                left.remove(flight)
-        waits = [flight for flight in left if not flight.changed.is_set()]
+                left.remove(pending)
+        waits = [pending for pending in left if not pending.changed.is_set()]
         if left and len(waits) == len(left):
-            tasks = [asyncio.ensure_future(flight.changed.wait()) for flight in left]
+            tasks = [asyncio.ensure_future(pending.changed.wait()) for pending in left]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
-        for flight in left:
-            flight.changed.clear()
+        for pending in left:
+            pending.changed.clear()
 
 
 def completion_answer(body: Completion, call: Call) -> dict[str, Any]:
@@ -437,7 +443,7 @@ def completion_answer(body: Completion, call: Call) -> dict[str, Any]:
         "object": "text_completion",
         "created": call.created,
         "model": call.target.name,
-        "choices": [completion_choice(body, call, flight) for flight in call.flights],
+        "choices": [completion_choice(body, call, pending) for pending in call.completions],
         "usage": call.usage(),
     }
 
@@ -447,37 +453,37 @@ async def completion_stream(body: Completion, call: Call) -> AsyncIterator[dict[
     head = {"id": call.id, "object": "text_completion", "created": call.created, "model": call.target.name}
     options = body.stream_options
     begun: set[int] = set()
-    async for flight, start, characters in changes(call):
-        first = flight.number not in begun
-        begun.add(flight.number)
-        text = "" if call.only_prompt else flight.text[characters : flight.settled]
-        tokens: list[int] = [] if call.only_prompt else flight.tokens[start:]
+    async for pending, start, characters in changes(call):
+        first = pending.number not in begun
+        begun.add(pending.number)
+        text = "" if call.only_prompt else pending.text[characters : pending.settled]
+        tokens: list[int] = [] if call.only_prompt else pending.tokens[start:]
         choice: dict[str, Any] = {
-            "index": flight.index,
+            "index": pending.index,
             "text": text,
             "logprobs": None,
-            **ending(call, flight),
+            **ending(call, pending),
         }
         if body.logprobs is not None:
-            choice["logprobs"] = completion_logprobs(body, call, flight, start, start + len(tokens))
+            choice["logprobs"] = completion_logprobs(body, call, pending, start, start + len(tokens))
         if body.echo:
-            before = echoed(body, call, flight)
+            before = echoed(body, call, pending)
             if first:
                 choice["text"] = before + choice["text"]
             if choice["logprobs"] is not None:
                 with_offsets = (
-                    with_prompt(body, call, flight, choice["logprobs"], before)
+                    with_prompt(body, call, pending, choice["logprobs"], before)
                     if first
                     else shifted(choice["logprobs"], before)
                 )
                 choice["logprobs"] = with_offsets
         if first and body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = read_prompt(body, call, flight)
+            choice["prompt_logprobs"] = read_prompt(body, call, pending)
         if body.return_token_ids:
             choice["token_ids"] = tokens
-            choice["prompt_token_ids"] = flight.prompt.tolist() if first else None
-        if flight.over:
-            choice["weight_versions"] = [] if call.only_prompt else versions(flight)
+            choice["prompt_token_ids"] = pending.prompt.tolist() if first else None
+        if pending.over:
+            choice["weight_versions"] = [] if call.only_prompt else versions(pending)
         part = {**head, "choices": [choice]}
         if options and options.continuous_usage_stats:
             part["usage"] = call.usage()
@@ -494,39 +500,39 @@ def prepare_generate(body: Generate, target: Target) -> Prepared:
     if sampling.max_tokens == 0:
         raise BadRequest("sampling_params.max_tokens: must be at least 1", param="sampling_params")
     limit = room(target, prompts, sampling.max_tokens, "sampling_params.max_tokens")
-    wish = make_wish(sampling, target, limit, sampling.logprobs)
+    generation = make_generation_params(sampling, target, limit, sampling.logprobs)
     reads = sampling.prompt_logprobs is not None
     return Prepared(
         body.request_id or uuid.uuid4().hex,
         target,
         prompts,
         sampling.n or 1,
-        wish,
+        generation,
         reads_prompt=reads,
         streams=bool(body.stream),
     )
 
 
-def generate_choice(body: Generate, call: Call, flight: Flight, start: int = 0) -> dict[str, Any]:
+def generate_choice(body: Generate, call: Call, pending: PendingCompletion, start: int = 0) -> dict[str, Any]:
     """Write a completion's tokens from `start` on, as vLLM's `/inference/v1/generate` does."""
     logprobs = None
     if body.sampling_params.logprobs is not None:
-        logprobs = {"content": [_generated(flight, i) for i in range(start, len(flight.tokens))]}
+        logprobs = {"content": [_generated(pending, i) for i in range(start, len(pending.tokens))]}
     choice: dict[str, Any] = {
-        "index": flight.index,
-        "finish_reason": flight.finish_reason,
-        "stop_reason": flight.stop_reason,
-        "token_ids": flight.tokens[start:],
+        "index": pending.index,
+        "finish_reason": pending.finish_reason,
+        "stop_reason": pending.stop_reason,
+        "token_ids": pending.tokens[start:],
         "logprobs": logprobs,
     }
-    if flight.over:
-        choice["weight_versions"] = versions(flight)
+    if pending.over:
+        choice["weight_versions"] = versions(pending)
     return choice
 
 
-def _generated(flight: Flight, i: int) -> dict[str, Any]:
-    token, logp = flight.tokens[i], finite(flight.logps[i])
-    ids, logps = flight.likeliest[i] if flight.likeliest else ([], [])
+def _generated(pending: PendingCompletion, i: int) -> dict[str, Any]:
+    token, logp = pending.tokens[i], finite(pending.logps[i])
+    ids, logps = pending.likeliest[i] if pending.likeliest else ([], [])
     ranks = {each: rank for rank, each in enumerate(ids, 1)}
     top = [{"token_id": token, "logprob": logp, "rank": ranks.get(token)}]
     top += [
@@ -539,9 +545,9 @@ def _generated(flight: Flight, i: int) -> dict[str, Any]:
 
 def generate_answer(body: Generate, call: Call) -> dict[str, Any]:
     """Write the answer to a request of ids for ids."""
-    choices = [generate_choice(body, call, flight) for flight in call.flights]
+    choices = [generate_choice(body, call, pending) for pending in call.completions]
     if body.output_mode == "text":
-        choices = [{**each, "text": f.text} for each, f in zip(choices, call.flights, strict=True)]
+        choices = [{**each, "text": f.text} for each, f in zip(choices, call.completions, strict=True)]
     return {
         "output_mode": body.output_mode,
         "request_id": call.id,
@@ -549,7 +555,7 @@ def generate_answer(body: Generate, call: Call) -> dict[str, Any]:
         "created": call.created,
         "choices": choices,
         "usage": call.usage(),
-        "prompt_logprobs": read_prompt(body.sampling_params, call, call.flights[0]),
+        "prompt_logprobs": read_prompt(body.sampling_params, call, call.completions[0]),
         "prompt_token_ids": call.prompts[0].tolist() if body.return_token_ids else None,
     }
 
@@ -558,10 +564,10 @@ async def generate_stream(body: Generate, call: Call) -> AsyncIterator[dict[str,
     """Yield the parts of the answer to a request of ids for ids."""
     head = {"output_mode": body.output_mode, "request_id": call.id}
     first: dict[str, Any] = {"prompt_token_ids": call.prompts[0].tolist()} if body.return_token_ids else {}
-    async for flight, start, characters in changes(call):
-        choice = generate_choice(body, call, flight, start)
+    async for pending, start, characters in changes(call):
+        choice = generate_choice(body, call, pending, start)
         if body.output_mode == "text":
-            choice["text"] = flight.text[characters : flight.settled]
+            choice["text"] = pending.text[characters : pending.settled]
         yield {**head, **first, "choices": [choice]}
         first = {}
     if body.stream_options and body.stream_options.include_usage:

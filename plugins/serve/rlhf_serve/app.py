@@ -131,9 +131,9 @@ class Server:
         if count > self.most_waiting:
             raise answers.too_many(count, self.most_waiting)
         waiting = sum(
-            not flight.over
+            not pending.over
             for call in self.calls
-            for flight in call.flights
+            for pending in call.completions
             if call.target.served is target.served
         )
         if waiting and waiting + count > self.most_waiting:
@@ -222,10 +222,10 @@ class Flow(Response):
         finally:
             for task in (answer, gone):
                 task.cancel()
-            for flight in self.call.flights:
-                if not flight.over:
-                    flight.finish("abort")
-                    flight.end(flight)
+            for pending in self.call.completions:
+                if not pending.over:
+                    pending.finish("abort")
+                    pending.end(pending)
             self.server.calls.discard(self.call)
             self.server.metrics.count(self.call, time.monotonic())
 

@@ -22,7 +22,7 @@ from rlhf_serve.answers import (
     Target,
     changes,
     finite,
-    make_wish,
+    make_generation_params,
     read_prompt,
     room,
     token_text,
@@ -31,7 +31,7 @@ from rlhf_serve.answers import (
 from rlhf_serve.fields import BadRequest, Chat, Tokenize, refuse_ignored, require_short
 
 if TYPE_CHECKING:
-    from rlhf_serve.flight import Flight
+    from rlhf_serve.pending import PendingCompletion
 
 
 def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
@@ -92,15 +92,15 @@ class Calling:
     at_once: bool
     """Whether a reply may have several calls."""
 
-    def so_far(self, flight: Flight) -> tuple[str, str]:
+    def so_far(self, pending: PendingCompletion) -> tuple[str, str]:
         """Return the content and the thought of a reply that is not over, without what may become something else."""
         if not self.parser.has_channels:
-            return flight.text[: min(flight.settled, self._holds_from(flight))], ""
-        return ("", "") if flight.wish.stop else self.parser.so_far(flight.tokens)
+            return pending.text[: min(pending.settled, self._holds_from(pending))], ""
+        return ("", "") if pending.generation.stop else self.parser.so_far(pending.tokens)
 
-    def _holds_from(self, flight: Flight) -> int:
+    def _holds_from(self, pending: PendingCompletion) -> int:
         """Return from which character on the text of a reply that is not over may belong to a call."""
-        form, text = self.parser.format, flight.text
+        form, text = self.parser.format, pending.text
         if form is None:
             return len(text)
         if not form.opening:  # a call is the whole reply
@@ -109,24 +109,24 @@ class Calling:
         mark = form.opening.split()[0]
         if (at := text.find(mark)) >= 0:
             return at
-        special = flight.reader.special_ids
-        for token, end in zip(flight.tokens, [0, *flight.text_ends], strict=False):
+        special = pending.reader.special_ids
+        for token, end in zip(pending.tokens, [0, *pending.text_ends], strict=False):
             if special.get(token) == mark:
                 return end
         return next(
             (len(text) - n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), len(text)
         )
 
-    def message(self, flight: Flight) -> dict[str, Any]:
+    def message(self, pending: PendingCompletion) -> dict[str, Any]:
         """Write a finished reply as a message."""
-        channels, stop = self.parser.has_channels, flight.stop_reason
+        channels, stop = self.parser.has_channels, pending.stop_reason
         if self.parser.format is None and not channels:
-            return {"role": "assistant", "content": flight.text}
+            return {"role": "assistant", "content": pending.text}
         whole = channels or not isinstance(stop, str)  # the text lacks the marks of channels
-        found = self.parser.message(flight.tokens) if whole else self.parser.parse(flight.text)
+        found = self.parser.message(pending.tokens) if whole else self.parser.parse(pending.text)
         if channels and isinstance(stop, str):
             before, mark, _ = found["content"].partition(stop)
-            found["content"] = before + mark * flight.wish.keeps_stop
+            found["content"] = before + mark * pending.generation.keeps_stop
         thought = found.get("thinking") or found.get("reasoning_content")
         thoughts = {"reasoning_content": thought} if thought else {}
         calls = [
@@ -141,7 +141,11 @@ class Calling:
             for call in found.get("tool_calls", ())
         ]
         if not calls:
-            return {"role": "assistant", "content": found["content"] if channels else flight.text, **thoughts}
+            return {
+                "role": "assistant",
+                "content": found["content"] if channels else pending.text,
+                **thoughts,
+            }
         content = found["content"] or None
         return {
             "role": "assistant",
@@ -179,13 +183,15 @@ def prepare_chat(body: Chat, target: Target) -> Prepared:
     if wanted == 0:
         raise BadRequest(f"{name}: must be at least 1", param=name)
     limit = room(target, [prompt], wanted, name)
-    wish = make_wish(body, target, limit, (body.top_logprobs or 0) if body.logprobs else None)
+    generation = make_generation_params(
+        body, target, limit, (body.top_logprobs or 0) if body.logprobs else None
+    )
     return Prepared(
         body.request_id or f"chatcmpl-{uuid.uuid4().hex}",
         target,
         [prompt],
         body.n or 1,
-        wish,
+        generation,
         continues_text=body.continue_final_message,
         reads_prompt=body.prompt_logprobs is not None,
         per_token=bool(body.tools),
@@ -193,7 +199,7 @@ def prepare_chat(body: Chat, target: Target) -> Prepared:
     )
 
 
-def chat_logprobs(body: Chat, call: Call, flight: Flight, start: int, end: int) -> dict[str, Any]:
+def chat_logprobs(body: Chat, call: Call, pending: PendingCompletion, start: int, end: int) -> dict[str, Any]:
     """Write the log-probabilities of tokens `start` to `end`, as OpenAI's chats have them."""
     as_id = bool(body.return_tokens_as_token_ids)
 
@@ -203,35 +209,37 @@ def chat_logprobs(body: Chat, call: Call, flight: Flight, start: int, end: int) 
 
     content = []
     for i in range(start, end):
-        ids, logps = flight.likeliest[i] if body.top_logprobs else ([], [])
+        ids, logps = pending.likeliest[i] if body.top_logprobs else ([], [])
         top = [one(token, logp) for token, logp in zip(ids, logps, strict=True)]
-        content.append({**one(flight.tokens[i], flight.logps[i]), "top_logprobs": top})
+        content.append({**one(pending.tokens[i], pending.logps[i]), "top_logprobs": top})
     return {"content": content}
 
 
-def finish_reason(flight: Flight, message: Mapping[str, Any]) -> str | None:
+def finish_reason(pending: PendingCompletion, message: Mapping[str, Any]) -> str | None:
     """Return why a reply ended, as OpenAI says it."""
     return (
-        "tool_calls" if message.get("tool_calls") and flight.finish_reason == "stop" else flight.finish_reason
+        "tool_calls"
+        if message.get("tool_calls") and pending.finish_reason == "stop"
+        else pending.finish_reason
     )
 
 
 def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
     """Write the answer to a request for a chat's next message."""
     choices = []
-    for flight in call.flights:
-        message = tools.message(flight)
+    for pending in call.completions:
+        message = tools.message(pending)
         choices.append(
             {
-                "index": flight.index,
+                "index": pending.index,
                 "message": {**message, "refusal": None},
-                "logprobs": chat_logprobs(body, call, flight, 0, len(flight.tokens))
+                "logprobs": chat_logprobs(body, call, pending, 0, len(pending.tokens))
                 if body.logprobs
                 else None,
-                "finish_reason": finish_reason(flight, message),
-                "stop_reason": flight.stop_reason,
-                "token_ids": flight.tokens if body.return_token_ids else None,
-                "weight_versions": versions(flight),
+                "finish_reason": finish_reason(pending, message),
+                "stop_reason": pending.stop_reason,
+                "token_ids": pending.tokens if body.return_token_ids else None,
+                "weight_versions": versions(pending),
             }
         )
     return {
@@ -241,7 +249,7 @@ def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
         "model": call.target.name,
         "choices": choices,
         "usage": call.usage(),
-        "prompt_logprobs": read_prompt(body, call, call.flights[0]),
+        "prompt_logprobs": read_prompt(body, call, call.completions[0]),
         "prompt_token_ids": call.prompts[0].tolist() if body.return_token_ids else None,
     }
 
@@ -260,17 +268,17 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
     }
     options = body.stream_options
     first: dict[str, Any] = {"prompt_token_ids": call.prompts[0].tolist()} if body.return_token_ids else {}
-    for flight in call.flights:
+    for pending in call.completions:
         opening = {"role": "assistant", "content": ""}
-        choice = {"index": flight.index, "delta": opening, "logprobs": None, "finish_reason": None}
+        choice = {"index": pending.index, "delta": opening, "logprobs": None, "finish_reason": None}
         yield {**head, "choices": [choice], **first}
-    sent = {flight.number: ("", "") for flight in call.flights}
-    async for flight, start, _ in changes(call):
-        before, thought_before = sent[flight.number]
+    sent = {pending.number: ("", "") for pending in call.completions}
+    async for pending, start, _ in changes(call):
+        before, thought_before = sent[pending.number]
         delta: dict[str, Any]
         message: dict[str, Any] = {}
-        if flight.over:
-            message = tools.message(flight)
+        if pending.over:
+            message = tools.message(pending)
             whole = message["content"] or ""
             # A message with calls has no white space before its content, which may have been sent.
             said = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
@@ -282,25 +290,25 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
                 delta["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
                 delta = {name: value for name, value in delta.items() if value}
         else:
-            content, thought = tools.so_far(flight)
-            sent[flight.number] = content, thought
+            content, thought = tools.so_far(pending)
+            sent[pending.number] = content, thought
             delta = {"content": content[len(before) :]}
             if rest := thought[len(thought_before) :]:
                 delta["reasoning_content"] = rest
             if not any(delta.values()) and not body.logprobs and not body.return_token_ids:
                 continue
         choice = {
-            "index": flight.index,
+            "index": pending.index,
             "delta": delta,
-            "logprobs": chat_logprobs(body, call, flight, start, len(flight.tokens))
+            "logprobs": chat_logprobs(body, call, pending, start, len(pending.tokens))
             if body.logprobs
             else None,
-            "finish_reason": finish_reason(flight, message),
+            "finish_reason": finish_reason(pending, message),
         }
         if body.return_token_ids:
-            choice["token_ids"] = flight.tokens[start:]
-        if flight.over:
-            choice |= {"stop_reason": flight.stop_reason, "weight_versions": versions(flight)}
+            choice["token_ids"] = pending.tokens[start:]
+        if pending.over:
+            choice |= {"stop_reason": pending.stop_reason, "weight_versions": versions(pending)}
         part = {**head, "choices": [choice]}
         if options and options.continuous_usage_stats:
             part["usage"] = call.usage()

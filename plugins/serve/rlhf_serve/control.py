@@ -128,10 +128,10 @@ class Control:
         body = read(AbortRequests, await body_of(request) or b"{}")
         calls = [call for call in self.server.calls if not body.request_ids or call.id in body.request_ids]
         for call in calls:
-            for flight in call.flights:
-                if not flight.over:
-                    flight.finish("abort")
-                    flight.end(flight)
+            for pending in call.completions:
+                if not pending.over:
+                    pending.finish("abort")
+                    pending.end(pending)
         return JSONResponse({"status": "aborted", "aborted": len(calls)})
 
     async def collective_rpc(self, request: Request) -> Response:

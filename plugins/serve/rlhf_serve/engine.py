@@ -1,6 +1,6 @@
 """The thread in which everything is computed: it samples for all requests together, and scores, and changes weights.
 
-The event loop hands it flights and calls, and gets tokens back, all that arrived in a step together.
+The event loop hands it completions and calls, and gets tokens back, all that arrived in a step together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings
 from rlhf_core.errors import RunError
-from rlhf_serve.flight import Flight
+from rlhf_serve.pending import PendingCompletion
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Weights
@@ -43,15 +43,15 @@ class Policy:
         self.weights = sampler.place(model.params)
         self.version = FIRST_VERSION
         self.schedule = sampler.open(self.weights, self)
-        self.running: dict[int, Flight] = {}
-        self.incoming: deque[Flight] = deque()
-        self.admitted: deque[Flight] = deque()
+        self.running: dict[int, PendingCompletion] = {}
+        self.incoming: deque[PendingCompletion] = deque()
+        self.admitted: deque[PendingCompletion] = deque()
         self.ending: deque[int] = deque()
         self.steps = STEPS[0]
         self._tokens = 0
         """Of the completion that got the most, in the current step."""
         self.holds = False
-        """Whether flights that arrive have to wait."""
+        """Whether completions that arrive have to wait."""
         self.events: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         """What the event loop has to be told."""
 
@@ -65,16 +65,16 @@ class Policy:
     def admit(self) -> None:
         """Let everything begin that has arrived."""
         while self.incoming:
-            flight = self.incoming.popleft()
-            if not flight.over:
-                self.running[flight.number] = flight
-                self.admitted.append(flight)
+            pending = self.incoming.popleft()
+            if not pending.over:
+                self.running[pending.number] = pending
+                self.admitted.append(pending)
 
     def replies(self, *, wait: bool) -> Sequence[Any]:
-        """Begin the flights that were admitted, and end those that are over."""
+        """Begin the completions that were admitted, and end those that are over."""
         if not self.holds:
             self.admit()
-        begun = [self._beginning(flight) for flight in self.admitted if flight.number in self.running]
+        begun = [self._beginning(pending) for pending in self.admitted if pending.number in self.running]
         self.admitted.clear()
         if len(begun) == len(self.running):  # nothing else runs: first tokens come soon
             self.steps = STEPS[0]
@@ -85,26 +85,26 @@ class Policy:
             ends.append(Continuation(number, None))
         return [*begun, *ends]
 
-    def _beginning(self, flight: Flight) -> Beginning:
-        wish = flight.wish
+    def _beginning(self, pending: PendingCompletion) -> Beginning:
+        generation = pending.generation
         settings = TurnSettings(
-            weights=flight.weights,
-            key=turn_key(wish.seed, flight.index),
-            temperature=wish.temperature,
-            top_p=wish.top_p,
-            top_k=wish.top_k,
-            min_p=wish.min_p,
-            stop_ids=wish.stop_ids,
-            alternatives=bool(wish.likeliest),
-            reads_context=flight.reads_prompt,
+            weights=pending.weights,
+            key=turn_key(generation.seed, pending.index),
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            min_p=generation.min_p,
+            stop_ids=generation.stop_ids,
+            alternatives=bool(generation.likeliest),
+            reads_context=pending.reads_prompt,
         )
-        return Beginning(flight.number, flight.prompt, wish.limit, settings, flight.group)
+        return Beginning(pending.number, pending.prompt, generation.limit, settings, pending.group)
 
     def sampled(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, likeliest: Any) -> None:
         """Pass tokens on."""
         self._tokens = max(self._tokens, len(tokens))
-        if flight := self.running.get(conversation):
-            self.events.append((flight.receive, (tokens, logps, likeliest, self.version)))
+        if pending := self.running.get(conversation):
+            self.events.append((pending.receive, (tokens, logps, likeliest, self.version)))
 
     def read(
         self,
@@ -114,14 +114,14 @@ class Policy:
         likeliest: tuple[np.ndarray, np.ndarray],
     ) -> None:
         """Pass on what the policy thinks of a prompt."""
-        if flight := self.running.get(conversation):
-            self.events.append((flight.read, (logps, ranks, *likeliest)))
+        if pending := self.running.get(conversation):
+            self.events.append((pending.read, (logps, ranks, *likeliest)))
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
         """Note that a completion has ended by itself."""
         self.ending.append(conversation)
-        if flight := self.running.get(conversation):
-            self.events.append((flight.finish, ("stop" if finished else "length",)))
+        if pending := self.running.get(conversation):
+            self.events.append((pending.finish, ("stop" if finished else "length",)))
 
     def step(self) -> bool:
         """Sample a little, about as long as `STEP_SECONDS`; return whether there was anything to do."""
@@ -134,32 +134,32 @@ class Policy:
 
     def failed(self, conversation: int) -> None:
         """Note that a completion cannot go on."""
-        if flight := self.running.pop(conversation, None):
+        if pending := self.running.pop(conversation, None):
             error = RunError(
                 "the distribution of a next token is not finite: the weights hold NaN or infinity, or overflow"
             )
-            self.events.append((flight.fail, (error,)))
+            self.events.append((pending.fail, (error,)))
 
     def abort(self) -> None:
         """End everything that was admitted or has arrived, with what it has."""
         self.admit()
-        for number, flight in self.running.items():
+        for number, pending in self.running.items():
             self.ending.append(number)
-            self.events.append((flight.finish, ("abort",)))
+            self.events.append((pending.finish, ("abort",)))
 
     def keep_only(self, weights: Sequence[Weights]) -> None:
         """End what has other weights than these, with what it has: their versions have no name any more."""
         kept = {each.number for each in weights}
-        for flight in (*self.running.values(), *self.incoming):
-            if flight.weights.number not in kept:
-                self.ending.append(flight.number)
-                self.events.append((flight.finish, ("abort",)))
+        for pending in (*self.running.values(), *self.incoming):
+            if pending.weights.number not in kept:
+                self.ending.append(pending.number)
+                self.events.append((pending.finish, ("abort",)))
 
     def fail(self, error: Exception) -> None:
         """End everything that was admitted or has arrived by an error."""
         self.admit()
-        for flight in self.running.values():
-            self.events.append((flight.fail, (error,)))
+        for pending in self.running.values():
+            self.events.append((pending.fail, (error,)))
         self.running.clear()
         self.schedule = self.sampler.open(self.weights, self)
 
@@ -209,14 +209,14 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def begin(self, policy: Policy, flights: Sequence[Flight]) -> None:
-        """Hand over flights of one request."""
-        policy.incoming.extend(flights)
+    def begin(self, policy: Policy, completions: Sequence[PendingCompletion]) -> None:
+        """Hand over the completions of one request."""
+        policy.incoming.extend(completions)
         self._wake.set()
 
-    def end(self, policy: Policy, flight: Flight) -> None:
-        """Free what a flight holds."""
-        policy.ending.append(flight.number)
+    def end(self, policy: Policy, pending: PendingCompletion) -> None:
+        """Free what a completion holds."""
+        policy.ending.append(pending.number)
         self._wake.set()
 
     async def call(self, function: Callable[[], Any]) -> Any:
@@ -255,8 +255,10 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Count the completions that have a slot, and those that wait for one."""
         running = sum(int(policy.schedule.slots.active.sum()) for policy in self.policies)
-        flights = [each for policy in self.policies for each in (*policy.running.values(), *policy.incoming)]
-        everything = sum(not flight.over for flight in flights)
+        completions = [
+            each for policy in self.policies for each in (*policy.running.values(), *policy.incoming)
+        ]
+        everything = sum(not pending.over for pending in completions)
         return running, max(everything - running, 0)
 
     @property

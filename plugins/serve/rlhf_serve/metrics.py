@@ -38,12 +38,12 @@ class Metrics:
         name = call.target.name
         self.prompt_tokens.labels(name).inc(sum(map(len, call.prompts)))
         self.whole.observe(now - call.began)
-        first = [flight.first_token for flight in call.flights if flight.first_token is not None]
+        first = [pending.first_token for pending in call.completions if pending.first_token is not None]
         if first:
             self.first_token.observe(min(first) - call.began)
-        for flight in call.flights:
-            self.generation_tokens.labels(name).inc(len(flight.tokens))
-            self.ended.labels(name, flight.finish_reason or "abort").inc()
+        for pending in call.completions:
+            self.generation_tokens.labels(name).inc(len(pending.tokens))
+            self.ended.labels(name, pending.finish_reason or "abort").inc()
 
     def text(self, running: int, waiting: int) -> bytes:
         """Write everything in Prometheus's format."""

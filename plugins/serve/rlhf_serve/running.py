@@ -198,7 +198,7 @@ async def _drain(server: Server, received: list[signal.Signals], seconds: float)
         await asyncio.sleep(0.02)
     left = server.requests
     for call in list(server.calls):
-        for flight in call.flights:
-            flight.finish("abort")
+        for pending in call.completions:
+            pending.finish("abort")
     ended = f"stopped: {counted(max(count - left, 0), 'requests')} ended"
     echo(ended + (f", {left:,} {'was' if left == 1 else 'were'} cut off" if left else ""), err=True)

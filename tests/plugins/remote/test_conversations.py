@@ -25,11 +25,13 @@ class Engine:
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         del url, api_key, timeout
 
-    def complete(self, model: str, prompt: Any, n: int, seed: int, wanted: Any) -> list[engines.Drawn]:
+    def complete(
+        self, model: str, prompt: Any, n: int, seed: int, wanted: Any
+    ) -> list[engines.SampledCompletion]:
         assert (model, n) == ("policy-here-v0", 1)
         draw = np.random.default_rng([seed, *prompt])
         ids = draw.integers(3, 48, wanted.max_tokens).tolist()
-        return [engines.Drawn(ids, [-float(i) for i in ids], finished=False)]
+        return [engines.SampledCompletion(ids, [-float(i) for i in ids], finished=False)]
 
     def models(self) -> dict[str, Any]:
         return {"policy-here-v0": None}
@@ -83,10 +85,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.Sampler:
 def test_the_completions_of_a_prompt_go_by_the_number_of_its_first(
     made: sampling.Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def complete(self: Any, model: str, prompt: Any, n: int, seed: int, wanted: Any) -> list[engines.Drawn]:
+    def complete(
+        self: Any, model: str, prompt: Any, n: int, seed: int, wanted: Any
+    ) -> list[engines.SampledCompletion]:
         draw = np.random.default_rng([seed, *prompt])
         ids = draw.integers(3, 48, (n, wanted.max_tokens)).tolist()
-        return [engines.Drawn(each, [-1.0] * len(each), finished=False) for each in ids]
+        return [engines.SampledCompletion(each, [-1.0] * len(each), finished=False) for each in ids]
 
     monkeypatch.setattr(Engine, "complete", complete)
     policy = stations.Policy("policy-here-v0", tmp_path, 0)

@@ -30,7 +30,7 @@ CHOICES = [
     for index, reason, ids in [(0, "length", [7, 8, 9]), (1, "stop", [7, STOP])]
 ]
 Change = Callable[[Any], Any]
-Completions = Callable[..., list[engines.Drawn]]
+Completions = Callable[..., list[engines.SampledCompletion]]
 
 
 def as_sglang(choices: list[Any]) -> list[Any]:
@@ -77,7 +77,7 @@ def opened(service: services.Service) -> dict[str, Any]:
 def completions(service: services.Service, opened: dict[str, Any]) -> Completions:
     """Sample two completions as a trainer does, of an engine that gives an answer."""
 
-    def completions(answer: Any, kind: str = "vllm", **settings: Any) -> list[engines.Drawn]:
+    def completions(answer: Any, kind: str = "vllm", **settings: Any) -> list[engines.SampledCompletion]:
         service.reply = lambda body: answer
         engine = opened[kind]
         asked = SimpleNamespace(

@@ -600,15 +600,15 @@ def test_a_prompt_whose_completions_are_too_few_is_named(
 @pytest.mark.parametrize(
     ("drawn", "said"),
     [
-        (engines.Drawn([3, 4], [-1.0], True), "2 ids with 1 log-probabilities"),
+        (engines.SampledCompletion([3, 4], [-1.0], True), "2 ids with 1 log-probabilities"),
         (
-            engines.Drawn([99], [-1.0], True),
+            engines.SampledCompletion([99], [-1.0], True),
             r"token id 99 is out of range \(vocab_size 48\): it serves another model",
         ),
-        (engines.Drawn([3], [float("nan")], True), "nan is not a log-probability"),
+        (engines.SampledCompletion([3], [float("nan")], True), "nan is not a log-probability"),
     ],
 )
-def test_impossible_completions_are_refused(drawn: engines.Drawn, said: str) -> None:
+def test_impossible_completions_are_refused(drawn: engines.SampledCompletion, said: str) -> None:
     with pytest.raises(RunError, match=said):
         engines.require_logps(drawn, "http://engine", 48)
 

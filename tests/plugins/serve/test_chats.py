@@ -14,8 +14,8 @@ import pytest
 from rlhf_serve import chats
 from rlhf_serve.answers import Call, Target
 from rlhf_serve.fields import Chat, read
-from rlhf_serve.flight import Flight, TextReader, Wish
 from rlhf_serve.opening import Opening, load_policy
+from rlhf_serve.pending import GenerationParams, PendingCompletion, TextReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -174,22 +174,24 @@ def answered(tokenizer: Any, reply: str, step: int, **more: Any) -> tuple[dict[s
     body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL], **more}).encode())
     parser = CallParser(ConversationEncoder(tokenizer), body.tools)
     tools = chats.Calling(parser, True)
-    wish = Wish(
+    generation = GenerationParams(
         1000, 1.0, 1.0, None, 0.0, 0, stop_ids=(tokenizer.eos_token_id,), end_ids=(tokenizer.eos_token_id,)
     )
     reader = TextReader(tokenizer, [], True)
-    flight = Flight(0, np.zeros(1, np.int32), wish, 0, None, reader, lambda _: None, per_token=True)
-    call = Call("x", Target("m", None, None), [flight.prompt], 1, [flight])  # type: ignore[arg-type]
+    pending = PendingCompletion(
+        0, np.zeros(1, np.int32), generation, 0, None, reader, lambda _: None, per_token=True
+    )
+    call = Call("x", Target("m", None, None), [pending.prompt], 1, [pending])  # type: ignore[arg-type]
     ids = np.array([*tokenizer(reply)["input_ids"], tokenizer.eos_token_id])
 
     async def feed() -> None:
         for start in range(0, len(ids), step):
             chunk = ids[start : start + step]
-            flight.receive(chunk, np.zeros(len(chunk), np.float32), None, "v")
+            pending.receive(chunk, np.zeros(len(chunk), np.float32), None, "v")
             if start + step < len(ids):  # the last tokens come with the end
                 for _ in range(3):
                     await asyncio.sleep(0)
-        flight.finish("stop")
+        pending.finish("stop")
 
     async def stream() -> list[Any]:
         feeding = asyncio.ensure_future(feed())
@@ -198,7 +200,7 @@ def answered(tokenizer: Any, reply: str, step: int, **more: Any) -> tuple[dict[s
         return parts
 
     parts = [part["choices"][0] for part in asyncio.run(stream())]
-    return tools.message(flight), parts
+    return tools.message(pending), parts
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'

@@ -150,11 +150,11 @@ def test_an_echo_leaves_out_what_the_tokenizer_adds(opened: dict[str, Any]) -> N
     prompt = np.array([0, 2, 3, 4], np.int32)
     assert served.encoder.prompts(["Dear Mia<end>"])[0].tolist() == prompt.tolist()
     call = Call("x", Target("policy", served, None), [prompt], 1)  # type: ignore[arg-type]
-    flight = SimpleNamespace(index=0, prompt=prompt)
+    pending = SimpleNamespace(index=0, prompt=prompt)
     for given, text in (("Dear Mia<end>", "Dear Mia<end>"), (prompt.tolist(), "Dear Mia<end>")):
         body = Completion(prompt=given)
-        assert echoed(body, call, flight) == text  # type: ignore[arg-type]
-        assert prompt_offsets(call, flight, text) == [0, 0, 4, 8]  # type: ignore[arg-type]
+        assert echoed(body, call, pending) == text  # type: ignore[arg-type]
+        assert prompt_offsets(call, pending, text) == [0, 0, 4, 8]  # type: ignore[arg-type]
 
 
 def test_what_ends_a_completion(running: Any) -> None:

@@ -17,7 +17,7 @@ UNFINISHED = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationParams:
     """What a request asks of each of its completions, checked and complete.
 
     limit: the most tokens. stop: strings that end the text. stop_ids: every token that ends it; end_ids: those of them
@@ -80,17 +80,17 @@ class TextReader:
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingCompletion:
     """One completion, from its request to its last token. Belongs to the event loop."""
 
     number: int
     prompt: np.ndarray
-    wish: Wish
+    generation: GenerationParams
     index: int
     """Its place among the completions of its request, which with the seed makes its key."""
     weights: Any
     reader: TextReader
-    end: Callable[[Flight], None]
+    end: Callable[[PendingCompletion], None]
     """Stops it in the engine."""
     group: Any = None
     reads_prompt: bool = False
@@ -126,7 +126,7 @@ class Flight:
     @property
     def reads_along(self) -> bool:
         """Whether the text is wanted before the end."""
-        return self.streams or self.per_token or bool(self.wish.stop)
+        return self.streams or self.per_token or bool(self.generation.stop)
 
     def receive(self, tokens: np.ndarray, logps: np.ndarray, likeliest: Any, version: str) -> None:
         """Take the next tokens from the engine, up to the one that completes a stop string."""
@@ -134,9 +134,9 @@ class Flight:
             return
         if self.first_token is None:
             self.first_token = time.monotonic()
-        count = self.wish.likeliest or 0
+        count = self.generation.likeliest or 0
         start = len(self.tokens)
-        one_by_one = bool(self.wish.stop) or self.per_token
+        one_by_one = bool(self.generation.stop) or self.per_token
         for i, token in enumerate(tokens.tolist()):
             self.tokens.append(token)
             self.logps.append(float(logps[i]))
@@ -160,12 +160,12 @@ class Flight:
 
     def _read(self, tokens: Sequence[int], *, last: bool = False) -> bool:
         """Add the text of tokens; return whether it has a stop string."""
-        ended = len(tokens) > 0 and tokens[-1] in self.wish.stop_ids
+        ended = len(tokens) > 0 and tokens[-1] in self.generation.stop_ids
         self.text += self.reader.add(tokens[:-1] if ended else tokens, last=last or ended)
-        found = [(at, stop) for stop in self.wish.stop if (at := self.text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.generation.stop if (at := self.text.find(stop)) >= 0]
         if found:
             at, stop = min(found)
-            self.text = self.text[: at + len(stop) * self.wish.keeps_stop]
+            self.text = self.text[: at + len(stop) * self.generation.keeps_stop]
             self.stop_reason = stop
         self.text_ends += [len(self.text)] * len(tokens)
         return bool(found)
@@ -178,7 +178,7 @@ class Flight:
             self._read([] if self.reads_along else self.tokens, last=True)
         self.finish_reason = "stop" if self.stop_reason is not None else reason
         last = self.tokens[-1] if self.tokens else None
-        if reason == "stop" and self.stop_reason is None and last not in self.wish.end_ids:
+        if reason == "stop" and self.stop_reason is None and last not in self.generation.end_ids:
             self.stop_reason = last
         self.changed.set()
 
@@ -190,14 +190,14 @@ class Flight:
     @property
     def settled(self) -> int:
         """How much of the text may be sent: what may begin a stop string waits."""
-        if self.over or not self.wish.stop:
+        if self.over or not self.generation.stop:
             return len(self.text)
-        most = max(map(len, self.wish.stop)) - 1
+        most = max(map(len, self.generation.stop)) - 1
         held = next(
             (
                 n
                 for n in range(min(most, len(self.text)), 0, -1)
-                if any(stop.startswith(self.text[-n:]) for stop in self.wish.stop)
+                if any(stop.startswith(self.text[-n:]) for stop in self.generation.stop)
             ),
             0,
         )
