@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import artifacts
-from rlhf_core.errors import InputError, RunError
+from rlhf_core import Stage, artifacts
+from rlhf_core.fit import InputError, RunError
 from rlhf_core.runtime.files import seal
-from rlhf_core.stage import Stage
 
 
 class FakeModel:

@@ -12,14 +12,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import ATTENTION
-from rlhf_core.errors import InputError
-from rlhf_core.models.attention import (
-    attend,
-    attend_blocks,
-    attend_cudnn,
-    block_size,
-    in_blocks,
-)
+from rlhf_core.fit import InputError
+from rlhf_core.models import attend_blocks, in_blocks
+from rlhf_core.models.attention import attend, attend_cudnn, block_size
 from rlhf_core.models.attention_cached import attend_groups
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.packing import Layout, pack, tree

@@ -20,8 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core import Component, plugins
 from rlhf_core.contracts import ATTENTION
-from rlhf_core.errors import InputError
-from rlhf_core.fit.batches import attention_skips_blocks
+from rlhf_core.fit import InputError, attention_skips_blocks
 from rlhf_core.mesh import (
     cut_rows,
     join_zigzag,
@@ -32,14 +31,8 @@ from rlhf_core.mesh import (
     row_sharding,
     zigzag,
 )
-from rlhf_core.models import DECODER, fresh_model
-from rlhf_core.models.attention import (
-    Blocks,
-    attend,
-    attend_blocks,
-    visible_blocks,
-    visits,
-)
+from rlhf_core.models import DECODER, Blocks, attend_blocks, fresh_model, visible_blocks
+from rlhf_core.models.attention import attend, visits
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.models.attention_pieces import attend_pieces, sees_before
 from rlhf_core.packing import Layout

@@ -19,12 +19,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import Gemma3Config, LlavaConfig
 
 from rlhf_core import load_model
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import weights
-from rlhf_core.models.loading import define
+from rlhf_core.models import define, open_weights, weights
 from rlhf_core.models.safetensors import Reader
-from rlhf_core.models.weights import open_weights
 from rlhf_core.plugins import installed_registry
 
 DRAW = np.random.default_rng(7)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.models import check_model, fresh_model, load_model
 from rlhf_core.models.safetensors import Reader
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training import definition_of
 
 
 def entry(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:

@@ -16,11 +16,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError, Model
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model, find_family, fresh_model, load_model, model
+from rlhf_core.models import DECODER, complete_table, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.loading import complete_table
 from rlhf_core.models.model import padding_apart
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 

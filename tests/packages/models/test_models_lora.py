@@ -14,10 +14,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core import create_state, load_model
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
+from rlhf_core.models import Lora, module_paths, paths, resolve, with_noise
 from rlhf_core.models.layers import Adapter
-from rlhf_core.models.lora import Lora, module_paths, resolve, with_noise
-from rlhf_core.models.params import paths
 
 ALL = (
     "mlp.down_proj",

@@ -17,11 +17,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError, Model
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
+from rlhf_core.models import Definition, fresh_model, load_model, loading, weights
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training import definition_of
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",

@@ -12,10 +12,10 @@ import optax
 import pytest
 
 from rlhf_core import create_state, optimizers
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError, Programs
 from rlhf_core.metrics import Mean
-from rlhf_core.models.params import join, matching, numbered, paths, split, without_layers
-from rlhf_core.step import Accumulated, Programs, apply, split_step
+from rlhf_core.models import join, matching, numbered, paths, split, without_layers
+from rlhf_core.step import Accumulated, apply, split_step
 from rlhf_core.training.memory import state_bytes
 
 PARAMS = {"embed": {"w": 1.0}, "layers": {"q": {"kernel": 2.0, "bias": 3.0}, "norm": {"w": 4.0}}}

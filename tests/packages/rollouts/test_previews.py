@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core import hookimpl
 from rlhf_core.config import TrainerConfig
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.rollouts.previews import prompt_of
 
@@ -160,9 +160,8 @@ def test_what_they_take_is_forecast(tiny: ModuleType, tmp_path: Path) -> None:
     from rlhf_sft import SFTConfig
     from rlhf_sft.train import build
 
-    from rlhf_core import plugins
-    from rlhf_core.stage import Stage
-    from rlhf_core.training.define import forecast
+    from rlhf_core import Stage, plugins
+    from rlhf_core.training import forecast
 
     tiny.make_model("lm").save(tmp_path / "model")
     host = plugins.load()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
+from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.environments import TurnRecord
-from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.metrics import Mean
 from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
 from rlhf_core.rollouts.collector import measure, reward_inputs, rollout_metrics, warn_of_unscored

@@ -13,13 +13,12 @@ import pytest
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import TrainerConfig, hookimpl
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.packing import Layout, choose_layout, pack
-from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
+from rlhf_core.packing import MICRO_BATCH_TOKENS, Layout, choose_layout, pack
 from rlhf_core.plugins import load_file
 from rlhf_core.rollouts import rollout_rows as layouts
-from rlhf_core.training.define import forecast
+from rlhf_core.training import forecast
 
 ppo: Any = load_file(Path(__file__).parents[3] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
 MESSAGE = (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Continuation, SamplerInputs
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Decoder, Definition
 from rlhf_core.sampling import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import SamplerInputs
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
 

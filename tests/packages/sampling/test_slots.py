@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, placement
-from rlhf_core.sampling.loop import Written, most_steps, read_completions
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, most_steps, placement
+from rlhf_core.sampling.loop import Written, read_completions
 from rlhf_core.sampling.next_token import CUT, ENDED
 
 NEW, GROUP = 24, 3

@@ -13,16 +13,14 @@ from rlhf_sft.train import build
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import TrainerConfig, optimizers
-from rlhf_core.errors import InputError
+from rlhf_core.fit import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
-from rlhf_core.sampling.placement import cache_bytes
-from rlhf_core.training import Context, memory
+from rlhf_core.sampling import cache_bytes
+from rlhf_core.training import Context, ModelNotHereError, definition_of, memory, saved_bytes
 from rlhf_core.training.define import held_bytes
-from rlhf_core.training.expected import ModelNotHereError
-from rlhf_core.training.memory import memory_line, saved_bytes, scoring_bytes, state_bytes
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training.memory import memory_line, scoring_bytes, state_bytes
 
 
 def size(tree):
