@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_core.fit import Model, Programs, create_state, put_rows
-from rlhf_core.mesh import replicated_sharding
+from rlhf_core.mesh import put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
-from rlhf_core.models import fresh_model, join, load_model, paths, split
+from rlhf_core.models import Model, fresh_model, join, load_model, paths, split
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, pack, tree
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

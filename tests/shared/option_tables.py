@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config import Component, Options, TrainerConfig
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 
 
 class Sampling(Options):

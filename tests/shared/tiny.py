@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import Stage, artifacts, plugins
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.fit import Model
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, complete_table, fresh_model
+from rlhf_core.models import DECODER, Model, complete_table, fresh_model
 from rlhf_core.stage.execute import execute
 
 WORDS = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRS"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core import Stage, artifacts
-from rlhf_core.fit import InputError, RunError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.files import seal
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core import checkpoint
 from rlhf_core.checkpoint import Checkpoints
-from rlhf_core.fit import InputError, RunError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

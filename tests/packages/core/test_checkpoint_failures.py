@@ -22,7 +22,7 @@ from orbax.checkpoint._src.futures import future
 
 from rlhf_core import checkpoint
 from rlhf_core.checkpoint import Checkpoints
-from rlhf_core.fit import RunError
+from rlhf_core.errors import RunError
 
 SAVER = """
 import sys, jax, jax.numpy as jnp, numpy as np

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rlhf_core import reading as module
-from rlhf_core.fit import evaluator, say_if_slow
+from rlhf_core.fit import evaluator
 from rlhf_core.metrics import Mean
-from rlhf_core.reading import compute_batches
+from rlhf_core.reading import compute_batches, say_if_slow
 
 
 class Device:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.fit import Model, Programs, create_state, put_rows
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, fresh_model, paths, recording
+from rlhf_core.models import DECODER, Model, fresh_model, paths, recording
 from rlhf_core.objective import trained_logps, trained_weight, with_experts
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Packed, pack, tree
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
 from rlhf_core.training.define import _move_biases
 from tests.shared.drawn import params_of
 from tests.shared.mesh_cases import FAMILIES, SIZES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import LossOutput
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.objective import loss_output
 
 

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.fit import Programs, TrainState, put_rows
-from rlhf_core.mesh import make_mesh, replicated_sharding
+from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
 from rlhf_core.models import DECODER, Definition, Lora, split
 from rlhf_core.objective import trained_logps, trained_weight
@@ -22,7 +21,8 @@ from rlhf_core.optimizers import adamw
 from rlhf_core.packing import pack, tree
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.sampling.loop import SamplingProgram, generate
-from rlhf_core.state import fixed_parameters, optimizer_shardings
+from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
+from rlhf_core.step import Programs
 from tests.shared import mesh_cases as cases
 
 PLATFORMS = ("cuda", "rocm", "tpu")

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import artifacts, data, scoring
 from rlhf_core.cli.generate import generate
-from rlhf_core.fit import InputError, Model
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import fresh_model
+from rlhf_core.models import Model, fresh_model
 from rlhf_core.scoring import Scorer, ScoringContract
 
 SIZES = {

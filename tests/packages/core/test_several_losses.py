@@ -14,11 +14,11 @@ import optax
 import pytest
 
 from rlhf_core import create_state
-from rlhf_core.fit import Programs, evaluator, put_rows
-from rlhf_core.mesh import make_mesh
+from rlhf_core.fit import evaluator
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean, fetch_metrics
 from rlhf_core.plugins import load_file
-from rlhf_core.step import split_step
+from rlhf_core.step import Programs, split_step
 
 sharing: Any = load_file(Path(__file__).parents[2] / "shared" / "sharing.py")
 RATE = 0.1

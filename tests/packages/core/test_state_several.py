@@ -12,12 +12,12 @@ import optax
 import pytest
 
 from rlhf_core import create_state
-from rlhf_core.fit import InputError, Programs
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
 from rlhf_core.models import paths
 from rlhf_core.optimizers import adamw, muon
-from rlhf_core.step import split_step
+from rlhf_core.step import Programs, split_step
 
 LORA = {"rank": 2, "base": "base"}
 BATCH = jnp.zeros((2, 1))

@@ -11,12 +11,13 @@ import pytest
 from rlhf_topologies.hlo import count, count_apart
 
 from rlhf_core import create_state
-from rlhf_core.fit import Model, Programs
 from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.metrics import Mean
+from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, empty_batches
+from rlhf_core.step import Programs
 from rlhf_core.training import definition_of
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}

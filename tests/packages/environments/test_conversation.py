@@ -13,11 +13,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import ConversationEncoder, EnvironmentCalls, try_episode
+from rlhf_core.environments import ConversationEncoder, EnvironmentCalls, EnvironmentOptions, try_episode
 from rlhf_core.environments.calls import MADE_UP
 from rlhf_core.environments.conversation import CallStyle, _as_text
-from rlhf_core.fit import InputError
-from rlhf_core.rollouts import EnvironmentOptions
+from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
 from tests.shared import chat_cases as chat
 

@@ -16,14 +16,14 @@ from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import Continuation, Turn
 from rlhf_core.environments import (
     EnvironmentCalls,
+    EnvironmentOptions,
     Episode,
     EpisodeError,
     Episodes,
     EpisodeSettings,
     checked_turn,
 )
-from rlhf_core.fit import RunError, Stopped
-from rlhf_core.rollouts import EnvironmentOptions
+from rlhf_core.errors import RunError, Stopped
 from rlhf_core.workers import call_now
 
 PROMPT, ADDED, STOP = 5, 3, 1

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.environments import ConversationEncoder
 from rlhf_core.environments.history import TOOL
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from tests.shared import chat_cases as chat
 
 FINE = ""

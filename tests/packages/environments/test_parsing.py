@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.environments import CallParser, ConversationEncoder, ToolEnvironment
 from rlhf_core.environments.parsing import FORMATS, call_format
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 
 TYPES = {
     "s": "string",

@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import Turn
 from rlhf_core.environments import ToolEnvironment
-from rlhf_core.fit import InputError, Stopped
+from rlhf_core.errors import InputError, Stopped
 
 
 class Unit(enum.Enum):

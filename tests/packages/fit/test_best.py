@@ -17,8 +17,9 @@ import pytest
 from rlhf_core import Stage, create_state
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.config import TrainerConfig
-from rlhf_core.fit import InputError, RunError, TrainState
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit.best import Best
+from rlhf_core.state import TrainState
 
 
 def best(directory: Path = Path(), **given: Any) -> Best:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlhf_core.fit import InputError, MetricWindow, Update
+from rlhf_core.errors import InputError
+from rlhf_core.fit import MetricWindow, Update
 from rlhf_core.metrics import Mean
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_core import TrainerConfig
 from rlhf_core.checkpoint import Restored
-from rlhf_core.fit import InputError, Progress
+from rlhf_core.errors import InputError
+from rlhf_core.fit import Progress
 
 CONFIG: dict[str, Any] = {"scheduler": "linear", "num_train_epochs": 2}
 

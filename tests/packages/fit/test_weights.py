@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core import hookimpl
 from rlhf_core.config import TrainerConfig
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.fit.weights import BINS, statistics
 from rlhf_core.mesh import make_mesh
 

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec
 from rlhf_topologies.hlo import count
 
 from rlhf_core import logprobs
-from rlhf_core.fit import put_rows
 from rlhf_core.logprobs import token_logps
 from rlhf_core.mesh import (
     ROW_AXES,
     abstract_rows,
     make_mesh,
     param_shardings,
+    put_rows,
     replicated_sharding,
     row_sharding,
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import ATTENTION
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.models import attend_blocks, in_blocks
 from rlhf_core.models.attention import attend, attend_cudnn, block_size
 from rlhf_core.models.attention_cached import attend_groups

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core import Component, plugins
 from rlhf_core.contracts import ATTENTION
-from rlhf_core.fit import InputError, attention_skips_blocks
+from rlhf_core.errors import InputError
+from rlhf_core.fit import attention_skips_blocks
 from rlhf_core.mesh import (
     cut_rows,
     join_zigzag,

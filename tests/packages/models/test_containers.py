@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import Gemma3Config, LlavaConfig
 
 from rlhf_core import load_model
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import define, open_weights, weights
 from rlhf_core.models.safetensors import Reader

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.models import check_model, fresh_model, load_model
 from rlhf_core.models.safetensors import Reader
 from rlhf_core.training import definition_of

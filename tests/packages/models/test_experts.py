@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rlhf_core.fit import put_rows
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, experts, experts_exchange, paths
 from rlhf_core.models.decoder import _parts
 from tests.shared.drawn import params_of

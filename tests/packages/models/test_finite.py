@@ -16,9 +16,9 @@ from rlhf_rewards.commands import score as score_file
 
 from rlhf_core import RunError, SamplerInputs, data, load_model
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.errors import NonFiniteError
-from rlhf_core.fit import InputError, Model, evaluate_or_warn
-from rlhf_core.models import nonfinite_output_error
+from rlhf_core.errors import InputError, NonFiniteError
+from rlhf_core.fit import evaluate_or_warn
+from rlhf_core.models import Model, nonfinite_output_error
 from rlhf_core.rewards.reward import score
 from rlhf_core.rollouts import Reward
 from rlhf_core.sampling import Sampler, SamplingOptions

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from rlhf_core import SamplerInputs, create_state, load_model
-from rlhf_core.fit import InputError, Model
-from rlhf_core.models import Definition, nnx_family, nnx_model, paths
+from rlhf_core.errors import InputError
+from rlhf_core.models import Definition, Model, nnx_family, nnx_model, paths
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.testing import check_model
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.models import DECODER, paths
 from rlhf_core.plugins import load_file as load_module
 from rlhf_core.state import fixed_parameters

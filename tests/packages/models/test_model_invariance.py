@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.fit import Model, Programs, create_state, put_rows
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, paths
+from rlhf_core.models import DECODER, Model, paths
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Tree, pack
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from rlhf_core import REWARD, TRAINER, Registry, Trainer, TrainerConfig, hookimpl, plugins
 from rlhf_core.config import ArtifactKinds, Component, Options
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.pipeline.file import assemble
 from rlhf_core.pipeline.plan import plan
 

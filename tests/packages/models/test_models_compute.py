@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rlhf_core.fit import InputError, Model
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition, load_model
+from rlhf_core.models import DECODER, Definition, Model, load_model
 from rlhf_core.models.decoder import run_layers
 from rlhf_core.models.layers import ACTIVATIONS
 from rlhf_core.training import definition_of, saved_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.models import DECODER, Architecture, decoder_family, find_family, fresh_model, load_model
 from rlhf_core.models.config import Rope
 from rlhf_core.models.families import ARCHITECTURES

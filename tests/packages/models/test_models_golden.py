@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core import SamplerInputs
-from rlhf_core.fit import Model
-from rlhf_core.models import fresh_model, load_model
+from rlhf_core.models import Model, fresh_model, load_model
 from rlhf_core.models.peft import WEIGHTS
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing import Layout, Tree, pack

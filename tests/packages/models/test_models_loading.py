@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.fit import InputError, Model
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, complete_table, find_family, fresh_model, load_model, model
+from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.model import padding_apart
 from rlhf_core.tokenizer import load_tokenizer, special_ids
@@ -193,24 +193,6 @@ def test_a_reward_model_pads_with_a_token_that_ends_nothing(
     _, small = padding_apart({}, tokenizer, [tokenizer.eos_token_id], 4)
     assert small is not None
     assert small.pad_token != "<right_pad>"  # the model has no embedding for it
-
-
-def test_padding_on_either_side_changes_nothing() -> None:
-    scorer, language = fresh_model(TABLE | IDS, "score", seed=1), fresh_model(TABLE | IDS, seed=1)
-    ids = np.array([[3, 4, 5]])
-    left, right = np.array([[9, 9, 3, 4, 5]]), np.array([[3, 4, 5, 9, 9]])
-    on_left, on_right = np.array([[0, 0, 1, 1, 1]]), np.array([[1, 1, 1, 0, 0]])
-    whole = np.ones_like(ids)
-    expected = np.asarray(scorer.scores(ids, whole))
-    np.testing.assert_allclose(scorer.scores(left, on_left), expected, rtol=1e-5)
-    np.testing.assert_allclose(scorer.scores(right, on_right), expected, rtol=1e-5)
-    logits = np.asarray(language.logits(ids, whole))
-    np.testing.assert_allclose(
-        np.asarray(language.logits(left, on_left))[:, 2:], logits, rtol=1e-4, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        np.asarray(language.logits(right, on_right))[:, :3], logits, rtol=1e-4, atol=1e-6
-    )
 
 
 def test_calls_of_one_shape_are_traced_once() -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core import create_state, load_model
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.models import Lora, module_paths, paths, resolve, with_noise
 from rlhf_core.models.layers import Adapter
 
@@ -101,18 +101,6 @@ def test_merged_is_kernel_plus_scale_times_the_product(base, use_rslora):
         np.testing.assert_allclose(merged.params["layers"][group][name]["kernel"], expected, atol=1e-6)
     np.testing.assert_allclose(merged.logits(IDS, MASK), model.logits(IDS, MASK), atol=2e-5)
     assert np.abs(np.asarray(model.logits(IDS, MASK) - base.logits(IDS, MASK))).max() > 1e-2
-
-
-def test_decoding_equals_the_full_forward(adapted):
-    d, ids = adapted.definition, IDS[:1]
-    rows = ids[:, :-1], np.arange(5, dtype=np.int32)[None], np.full((1, 5), 5, np.int32)
-    read = jax.jit(d.prefill)(adapted.params, *rows)[1]
-    cache = jax.jit(d.ring, static_argnums=1)(read, 8, np.int32(5))
-    visible = np.arange(8)[None] <= 5
-    prepared, place = jax.jit(d.prepare)(adapted.params), np.array([5], np.int32)
-    hidden, _ = jax.jit(d.decode)(prepared, cache, ids[:, 5], place, visible, np.int32(5))
-    whole = jax.jit(d.padded_hidden)(adapted.params, ids, MASK[:1])
-    np.testing.assert_allclose(hidden[0], whole[0, 5], atol=2e-5)
 
 
 def test_saved_as_peft_does_and_read_again(adapted, base, tmp_path):

@@ -17,9 +17,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core.fit import InputError, Model
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition, fresh_model, load_model, loading, weights
+from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.training import definition_of
 
@@ -130,38 +130,6 @@ def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
     second.save(tmp_path / "b")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_fused_projections_and_experts_have_their_names_in_the_files(tmp_path: Path) -> None:
-    made(TABLE | {"model_type": "phi3"}).save(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors["model.layers.1.self_attn.qkv_proj.weight"].shape == (16 + 2 * 8, 16)
-    assert tensors["model.layers.0.mlp.gate_up_proj.weight"].shape == (48, 16)
-    for kind, place, names in (
-        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
-        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
-    ):
-        model = made(TABLE | {"model_type": kind} | SMALL[kind])
-        model.save(tmp_path)
-        tensors, mlp = load_file(tmp_path / "model.safetensors"), model.params["layers"]["mlp"]
-        gate = np.asarray(mlp["gate"]["kernel"])
-        np.testing.assert_array_equal(tensors[f"model.layers.1.{place}.gate.weight"], gate[1].T)
-        for ours, theirs in zip(("gate_proj", "up_proj", "down_proj"), names, strict=True):
-            kernel = np.asarray(mlp["experts"][ours]["kernel"])
-            found = tensors[f"model.layers.1.{place}.experts.2.{theirs}.weight"]
-            np.testing.assert_array_equal(found, kernel[1, 2].T)
-
-
-def test_experts_are_spread_over_a_mesh(tmp_path: Path) -> None:
-    made(TABLE | {"model_type": "mixtral"} | SMALL["mixtral"]).save(tmp_path)
-    spread, whole = load_model(tmp_path, mesh=make_mesh(2, 2, 2)), load_model(tmp_path)
-    assert_same(spread, whole)
-    kernel = spread.params["layers"]["mlp"]["experts"]["down_proj"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == (2, 3, 12, 8)
-    ids = np.random.default_rng(0).integers(0, 30, (4, 7))
-    np.testing.assert_allclose(
-        spread.logits(ids, np.ones_like(ids)), whole.logits(ids, np.ones_like(ids)), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_half_precision_files_are_read_as_float32_and_written_as_they_were(

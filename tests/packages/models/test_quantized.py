@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from rlhf_core import SamplerInputs, artifacts, load_model
-from rlhf_core.fit import InputError, Model
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import fresh_model, join, paths, quantized_files, split, weights
+from rlhf_core.models import Model, fresh_model, join, paths, quantized_files, split, weights
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
 from rlhf_core.models.safetensors import Writer
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions

@@ -8,7 +8,7 @@ import pytest
 from rlhf_grpo.advantages import Group
 
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.fit import InputError, RunError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.collector import rollout_metrics
 from rlhf_core.rollouts.rollout import advantage_inputs

@@ -8,8 +8,7 @@ import pytest
 
 from rlhf_core.contracts import Turn
 from rlhf_core.environments import EnvironmentCalls, Episode, EpisodeSettings, TurnRecord
-from rlhf_core.errors import NonFiniteError
-from rlhf_core.fit import RunError
+from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import EnvironmentOptions, Reward, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.environment import run_episodes

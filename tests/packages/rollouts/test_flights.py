@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.fit import RunError
+from rlhf_core.errors import RunError
 from rlhf_core.rollouts.flights import Flight, Order
 
 PROMPTS = [np.array([4, 7, 9]), np.array([1, 2, 3])]

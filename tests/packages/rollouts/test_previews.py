@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core import hookimpl
 from rlhf_core.config import TrainerConfig
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.rollouts.previews import prompt_of
 

@@ -13,7 +13,7 @@ import pytest
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import TrainerConfig, hookimpl
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing import MICRO_BATCH_TOKENS, Layout, choose_layout, pack
 from rlhf_core.plugins import load_file

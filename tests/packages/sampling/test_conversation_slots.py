@@ -12,8 +12,7 @@ from rlhf_topologies.sampling import sampling_programs
 
 from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
-from rlhf_core.errors import NonFiniteError
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Continuation, SamplerInputs
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Decoder, Definition
 from rlhf_core.sampling import (
@@ -200,37 +200,6 @@ def test_a_mesh_changes_nothing(
     worlds.assert_same(found, expected)
 
 
-@pytest.mark.long  # `test_the_last_turn_ends_with_the_conversation_length` has such a family, too
-@pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_a_family_that_cannot_extend_caches_takes_whole_calls(axes: dict[str, int], hold: Any) -> None:
-    devices = jax.devices()[: 8 if len(axes) > 1 else 1]
-    found = hold(mesh=make_mesh(**axes, devices=devices), changes={"extend": Definition.extend})
-    worlds.assert_same(found, hold())
-
-
-@pytest.mark.long
-def test_one_turn_is_a_completion(hold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = hold("gemma2", world=worlds.MadeUp(VOCAB, turns=1), max_completion_length=40)
-    definition = define("gemma2")
-    sampler = Sampler(
-        SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(max_completion_length=40),
-            mesh=make_mesh(devices=jax.devices()[:1]),
-            stop_ids=(3,),
-            num_generations=3,
-            prompts_per_call=3,
-            max_prompt_length=LONGEST_PROMPT,
-        )
-    )
-    rollouts = sampler(draw("gemma2"), PROMPTS[::3], KEY, IDS)
-    completions = {
-        i: [worlds.Said(rollouts.tokens[i, :n], rollouts.logps[i, :n], rollouts.finished[i])]
-        for i, n in enumerate(rollouts.lengths)
-    }
-    worlds.assert_same(said, completions)
-
-
 def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A string that begins in one turn does not end in the next; the penalty sees what the world said."""
     model = tiny.make_model(scale=6.0)
@@ -308,24 +277,6 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any, monkeypatch:
 def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, message: str, hold: Any) -> None:
     with pytest.raises(ValueError, match=message):
         hold(world=Script(reply), prompts=PROMPTS[-1:])
-
-
-def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
-    definition, world = define("llama"), worlds.MadeUp(VOCAB)
-    inputs = SamplerInputs(
-        definition,
-        SamplingOptions(max_completion_length=8),
-        make_mesh(devices=jax.devices()[:1]),
-        (3,),
-        num_generations=3,
-        prompts_per_call=3,
-        max_prompt_length=LONGEST_PROMPT,
-        conversation_length=FOLLOWING,
-    )
-    sampler = make_sampler(inputs)
-    assert sampler.room.slots == len(PROMPTS)
-    sampler.converse(draw("llama"), PROMPTS, KEY, IDS, world)
-    worlds.assert_same(world.said, hold())
 
 
 def test_calls_that_cannot_be_are_refused(hold: Any) -> None:

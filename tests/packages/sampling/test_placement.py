@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import SamplerInputs
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible

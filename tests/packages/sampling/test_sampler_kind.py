@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import SAMPLER, Registry, Rollouts, SamplerInputs, hookimpl, plugins
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.sampling import Sampler, SamplingOptions
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.sampling import stop_table
 from rlhf_core.sampling.stop_strings import automaton, transitions
 

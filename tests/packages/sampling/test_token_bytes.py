@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.sampling import token_bytes
 from rlhf_core.tokenizer import load_tokenizer
 

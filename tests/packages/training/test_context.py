@@ -14,7 +14,7 @@ from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
 from rlhf_core import hookimpl, load_model
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import assemble
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import TrainerConfig, artifacts
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.stage.text_settings import read_at_of
 from rlhf_core.training import Context

@@ -13,7 +13,7 @@ from rlhf_sft.train import build
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import TrainerConfig, optimizers
-from rlhf_core.fit import InputError
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory

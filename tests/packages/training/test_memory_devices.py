@@ -13,10 +13,12 @@ import optax
 import pytest
 
 from rlhf_core import optimizers
-from rlhf_core.fit import InputError, Programs, create_state, put_rows
-from rlhf_core.mesh import make_mesh, planned_mesh, rows_per_device
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_per_device
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
 from rlhf_core.training.memory import memory_line, state_bytes
 
 UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
