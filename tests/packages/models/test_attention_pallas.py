@@ -19,7 +19,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core import Component, plugins
-from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.fit import attention_skips_blocks
 from rlhf_core.mesh import (
@@ -335,13 +334,6 @@ def test_rows_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:
     on_mesh = jax.device_put(given, NamedSharding(mesh, PartitionSpec()))
     found = program(PLAIN, "gpu")(*on_mesh)
     assert differ(found, program(PLAIN, None)(*given), given[6]) < 1e-5
-
-
-def test_pallas_says_what_it_cannot_do() -> None:
-    assert plugins.load().registry.get(ATTENTION, "pallas") is attend_pallas
-    q, k, v, _, _, positions, until, _ = batch(PLAIN, np.random.default_rng(6))
-    with pytest.raises(InputError, match='not on a CPU; set attention to "blocks"'):
-        attend_pallas(q, k, v, positions, until)
 
 
 def test_models_with_sinks_take_what_computes_sinks() -> None:

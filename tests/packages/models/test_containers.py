@@ -289,12 +289,10 @@ def test_what_cannot_be_opened(llava: Path, tmp_path: Path) -> None:
             load_model(whole)
         shutil.rmtree(whole)
 
-    inner, one = config["text_config"], np.ones(16, np.float32)
+    one = np.ones(16, np.float32)
     says(
         "text_config: model_type 'qwen9_text' is not supported", {"text_config": {"model_type": "qwen9_text"}}
     )
-    says("text_config: hidden_size must be", {"text_config": {**inner, "hidden_size": 0}})
-    says("quant_method 'gptq' is not supported", {"quantization_config": {"quant_method": "gptq"}})
     norm = "language_model.model.layers.0.self_attn.q_norm.weight"
     says(f"'{norm}' is unexpected", {}, {norm: one})
     twin = {

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 from rlhf_rewards.commands import score as score_file
 
-from rlhf_core import RunError, SamplerInputs, data, load_model
+from rlhf_core import RunError, data, load_model
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit import evaluate_or_warn
 from rlhf_core.models import Model, nonfinite_output_error
 from rlhf_core.rewards.reward import score
 from rlhf_core.rollouts import Reward
-from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core.sampling import Sampler
 from rlhf_core.scoring import Scorer, ScoringContract
+from tests.shared.sampled import inputs
 
 LETTER = 5
 """The token "c"."""
@@ -113,14 +114,7 @@ def test_scores_of_a_model_with_nan_are_an_error_and_no_output(
 def test_sampling_names_the_prompt_whose_logits_are_not_finite(tiny: ModuleType) -> None:
     model = fails_at_c(tiny, "lm")
     sampler = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(max_completion_length=2),
-            mesh=model.mesh,
-            stop_ids=(1,),
-            prompts_per_call=3,
-            max_prompt_length=4,
-        )
+        inputs(model.definition, {"max_completion_length": 2}, stop_ids=(1,), max_prompt_length=4)
     )
     prompts = [np.array(ids, np.int32) for ids in ([3, 4], [3, LETTER], [6])]
     with pytest.raises(NonFiniteError, match=r"a next token is not finite.* layer 0 \(") as caught:
@@ -136,9 +130,9 @@ def test_a_reward_whose_score_is_not_finite_names_the_prompts_row() -> None:
         raise NonFiniteError("runs/rm: the score of sequence 1 is not finite", 1)
 
     places = ["prompts.jsonl row 1", "prompts.jsonl row 2"]
-    inputs = RewardInputs(["a", "b"], ["c", "d"], [[3], [4]], {}, places)
+    given = RewardInputs(["a", "b"], ["c", "d"], [[3], [4]], {}, places)
     with pytest.raises(RunError, match=r"^prompts\.jsonl row 2: reward 'broken': runs/rm: the score"):
-        score([Reward("broken", 1.0, broken)], inputs)
+        score([Reward("broken", 1.0, broken)], given)
 
 
 def test_training_on_weights_that_are_not_finite_names_them_and_not_the_rows(

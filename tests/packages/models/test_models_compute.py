@@ -13,9 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition, Model, load_model
+from rlhf_core.models import DECODER, Model, load_model
 from rlhf_core.models.decoder import run_layers
 from rlhf_core.models.layers import ACTIVATIONS
 from rlhf_core.training import definition_of, saved_bytes
@@ -168,14 +167,3 @@ def test_the_activation_does_not_cancel() -> None:
     found, d_found = activation(jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(found, y, rtol=1e-5)
     np.testing.assert_allclose(d_found, d_y, rtol=1e-5, atol=2e-7)
-
-
-def test_a_family_that_takes_no_such_option() -> None:
-    class Own(Definition):
-        pass
-
-    assert Own().computing() == Own()
-    with pytest.raises(InputError, match="dtype: no effect on models of Own; leave it out"):
-        Own().computing(dtype="bfloat16")
-    with pytest.raises(InputError, match="dtype and remat: no effect on models of Own"):
-        Own().computing(dtype="bfloat16", remat="full")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from rlhf_topologies.sampling import sampling_programs
 
-from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
@@ -21,6 +20,7 @@ from rlhf_core.sampling.placement import Room, plan_conversations, prepared_byte
 from rlhf_core.sampling.schedule import Conversation, Schedule
 from rlhf_core.sampling.turns import TurnsProgram, cache_length
 from tests.shared import worlds
+from tests.shared.sampled import compilations, inputs
 
 KEY = jax.random.key(6)
 VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
@@ -38,23 +38,18 @@ CONFIG = {
 }
 DEFINITION = DECODER.define(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
+LENGTHS: dict[str, Any] = {
+    "stop_ids": (3,),
+    "max_prompt_length": LONGEST_PROMPT,
+    "conversation_length": FOLLOWING,
+}
 
 
 def make_sampler(
     slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
 ) -> ConversationSampler:
     monkeypatch.setitem(placement.SLOTS, "cpu", slots)
-    return ConversationSampler(
-        SamplerInputs(
-            definition=DEFINITION,
-            options=options,
-            mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
-            stop_ids=(3,),
-            prompts_per_call=COUNT,
-            max_prompt_length=LONGEST_PROMPT,
-            conversation_length=FOLLOWING,
-        )
-    )
+    return ConversationSampler(inputs(DEFINITION, options, mesh=mesh, prompts_per_call=COUNT, **LENGTHS))
 
 
 @pytest.fixture(scope="module")
@@ -165,23 +160,14 @@ def test_nothing_compiles_after_warm_up(
 ) -> None:
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     params = jax.device_put(params, DEFINITION.shardings(mesh))
-    compiled: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(about.get("fun_name")))
-
     make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
     sampler = make_sampler(5, monkeypatch, options, mesh)
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as compiled:
         sampler.warm_up(params, [5, LONGEST_PROMPT])
         sampler._ahead.wait_for_all()
         ahead = len(compiled)
         sampler.converse(params, make_prompts(), jax.random.key(9), None, make_world())
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert ahead
     assert compiled[ahead:] == []
 
@@ -193,16 +179,7 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
     monkeypatch.setitem(placement.SLOTS, "cpu", 4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
     sampler = ConversationSampler(
-        SamplerInputs(
-            definition=DEFINITION,
-            options=OPTIONS,
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=5,
-            prompts_per_call=2,
-            max_prompt_length=LONGEST_PROMPT,
-            conversation_length=FOLLOWING,
-        )
+        inputs(DEFINITION, OPTIONS, mesh=mesh, num_generations=5, prompts_per_call=2, **LENGTHS)
     )
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket, loop
+from rlhf_core.sampling import Rollouts, Sampler, bucket, loop
+from tests.shared.sampled import assert_same, inputs
 
 VOCAB, NEW = 40, 12
 STOPS = (3, 9, 11)
@@ -48,21 +48,10 @@ def make_prompts(*lengths: int) -> list[np.ndarray]:
 def make_sampler(
     *, stop_ids: Sequence[int] = (), devices: Any = None, definition: Any = None, **options: Any
 ) -> Sampler:
-    arguments = {
-        name: options.pop(name, default)
-        for name, default in (("num_generations", 1), ("prompts_per_call", 4), ("max_prompt_length", 40))
-    }
+    own = ("num_generations", "prompts_per_call", "max_prompt_length", "tokenizer")
+    given = {name: options.pop(name) for name in own if name in options}
     options.setdefault("max_completion_length", NEW)
-    mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else devices
-    return Sampler(
-        SamplerInputs(
-            definition=definition or model()[0],
-            options=SamplingOptions(**options),
-            mesh=mesh,
-            stop_ids=stop_ids,
-            **arguments,
-        )
-    )
+    return Sampler(inputs(definition or model()[0], options, mesh=devices, stop_ids=stop_ids, **given))
 
 
 @jax.jit
@@ -87,12 +76,6 @@ def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: floa
     return np.asarray(logps[np.arange(len(completion)), completion])
 
 
-def assert_same(a: Rollouts, b: Rollouts) -> None:
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
-
-
 class OddIds:
     """Stands for a tokenizer with a hole at ids 7 and 8, whose ids end at 24."""
 
@@ -112,18 +95,7 @@ class OddIds:
 def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[str, Any], mesh: Any) -> None:
     definition, params = model()
     devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
-    sampler = Sampler(
-        SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(max_completion_length=NEW, **options),
-            mesh=devices,
-            stop_ids=(),
-            num_generations=3,
-            prompts_per_call=4,
-            max_prompt_length=40,
-            tokenizer=OddIds(),
-        )
-    )
+    sampler = make_sampler(devices=devices, num_generations=3, tokenizer=OddIds(), **options)
     assert sampler.definition.absent == ((7, 9), (25, VOCAB))
     prompts = make_prompts(3, 9, 20, 30)
     out = sampler(jax.device_put(params, definition.shardings(devices)), prompts, jax.random.key(0))
@@ -305,9 +277,3 @@ def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
     """Of a prompt without its last token; the longest has a multiple of eight, too."""
     assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 200, 200]
     assert [bucket(n, n) for n in (1, 9, 10, 1024)] == [8, 8, 16, 1024]
-
-
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"min_p": 2.0}])
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(options))):
-        SamplingOptions(**options)
