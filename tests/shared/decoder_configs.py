@@ -152,7 +152,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swiglu_alpha": 1.5,
         "swiglu_limit": 0.5,
     },
-    "lfm2": {"model_type": "lfm2", "layer_types": CONVOLUTIONS, "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "layer_types": CONVOLUTIONS,
+        "block_auto_adjust_ff_dim": False,
+    },
     "lfm2_moe": {
         "model_type": "lfm2_moe",
         "norm_eps": 1e-5,

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core.models import Model, fresh_model, load_model
-from rlhf_core.models.peft import WEIGHTS
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.sampling import Sampler
@@ -231,7 +230,10 @@ def test_adapters_of_layers_of_two_kinds(shared: Path, tmp_path: Path) -> None:
         )
     )
     model.save(tmp_path)
-    names = {name.removeprefix("base_model.model.model.layers.") for name in load_file(tmp_path / WEIGHTS)}
+    names = {
+        name.removeprefix("base_model.model.model.layers.")
+        for name in load_file(tmp_path / "adapter_model.safetensors")
+    }
     modules = [f"{i}.self_attn.q_proj" for i in range(3)] + ["0.mlp.gate_proj"]
     assert names == {f"{module}.lora_{side}.weight" for module in modules for side in "AB"}
     again = load_model(tmp_path)

@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
-from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models import DECODER, Definition, Model, fresh_model, load_model, loading, weights
 from rlhf_core.training import definition_of
 
 TABLE: dict[str, Any] = {
@@ -118,7 +117,7 @@ KEPT = {
     ("kind", "head"),
     [
         each if each in KEPT else pytest.param(*each, marks=pytest.mark.long)
-        for each in itertools.product(ARCHITECTURES, ("lm", "score"))
+        for each in itertools.product(DECODER.name, ("lm", "score"))
     ],
 )
 def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:

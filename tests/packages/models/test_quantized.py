@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Model, fresh_model, join, paths, quantized_files, split, weights
+from rlhf_core.models import Model, fresh_model, join, paths, split, weights
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
-from rlhf_core.models.safetensors import Writer
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh
 from rlhf_core.state import fixed_parameters
 from tests.shared.sampled import inputs
@@ -247,13 +247,7 @@ def test_a_stage_trains_adapters_of_a_quantized_base(short: Any, tiny: ModuleTyp
 
 def write(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, Any]) -> None:
     """Write tensors, of the dtypes of their arrays, and the config of a model of one layer and one matrix of them."""
-    names = {np.dtype(v): k for k, v in quantized_files.DTYPES.items()}
-    described = {n: (names[x.dtype], x.shape, x.nbytes) for n, x in tensors.items()}
-    with Writer(directory, described, 10**9) as writer:
-        for name, value in tensors.items():
-            file, offset, _ = writer._places[name]
-            file.seek(offset)
-            file.write(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
+    save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
 

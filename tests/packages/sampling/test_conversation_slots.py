@@ -15,10 +15,7 @@ from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
-from rlhf_core.sampling.devices import Devices
-from rlhf_core.sampling.placement import Room, plan_conversations, prepared_bytes
-from rlhf_core.sampling.schedule import Conversation, Schedule
-from rlhf_core.sampling.turns import TurnsProgram, cache_length
+from rlhf_core.sampling.schedule import Conversation, Devices, Schedule
 from tests.shared import worlds
 from tests.shared.sampled import compilations, inputs
 
@@ -203,8 +200,8 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternatives: int | None) -> None:
     definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
-    program = TurnsProgram(
-        definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False, alternatives
+    program = turns.TurnsProgram(
+        definition, OPTIONS, mesh, (3,), 16, turns.cache_length(300), "threefry2x32", False, alternatives
     )
     weights = placement.abstract_weights(definition, mesh, shared=False)
     cache, seen = turns.begin.eval_shape(weights, program=program)
@@ -232,7 +229,7 @@ def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternat
 @pytest.mark.parametrize("count", [1, 16, 17, 100, 700])
 def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) -> None:
     end = start + count
-    length = cache_length(end + 1)
+    length = turns.cache_length(end + 1)
     conversation = Conversation(0, np.zeros(end + 1, np.int32), end + 9, None, 1)
     conversation.fed = start
     chunks = [size for size in turns.CHUNKS if size <= length]
@@ -244,8 +241,8 @@ def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) 
     assert covered == end == conversation.fed
 
 
-def plan(memory: int | None, conversations: int = 64) -> Room:
-    return plan_conversations(
+def plan(memory: int | None, conversations: int = 64) -> placement.Room:
+    return placement.plan_conversations(
         DEFINITION, planned_mesh(1), [1], memory=memory, conversations=conversations, length=2048
     )
 
@@ -253,7 +250,7 @@ def plan(memory: int | None, conversations: int = 64) -> Room:
 def test_as_many_slots_as_have_the_memory() -> None:
     assert plan(None).slots == placement.SLOTS["cpu"]
     per_slot = cache_bytes(DEFINITION, 1, 2048)
-    weights = prepared_bytes(DEFINITION)
+    weights = placement.prepared_bytes(DEFINITION)
     for slots in (1, 7, 40):
         room = plan(weights + 2 * slots * per_slot)
         assert room.bytes is not None
@@ -264,7 +261,7 @@ def test_as_many_slots_as_have_the_memory() -> None:
 
 def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
     mesh = make_mesh(data=4, devices=jax.devices()[:4])
-    program = TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
+    program = turns.TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
 
     class NoDevices(Devices):
         def __init__(self) -> None:

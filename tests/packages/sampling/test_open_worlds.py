@@ -14,7 +14,6 @@ from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh
-from rlhf_core.sampling.filters import top_k_filter, top_k_rows_filter
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
 from tests.shared.sampled import compilations, inputs
 
@@ -286,11 +285,3 @@ def test_weights_that_change_in_the_middle(
         at = whole_logits(params[own], [5, 6, 7, *tokens])[2:-1]
         everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
         np.testing.assert_allclose(logps[some], everything[np.arange(30), tokens][some], atol=2e-5)
-
-
-def test_top_k_of_each_row() -> None:
-    mass = np.random.default_rng(0).random((5, 50)).astype(np.float32)
-    mass[1, :9] = mass[1, 10]  # equally likely ones stay together
-    for i, k in enumerate((1, 3, 17, 49, 50)):
-        rows = np.asarray(top_k_rows_filter(jax.numpy.asarray(mass), np.full((5, 1), k, np.int32)))
-        np.testing.assert_array_equal(rows, top_k_filter(jax.numpy.asarray(mass), k), err_msg=str(i))

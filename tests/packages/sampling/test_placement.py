@@ -15,7 +15,6 @@ from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, placement
-from rlhf_core.sampling.placement import Room, plan_room
 from tests.shared.drawn import params_of
 from tests.shared.sampled import FAMILIES, SCALE, VOCAB, assert_same, inputs
 
@@ -146,9 +145,9 @@ PER_TOKEN = 32 * 2 * 8 * 128 * 2
 """Bytes of a token's keys and values: layers, both, heads, head size, bfloat16."""
 
 
-def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> Room:
+def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> placement.Room:
     definition = DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16")
-    return plan_room(
+    return placement.plan_room(
         definition,
         planned_mesh(8, fsdp=8),
         sizes,
@@ -196,7 +195,7 @@ def test_what_is_planned_fits_and_fewer_calls_would_not(
 
 
 def test_completions_of_one_prompt_take_turns_where_they_do_not_all_fit() -> None:
-    room = plan_room(
+    room = placement.plan_room(
         DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16"),
         planned_mesh(1),
         [1],

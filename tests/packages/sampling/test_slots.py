@@ -12,8 +12,7 @@ import pytest
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, most_steps, placement
-from rlhf_core.sampling.loop import Written, read_completions
-from rlhf_core.sampling.next_token import CUT, ENDED
+from rlhf_core.sampling.loop import CUT, ENDED, Written, read_completions
 from tests.shared.sampled import assert_same, inputs
 
 NEW, GROUP = 24, 3

@@ -6,9 +6,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from rlhf_distill import DistillConfig
+from rlhf_dpo import DPOConfig
+from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
+from rlhf_core import hookimpl, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import assemble
@@ -20,6 +25,58 @@ SHARED: dict[str, Any] = {
     "max_training_steps": 2,
     "log_steps": 1,
 }
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "head_dim": 8,
+}
+
+
+class Logged:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    @hookimpl
+    def rlhf_step_end(self, step: int, metrics: dict[str, float]) -> None:
+        self.rows.append(
+            {k: v for k, v in metrics.items() if k in ("loss", "grad_norm", "accuracy", "margin")}
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "distill"])
+def test_a_stage_trains_what_it_does_on_one_device(trainer: str, tiny: ModuleType, tmp_path: Path) -> None:
+    """Adapters, the balance of experts and evaluation too, on data 2, context 2, tensor 2."""
+    configs = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "distill": DistillConfig}
+    rows = {"sft": tiny.texts, "distill": tiny.texts}.get(trainer, tiny.pairs)
+    inputs: dict[str, Any] = {"train_dataset": rows(11), "eval_dataset": rows(3, seed=1)}
+    if trainer == "distill":
+        tiny.make_model(seed=2, scale=4.0).save(tmp_path / "teacher")
+    sizes = EXPERTS if trainer == "sft" else {}
+    more: dict[str, Any] = {
+        "sft": {"router_aux_loss_coef": 0.1},
+        "dpo": {"lora": {"rank": 2}},
+        "distill": {"teacher": str(tmp_path / "teacher"), "on_policy_fraction": 0.0},
+    }.get(trainer, {})
+    tiny.make_model(scale=4.0, **sizes).save(tmp_path / "base")
+    found, head = {}, "score" if trainer == "reward" else "lm"
+    for name, mesh in {"one": tiny.one_device(), "cut": make_mesh(2, 1, 2, context=2)}.items():
+        logged, model = Logged(), str(tmp_path / "base")
+        config = configs[trainer](**SHARED, **more)
+        artifact = tiny.run(
+            trainer, config, tmp_path / name, listeners=[logged], mesh=mesh, model=model, **inputs
+        )
+        found[name] = logged.rows, tiny.leaves(load_model(artifact.path, head, mesh=tiny.one_device()).params)
+    (rows_of_one, params), (rows_of_cut, cut) = found["one"], found["cut"]
+    assert len(rows_of_one) == 2
+    for expected, got in zip(rows_of_one, rows_of_cut, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for name, leaf in params.items():
+        np.testing.assert_allclose(cut[name], leaf, atol=1e-6, err_msg=name)
 
 
 def test_attention_of_whole_rows_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
