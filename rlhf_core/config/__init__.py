@@ -10,6 +10,8 @@ from rlhf_core.config.other_names import Ignored as Ignored
 from rlhf_core.config.other_names import Refused as Refused
 from rlhf_core.config.paths import ArtifactKinds as ArtifactKinds
 from rlhf_core.config.trainer import TrainerConfig as TrainerConfig
+from rlhf_core.hidden import HIDDEN as HIDDEN
+from rlhf_core.hidden import remember as remember
 
 __all__ = [
     "ArtifactKinds",

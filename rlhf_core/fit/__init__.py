@@ -24,7 +24,11 @@ from rlhf_core.fit.batches import (
     expected_calls,
     uses_several_batches,
 )
+from rlhf_core.fit.batches import LazyUpdates as LazyUpdates
+from rlhf_core.fit.batches import attention_skips_blocks as attention_skips_blocks
+from rlhf_core.fit.batches import choose_row_layout as choose_row_layout
 from rlhf_core.fit.evaluation import evaluate_or_warn
+from rlhf_core.fit.evaluation import evaluator as evaluator
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress

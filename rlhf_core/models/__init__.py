@@ -1,22 +1,41 @@
 """Load, run and save language and reward models. The rest of core reads further names from here."""
 
 from rlhf_core.contracts.models import Head as Head
+from rlhf_core.models.attention import Blocks as Blocks
+from rlhf_core.models.attention import attend_blocks as attend_blocks
+from rlhf_core.models.attention import in_blocks as in_blocks
+from rlhf_core.models.attention import visible_blocks as visible_blocks
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.definition import Definition as Definition
+from rlhf_core.models.experts import recording as recording
 from rlhf_core.models.families import Architecture as Architecture
+from rlhf_core.models.finite import nonfinite_output_error as nonfinite_output_error
 from rlhf_core.models.flax_modules import nnx_family as nnx_family
 from rlhf_core.models.flax_modules import nnx_model as nnx_model
 from rlhf_core.models.hf_config import DECODER as DECODER
 from rlhf_core.models.hf_config import decoder_family as decoder_family
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
+from rlhf_core.models.loading import complete_table as complete_table
+from rlhf_core.models.loading import define as define
 from rlhf_core.models.loading import find_family as find_family
 from rlhf_core.models.loading import fresh_model as fresh_model
 from rlhf_core.models.loading import load_model as load_model
 from rlhf_core.models.loading import local_directory as local_directory
 from rlhf_core.models.loading import stored_head as stored_head
+from rlhf_core.models.lora import Lora as Lora
+from rlhf_core.models.lora import module_paths as module_paths
+from rlhf_core.models.lora import resolve as resolve
+from rlhf_core.models.lora import with_noise as with_noise
 from rlhf_core.models.model import Model as Model
+from rlhf_core.models.params import join as join
+from rlhf_core.models.params import matching as matching
+from rlhf_core.models.params import numbered as numbered
+from rlhf_core.models.params import paths as paths
+from rlhf_core.models.params import split as split
+from rlhf_core.models.params import without_layers as without_layers
+from rlhf_core.models.weights import open_weights as open_weights
 
 __all__ = [
     "Definition",

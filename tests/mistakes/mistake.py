@@ -15,7 +15,7 @@ from rlhf_core.errors import InputError, RunError
 NUMBERS_THAT_DIFFER = (
     (re.compile(r"0x[0-9a-f]{6,}|\b[0-9a-f]{12,64}\b"), "HASH"),
     (re.compile(r"\b127\.0\.0\.1:\d+|\blocalhost:\d+"), "HOST"),
-    (re.compile(r"\b\d+(\.\d+)? (ms|s|MiB|GiB|MB|GB)\b"), r"N \2"),
+    (re.compile(r"\b\d[\d,]*(\.\d+)? (ms|s|MiB|GiB|MB|GB)\b"), r"N \2"),
     (re.compile(r"\bpid \d+"), "pid N"),
 )
 

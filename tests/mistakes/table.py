@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes import settings
+from tests.mistakes import models, sampling, settings
 from tests.mistakes.mistake import Mistake
 
-SECTIONS: dict[str, list[Mistake]] = {**settings.SECTIONS}
+SECTIONS: dict[str, list[Mistake]] = {**settings.SECTIONS, **models.SECTIONS, **sampling.SECTIONS}

@@ -11,8 +11,7 @@ import numpy as np
 
 from rlhf_core.mesh import put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
-from rlhf_core.models import Model, fresh_model, load_model
-from rlhf_core.models.params import join, paths, split
+from rlhf_core.models import Model, fresh_model, join, load_model, paths, split
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, pack, tree

@@ -16,12 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core import artifacts, plugins
+from rlhf_core import Stage, artifacts, plugins
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model, fresh_model
-from rlhf_core.models.loading import complete_table
-from rlhf_core.stage import Stage
+from rlhf_core.models import DECODER, Model, complete_table, fresh_model
 from rlhf_core.stage.execute import execute
 
 WORDS = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRS"]

@@ -13,7 +13,7 @@ from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.objective import Terms, objective
 from rlhf_grpo.train import with_kept
 
-from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack
+from rlhf_core.packing import Layout, Packed, Tree, empty_batches, pack
 
 N, T = 6, 8
 LENGTHS = [8, 3, 5, 1, 7, 6]  # of two completions for each of three prompts

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import artifacts
+from rlhf_core import Stage, artifacts
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.runtime.files import seal
-from rlhf_core.stage import Stage
 
 
 class FakeModel:
@@ -102,17 +100,19 @@ MADE = {"format": 1, "name": "model", "kind": "language_model", "files": {}}
         ("{", "is damaged"),
         ("[]", "is damaged"),
         ('{"format": 1}', "is damaged .it has no checksum"),
-        (seal({"format": 1}), "is damaged"),
-        (seal({**MADE, "contract": ["template_date"]}), "is damaged"),
-        (seal({**MADE, "files": {"config.json": None}}), "does not describe its files"),
-        (seal({**MADE, "files": {"config.json": {"size": 0}}}), "does not describe its files"),
-        (seal({"format": 9, "versions": {"rlhf-core": "9.0"}}), "format 9.*9.0"),
+        ({"format": 1}, "is damaged"),
+        ({**MADE, "contract": ["template_date"]}, "is damaged"),
+        ({**MADE, "files": {"config.json": None}}, "does not describe its files"),
+        ({**MADE, "files": {"config.json": {"size": 0}}}, "does not describe its files"),
+        ({"format": 9, "versions": {"rlhf-core": "9.0"}}, "format 9.*9.0"),
     ],
 )
-def test_manifests_that_cannot_be_used(tmp_path: Path, manifest: str | None, message: str) -> None:
-    if manifest is not None:
+def test_manifests_that_cannot_be_used(tmp_path: Path, manifest: Any, message: str) -> None:
+    if isinstance(manifest, dict):  # whole, but for what it says
+        artifacts.write_manifest(tmp_path, manifest)
+    elif manifest is not None:
         (tmp_path / artifacts.MANIFEST).write_text(manifest)
-        (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").touch()
     with pytest.raises(InputError, match=message):
         artifacts.open_artifact(tmp_path)
 

@@ -22,6 +22,7 @@ from rlhf_core import checkpoint
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
+from tests.shared.sampled import compilations
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -175,21 +176,12 @@ def test_restores_onto_another_mesh(either: Checkpoints) -> None:
 
 def test_replicas_share_the_work_of_large_arrays_alone(opened: Checkpoints) -> None:
     """Which takes programs that cut the array up: for a small one they cost more than they save."""
-    programs: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            programs.append(str(about.get("fun_name")))
-
     everywhere = NamedSharding(make_mesh(data=8), PartitionSpec())
     states = [{"x": jax.device_put(np.arange(size, dtype=np.float32), everywhere)} for size in (24, 2**21)]
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as programs:
         for step, state in enumerate(states):
             opened.save(step, state, host={}, block=True)
             assert bool(programs) == (step == 1)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     for step, state in enumerate(states):
         restored = opened.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), step)
         assert restored is not None

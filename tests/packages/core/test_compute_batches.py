@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import reading as module
-from rlhf_core.fit.evaluation import evaluator
+from rlhf_core.fit import evaluator
 from rlhf_core.metrics import Mean
 from rlhf_core.reading import compute_batches, say_if_slow
 

@@ -13,9 +13,7 @@ import pytest
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Model, fresh_model
-from rlhf_core.models.experts import recording
-from rlhf_core.models.params import paths
+from rlhf_core.models import DECODER, Model, fresh_model, paths, recording
 from rlhf_core.objective import trained_logps, trained_weight, with_experts
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Packed, pack, tree

@@ -15,9 +15,7 @@ import pytest
 
 from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.lora import Lora
-from rlhf_core.models.params import split
+from rlhf_core.models import DECODER, Definition, Lora, split
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import pack, tree

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_rewards.commands import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core import artifacts, data, scoring
-from rlhf_core.cli.generate import generate
+from rlhf_core import artifacts, data
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model
@@ -153,21 +150,6 @@ def test_messages_and_empty_completions(model: Model) -> None:
     assert np.isfinite(scores).tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "repeats"),
-    [
-        (["a"] * 4, 4),
-        (["a", "a", "b", "b"], 2),
-        (["a", "b"], 1),
-        (["a", "a", "b"], 1),
-        ([], 1),
-        (["a", "a", "b", "c"], 1),
-    ],
-)
-def test_repeats(prompts: list[str], repeats: int) -> None:
-    assert scoring._repeats(prompts) == repeats
-
-
 def test_an_artifact_scores_as_it_was_trained(model: Model, tmp_path: Path) -> None:
     contract = ScoringContract.of(model.tokenizer, max_length=16, chat_template="plain", mean=0.5, std=2.0)
     path = save(tmp_path / "rm", model, "reward_model", contract)
@@ -196,54 +178,24 @@ def test_what_does_not_fit_is_refused(model: Model, tmp_path: Path) -> None:
         ScoringContract.from_dict({"max_length": 3}, "x")
 
 
-def test_score_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    contract = ScoringContract.of(model.tokenizer, max_length=32)
-    path = save(tmp_path / "rm", model, "reward_model", contract)
-    source, target = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    score(str(path), source, target)
-    rows = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows] == PAIRS
-    assert rows[2]["chosen_score"] == rows[2]["rejected_score"]
-    right = sum(row["chosen_score"] > row["rejected_score"] for row in rows)
-    said = capsys.readouterr().out
-    assert said.startswith(
-        f"accuracy {right / 3:.4f}: {right} of 3 pairs scored higher; 1 tied\n95 % interval 0."
-    )
-    assert said.count("\n") == 2
-    # Without -o the rows are standard output, and nothing else is.
-    score(str(path), source, None)
-    captured = capsys.readouterr()
-    assert [json.loads(line) for line in captured.out.splitlines()] == rows
-    assert "accuracy" in captured.err
-
-
-def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_command(model: Model, tmp_path: Path, rlhf: Any) -> None:
     lm = fresh_model(SIZES, "lm", tokenizer=make_tokenizer(), mesh=model.mesh, seed=2)
     path = save(tmp_path / "lm", lm, "language_model", None)
-
-    def run(file: Path | None, prompts: list[str], out: Path | None, **changes: Any) -> None:
-        options: dict[str, Any] = {"max_completion_length": 5, "temperature": 0.0, "max_prompt_length": 32}
-        generate(model=str(path), file=file, prompt=prompts, output=out, **{**options, **changes})
-
-    run(None, ["a b", "c"], None)
-    greedy = capsys.readouterr().out.splitlines()
-    assert len(greedy) == 2
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a b", "kept": 1}\n{"prompt": "c", "kept": 2}\n')
-    run(source, [], target)
-    rows = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [row["completion"] for row in rows] == greedy
+
+    def generated(*flags: str) -> list[dict[str, Any]]:
+        limits = ("--max_completion_length", "5", "--max_prompt_length", "32")
+        ended = rlhf("generate", str(path), str(source), "-o", str(target), *limits, *flags)
+        assert ended.code == 0, ended.message
+        return [json.loads(line) for line in target.read_text().splitlines()]
+
+    rows = generated("--temperature", "0")
     assert [row["kept"] for row in rows] == [1, 2]
-    run(source, [], target, num_generations=3, temperature=1.0)
-    assert [json.loads(line)["kept"] for line in target.read_text().splitlines()] == [1, 1, 1, 2, 2, 2]
-    for file, prompts in ((None, []), (source, ["a"])):
-        with pytest.raises(InputError, match="either --prompt"):
-            run(file, prompts, None)
-
-
-def test_no_warning_where_all_is_well(model: Model) -> None:
-    """A warning would be an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_scorer(model).score_rows(data.load(PAIRS[:1]))
+    assert generated("--temperature", "0") == rows
+    assert [row["kept"] for row in generated("--num_generations", "3")] == [1, 1, 1, 2, 2, 2]
+    assert (
+        rlhf("generate", str(path)).code
+        == rlhf("generate", str(path), str(source), "--prompt", "a").code
+        == 2
+    )

@@ -14,11 +14,12 @@ import optax
 import pytest
 
 from rlhf_core import create_state
-from rlhf_core.fit.evaluation import evaluator
+from rlhf_core.fit import evaluator
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean, fetch_metrics
 from rlhf_core.plugins import load_file
 from rlhf_core.step import Programs, split_step
+from tests.shared.sampled import compilations
 
 sharing: Any = load_file(Path(__file__).parents[2] / "shared" / "sharing.py")
 RATE = 0.1
@@ -93,20 +94,14 @@ def test_uneven_micro_batches(
 ) -> None:
     state = state_on(tiny, devices)
     programs, batches = Programs(objective, state, from_zero=from_zero), parts(sizes)
-    compiled: list[str] = []
-
-    def note(event: str, _: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(about.get("fun_name")))
-
     if ahead:
         programs.compile(state, [(batch, i > 0) for i, batch in enumerate(batches)])
         programs.wait()
-    jax.monitoring.register_event_duration_secs_listener(note)
-    done, counts = None, programs.count(state, batches)
-    assert counts is not None
-    for number, batch in enumerate(batches):
-        done = programs.accumulate(state, put_rows(state.step.sharding.mesh, batch), done, number, counts)
+    with compilations() as compiled:
+        done, counts = None, programs.count(state, batches)
+        assert counts is not None
+        for number, batch in enumerate(batches):
+            done = programs.accumulate(state, put_rows(state.step.sharding.mesh, batch), done, number, counts)
     assert done is not None
     names = {"jit(_accumulate)", "jit(accumulate_parts)", "jit(count)"}
     assert ahead == names.isdisjoint(compiled), compiled

@@ -15,7 +15,7 @@ from rlhf_core import create_state
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
-from rlhf_core.models.params import paths
+from rlhf_core.models import paths
 from rlhf_core.optimizers import adamw, muon
 from rlhf_core.step import Programs, split_step
 

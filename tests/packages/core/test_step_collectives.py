@@ -16,9 +16,9 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.packing.rows import Layout, empty_batches
+from rlhf_core.packing import Layout, empty_batches
 from rlhf_core.step import Programs
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training import definition_of
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 TABLE: dict[str, Any] = {"model_type": "llama", "vocab_size": 512, **SIZES}

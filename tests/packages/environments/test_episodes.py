@@ -12,11 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import Continuation, Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes, EpisodeSettings
-from rlhf_core.environments.calls import EpisodeError, checked_turn
+from rlhf_core.environments import (
+    EnvironmentCalls,
+    EnvironmentOptions,
+    Episode,
+    EpisodeError,
+    Episodes,
+    EpisodeSettings,
+    checked_turn,
+)
 from rlhf_core.errors import RunError, Stopped
-from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.workers import call_now
 
 PROMPT, ADDED, STOP = 5, 3, 1

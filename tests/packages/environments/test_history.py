@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from rlhf_core.environments import ConversationEncoder
-from rlhf_core.environments.history import TOOL
 from rlhf_core.errors import InputError
 from tests.shared import chat_cases as chat
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qzxtool",
+        "description": "It does things.",
+        "parameters": {
+            "type": "object",
+            "properties": {"argument": {"type": "string", "description": "It."}},
+        },
+    },
+}
 FINE = ""
 AGAIN = 'environment.history = "encoded_again"'
 OPENS = "rewrites earlier text when the conversation continues: "

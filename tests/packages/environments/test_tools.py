@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import enum
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import Turn
 from rlhf_core.environments import ToolEnvironment
 from rlhf_core.errors import InputError, Stopped
-from rlhf_core.hidden import HIDDEN, remember
 
 
 class Unit(enum.Enum):
@@ -228,63 +226,3 @@ def test_plain_and_async_functions_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert environment.tools[0]["function"]["name"] == "double"
     turn = environment.step({"role": "assistant", "tool_calls": [call("double", {"x": 21})]})
     assert turn.messages[0]["content"] == "42"
-    with pytest.raises(InputError, match=r"calc\.py has no 'doubel'\. Did you mean 'double'"):
-        ToolEnvironment(["calc.py:doubel"])
-
-
-def silent(x: int) -> int:
-    return x
-
-
-def untyped(x) -> None:  # type: ignore[no-untyped-def]
-    """Do.
-
-    Args:
-        x: It.
-    """
-
-
-def undescribed(x: int) -> None:
-    """Do."""
-
-
-def several(*words: str) -> None:
-    """Do.
-
-    Args:
-        words: Them.
-    """
-
-
-def odd(when: datetime.datetime) -> None:
-    """Do.
-
-    Args:
-        when: Then.
-    """
-
-
-@pytest.mark.parametrize(
-    ("tool", "said"),
-    [
-        (silent, "tool 'silent' has no JSON schema: .*no docstring. Give it a docstring with"),
-        (untyped, "tool 'untyped' has no JSON schema: Argument x is missing a type hint.*"),
-        (undescribed, "tool 'undescribed' has no JSON schema: .*no description for the argument 'x'. Give"),
-        (several, r"tool 'several': parameter 'words' cannot be passed by name: remove \*"),
-        (
-            odd,
-            "tool 'odd' has no JSON schema: .*datetime.*likely because it is a custom class or object. Give it",
-        ),
-        (lambda x: x, "is not a function with a name"),
-    ],
-)
-def test_functions_without_a_schema_are_input_errors(tool: Callable[..., Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        ToolEnvironment([tool])
-
-
-def test_all_problems_are_reported_together() -> None:
-    with pytest.raises(InputError) as error:
-        ToolEnvironment([silent, add, add, undescribed])
-    assert len(error.value.problems) == 3
-    assert error.value.problems[1] == "two tools are named 'add': rename one of the functions"

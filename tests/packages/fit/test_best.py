@@ -14,12 +14,11 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_core import create_state
+from rlhf_core import Stage, create_state
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.config import TrainerConfig
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit.best import Best
-from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState
 
 

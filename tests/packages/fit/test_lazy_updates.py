@@ -18,13 +18,10 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data import cache, lazy
-from rlhf_core.data.lazy import LazyRecords, LazyRows
-from rlhf_core.data.preferences import usable_pairs
+from rlhf_core.data import LazyRecords, LazyRows, cache, lazy, usable_pairs, usable_texts
 from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
-from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, Update, choose_row_layout
+from rlhf_core.fit import DatasetUpdates, LazyUpdates, Update, choose_row_layout
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.workers import pool
 

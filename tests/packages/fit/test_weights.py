@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 from rlhf_core import hookimpl
-from rlhf_core.config import TrainerConfig
-from rlhf_core.errors import InputError
 from rlhf_core.fit.weights import BINS, statistics
 from rlhf_core.mesh import make_mesh
 
@@ -85,20 +83,6 @@ def test_weights_on_a_mesh(short: Any) -> None:
     for name, each in one.told[1].items():
         for key in ("norm", "zeros", "update_ratio"):
             np.testing.assert_allclose(many.told[1][name][key], each[key], rtol=1e-3, err_msg=f"{name} {key}")
-
-
-def test_a_pattern_that_is_found_nowhere(short: Any) -> None:
-    with pytest.raises(InputError, match=r"stage 'sft'\.log_weights\.pattern: 'mpl' matches no trained"):
-        short.train("sft", log_weights={"pattern": "mpl", "every": 1})
-    with pytest.raises(InputError, match=r"log_weights\.pattern: '\[' is not a regular expression"):
-        TrainerConfig(log_weights={"pattern": "["})
-    assert (
-        TrainerConfig(weight_distribution_log_steps=0, weight_distribution_pattern=".*").log_weights is None
-    )
-    with pytest.warns(
-        UserWarning, match=r"weight_distribution_pattern: has no effect without log_weights\.every"
-    ):
-        assert TrainerConfig(weight_distribution_pattern="mlp").log_weights is None
 
 
 def test_norms_of_layers_of_several_kinds() -> None:

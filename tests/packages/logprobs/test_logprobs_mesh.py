@@ -29,7 +29,7 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.plugins import load_file
 from rlhf_core.step import Accumulated, accumulate
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training import definition_of
 
 FILE = Path(__file__)
 cases: Any = load_file(FILE.parents[2] / "shared" / "logprob_cases.py")

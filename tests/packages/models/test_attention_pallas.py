@@ -8,8 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,35 +16,19 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_core import Component, plugins
-from rlhf_core.contracts import ATTENTION
-from rlhf_core.errors import InputError
-from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import (
     cut_rows,
     join_zigzag,
     make_mesh,
     of_cut_rows,
     over_parts,
-    planned_mesh,
     row_sharding,
     zigzag,
 )
-from rlhf_core.models import DECODER, fresh_model
-from rlhf_core.models.attention import (
-    Blocks,
-    attend,
-    attend_blocks,
-    visible_blocks,
-    visits,
-)
-from rlhf_core.models.attention_pallas import Kernels, attend_pallas
+from rlhf_core.models import Blocks, attend_blocks, visible_blocks
+from rlhf_core.models.attention import visits
+from rlhf_core.models.attention_pallas import Kernels, attend, attend_pallas
 from rlhf_core.models.attention_pieces import attend_pieces, sees_before
-from rlhf_core.packing import Layout
-from rlhf_core.runtime.devices import Planned, planning_for
-from rlhf_core.training import choose_attention
-from rlhf_core.training.choose_attention import why_kernels
-from tests.shared.mesh_cases import FAMILIES
 
 ROWS = 2
 
@@ -343,66 +325,11 @@ def test_rows_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:
     assert differ(found, program(PLAIN, None)(*given), given[6]) < 1e-5
 
 
-def test_pallas_says_what_it_cannot_do() -> None:
-    assert plugins.load().registry.get(ATTENTION, "pallas") is attend_pallas
-    q, k, v, _, _, positions, until, _ = batch(PLAIN, np.random.default_rng(6))
-    with pytest.raises(InputError, match='not on a CPU; set attention to "blocks"'):
-        attend_pallas(q, k, v, positions, until)
-
-
-def test_models_with_sinks_take_what_computes_sinks() -> None:
-    model: Any = fresh_model(FAMILIES["gpt_oss"], seed=3)
-    stage: Any = SimpleNamespace(name="policy", registry=plugins.load().registry)
-
-    def chosen(name: str) -> Any:
-        config: Any = SimpleNamespace(attention=Component(name=name))
-        return choose_attention.choose_attention(model, config, stage, [], Layout((64,), (1,), (8,), (0,)))
-
-    assert chosen("pallas").definition.attention is attend_pallas
-    with pytest.raises(InputError, match=r"stage 'policy'.attention: 'cudnn' cannot compute the sinks"):
-        chosen("cudnn")
-
-
 def test_heads_that_no_kernel_holds_are_computed_in_blocks() -> None:
     """As in the global layers of Gemma 4, whose other layers have smaller heads."""
     wide = PLAIN._replace(size=320)
     given = batch(wide, np.random.default_rng(6))
     assert differ(program(wide, "gpu")(*given), program(wide, None)(*given), given[6]) < 1e-5
-
-
-@pytest.fixture
-def eight_gpus() -> Iterator[None]:
-    with planning_for(Planned("gpu", 8, 76_500_000_000)):
-        yield
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_auto_takes_kernels_where_dense_attention_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of an 8B model, one row per device, layers recomputed: 10.7 GB at 8,192 tokens, 42.9 GB at 16,384."""
-    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2}
-    table = {"model_type": "llama", "intermediate_size": 64, "vocab_size": 64, **sizes}
-    definition = DECODER.define(table, "lm").computing(remat="full")
-    mesh = planned_mesh(8, 1, 8)
-
-    def why(time: int, mesh: Any = mesh) -> str | None:
-        return why_kernels(definition, Layout((1024, time), (8, 8), (8, 8), (0, 0)), mesh)
-
-    assert why(8192) is None
-    assert "42.9 GB of each device" in str(why(16384))
-    assert why(16384, planned_mesh(8, 1, 4, 2)) == why(16384)  # twice the rows of half the heads
-    assert why(16384, planned_mesh(64, 1, 8, 8)) is None
-    monkeypatch.setitem(choose_attention.FASTER_FROM, jax.devices()[0].device_kind, 2048)
-    assert "rows of 2048 tokens" in str(why(2048, make_mesh(1, 8, 1)))
-    assert why(1024, make_mesh(1, 8, 1)) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "skips"), [("pallas", 8, True), ("blocks", 8, False), ("blocks", 1, True)]
-)
-def test_long_rows_suit_what_skips_blocks(name: str, devices: int, skips: bool) -> None:
-    config: Any = SimpleNamespace(attention=Component(name=name))
-    mesh: Any = planned_mesh(devices)
-    assert attention_skips_blocks(config, mesh) is skips
 
 
 COMPILED = """

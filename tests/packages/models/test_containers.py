@@ -14,18 +14,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from rlhf_sft import SFTConfig
-from rlhf_tools.export import export
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import Gemma3Config, LlavaConfig
 
 from rlhf_core import load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import weights
-from rlhf_core.models.loading import define
-from rlhf_core.models.safetensors import Reader
-from rlhf_core.models.weights import open_weights
-from rlhf_core.plugins import installed_registry
+from rlhf_core.models import define, open_weights, weights
 
 DRAW = np.random.default_rng(7)
 TOWER = {
@@ -142,7 +138,7 @@ def test_shards(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(weights, "SHARD_BYTES", 3000)
     load_model(llava).save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = {name: file for file in tmp_path.glob("*.safetensors") for name in Reader(file).header}
+    files = {name: file for file in tmp_path.glob("*.safetensors") for name in safe_open(file, "np").keys()}
     assert index["weight_map"] == {name: file.name for name, file in files.items()}
     assert index["metadata"]["total_size"] == sum(len(raw) for *_, raw in contents(llava).values())
     assert len(set(files.values())) > 2
@@ -291,12 +287,10 @@ def test_what_cannot_be_opened(llava: Path, tmp_path: Path) -> None:
             load_model(whole)
         shutil.rmtree(whole)
 
-    inner, one = config["text_config"], np.ones(16, np.float32)
+    one = np.ones(16, np.float32)
     says(
         "text_config: model_type 'qwen9_text' is not supported", {"text_config": {"model_type": "qwen9_text"}}
     )
-    says("text_config: hidden_size must be", {"text_config": {**inner, "hidden_size": 0}})
-    says("quant_method 'gptq' is not supported", {"quantization_config": {"quant_method": "gptq"}})
     norm = "language_model.model.layers.0.self_attn.q_norm.weight"
     says(f"'{norm}' is unexpected", {}, {norm: one})
     twin = {
@@ -407,7 +401,7 @@ def test_keys_and_values_that_a_layer_does_not_use_are_carried(tiny: Any, tmp_pa
         load_model(tmp_path)
 
 
-def test_from_stage_to_stage(tiny: Any, llava: Path, tmp_path: Path) -> None:
+def test_from_stage_to_stage(rlhf: Any, tiny: Any, llava: Path, tmp_path: Path) -> None:
     """All weights, then an adapter, and the export of the run's copy elsewhere: the tower is never lost."""
     options = {"max_training_steps": 1, "total_batch_size": 2, "learning_rate": 1e-2}
     rows = tiny.texts(4)
@@ -421,7 +415,7 @@ def test_from_stage_to_stage(tiny: Any, llava: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     run.rename(moved)
     path = moved / adapted.path.relative_to(run)
-    export(str(path), tmp_path / "out", registry=installed_registry(), merge=True)
+    assert rlhf("export", str(path), str(tmp_path / "out"), "--merge").code == 0
     before, after = contents(llava), contents(tmp_path / "out")
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}

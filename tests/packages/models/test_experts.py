@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.models import DECODER, experts, experts_exchange
+from rlhf_core.models import DECODER, experts, experts_exchange, paths
 from rlhf_core.models.decoder import _parts
-from rlhf_core.models.params import paths
 from tests.shared.drawn import params_of
 from tests.shared.mesh_cases import FAMILIES, SIZES
 

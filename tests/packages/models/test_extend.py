@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -11,56 +12,25 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.attention_cached import CACHE_PART, attend_cached, cache_parts, cut
+from rlhf_core.models.attention_cached import (
+    CACHE_PART,
+    attend_cached,
+    attend_groups,
+    attend_visible,
+    cache_parts,
+    cut,
+)
 from rlhf_core.sampling.loop import empty_cache, time_axes
+from tests.shared.decoder_configs import CONFIGS
 from tests.shared.drawn import params_of
 
-VOCAB, LENGTH = 40, 64
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.3,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+VOCAB, LENGTH = 37, 64
+WINDOW = {"sliding_window": 8, "rms_norm_eps": 0.01}  # without it, norms of short vectors enlarge rounding
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "rope_scaling": YARN, "max_position_embeddings": 64},
-    "qwen3": {"model_type": "qwen3"},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 8, "rope_local_base_freq": 100.0},
-    "gemma4": {
-        "model_type": "gemma4_text",
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "sliding_window": 8,
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 4,
-        "vocab_size_per_layer_input": VOCAB,
-        "rms_norm_eps": 0.01,  # without it, norms of short vectors enlarge rounding
-    },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 5,
-    },
-    "lfm2": {
-        "model_type": "lfm2",
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "block_auto_adjust_ff_dim": False,
-    },
+    **{name: CONFIGS[name] for name in ("llama", "qwen3", "mixtral", "qwen3_5", "lfm2")},
+    **{name: CONFIGS[name] | {"sliding_window": 8} for name in ("mistral, yarn", "gemma2", "gemma3")},
+    "gemma4": CONFIGS["gemma4, shared keys"] | WINDOW,
 }
-
-
 KEPT = ("gemma3", "gemma4", "qwen3_5")
 """Windows and several rotary embeddings, keys and values of other layers, states: what `extend` passes on by itself."""
 
@@ -77,8 +47,8 @@ def used(definition: Definition, params: Any, rows: int) -> Any:
 )
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; plain parameters of one family, too."""
-    definition = DECODER.define({**SIZES, **FAMILIES[name]}, "lm")
-    params = params_of(definition, 0, SIZES["initializer_range"])
+    definition = DECODER.define(FAMILIES[name], "lm")
+    params = params_of(definition, 0, 0.3)
     extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
     # Short outputs of the delta rule are normalised, which magnifies what parameters are rounded by as much.
     bound = 2e-4 if name == "qwen3_5" else 2e-5
@@ -158,3 +128,60 @@ def test_attention_over_the_parts_of_a_cache(softcap: float | None, sinks: bool)
         assert np.isfinite(found).all()
         first = found if first is None else first
         np.testing.assert_array_equal(found[[0, 2]], first[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "kernel"),
+    [
+        (None, None, None),
+        (4, 3.0, None),
+        (2, 3.0, "gpu"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((None, 3.0, None), (4, None, None), (None, None, "gpu"), (2, 3.0, "tpu"))
+        ),
+    ],
+)
+def test_rows_of_a_group_see_their_prompt_and_themselves(
+    window: int | None, softcap: float | None, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts, left-padded, one of them empty; four rows each, which have written three entries of five."""
+    if kernel is not None:
+        over = functools.partial(attend_visible, on=kernel, interpret=True)
+        monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
+        monkeypatch.setattr("rlhf_core.models.attention_cached.reads_visible", lambda keys: True)
+    prompts, group, heads, repeats, size, time, longest, step = 3, 4, 2, 3, 4, 6, 5, 2
+    draw = np.random.default_rng(1)
+
+    def normal(*shape: int) -> np.ndarray:
+        return 2 * draw.standard_normal(shape).astype(np.float32)
+
+    q = normal(prompts * group, heads, repeats, size)
+    read, written = normal(2, prompts, heads, time, size), normal(2, prompts * group, heads, longest, size)
+    lengths = np.array([6, 2, 0])
+    used = np.arange(time) >= time - lengths[:, None]
+    before = np.maximum(np.cumsum(used, 1) - 1, 0)
+    now = np.repeat(lengths, group) + step  # the position of each row's query
+    near = np.broadcast_to(used[:, None], (prompts, group, time))
+    own = np.arange(longest) <= step
+    if window is not None:
+        near = near & (now.reshape(prompts, group, 1) - before[:, None] < window)
+        own = own & (step - np.arange(longest) < window)
+    mixed = jax.jit(functools.partial(attend_groups, softcap=softcap))(
+        q, (read[0].swapaxes(2, 3), read[1], near), (written[0].swapaxes(2, 3), written[1], own)
+    )
+    mixed = np.asarray(mixed)
+    for row in range(prompts * group):
+        prompt = row // group
+        seen = np.r_[near[prompt, row % group], own]
+        assert seen.sum() == (min(now[row] + 1, window) if window else now[row] + 1)
+        for head in range(heads):
+            keys, values = np.concatenate([read[:, prompt, head], written[:, row, head]], 1).astype(
+                np.float64
+            )
+            logits = q[row, head].astype(np.float64) @ keys[seen].T
+            logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+            p = np.exp(logits - logits.max(-1, keepdims=True))
+            expected = p @ values[seen] / p.sum(-1, keepdims=True)
+            found = mixed[row].reshape(heads, repeats, size)[head]
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_rewards.commands import score as score_file
 
-from rlhf_core import RunError, SamplerInputs, data, load_model
+from rlhf_core import RunError, data, load_model
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit import evaluate_or_warn
-from rlhf_core.models import Model
-from rlhf_core.models.finite import nonfinite_output_error
-from rlhf_core.rewards.reward import Reward, score
-from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core.models import Model, nonfinite_output_error
+from rlhf_core.rollouts import Reward
+from rlhf_core.rollouts.collector import score
+from rlhf_core.sampling import Sampler
 from rlhf_core.scoring import Scorer, ScoringContract
+from tests.shared.sampled import inputs
 
 LETTER = 5
 """The token "c"."""
@@ -96,31 +96,22 @@ def test_the_row_at_fault_is_named_and_not_its_neighbours_in_a_packed_row(tiny: 
 
 
 def test_scores_of_a_model_with_nan_are_an_error_and_no_output(
-    tiny: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: ModuleType, tmp_path: Path, rlhf: Callable[..., Any]
 ) -> None:
     with pytest.warns(UserWarning, match=r"score\.weight"):
         changed(tiny.make_model("score"), "score.kernel", poison(...)).save(tmp_path / "rm")
     rows = tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(3))
-    for output in (tmp_path / "out", None):
-        with pytest.raises(
-            InputError, match=r"rm: its outputs are not finite .*'score\.weight' holds 16 of 16"
-        ):
-            score_file(str(tmp_path / "rm"), rows, output)
+    for output in (("-o", str(tmp_path / "out")), ()):
+        ended = rlhf("score", str(tmp_path / "rm"), str(rows), *output)
+        assert (ended.code, ended.out) == (2, "")
+        assert re.search(r"rm: its outputs are not finite .*'score\.weight' holds 16 of 16", ended.message)
     assert not (tmp_path / "out").exists()
-    assert capsys.readouterr().out == ""
 
 
 def test_sampling_names_the_prompt_whose_logits_are_not_finite(tiny: ModuleType) -> None:
     model = fails_at_c(tiny, "lm")
     sampler = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(max_completion_length=2),
-            mesh=model.mesh,
-            stop_ids=(1,),
-            prompts_per_call=3,
-            max_prompt_length=4,
-        )
+        inputs(model.definition, {"max_completion_length": 2}, stop_ids=(1,), max_prompt_length=4)
     )
     prompts = [np.array(ids, np.int32) for ids in ([3, 4], [3, LETTER], [6])]
     with pytest.raises(NonFiniteError, match=r"a next token is not finite.* layer 0 \(") as caught:
@@ -136,9 +127,9 @@ def test_a_reward_whose_score_is_not_finite_names_the_prompts_row() -> None:
         raise NonFiniteError("runs/rm: the score of sequence 1 is not finite", 1)
 
     places = ["prompts.jsonl row 1", "prompts.jsonl row 2"]
-    inputs = RewardInputs(["a", "b"], ["c", "d"], [[3], [4]], {}, places)
+    given = RewardInputs(["a", "b"], ["c", "d"], [[3], [4]], {}, places)
     with pytest.raises(RunError, match=r"^prompts\.jsonl row 2: reward 'broken': runs/rm: the score"):
-        score([Reward("broken", 1.0, broken)], inputs)
+        score([Reward("broken", 1.0, broken)], given)
 
 
 def test_training_on_weights_that_are_not_finite_names_them_and_not_the_rows(

@@ -13,12 +13,12 @@ import optax
 import pytest
 from flax import nnx
 
-from rlhf_core import SamplerInputs, create_state, load_model
+from rlhf_core import create_state, load_model
 from rlhf_core.errors import InputError
-from rlhf_core.models import Definition, Model, nnx_family, nnx_model
-from rlhf_core.models.params import paths
-from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core.models import Definition, Model, nnx_family, nnx_model, paths
+from rlhf_core.sampling import Sampler
 from rlhf_core.testing import check_model
+from tests.shared.sampled import inputs
 
 IDS = np.array([[5, 9, 4, 7], [8, 3, 3, 0]], np.int32)
 MASK = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
@@ -168,12 +168,8 @@ def test_a_flax_model_is_saved_loaded_and_sampled_greedily(kind: Any, tmp_path: 
     again = load_model(tmp_path, registry=registry)
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
-    options = SamplingOptions(temperature=0.0, max_completion_length=4)
-    sampler = Sampler(
-        SamplerInputs(
-            again.definition, options, again.mesh, stop_ids=(), prompts_per_call=2, max_prompt_length=4
-        )
-    )
+    options = {"temperature": 0.0, "max_completion_length": 4}
+    sampler = Sampler(inputs(again.definition, options, mesh=again.mesh, max_prompt_length=4))
     prompts = [IDS[0], IDS[1, :2]]
     rollouts = sampler(again.params, prompts, jax.random.key(0))
     at = jnp.arange(12)

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
-from rlhf_core.errors import InputError
-from rlhf_core.models import DECODER
-from rlhf_core.models.params import paths
+from rlhf_core.models import DECODER, paths
 from rlhf_core.plugins import load_file as load_module
 from rlhf_core.state import fixed_parameters
 
@@ -55,38 +52,3 @@ def test_heads_of_single_layers_say_the_same_as_those_of_a_type() -> None:
     table = {f"{i:02}": {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
     written = {name: value for name, value in DENSE.items() if name != "global_head_dim"}
     assert DECODER.define(written | {"per_layer_config": table}, "lm") == DECODER.define(DENSE, "lm")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"per_layer_config": {"1": {"head_dim": 16}}},
-            "must say the same of all layers of type full_attention",
-        ),
-        (
-            {"per_layer_config": {"1": {"window": 2}}},
-            "may have head_dim and num_key_value_heads of each layer",
-        ),
-        (
-            {"per_layer_config": {"0": {"head_dim": 0}}},
-            r"per_layer_config\.0\.head_dim must be a positive whole",
-        ),
-        ({"num_kv_shared_layers": 7}, "leaves no layer of type full_attention that has keys and values"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"] * 4},
-            "layer_types must end with full_attention",
-        ),
-        ({"use_bidirectional_attention": "all"}, "the decoder is causal"),
-        ({"vocab_size_per_layer_input": 20}, "is less than vocab_size"),
-        ({"global_head_dim": 15}, "head_dim 15 of full_attention must be even"),
-        (
-            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
-            "not a multiple of the 3 heads of keys",
-        ),
-    ],
-    ids=str,
-)
-def test_a_field_that_cannot_be_honoured(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        DECODER.define(DENSE | changes, "lm")

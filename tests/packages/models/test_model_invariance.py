@@ -12,8 +12,7 @@ import pytest
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Model
-from rlhf_core.models.params import paths
+from rlhf_core.models import DECODER, Model, paths
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Tree, pack

@@ -10,84 +10,16 @@ import pytest
 
 from rlhf_core.models import DECODER, Decoder, decode_layout
 from rlhf_core.sampling.loop import STATE, empty_cache, time_axes
+from tests.shared.decoder_configs import CONFIGS
 from tests.shared.drawn import params_of
 
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 31,
-    "initializer_range": 0.5,
-}
-GEMMA4: dict[str, Any] = {
-    "model_type": "gemma4_text",
-    "num_hidden_layers": 5,
-    "head_dim": 8,
-    "global_head_dim": 12,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", *["full_attention"] * 2],
-    "num_kv_shared_layers": 3,
-    "sliding_window": 3,
-    "hidden_size_per_layer_input": 4,
-    "vocab_size_per_layer_input": 31,
-}
+FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "qwen2 with windows": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 3,
-        "max_window_layers": 1,
-    },
-    "mistral": {"model_type": "mistral", "sliding_window": 3},
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 8,
-        "query_pre_attn_scalar": 4,
-        "attn_logit_softcapping": 0.5,
-        "sliding_window": 3,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "head_dim": 8,
-        "sliding_window": 3,
-        "sliding_window_pattern": 2,
-        "rope_theta": 50.0,
-        "rope_local_base_freq": 10.0,
-    },
-    "gemma4": GEMMA4,
-    "phi3, partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
-    "ministral3": {
-        "model_type": "ministral3",
-        "head_dim": 8,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 50.0,
-            "original_max_position_embeddings": 3,
-            "llama_4_scaling_beta": 0.3,
-        },
-    },
-    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 5,
-    },
-    "lfm2": {
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention", "conv"],
-        "block_auto_adjust_ff_dim": False,
-    },
+    **{name: CONFIGS[name] for name in ("llama", "qwen2 with windows", "mistral, yarn", "gemma2", "gemma3")},
+    **{name: CONFIGS[name] for name in ("phi3", "ministral3", "smollm3", "mixtral", "qwen3_5", "lfm2")},
+    "gemma4": CONFIGS["gemma4, shared keys"] | FOUR | {"num_kv_shared_layers": 2},
 }
-KEPT = ("gemma2", "gemma4", "phi3, partial", "qwen3_5")
+KEPT = ("gemma2", "gemma4", "phi3", "qwen3_5")
 """Windows and soft caps; heads of two sizes, keys and values of other layers; fused projections; states. Several rotary
 embeddings are decoded in test_extend.py."""
 hidden = jax.jit(Decoder.hidden, static_argnums=0)
@@ -103,12 +35,12 @@ decode_groups = jax.jit(Decoder.decode_groups, static_argnums=0)
 )
 def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
     """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
-    model = DECODER.define(SIZES | FAMILIES[name], "lm")
-    params = params_of(model, 0, SIZES["initializer_range"])
+    model = DECODER.define(FAMILIES[name], "lm")
+    params = params_of(model, 0, 0.3)
     draw = np.random.default_rng(0)
     lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
-    prompts = draw.integers(0, 31, (2, time)).astype(np.int32)
-    completions = draw.integers(0, 31, (2 * copies, steps)).astype(np.int32)
+    prompts = draw.integers(0, 37, (2, time)).astype(np.int32)
+    completions = draw.integers(0, 37, (2 * copies, steps)).astype(np.int32)
     length, first = time + steps, time + 2  # two slots up to the ring's end, then round
     mask = np.arange(time)[None] >= time - lengths[:, None]  # left-padded
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
@@ -157,9 +89,7 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
             np.testing.assert_allclose(decoded, expected[row, end - steps : end], rtol=1e-4, atol=1e-5)
 
 
-STATES = FAMILIES["qwen3_5"] | {"model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention"]}
-STATES |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-STATES |= {"shared_expert_intermediate_size": 12}
+STATES = CONFIGS["qwen3_5_moe"] | {"layer_types": ["linear_attention"]}
 
 
 @pytest.mark.parametrize("table", [FAMILIES["qwen2 with windows"], STATES], ids=["attention", "states"])
@@ -167,7 +97,7 @@ def test_projections_that_one_device_joins_compute_the_same(
     table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels and biases of one input, those of shared experts too; other experts stay apart."""
-    model = DECODER.define(SIZES | table | {"num_hidden_layers": 1}, "lm")
+    model = DECODER.define(table | {"num_hidden_layers": 1}, "lm")
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
     apart = model.prepare(params)

@@ -13,13 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition, Model, load_model
+from rlhf_core.models import DECODER, Model, load_model
 from rlhf_core.models.decoder import run_layers
-from rlhf_core.models.layers import ACTIVATIONS
-from rlhf_core.training.memory import saved_bytes
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training import definition_of, saved_bytes
 from tests.shared import mesh_cases as cases
 
 UNIT = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
@@ -157,26 +154,3 @@ def test_a_pattern_of_layers_is_compiled_once(kinds: str, compiled: int) -> None
         return sum(inner) + sum(each.primitive.name == "mul" for each in jaxpr.eqns)
 
     assert layers(jax.make_jaxpr(run)(jnp.float32(1)).jaxpr) == compiled
-
-
-def test_the_activation_does_not_cancel() -> None:
-    """Its error is relative to its value, and that of its slope likewise, where both are small."""
-    x = np.linspace(-5, 5, 1001)
-    u, slope = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
-    sigmoid = 1 / (1 + np.exp(-2 * u))
-    y, d_y = x * sigmoid, sigmoid + 2 * x * sigmoid * (1 - sigmoid) * slope
-    activation = jax.vmap(jax.value_and_grad(ACTIVATIONS["gelu_pytorch_tanh"]))
-    found, d_found = activation(jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(found, y, rtol=1e-5)
-    np.testing.assert_allclose(d_found, d_y, rtol=1e-5, atol=2e-7)
-
-
-def test_a_family_that_takes_no_such_option() -> None:
-    class Own(Definition):
-        pass
-
-    assert Own().computing() == Own()
-    with pytest.raises(InputError, match="dtype: no effect on models of Own; leave it out"):
-        Own().computing(dtype="bfloat16")
-    with pytest.raises(InputError, match="dtype and remat: no effect on models of Own"):
-        Own().computing(dtype="bfloat16", remat="full")

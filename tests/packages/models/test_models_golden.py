@@ -14,12 +14,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core import SamplerInputs
 from rlhf_core.models import Model, fresh_model, load_model
-from rlhf_core.models.peft import WEIGHTS
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing import Layout, Tree, pack
-from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core.sampling import Sampler
+from tests.shared.sampled import inputs
 
 FAMILIES = [
     "llama",
@@ -169,17 +168,9 @@ def continued(model: Model, golden: np.lib.npyio.NpzFile, length: int, shape: tu
     """What the sampler makes of the first `length` attended tokens of every row."""
     rows = zip(golden["input_ids"], golden["attention_mask"] > 0, strict=True)
     prompts = [row[attended][:length].astype(np.int32) for row, attended in rows]
-    sampler = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(temperature=0, max_completion_length=shape[1]),
-            mesh=model.mesh,
-            stop_ids=(),
-            prompts_per_call=len(prompts),
-            max_prompt_length=length,
-        )
-    )
-    return sampler(model.params, prompts, jax.random.key(0)).tokens
+    options = {"temperature": 0, "max_completion_length": shape[1]}
+    more = {"mesh": model.mesh, "prompts_per_call": len(prompts), "max_prompt_length": length}
+    return Sampler(inputs(model.definition, options, **more))(model.params, prompts, jax.random.key(0)).tokens
 
 
 def test_weights_in_mxfp4_are_converted(tmp_path: Path) -> None:
@@ -239,7 +230,10 @@ def test_adapters_of_layers_of_two_kinds(shared: Path, tmp_path: Path) -> None:
         )
     )
     model.save(tmp_path)
-    names = {name.removeprefix("base_model.model.model.layers.") for name in load_file(tmp_path / WEIGHTS)}
+    names = {
+        name.removeprefix("base_model.model.model.layers.")
+        for name in load_file(tmp_path / "adapter_model.safetensors")
+    }
     modules = [f"{i}.self_attn.q_proj" for i in range(3)] + ["0.mlp.gate_proj"]
     assert names == {f"{module}.lora_{side}.weight" for module in modules for side in "AB"}
     again = load_model(tmp_path)

@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model, find_family, fresh_model, load_model, model
-from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.loading import complete_table
+from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model, model
 from rlhf_core.models.model import padding_apart
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 
@@ -32,49 +30,16 @@ TABLE: dict[str, Any] = {
     "intermediate_size": 24,
 }
 IDS: dict[str, Any] = {"vocab_size": 30, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-LEGACY: dict[str, Any] = TABLE | {"vocab_size": 30}
-
-
-def test_directories_that_are_no_models_say_so(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    with pytest.raises(InputError, match=r"no such directory.* Did you mean 'base'\?"):
-        load_model(tmp_path / "bas")
-    with pytest.raises(InputError, match=r"no config\.json: not a model directory"):
-        load_model(tmp_path / "base")
-    model = tmp_path / "base" / "artifacts" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    for above in (tmp_path, tmp_path / "base", tmp_path / "base" / "artifacts"):
-        with pytest.raises(InputError, match=rf"not a model directory.* Did you mean {model}\?$"):
-            load_model(above)
-        with pytest.raises(InputError, match=rf"is not a model directory\. Did you mean {model}\?$"):
-            load_tokenizer(above)
-    (tmp_path / "base" / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"adapter_config\.json: peft_type None is not supported"):
-        load_model(tmp_path / "base")
-    (tmp_path / "base" / "adapter_config.json").unlink()
-    file = tmp_path / "base" / "config.json"
-    for text, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object")):
-        file.write_text(text)
-        with pytest.raises(InputError, match=message):
-            load_model(tmp_path / "base")
-    file.write_text(json.dumps(LEGACY | {"hidden_act": "x"}))
-    with pytest.raises(InputError) as caught:
-        load_model(tmp_path / "base")
-    assert str(caught.value).startswith(f"{file}: hidden_act 'x'")
 
 
 def test_families_are_found_by_model_type() -> None:
     assert find_family("qwen2") is DECODER
-    with pytest.raises(InputError, match=r"model_type 'gpt2' is not supported; known: gemma2, .*, qwen3_moe"):
-        find_family("gpt2")
     two = {"decoder": DECODER, "other": DECODER}
     registry: Any = SimpleNamespace(get=lambda kind, name: two[name], names=lambda kind: list(two))
     with pytest.raises(InputError, match=r"'llama' is read by decoder and other"):
         find_family("llama", registry)
     del two["decoder"]
     assert find_family("llama", registry) is DECODER
-    assert set(DECODER.name) == set(ARCHITECTURES)
 
 
 def test_a_fresh_model_takes_its_vocabulary_from_the_tokenizer() -> None:
@@ -89,12 +54,6 @@ def test_a_fresh_model_takes_its_vocabulary_from_the_tokenizer() -> None:
     assert {name: made.hf_config[name] for name in IDS} == IDS | {"vocab_size": 21}
     assert "tokenizer" not in made.hf_config
     assert complete_table(TABLE | {"vocab_size": 32}, tokenizer, None)["vocab_size"] == 32
-    with pytest.raises(InputError, match="vocab_size 20 is less than the tokenizer's 21 tokens"):
-        fresh_model(TABLE | {"vocab_size": 20}, tokenizer=tokenizer)
-    with pytest.raises(InputError, match=r"unknown field 'hiden_size'\. Did you mean 'hidden_size'\?"):
-        fresh_model(TABLE | {"hiden_size": 20}, tokenizer=tokenizer)
-    with pytest.raises(InputError, match="model: vocab_size must be a positive whole number; it is missing"):
-        fresh_model(TABLE)
     qwen = DECODER.define(complete_table(TABLE | IDS | {"model_type": "qwen3"}, None, None), "lm")
     assert qwen.config.head_dim == 4  # not the family's 128
     experts = TABLE | IDS | {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
@@ -119,7 +78,7 @@ def test_a_fresh_model_has_its_familys_defaults() -> None:
 
 def test_transformers_reads_what_a_fresh_model_writes() -> None:
     transformers = pytest.importorskip("transformers")
-    for kind in ARCHITECTURES:
+    for kind in DECODER.name:
         written = complete_table(TABLE | IDS | {"model_type": kind}, None, None)
         read = transformers.AutoConfig.for_model(**written)
         sizes = "hidden_size", "intermediate_size", "tie_word_embeddings"
@@ -150,10 +109,6 @@ def test_a_language_model_gets_a_reward_head_aloud(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, again.params, scorer.params)
     ids, mask = np.array([[1, 5, 6, 0], [0, 1, 7, 2]]), np.array([[1, 1, 1, 0], [0, 1, 1, 1]])
     np.testing.assert_array_equal(again.scores(ids, mask), scorer.scores(ids, mask))
-    with pytest.raises(InputError, match="has a reward head; load it with head='lm'"):
-        again.logits(ids, mask)
-    with pytest.raises(InputError, match="has no reward head"):
-        language.scores(ids, mask)
 
 
 def test_padding_that_ends_sequences_is_warned_of() -> None:
@@ -194,24 +149,6 @@ def test_a_reward_model_pads_with_a_token_that_ends_nothing(
     _, small = padding_apart({}, tokenizer, [tokenizer.eos_token_id], 4)
     assert small is not None
     assert small.pad_token != "<right_pad>"  # the model has no embedding for it
-
-
-def test_padding_on_either_side_changes_nothing() -> None:
-    scorer, language = fresh_model(TABLE | IDS, "score", seed=1), fresh_model(TABLE | IDS, seed=1)
-    ids = np.array([[3, 4, 5]])
-    left, right = np.array([[9, 9, 3, 4, 5]]), np.array([[3, 4, 5, 9, 9]])
-    on_left, on_right = np.array([[0, 0, 1, 1, 1]]), np.array([[1, 1, 1, 0, 0]])
-    whole = np.ones_like(ids)
-    expected = np.asarray(scorer.scores(ids, whole))
-    np.testing.assert_allclose(scorer.scores(left, on_left), expected, rtol=1e-5)
-    np.testing.assert_allclose(scorer.scores(right, on_right), expected, rtol=1e-5)
-    logits = np.asarray(language.logits(ids, whole))
-    np.testing.assert_allclose(
-        np.asarray(language.logits(left, on_left))[:, 2:], logits, rtol=1e-4, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        np.asarray(language.logits(right, on_right))[:, :3], logits, rtol=1e-4, atol=1e-6
-    )
 
 
 def test_calls_of_one_shape_are_traced_once() -> None:

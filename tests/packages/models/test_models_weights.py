@@ -19,9 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
-from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.models import DECODER, Definition, Model, fresh_model, load_model, loading, weights
+from rlhf_core.training import definition_of
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -118,7 +117,7 @@ KEPT = {
     ("kind", "head"),
     [
         each if each in KEPT else pytest.param(*each, marks=pytest.mark.long)
-        for each in itertools.product(ARCHITECTURES, ("lm", "score"))
+        for each in itertools.product(DECODER.name, ("lm", "score"))
     ],
 )
 def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
@@ -130,38 +129,6 @@ def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
     second.save(tmp_path / "b")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_fused_projections_and_experts_have_their_names_in_the_files(tmp_path: Path) -> None:
-    made(TABLE | {"model_type": "phi3"}).save(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors["model.layers.1.self_attn.qkv_proj.weight"].shape == (16 + 2 * 8, 16)
-    assert tensors["model.layers.0.mlp.gate_up_proj.weight"].shape == (48, 16)
-    for kind, place, names in (
-        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
-        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
-    ):
-        model = made(TABLE | {"model_type": kind} | SMALL[kind])
-        model.save(tmp_path)
-        tensors, mlp = load_file(tmp_path / "model.safetensors"), model.params["layers"]["mlp"]
-        gate = np.asarray(mlp["gate"]["kernel"])
-        np.testing.assert_array_equal(tensors[f"model.layers.1.{place}.gate.weight"], gate[1].T)
-        for ours, theirs in zip(("gate_proj", "up_proj", "down_proj"), names, strict=True):
-            kernel = np.asarray(mlp["experts"][ours]["kernel"])
-            found = tensors[f"model.layers.1.{place}.experts.2.{theirs}.weight"]
-            np.testing.assert_array_equal(found, kernel[1, 2].T)
-
-
-def test_experts_are_spread_over_a_mesh(tmp_path: Path) -> None:
-    made(TABLE | {"model_type": "mixtral"} | SMALL["mixtral"]).save(tmp_path)
-    spread, whole = load_model(tmp_path, mesh=make_mesh(2, 2, 2)), load_model(tmp_path)
-    assert_same(spread, whole)
-    kernel = spread.params["layers"]["mlp"]["experts"]["down_proj"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == (2, 3, 12, 8)
-    ids = np.random.default_rng(0).integers(0, 30, (4, 7))
-    np.testing.assert_allclose(
-        spread.logits(ids, np.ones_like(ids)), whole.logits(ids, np.ones_like(ids)), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_half_precision_files_are_read_as_float32_and_written_as_they_were(
@@ -237,12 +204,6 @@ def test_damaged_files_are_named(copy: Path) -> None:
         message = rf"model\.safetensors: cannot be read: .*{reason}.*; fetch or save it again"
         with pytest.raises(InputError, match=message):
             load_model(copy)
-    file.unlink()
-    with pytest.raises(InputError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
-        load_model(copy)
-    (copy / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(InputError, match=r"It has pytorch_model\.bin: save it in safetensors format first"):
-        load_model(copy)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -296,49 +257,3 @@ def test_a_tied_head_and_tables_that_the_config_determines_are_read_over_in_sile
     save_file(of_reward | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"'lm_head\.weight' is not used: this is a reward model"):
         load_model(tmp_path, "score")
-
-
-def test_tensors_that_do_not_fit_the_config_are_named_together(copy: Path) -> None:
-    tensors = load_file(copy / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["model.layers.0.mlp.extra.weight"] = np.zeros(3, np.float32)
-    tensors["model.norm.weight"] = np.zeros(17, np.float32)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(
-        2, np.float32
-    )  # harmless, in older files
-    save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(InputError) as caught:
-        load_model(copy)
-    text = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 3
-    assert "'model.layers.1.mlp.up_proj.weight' is missing" in text
-    assert "model.safetensors: 'model.layers.0.mlp.extra.weight' is unexpected" in text
-    assert "'model.norm.weight' has shape [17]; config.json makes it [16]" in text
-
-
-def test_damaged_indexes_are_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
-    load_model(copy).save(copy)
-    index = copy / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
-    first, *_, last = sorted(set(table["weight_map"].values()))
-    moved = table["weight_map"] | {"model.norm.weight": first}
-    index.write_text(json.dumps({"weight_map": moved}))
-    with pytest.raises(InputError, match=rf"{first}: 'model\.norm\.weight' is missing"):
-        load_model(copy)
-    index.write_text(json.dumps(table))
-    (copy / last).unlink()
-    with pytest.raises(
-        InputError, match=rf"{last} is missing, though model\.safetensors\.index\.json names it"
-    ):
-        load_model(copy)
-    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
-        index.write_text(text)
-        with pytest.raises(InputError, match=r"index\.json: damaged"):
-            load_model(copy)
-
-
-def test_a_reward_model_is_not_a_language_model(tmp_path: Path) -> None:
-    fresh_model(TABLE, "score").save(tmp_path)
-    with pytest.raises(InputError, match=r"a reward model.*load it with head='score'"):
-        load_model(tmp_path)

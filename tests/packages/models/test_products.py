@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models.experts import _kernel_gradient, expert_product
+from rlhf_core.models.experts import ACTIVATIONS, _kernel_gradient, expert_product
 from rlhf_core.models.experts_pallas_gpu import expert_rows
 from rlhf_core.models.layers import product
 
@@ -72,3 +72,15 @@ def test_kernels_compute_the_products_of_experts(dtype: str) -> None:
         np.testing.assert_allclose(
             np.asarray(a, np.float64), b, rtol=0, atol=5e-3 * tolerance * np.abs(b).max()
         )
+
+
+def test_the_activation_does_not_cancel() -> None:
+    """Its error is relative to its value, and that of its slope likewise, where both are small."""
+    x = np.linspace(-5, 5, 1001)
+    u, slope = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    sigmoid = 1 / (1 + np.exp(-2 * u))
+    y, d_y = x * sigmoid, sigmoid + 2 * x * sigmoid * (1 - sigmoid) * slope
+    activation = jax.vmap(jax.value_and_grad(ACTIVATIONS["gelu_pytorch_tanh"]))
+    found, d_found = activation(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(found, y, rtol=1e-5)
+    np.testing.assert_allclose(d_found, d_y, rtol=1e-5, atol=2e-7)

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from rlhf_core import SamplerInputs, artifacts, load_model
+from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Model, fresh_model, quantized_files, weights
-from rlhf_core.models.params import join, paths, split
+from rlhf_core.models import Model, fresh_model, join, paths, split, weights
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
-from rlhf_core.models.safetensors import Writer
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh
 from rlhf_core.state import fixed_parameters
+from tests.shared.sampled import inputs
 
 RECORDED = np.load(Path(__file__).with_name("bitsandbytes.npz"))
 """What bitsandbytes 0.50.2 makes of `WEIGHTS`, under the names of its files."""
@@ -193,9 +193,9 @@ def sample(model: Model, mesh: Any, tensor: int | None = None) -> Rollouts:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 96, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
     sampler = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(max_completion_length=9, mesh=SamplingMesh(tensor=tensor)),
+        inputs(
+            model.definition,
+            {"max_completion_length": 9, "mesh": SamplingMesh(tensor=tensor)},
             mesh=mesh,
             stop_ids=(3,),
             num_generations=3,
@@ -247,13 +247,7 @@ def test_a_stage_trains_adapters_of_a_quantized_base(short: Any, tiny: ModuleTyp
 
 def write(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, Any]) -> None:
     """Write tensors, of the dtypes of their arrays, and the config of a model of one layer and one matrix of them."""
-    names = {np.dtype(v): k for k, v in quantized_files.DTYPES.items()}
-    described = {n: (names[x.dtype], x.shape, x.nbytes) for n, x in tensors.items()}
-    with Writer(directory, described, 10**9) as writer:
-        for name, value in tensors.items():
-            file, offset, _ = writer._places[name]
-            file.seek(offset)
-            file.write(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
+    save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
 
@@ -323,12 +317,3 @@ def test_fp8_is_multiplied_by_its_scales(directory: Path, scales: tuple[int, ...
     expected = stored.astype(np.float64) * each
     found = np.asarray(model.params["layers"]["mlp"]["up_proj"]["kernel"][0]).T
     np.testing.assert_allclose(found, expected, rtol=1e-7)
-
-
-def test_other_formats_are_refused(directory: Path) -> None:
-    write(directory, {"x": WEIGHTS}, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(InputError, match=r"quant_method 'gptq' is not supported, only bitsandbytes, fp8 are"):
-        load_model(directory)
-    write(directory, {"x": WEIGHTS}, {"quant_method": "fp8", "weight_block_size": [64, 64]})
-    with pytest.raises(InputError, match=r"weight_block_size must be \[128, 128\]"):
-        load_model(directory)

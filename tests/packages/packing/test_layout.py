@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_core.packing.rows import Tree, choose_layout, pack, useful_fraction
+from rlhf_core.packing import Tree, choose_layout, pack
+from rlhf_core.packing.rows import useful_fraction
 
 
 @pytest.mark.parametrize(

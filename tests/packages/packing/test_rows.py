@@ -5,17 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_core.packing.rows import (
-    Layout,
-    Packed,
-    Tree,
-    pack,
-    shared_prefix,
-    split,
-    tree,
-    useful_fraction,
-    with_room,
-)
+from rlhf_core.packing import Layout, Packed, Tree, pack, shared_prefix, tree, with_room
+from rlhf_core.packing.rows import split, useful_fraction
 
 
 def ints(*values):

@@ -9,7 +9,6 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.fit import MetricWindow, Update
-from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.updates import _update_metrics
 from rlhf_core.sampling import Rollouts, SamplingOptions
@@ -163,7 +162,7 @@ def test_an_environment_without_rewards_has_no_metrics_of_them(tiny, prompts, ow
     samples = Rollouts(
         np.full((G, 1), 5), np.ones(G, np.int32), np.zeros((G, 1), np.float32), np.ones(G, bool)
     )
-    rewards = [Reward(OF_EPISODES, 1.0, lambda completions: []), Reward("r", 1.0, lambda completions: [])]
+    rewards = [Reward("environment", 1.0, lambda completions: []), Reward("r", 1.0, lambda completions: [])]
     stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
     collector = RolloutCollector(
         stage,

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, EpisodeSettings, TurnRecord
+from rlhf_core.environments import EnvironmentCalls, Episode, EpisodeSettings, TurnRecord
 from rlhf_core.errors import NonFiniteError, RunError
-from rlhf_core.rewards.reward import OF_EPISODES
-from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
-from rlhf_core.rollouts.environment import run_episodes
-from rlhf_core.rollouts.rollout import Conversations
-from rlhf_core.rollouts.rollout_rows import tree_sizes
+from rlhf_core.rollouts import EnvironmentOptions, Reward, RolloutCollector, RolloutOptions
+from rlhf_core.rollouts.collector import OF_EPISODES, Conversations, run_episodes, tree_sizes
 from rlhf_core.sampling import SamplingOptions
 
 G = 2

@@ -114,17 +114,11 @@ def test_fields_without_an_interval_or_prompts_ask_for_nothing() -> None:
     assert TrainerConfig().generation_interval is None
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"from_data": False}, r"'sft'\.previews: there is nothing to complete"),
-        ({"sampling": {"min_q": 0.1}}, r"'sft'\.previews\.sampling: .*min_q: unknown field"),
-        ({"every": 2}, r"'sft'\.previews: the rows of dataset have no prompt \(columns: text\); give"),
-    ],
-)
-def test_what_cannot_be_previewed_is_reported_before_training(short: Any, given: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        short.train("sft", previews=given, inputs={"train_dataset": [{"text": "a b c"}] * 4})
+def test_rows_without_a_prompt_are_reported_before_training(short: Any) -> None:
+    with pytest.raises(
+        InputError, match=r"'sft'\.previews: the rows of dataset have no prompt \(columns: text\)"
+    ):
+        short.train("sft", previews={"every": 2}, inputs={"train_dataset": [{"text": "a b c"}] * 4})
 
 
 def test_the_first_rows_of_a_stream_are_previewed(short: Any, tmp_path: Path) -> None:
@@ -160,9 +154,8 @@ def test_what_they_take_is_forecast(tiny: ModuleType, tmp_path: Path) -> None:
     from rlhf_sft import SFTConfig
     from rlhf_sft.train import build
 
-    from rlhf_core import plugins
-    from rlhf_core.stage import Stage
-    from rlhf_core.training.define import forecast
+    from rlhf_core import Stage, plugins
+    from rlhf_core.training import forecast
 
     tiny.make_model("lm").save(tmp_path / "model")
     host = plugins.load()

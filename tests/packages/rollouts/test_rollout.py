@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
+from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.environments import TurnRecord
-from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.metrics import Mean
 from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
-from rlhf_core.rollouts.collector import measure, reward_inputs, rollout_metrics, warn_of_unscored
-from rlhf_core.rollouts.rollout import Conversations, Timing
-from rlhf_core.rollouts.updates import DIFFERENCE
+from rlhf_core.rollouts.collector import (
+    Conversations,
+    Timing,
+    measure,
+    reward_inputs,
+    rollout_metrics,
+    warn_of_unscored,
+)
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -402,10 +407,21 @@ def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) 
         _difference=Mean(0.0, 0.0),
     )
     sums = [Mean(2.0, 1.0), Mean(1.0, 5.0), Mean(4.0, 2.0), Mean(8.0, 1.0), Mean(0.0, 0.0), Mean(0.0, 0.0)]
-    found = [RolloutUpdates.measured(made, step, {DIFFERENCE: each}) for step, each in enumerate(sums)]
+    found = [
+        RolloutUpdates.measured(made, step, {"sampling/logp_difference_mean": each})
+        for step, each in enumerate(sums)
+    ]
     assert RolloutUpdates.measured(made, 7, {"loss": Mean(0.0, 1.0)}) is None
     if ahead or inputs:
         assert judged == []
     else:
         assert judged == [(0, 0.5), (2, 4.0)]
         assert found == [None, None, None, "off", None, None]
+
+
+def test_sums_that_are_equal_on_paper_are_no_difference(rollout):
+    total = np.array([0.1 + 0.2, 0.3, 0.3, 1, 0, 0])
+    metrics = rollout_metrics(
+        [Reward("right", 0.7, None), Reward("short", 0.3, None)], rollout.rewards, total, rollout.samples, G
+    )
+    assert metrics["frac_reward_zero_std"] == 0.5

@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 from rlhf_topologies.sampling import sampling_programs
 
-from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, SamplingOptions, packed, placement, turns
-from rlhf_core.sampling.devices import Devices
-from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
-from rlhf_core.sampling.schedule import Conversation, Schedule
-from rlhf_core.sampling.turns import TurnsProgram, cache_length
+from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
+from rlhf_core.sampling.schedule import Conversation, Devices, Schedule
 from tests.shared import worlds
+from tests.shared.sampled import compilations, inputs
 
 KEY = jax.random.key(6)
 VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
@@ -38,23 +35,18 @@ CONFIG = {
 }
 DEFINITION = DECODER.define(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
+LENGTHS: dict[str, Any] = {
+    "stop_ids": (3,),
+    "max_prompt_length": LONGEST_PROMPT,
+    "conversation_length": FOLLOWING,
+}
 
 
 def make_sampler(
     slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
 ) -> ConversationSampler:
     monkeypatch.setitem(placement.SLOTS, "cpu", slots)
-    return ConversationSampler(
-        SamplerInputs(
-            definition=DEFINITION,
-            options=options,
-            mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
-            stop_ids=(3,),
-            prompts_per_call=COUNT,
-            max_prompt_length=LONGEST_PROMPT,
-            conversation_length=FOLLOWING,
-        )
-    )
+    return ConversationSampler(inputs(DEFINITION, options, mesh=mesh, prompts_per_call=COUNT, **LENGTHS))
 
 
 @pytest.fixture(scope="module")
@@ -165,23 +157,14 @@ def test_nothing_compiles_after_warm_up(
 ) -> None:
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     params = jax.device_put(params, DEFINITION.shardings(mesh))
-    compiled: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(about.get("fun_name")))
-
     make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
     sampler = make_sampler(5, monkeypatch, options, mesh)
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as compiled:
         sampler.warm_up(params, [5, LONGEST_PROMPT])
         sampler._ahead.wait_for_all()
         ahead = len(compiled)
         sampler.converse(params, make_prompts(), jax.random.key(9), None, make_world())
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert ahead
     assert compiled[ahead:] == []
 
@@ -193,16 +176,7 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
     monkeypatch.setitem(placement.SLOTS, "cpu", 4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
     sampler = ConversationSampler(
-        SamplerInputs(
-            definition=DEFINITION,
-            options=OPTIONS,
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=5,
-            prompts_per_call=2,
-            max_prompt_length=LONGEST_PROMPT,
-            conversation_length=FOLLOWING,
-        )
+        inputs(DEFINITION, OPTIONS, mesh=mesh, num_generations=5, prompts_per_call=2, **LENGTHS)
     )
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -226,8 +200,8 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternatives: int | None) -> None:
     definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
-    program = TurnsProgram(
-        definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False, alternatives
+    program = turns.TurnsProgram(
+        definition, OPTIONS, mesh, (3,), 16, turns.cache_length(300), "threefry2x32", False, alternatives
     )
     weights = placement.abstract_weights(definition, mesh, shared=False)
     cache, seen = turns.begin.eval_shape(weights, program=program)
@@ -255,7 +229,7 @@ def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternat
 @pytest.mark.parametrize("count", [1, 16, 17, 100, 700])
 def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) -> None:
     end = start + count
-    length = cache_length(end + 1)
+    length = turns.cache_length(end + 1)
     conversation = Conversation(0, np.zeros(end + 1, np.int32), end + 9, None, 1)
     conversation.fed = start
     chunks = [size for size in turns.CHUNKS if size <= length]
@@ -267,8 +241,8 @@ def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) 
     assert covered == end == conversation.fed
 
 
-def plan(memory: int | None, conversations: int = 64) -> Room:
-    return plan_conversations(
+def plan(memory: int | None, conversations: int = 64) -> placement.Room:
+    return placement.plan_conversations(
         DEFINITION, planned_mesh(1), [1], memory=memory, conversations=conversations, length=2048
     )
 
@@ -276,7 +250,7 @@ def plan(memory: int | None, conversations: int = 64) -> Room:
 def test_as_many_slots_as_have_the_memory() -> None:
     assert plan(None).slots == placement.SLOTS["cpu"]
     per_slot = cache_bytes(DEFINITION, 1, 2048)
-    weights = prepared_bytes(DEFINITION)
+    weights = placement.prepared_bytes(DEFINITION)
     for slots in (1, 7, 40):
         room = plan(weights + 2 * slots * per_slot)
         assert room.bytes is not None
@@ -287,7 +261,7 @@ def test_as_many_slots_as_have_the_memory() -> None:
 
 def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
     mesh = make_mesh(data=4, devices=jax.devices()[:4])
-    program = TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
+    program = turns.TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
 
     class NoDevices(Devices):
         def __init__(self) -> None:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, bucket, loop
+from rlhf_core.sampling import Rollouts, Sampler, bucket, loop
+from tests.shared.sampled import assert_same, inputs
 
 VOCAB, NEW = 40, 12
 STOPS = (3, 9, 11)
@@ -48,21 +48,10 @@ def make_prompts(*lengths: int) -> list[np.ndarray]:
 def make_sampler(
     *, stop_ids: Sequence[int] = (), devices: Any = None, definition: Any = None, **options: Any
 ) -> Sampler:
-    arguments = {
-        name: options.pop(name, default)
-        for name, default in (("num_generations", 1), ("prompts_per_call", 4), ("max_prompt_length", 40))
-    }
+    own = ("num_generations", "prompts_per_call", "max_prompt_length", "tokenizer")
+    given = {name: options.pop(name) for name in own if name in options}
     options.setdefault("max_completion_length", NEW)
-    mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else devices
-    return Sampler(
-        SamplerInputs(
-            definition=definition or model()[0],
-            options=SamplingOptions(**options),
-            mesh=mesh,
-            stop_ids=stop_ids,
-            **arguments,
-        )
-    )
+    return Sampler(inputs(definition or model()[0], options, mesh=devices, stop_ids=stop_ids, **given))
 
 
 @jax.jit
@@ -87,12 +76,6 @@ def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: floa
     return np.asarray(logps[np.arange(len(completion)), completion])
 
 
-def assert_same(a: Rollouts, b: Rollouts) -> None:
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
-
-
 class OddIds:
     """Stands for a tokenizer with a hole at ids 7 and 8, whose ids end at 24."""
 
@@ -112,18 +95,7 @@ class OddIds:
 def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[str, Any], mesh: Any) -> None:
     definition, params = model()
     devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
-    sampler = Sampler(
-        SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(max_completion_length=NEW, **options),
-            mesh=devices,
-            stop_ids=(),
-            num_generations=3,
-            prompts_per_call=4,
-            max_prompt_length=40,
-            tokenizer=OddIds(),
-        )
-    )
+    sampler = make_sampler(devices=devices, num_generations=3, tokenizer=OddIds(), **options)
     assert sampler.definition.absent == ((7, 9), (25, VOCAB))
     prompts = make_prompts(3, 9, 20, 30)
     out = sampler(jax.device_put(params, definition.shardings(devices)), prompts, jax.random.key(0))
@@ -225,28 +197,6 @@ def test_ids_and_key_alone_decide_what_is_drawn() -> None:
     np.testing.assert_array_equal(shorter.tokens[0], out.tokens[0, :5])
 
 
-@pytest.mark.long  # `test_sampling_options.py` has the same with a penalty, too
-def test_first_tokens_follow_the_filtered_distribution() -> None:
-    prompt, count = make_prompts(6)[0], 8192
-    options = {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.05}
-    sampler = make_sampler(num_generations=count, prompts_per_call=1, max_completion_length=1, **options)
-    out = sampler(model()[1], [prompt], jax.random.key(0))
-    logits = full_logits(prompt)[-1].astype(np.float64) / 1.5
-    order = np.argsort(-logits)
-    p = np.exp(logits[order] - logits.max())
-    p[12:] = 0
-    p /= p.sum()
-    p[np.cumsum(p) - p >= 0.95] = 0
-    p[p < 0.05 * p[0]] = 0
-    expected = np.zeros(VOCAB)
-    expected[order] = p / p.sum() * count
-    observed = np.bincount(out.tokens[:, 0], minlength=VOCAB)
-    assert (observed > 0).sum() == (expected > 0).sum() > 3
-    assert not observed[expected == 0].any()
-    kept = expected > 0
-    assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() < 2.5 * kept.sum()
-
-
 @dataclass(frozen=True)
 class Watched:
     """A definition that notes the rows it prefills and every token it decodes."""
@@ -308,21 +258,6 @@ def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.M
     assert loop.generate._cache_size() == programs + 1
 
 
-@pytest.mark.long  # `test_sampling_options.py` has the same with more that a device carries
-def test_a_mesh_of_eight_devices_gives_the_same() -> None:
-    definition, params = model()
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    prompts = make_prompts(3, 30, 8, 20, 31)
-    expected = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(
-        params, prompts, jax.random.key(0)
-    )
-    options = {"mesh": SamplingMesh(tensor=2), "num_generations": 2, "prompts_per_call": 3}
-    sampler = make_sampler(stop_ids=(3,), devices=mesh, **options)
-    assert sampler.prompts_per_call == 4
-    placed = jax.device_put(params, definition.shardings(mesh))
-    assert_same(sampler(placed, prompts, jax.random.key(0)), expected)
-
-
 def test_prompts_that_do_not_fit_are_refused_by_number() -> None:
     sampler = make_sampler(max_prompt_length=10)
     with pytest.raises(InputError) as caught:
@@ -342,31 +277,3 @@ def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
     """Of a prompt without its last token; the longest has a multiple of eight, too."""
     assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 200, 200]
     assert [bucket(n, n) for n in (1, 9, 10, 1024)] == [8, 8, 16, 1024]
-
-
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"min_p": 2.0}])
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(options))):
-        SamplingOptions(**options)
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
-    definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
-    mesh = make_mesh(devices=jax.devices()[:1])
-    options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
-    program = loop.SamplingProgram(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((4, 32), "int32"),
-            ((4,), "int32"),
-            ((4,), "int32"),
-            ((8,), "uint32"),
-            ((2,), "uint32"),
-        )
-    ]
-    traced = loop.generate.trace(definition.abstract_params(), *arrays, None, program=program)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert "bf16" in text
-    assert traced.out_info[0].logps.dtype == jnp.float32

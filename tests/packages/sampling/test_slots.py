@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, placement
-from rlhf_core.sampling.loop import Written, most_steps, read_completions
-from rlhf_core.sampling.next_token import CUT, ENDED
+from rlhf_core.sampling import Rollouts, Sampler, most_steps, placement
+from rlhf_core.sampling.loop import CUT, ENDED, Written, read_completions
+from tests.shared.sampled import assert_same, inputs
 
 NEW, GROUP = 24, 3
 KEY = jax.random.key(2)
@@ -43,24 +42,17 @@ def ask(
     prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
     mesh = model.mesh if mesh is None else mesh
     sampler = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(max_completion_length=NEW, **options),
+        inputs(
+            model.definition,
+            {"max_completion_length": NEW, **options},
             mesh=mesh,
             stop_ids=tuple(range(3, 3 + words // 10)),
             num_generations=GROUP,
             prompts_per_call=len(prompts),
-            max_prompt_length=40,
             tokenizer=model.tokenizer,
         )
     )
     return sampler(jax.device_put(model.params, model.definition.shardings(mesh)), prompts, KEY)
-
-
-def assert_same(found: Rollouts, expected: Rollouts) -> None:
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(found.logps, expected.logps, atol=2e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

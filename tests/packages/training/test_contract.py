@@ -12,7 +12,6 @@ import pytest
 from rlhf_core import TrainerConfig, artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer, ScoringContract
-from rlhf_core.stage.text_settings import read_at_of
 from rlhf_core.training import Context
 
 
@@ -68,7 +67,6 @@ def test_where_conversations_end(
 @pytest.mark.parametrize(
     ("kind", "recorded", "expected"),
     [
-        (None, {}, "template"),
         ("language_model", {}, "template"),
         ("reward_model", {}, "eos"),
         ("reward_model", {"read_at": "eos"}, "eos"),
@@ -76,10 +74,10 @@ def test_where_conversations_end(
     ],
 )
 def test_a_new_head_reads_the_templates_end_and_an_old_one_what_it_was_trained_on(
-    stage: Any, tmp_path: Path, kind: str | None, recorded: dict[str, str], expected: str
+    tiny: ModuleType, stage: Any, tmp_path: Path, kind: str, recorded: dict[str, str], expected: str
 ) -> None:
-    if kind is not None:
-        manifest = {"format": 1, "name": "model", "kind": kind, "files": {}, "contract": recorded}
-        artifacts.write_manifest(tmp_path, manifest)
-    assert read_at_of(TrainerConfig(model=str(tmp_path)), stage, None) == expected
-    assert read_at_of(TrainerConfig(model={"hidden_size": 8}), stage, None) == "template"
+    model = tiny.make_model("score", scale=4.0)
+    manifest = {"format": 1, "name": "model", "kind": kind, "files": {}, "contract": recorded}
+    artifacts.write_manifest(tmp_path, manifest)
+    contract = Context(TrainerConfig(model=str(tmp_path)), stage).scoring_contract(model, read_at=None)
+    assert contract["read_at"] == expected

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core import TrainerConfig, create_state, data
 from rlhf_core.errors import InputError
-from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
+from rlhf_core.fit import DatasetUpdates, choose_row_layout
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import sequence_scores

@@ -2,27 +2,18 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_sft.train import build
-from rlhf_testing.fixtures import a_stage
 
-from rlhf_core import TrainerConfig, optimizers
-from rlhf_core.errors import InputError
+from rlhf_core import optimizers
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
-from rlhf_core.runtime import peak_memory
-from rlhf_core.sampling.placement import cache_bytes
-from rlhf_core.training import Context, memory
-from rlhf_core.training.define import held_bytes
-from rlhf_core.training.expected import ModelNotHereError
-from rlhf_core.training.memory import memory_line, saved_bytes, scoring_bytes, state_bytes
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.sampling import cache_bytes
+from rlhf_core.training import definition_of, memory, saved_bytes
+from rlhf_core.training.memory import memory_line, scoring_bytes, state_bytes
 
 
 def size(tree):
@@ -59,29 +50,6 @@ def test_what_describes_a_model(tiny, tmp_path):
     assert loaded[0].abstract_params()["score"]["kernel"].shape == (16, 1)
     assert definition_of("owner/name", "lm", None) is None
     assert definition_of(tiny.SIZES, "lm", None) is None  # its vocabulary is the tokenizer's
-    with pytest.raises(InputError, match=r"model: .*num_attention_heads"):
-        definition_of({**tiny.SIZES, "num_attention_heads": 3, "head_dim": None}, "lm", tokenizer)
-    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
-    with pytest.raises(InputError, match="Did you mean 'llama'"):
-        definition_of(str(tmp_path), "lm", None)
-
-
-def test_only_adapters_have_gradients(tiny, tmp_path):
-    inputs = {"tokenizer": tiny.make_tokenizer(), "train_dataset": tiny.texts(4)}
-    stage = replace(a_stage(tmp_path, inputs=inputs), mesh=None)
-
-    def parts(config):
-        context = Context(config, stage, shapes=True)
-        made = build(config, context)
-        return held_bytes(made, context, context.expected[0])
-
-    config = TrainerConfig(model=tiny.SIZES, lora={"rank": 3, "targets": ["q_proj"]})
-    added = 2 * 3 * (16 + 16) * 4  # layers × rank × (in + out) × bytes
-    assert parts(config)["gradients"] == added
-    whole = parts(config.replace(lora=None))
-    assert parts(config)["parameters"] == whole["parameters"] + added
-    with pytest.raises(ModelNotHereError):
-        parts(config.replace(model="owner/name"))
 
 
 def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
@@ -114,7 +82,7 @@ def test_a_process_is_compared_with_its_machine(monkeypatch):
 
 
 def test_the_machine_and_its_peak():
-    there = peak_memory.machine_memory()
+    there = memory.machine_memory()
     assert there is not None
     assert 2**28 < there < 2**50
     # In a process of its own: one that has run tests has freed memory to hand out again.

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 from rlhf_core import optimizers
-from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_per_device
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
@@ -111,21 +110,3 @@ def test_devices_that_are_not_here(tiny: ModuleType) -> None:
         "parameters 1 kB"
     )
     assert "on 1 device (data 1, fsdp 1, tensor 1)" in memory_line({"parameters": 1}, None, planned_mesh(1))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "told"),
-    [
-        ({"tensor": 3}, r"mesh.tensor: 3 does not fit 8 device\(s\), it must divide 8; set mesh.tensor = 2"),
-        ({"tensor": 16}, r"mesh.tensor: 16 does not fit 8 device\(s\), .*; set mesh.tensor = 8"),
-        ({"fsdp": 4, "tensor": 4}, r"mesh.fsdp: 4 does not fit 8 device\(s\), it must divide 2; set .* = 2"),
-        ({"data": 5, "fsdp": -1}, r"mesh.data: 5 does not fit 8 device\(s\), it must divide 8; set .* = 4"),
-        ({"data": 2}, r"mesh: data=2 × fsdp=1 × tensor=1 does not fit 8 device\(s\); set one of them to -1"),
-        ({"data": 0}, "mesh: sizes are positive, one may be -1"),
-    ],
-)
-def test_a_mesh_that_does_not_fit(sizes: dict[str, int], told: str) -> None:
-    with pytest.raises(InputError, match=f"^{told}"):
-        planned_mesh(8, **sizes)
-    with pytest.raises(InputError, match=f"^{told}"):
-        make_mesh(**sizes, devices=jax.devices()[:8])
