@@ -1,6 +1,7 @@
 """Load, run and save language and reward models. The rest of core reads further names from here."""
 
 from rlhf_core.contracts.models import Head as Head
+from rlhf_core.models.attention import attend_blocks as attend_blocks
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.definition import Definition as Definition
@@ -11,6 +12,7 @@ from rlhf_core.models.hf_config import DECODER as DECODER
 from rlhf_core.models.hf_config import decoder_family as decoder_family
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
+from rlhf_core.models.loading import complete_table as complete_table
 from rlhf_core.models.loading import find_family as find_family
 from rlhf_core.models.loading import fresh_model as fresh_model
 from rlhf_core.models.loading import load_model as load_model

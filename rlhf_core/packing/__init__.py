@@ -1,5 +1,6 @@
 """Packing: trees of sequences in rows of static shapes, and the choice of those shapes."""
 
+from rlhf_core.packing.layout import MICRO_BATCH_TOKENS as MICRO_BATCH_TOKENS
 from rlhf_core.packing.layout import Layout as Layout
 from rlhf_core.packing.layout_search import choose_layout as choose_layout
 from rlhf_core.packing.rows import Packed as Packed

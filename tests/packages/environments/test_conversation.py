@@ -13,9 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import EnvironmentOptions
-from rlhf_core.environments.calls import MADE_UP, EnvironmentCalls, try_episode
-from rlhf_core.environments.conversation import CallStyle, ConversationEncoder, _as_text
+from rlhf_core.environments import ConversationEncoder, EnvironmentCalls, EnvironmentOptions, try_episode
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
 from tests.shared import chat_cases as chat
@@ -377,6 +375,17 @@ def test_a_strict_template_takes_calls_without_ids_and_malformed_ones() -> None:
         assert text == '[TOOL_RESULTS]{"content": "2", "call_id": "000000000"}[/TOOL_RESULTS]'
 
 
+def test_templates_that_take_arguments_as_text_get_them_so() -> None:
+    template = (
+        HEADED + CALLS.replace("c.function | tojson", "'' + c.function.arguments") + "{% endfor %}" + OPENED
+    )
+    encoder = encoder_of(template)
+    for arguments in ({"x": "é"}, '{"x": "é"}'):
+        reply = called("x")
+        reply["tool_calls"][0]["function"]["arguments"] = arguments
+        assert encoder.write([reply]) == 'assistant: <call>{"x": "é"}</call>'
+
+
 def test_results_are_written_under_the_names_that_were_called() -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }}\n"
@@ -467,52 +476,6 @@ def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None
     assert [m["tool_call_id"] for m in encoder.with_call_ids(said)[2:]] == ["000000000", "000000001"]
 
 
-def test_dummies_have_the_calls_that_results_answer() -> None:
-    encoder = encoder_of(HEADED + CALLS + "{% endfor %}" + OPENED)
-    nameless = {"role": "tool", "content": "2"}
-    said = [
-        chat.user("a"),
-        called("x"),
-        {**nameless, "tool_call_id": "y"},
-        nameless,
-        result("3", name="other"),
-    ]
-    more = [chat.assistant("b"), chat.user("c"), called("z"), nameless]
-    dummied = encoder._with_dummies(encoder.with_call_ids([*said, *more]))
-    calls = [
-        [(c["id"], c["function"]) for c in m.get("tool_calls", ())]
-        for m in dummied
-        if m["role"] == "assistant"
-    ]
-
-    def call(name: str, argument: str) -> dict[str, Any]:
-        return {"name": name, "arguments": {"argument": argument}}
-
-    assert calls == [
-        [
-            ("y", call("add", "qzxfirst")),
-            ("000000000", call("call", "qzxfirst")),
-            ("000000001", call("other", "qzxlast")),
-        ],
-        [],
-        [("z", call("add", "qzxlast"))],
-    ]
-    for results, count in ((said[2:], 1), ([], 0)):
-        reply = encoder._dummy_reply(said[1], results, CallStyle(most=1))
-        assert [c["function"]["arguments"] for c in reply.get("tool_calls", ())] == [
-            {"argument": "qzxlast"}
-        ] * count
-        assert ("tool_calls" in reply) == bool(count)
-
-
-def test_arguments_are_written_as_text_once() -> None:
-    def written(function: Any) -> Any:
-        return _as_text({"function": function})["function"]["arguments"]
-
-    assert written({"arguments": {"x": "é"}}) == written({"arguments": '{"x": "é"}'}) == '{"x": "é"}'
-    assert written({}) == written(None) == "{}"
-
-
 SAID = [chat.user("a"), chat.assistant("b")]
 
 
@@ -593,7 +556,7 @@ class Asks:
         return [chat.user(row["question"])]
 
     def step(self, completion: dict[str, Any]) -> Turn:
-        assert completion == MADE_UP
+        assert completion["role"] == "assistant"
         self.turns -= 1
         return Turn([chat.user("and then ?")], 0.5, done=self.turns == 0)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.environments import ConversationEncoder
-from rlhf_core.environments.history import TOOL
 from rlhf_core.errors import InputError
 from tests.shared import chat_cases as chat
 
@@ -38,6 +37,8 @@ PUBLISHED = {
     "qwen3_5_think": (OPENS, FINE, FINE),
     "qwen3_instruct_2507": (FINE, FINE, FINE),
 }
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "What."}}}
+TOOL = {"type": "function", "function": {"name": "qzxtool", "description": "Do.", "parameters": PARAMETERS}}
 ALIKE = ("llama3_1", "phi3_5", "qwen2_5", "qwen3_5_think")
 """Each does as llama3_2, phi3, qwen3_instruct_2507 or nemotron_3_nano."""
 

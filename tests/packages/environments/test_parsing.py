@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.environments import ConversationEncoder, ToolEnvironment
-from rlhf_core.environments.parsing import FORMATS, CallParser, call_format
+from rlhf_core.environments import CallParser, ConversationEncoder, ToolEnvironment
+from rlhf_core.environments.parsing import FORMATS, call_format
 from rlhf_core.errors import InputError
 
 TYPES = {

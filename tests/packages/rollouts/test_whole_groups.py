@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,16 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_testing.fixtures import a_stage
 
-from rlhf_core import TrainerConfig, hookimpl
+from rlhf_core import Stage, TrainerConfig, hookimpl, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.packing import Layout, choose_layout, pack
-from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
+from rlhf_core.packing import MICRO_BATCH_TOKENS, Layout, choose_layout, pack
 from rlhf_core.plugins import load_file
+from rlhf_core.rollouts import EnvironmentOptions, RolloutOptions
 from rlhf_core.rollouts import rollout_rows as layouts
-from rlhf_core.training.define import forecast
+from rlhf_core.sampling import SamplingOptions
+from rlhf_core.training import forecast
 
 ppo: Any = load_file(Path(__file__).parents[3] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
 MESSAGE = (
@@ -37,7 +36,8 @@ def test_a_group_is_never_split(size: int, tiny: ModuleType, tmp_path: Path) -> 
     config = ppo.PPOConfig(total_batch_size=size, num_generations=4, max_training_steps=1)
     message = rf"^stage 'ppo'\.{MESSAGE.format(size=size)}$"
     given = {"tokenizer": tiny.make_tokenizer(), "rewards": [reward], "train_dataset": tiny.prompts(4)}
-    stage = replace(a_stage(tmp_path / "check", inputs=given), name="ppo", mesh=None)
+    host = plugins.load()
+    stage = Stage("ppo", tmp_path / "check", 0, None, True, host.registry, host.hook, inputs=given)
     with pytest.raises(InputError, match=message):
         forecast(ppo.build, config.replace(model=tiny.SIZES), stage)
     inputs = {"model": tiny.make_model(scale=4.0), "rewards": [reward], "train_dataset": tiny.prompts(4)}
@@ -112,6 +112,18 @@ def test_the_largest_groups_of_an_update_are_as_many_as_it_has() -> None:
         (5, [3] * 4),
         (6, [3] * 4),
     ]
+
+
+def test_rows_of_turns_have_room_for_all_that_is_said_before_the_last() -> None:
+    sizes, sampling = np.array([3, 8]), SamplingOptions(max_completion_length=4)
+
+    def options(**environment: Any) -> RolloutOptions:
+        return RolloutOptions(8, 2, sampling, 2, environment=EnvironmentOptions(max_tokens=20, **environment))
+
+    kept = layouts.tree_sizes(sizes, options())
+    assert (kept[0].tolist(), *kept[1:]) == ([3, 8], 2, 20)
+    again = layouts.tree_sizes(sizes, options(history="encoded_again"))
+    assert (again[0].tolist(), *again[1:]) == ([19, 24], 1, 4)
 
 
 FULL = [(90, 208, 8), (128, 208, 8), (200, 1024, 4), (60, 32, 8), (60, 256, 32)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,17 +11,13 @@ import numpy as np
 import pytest
 from rlhf_topologies.sampling import sampling_programs
 
-from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, SamplingOptions, packed, placement, turns
-from rlhf_core.sampling.devices import Devices
-from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
+from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
 from rlhf_core.sampling.schedule import Conversation, Schedule
-from rlhf_core.sampling.turns import TurnsProgram, cache_length
-from tests.shared import worlds
+from tests.shared import samplers, worlds
 
 KEY = jax.random.key(6)
 VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
@@ -44,16 +41,9 @@ def make_sampler(
     slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
 ) -> ConversationSampler:
     monkeypatch.setitem(placement.SLOTS, "cpu", slots)
+    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
     return ConversationSampler(
-        SamplerInputs(
-            definition=DEFINITION,
-            options=options,
-            mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
-            stop_ids=(3,),
-            prompts_per_call=COUNT,
-            max_prompt_length=LONGEST_PROMPT,
-            conversation_length=FOLLOWING,
-        )
+        samplers.inputs(DEFINITION, mesh, options=options, prompts_per_call=COUNT, **lengths)
     )
 
 
@@ -192,18 +182,9 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 ) -> None:
     monkeypatch.setitem(placement.SLOTS, "cpu", 4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
-    sampler = ConversationSampler(
-        SamplerInputs(
-            definition=DEFINITION,
-            options=OPTIONS,
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=5,
-            prompts_per_call=2,
-            max_prompt_length=LONGEST_PROMPT,
-            conversation_length=FOLLOWING,
-        )
-    )
+    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
+    counts = {"num_generations": 5, "prompts_per_call": 2}
+    sampler = ConversationSampler(samplers.inputs(DEFINITION, mesh, options=OPTIONS, **counts, **lengths))
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         DEFINITION.abstract_params(),
@@ -226,8 +207,8 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternatives: int | None) -> None:
     definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
-    program = TurnsProgram(
-        definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False, alternatives
+    program = turns.TurnsProgram(
+        definition, OPTIONS, mesh, (3,), 16, turns.cache_length(300), "threefry2x32", False, alternatives
     )
     weights = placement.abstract_weights(definition, mesh, shared=False)
     cache, seen = turns.begin.eval_shape(weights, program=program)
@@ -255,7 +236,7 @@ def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternat
 @pytest.mark.parametrize("count", [1, 16, 17, 100, 700])
 def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) -> None:
     end = start + count
-    length = cache_length(end + 1)
+    length = turns.cache_length(end + 1)
     conversation = Conversation(0, np.zeros(end + 1, np.int32), end + 9, None, 1)
     conversation.fed = start
     chunks = [size for size in turns.CHUNKS if size <= length]
@@ -267,8 +248,8 @@ def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) 
     assert covered == end == conversation.fed
 
 
-def plan(memory: int | None, conversations: int = 64) -> Room:
-    return plan_conversations(
+def plan(memory: int | None, conversations: int = 64) -> placement.Room:
+    return placement.plan_conversations(
         DEFINITION, planned_mesh(1), [1], memory=memory, conversations=conversations, length=2048
     )
 
@@ -276,7 +257,7 @@ def plan(memory: int | None, conversations: int = 64) -> Room:
 def test_as_many_slots_as_have_the_memory() -> None:
     assert plan(None).slots == placement.SLOTS["cpu"]
     per_slot = cache_bytes(DEFINITION, 1, 2048)
-    weights = prepared_bytes(DEFINITION)
+    weights = placement.prepared_bytes(DEFINITION)
     for slots in (1, 7, 40):
         room = plan(weights + 2 * slots * per_slot)
         assert room.bytes is not None
@@ -287,13 +268,10 @@ def test_as_many_slots_as_have_the_memory() -> None:
 
 def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
     mesh = make_mesh(data=4, devices=jax.devices()[:4])
-    program = TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
+    program = turns.TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
 
-    class NoDevices(Devices):
-        def __init__(self) -> None:
-            self.program = program
-
-    schedule = Schedule(NoDevices(), [], np.zeros(0, np.uint32), make_world())
+    no_devices: Any = SimpleNamespace(program=program)
+    schedule = Schedule(no_devices, [], np.zeros(0, np.uint32), make_world())
     assert schedule._deal(8) == [0, 1, 3, 4, 6, 7, 9, 10]
     assert schedule._deal(99) == list(range(12))
     for slot in (0, 1, 4):
@@ -306,7 +284,9 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
 ) -> None:
     sampler = make_sampler(2, monkeypatch)
 
-    class Overflows(Devices):
+    class Overflows:
+        looks_ahead = False
+
         def __init__(self, *_: Any) -> None:
             self.program = sampler.program
 

@@ -13,68 +13,21 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.contracts import Continuation, SamplerInputs
+from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Decoder, Definition
-from rlhf_core.sampling import (
-    Sampler,
-    SamplingMesh,
-    SamplingOptions,
-    converse_by_turns,
-    make_sampler,
-    placement,
-)
+from rlhf_core.sampling import Sampler, converse_by_turns, make_sampler, placement
 from rlhf_core.sampling.devices import Devices
-from tests.shared import worlds
+from tests.shared import samplers, worlds
 
 KEY = jax.random.key(4)
-VOCAB, LONGEST_PROMPT, FOLLOWING = 48, 24, 120
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.3,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "gemma4": {
-        "model_type": "gemma4_text",
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "attention_k_eq_v": True,
-        "sliding_window": 8,
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 4,
-        "vocab_size_per_layer_input": VOCAB,
-        "rms_norm_eps": 0.01,
-    },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 5,
-    },
-    "lfm2": {
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention"],
-        "block_auto_adjust_ff_dim": False,
-    },
-}
+VOCAB, LONGEST_PROMPT, FOLLOWING = samplers.VOCAB, 24, 120
+SIZES = {**samplers.SIZES, "initializer_range": 0.3}
 
 
 def define(name: str, **changes: Any) -> Definition:
-    made = DECODER.define({**SIZES, **FAMILIES[name]}, "lm")
+    made = DECODER.define({**SIZES, **samplers.FAMILIES[name]}, "lm")
     return type("Changed", (Decoder,), changes)(config=made.config) if changes else made  # type: ignore[attr-defined]
 
 
@@ -115,17 +68,15 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
         longest = LONGEST_PROMPT + FOLLOWING
-        inputs = SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(
-                **{"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options}
-            ),
-            mesh=mesh,
+        inputs = samplers.inputs(
+            definition,
+            mesh,
             stop_ids=stop_ids,
-            num_generations=1,
+            tensor=tensor,
             prompts_per_call=len(PROMPTS),  # of however many prompts, so that programs are the same
             max_prompt_length=LONGEST_PROMPT,
             conversation_length=None if by_turns else FOLLOWING,
+            **{"max_completion_length": 8, **options},
         )
         sampler = make_sampler(inputs)
         params = jax.device_put(draw(name), definition.shardings(mesh))
@@ -200,51 +151,13 @@ def test_a_mesh_changes_nothing(
     worlds.assert_same(found, expected)
 
 
-@pytest.mark.long  # `test_the_last_turn_ends_with_the_conversation_length` has such a family, too
-@pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_a_family_that_cannot_extend_caches_takes_whole_calls(axes: dict[str, int], hold: Any) -> None:
-    devices = jax.devices()[: 8 if len(axes) > 1 else 1]
-    found = hold(mesh=make_mesh(**axes, devices=devices), changes={"extend": Definition.extend})
-    worlds.assert_same(found, hold())
-
-
-@pytest.mark.long
-def test_one_turn_is_a_completion(hold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = hold("gemma2", world=worlds.MadeUp(VOCAB, turns=1), max_completion_length=40)
-    definition = define("gemma2")
-    sampler = Sampler(
-        SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(max_completion_length=40),
-            mesh=make_mesh(devices=jax.devices()[:1]),
-            stop_ids=(3,),
-            num_generations=3,
-            prompts_per_call=3,
-            max_prompt_length=LONGEST_PROMPT,
-        )
-    )
-    rollouts = sampler(draw("gemma2"), PROMPTS[::3], KEY, IDS)
-    completions = {
-        i: [worlds.Said(rollouts.tokens[i, :n], rollouts.logps[i, :n], rollouts.finished[i])]
-        for i, n in enumerate(rollouts.lengths)
-    }
-    worlds.assert_same(said, completions)
-
-
 def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A string that begins in one turn does not end in the next; the penalty sees what the world said."""
     model = tiny.make_model(scale=6.0)
     words = len(model.tokenizer)
     prompts = [np.array([7, 8, 9], np.int32)] * 12
-    common = {
-        "mesh": model.mesh,
-        "stop_ids": (),
-        "tokenizer": model.tokenizer,
-        "prompts_per_call": len(prompts),
-    }
-    options = SamplingOptions(
-        stop_strings=("a", "eb", "kk", "m"), repetition_penalty=1.2, max_completion_length=7
-    )
+    common: dict[str, Any] = {"stop_ids": (), "tokenizer": model.tokenizer, "prompts_per_call": len(prompts)}
+    common |= {"stop_strings": ("a", "eb", "kk", "m"), "repetition_penalty": 1.2, "max_completion_length": 7}
     monkeypatch.setattr("rlhf_core.sampling.sampler.SHORTEST_BUCKET", 103)  # one program
     told = []
     for by_turns in (True, False):
@@ -252,7 +165,7 @@ def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: p
         if by_turns:
             lengths = {"max_prompt_length": 103}
         world = worlds.MadeUp(words)
-        sampler = make_sampler(SamplerInputs(model.definition, options, **common, **lengths))
+        sampler = make_sampler(samplers.inputs(model.definition, model.mesh, **common, **lengths))
         if by_turns:
             converse_by_turns(sampler, model.params, prompts, KEY, np.arange(12), world)
         else:
@@ -312,16 +225,9 @@ def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, messag
 
 def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
     definition, world = define("llama"), worlds.MadeUp(VOCAB)
-    inputs = SamplerInputs(
-        definition,
-        SamplingOptions(max_completion_length=8),
-        make_mesh(devices=jax.devices()[:1]),
-        (3,),
-        num_generations=3,
-        prompts_per_call=3,
-        max_prompt_length=LONGEST_PROMPT,
-        conversation_length=FOLLOWING,
-    )
+    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
+    groups = {"num_generations": 3, "prompts_per_call": 3}
+    inputs = samplers.inputs(definition, max_completion_length=8, **groups, **lengths)
     sampler = make_sampler(inputs)
     assert sampler.room.slots == len(PROMPTS)
     sampler.converse(draw("llama"), PROMPTS, KEY, IDS, world)

@@ -12,6 +12,7 @@ from rlhf_core.sampling.filters import (
     repetition_penalty,
     sample_token,
     top_k_filter,
+    top_k_rows_filter,
     top_p_filter,
 )
 
@@ -72,6 +73,14 @@ def test_top_k_keeps_the_likeliest(k: int) -> None:
     np.testing.assert_array_equal(kept, mass >= np.sort(mass, -1)[:, ::-1][:, [min(k, 97) - 1]])
     tied = jnp.asarray([[0.5, 1.0, 0.5, 0.2]])
     assert (np.asarray(top_k_filter(tied, 2)) > 0).tolist() == [[True, True, True, False]]
+
+
+def test_top_k_of_each_row() -> None:
+    mass = np.random.default_rng(0).random((5, 50)).astype(np.float32)
+    mass[1, :9] = mass[1, 10]  # equally likely ones stay together
+    for i, k in enumerate((1, 3, 17, 49, 50)):
+        rows = np.asarray(top_k_rows_filter(jnp.asarray(mass), np.full((5, 1), k, np.int32)))
+        np.testing.assert_array_equal(rows, top_k_filter(jnp.asarray(mass), k), err_msg=str(i))
 
 
 def test_min_p_is_relative_to_the_likeliest() -> None:

@@ -10,13 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh, SamplingOptions
-from rlhf_core.sampling.filters import top_k_filter, top_k_rows_filter
+from rlhf_core.sampling import ConversationSampler, Sampler
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
+from tests.shared import samplers
 
 VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
 CONFIG = {
@@ -103,16 +102,9 @@ class Asking:
         )
 
 
-def make_sampler(slots: int = SLOTS) -> ConversationSampler:
-    inputs = SamplerInputs(
-        definition=DEFINITION,
-        options=SamplingOptions(max_completion_length=64),
-        mesh=make_mesh(devices=jax.devices()[:1]),
-        stop_ids=(3,),
-        prompts_per_call=slots,
-        max_prompt_length=180,
-        conversation_length=40,
-    )
+def make_sampler(slots: int = SLOTS, mesh: Any = None, tensor: int | None = None) -> ConversationSampler:
+    lengths = {"max_completion_length": 64, "max_prompt_length": 180, "conversation_length": 40}
+    inputs = samplers.inputs(DEFINITION, mesh, tensor=tensor, prompts_per_call=slots, **lengths)
     return ConversationSampler(inputs, alternatives=4)
 
 
@@ -188,14 +180,8 @@ def test_settings_per_turn(
 def test_what_the_sampler_of_completions_samples(
     options: dict[str, Any], sampler: ConversationSampler, weights: list[Weights], params: list[Any]
 ) -> None:
-    inputs = SamplerInputs(
-        definition=DEFINITION,
-        options=SamplingOptions(max_completion_length=12, **options),
-        mesh=make_mesh(devices=jax.devices()[:1]),
-        stop_ids=(3,),
-        prompts_per_call=3,
-        max_prompt_length=8,
-    )
+    lengths = {"max_completion_length": 12, "max_prompt_length": 8}
+    inputs = samplers.inputs(DEFINITION, prompts_per_call=3, **lengths, **options)
     prompts = [[5, 6, 7], [8], [9, 10]]
     rollouts = Sampler(inputs)(params[0], [np.array(each) for each in prompts], KEY)
     world = run(
@@ -286,16 +272,7 @@ def test_nothing_compiles_after_the_warm_up(params: list[Any]) -> None:
 def test_settings_per_turn_on_a_mesh(tensor: int, params: list[Any]) -> None:
     """`test_settings_per_turn` has the assertions."""
     mesh = make_mesh(devices=jax.devices()[:4])
-    inputs = SamplerInputs(
-        definition=DEFINITION,
-        options=SamplingOptions(max_completion_length=64, mesh=SamplingMesh(tensor=tensor)),
-        mesh=mesh,
-        stop_ids=(3,),
-        prompts_per_call=8,
-        max_prompt_length=180,
-        conversation_length=40,
-    )
-    spread = ConversationSampler(inputs, alternatives=4)
+    spread = make_sampler(8, mesh, tensor)
     placed = [jax.device_put(each, DEFINITION.shardings(mesh)) for each in params]
     test_settings_per_turn(spread, [spread.place(each) for each in placed], placed)
 
@@ -316,11 +293,3 @@ def test_weights_that_change_in_the_middle(
         at = whole_logits(params[own], [5, 6, 7, *tokens])[2:-1]
         everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
         np.testing.assert_allclose(logps[some], everything[np.arange(30), tokens][some], atol=2e-5)
-
-
-def test_top_k_of_each_row() -> None:
-    mass = np.random.default_rng(0).random((5, 50)).astype(np.float32)
-    mass[1, :9] = mass[1, 10]  # equally likely ones stay together
-    for i, k in enumerate((1, 3, 17, 49, 50)):
-        rows = np.asarray(top_k_rows_filter(jax.numpy.asarray(mass), np.full((5, 1), k, np.int32)))
-        np.testing.assert_array_equal(rows, top_k_filter(jax.numpy.asarray(mass), k), err_msg=str(i))

@@ -10,109 +10,39 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, placement
-from rlhf_core.sampling.placement import Room, plan_room
+from rlhf_core.sampling import Rollouts, Sampler, placement
+from tests.shared import samplers
 from tests.shared.drawn import params_of
 
-VOCAB = 48
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.5,
-}
-QWEN3_5: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # biases of projections, tied
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},  # norms of heads
-    "phi3": {"model_type": "phi3"},  # fused projections
-    "gemma2": {
-        "model_type": "gemma2",
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 8,
-    },  # windows and soft caps
-    "gemma4": {
-        "model_type": "gemma4_text",
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "attention_k_eq_v": True,
-        "sliding_window": 8,
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 4,
-        "vocab_size_per_layer_input": VOCAB,
-        "rms_norm_eps": 0.01,
-    },  # heads of two sizes, keys and values of other layers, inputs per layer
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},  # biases, sinks
-    "qwen3_5": QWEN3_5,
-    "lfm2": {
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention"],
-        "block_auto_adjust_ff_dim": False,
-        "conv_bias": True,
-    },
-    # Next to layers with a state, only experts are shared.
-    "qwen3_5_moe": QWEN3_5
-    | {
-        "model_type": "qwen3_5_moe_text",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 16,
-    },
-    "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
-}
+FAMILIES = {name: table for name, table in samplers.FAMILIES.items() if name != "llama"}
 
 
 @functools.cache
 def model(name: str) -> tuple[Definition, Any]:
-    config = {**SIZES, **FAMILIES[name]}
+    config = {**samplers.SIZES, "initializer_range": 0.5, **FAMILIES[name]}
     definition = DECODER.define(config, "lm")
     if name.startswith("qwen3_5"):  # short outputs of the delta rule are normalised, which enlarges rounding
         return definition, jax.jit(definition.init)(jax.random.key(1))
-    return definition, params_of(definition, 1, SIZES["initializer_range"])
+    return definition, params_of(definition, 1, 0.5)
 
 
 def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
     definition, params = model(name)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
-    sampler = Sampler(
-        SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(max_completion_length=9, mesh=SamplingMesh(tensor=tensor), **options),
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=3,
-            prompts_per_call=5,
-            max_prompt_length=24,
-        )
-    )
+    prompts = [rng.integers(0, samplers.VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
+    counts = {
+        "num_generations": 3,
+        "prompts_per_call": 5,
+        "max_prompt_length": 24,
+        "max_completion_length": 9,
+    }
+    sampler = Sampler(samplers.inputs(definition, mesh, tensor=tensor, **counts, **options))
     placed = jax.device_put(params, definition.shardings(mesh))
     return sampler(placed, prompts, jax.random.key(0))
-
-
-def assert_same(a: Rollouts, b: Rollouts) -> None:
-    for field in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(a, field), getattr(b, field), err_msg=field)
-    np.testing.assert_allclose(a.logps, b.logps, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +55,7 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 def test_devices_that_share_layers_give_the_same(name: str) -> None:
     """Other tests have qwen2 (`test_conversations.py`), qwen3 and gemma2 on such devices."""
     one = sample(name, make_mesh(devices=jax.devices()[:1]))
-    assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
+    samplers.assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
 
 
 @pytest.mark.long
@@ -142,7 +72,7 @@ def test_so_does_every_mesh_with_every_filter(
     axes: dict[str, int], tensor: int | None, options: dict[str, Any]
 ) -> None:
     one = sample("qwen3", make_mesh(devices=jax.devices()[:1]), **options)
-    assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
+    samplers.assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +86,7 @@ def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
     shared = [sample(name, *each) for each in meshes]
     monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
     for (mesh, tensor), found in zip(meshes, shared, strict=True):
-        assert_same(found, sample(name, mesh, tensor))
+        samplers.assert_same(found, sample(name, mesh, tensor))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +107,7 @@ def test_kernels_that_read_what_is_visible_give_the_same(
     over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
     monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
     # A filter that keeps everything: not the program that was traced without kernels.
-    assert_same(sample(name, mesh, tensor, top_k=VOCAB), expected)
+    samplers.assert_same(sample(name, mesh, tensor, top_k=samplers.VOCAB), expected)
     assert over.call_count
 
 
@@ -188,8 +118,8 @@ def test_prompts_prefilled_in_parts_give_the_same(tokens: int, monkeypatch: pyte
     """Five prompts of 24 tokens one by one, by twos and by threes; the last part overlaps the one before."""
     whole = sample("gemma2", make_mesh(devices=jax.devices()[:1]))
     monkeypatch.setitem(placement.PREFILL_TOKENS, "cpu", tokens)
-    assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
-    assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
+    samplers.assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
+    samplers.assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +144,9 @@ PER_TOKEN = 32 * 2 * 8 * 128 * 2
 """Bytes of a token's keys and values: layers, both, heads, head size, bfloat16."""
 
 
-def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> Room:
+def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> placement.Room:
     definition = DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16")
-    return plan_room(
+    return placement.plan_room(
         definition,
         planned_mesh(8, fsdp=8),
         sizes,
@@ -264,7 +194,7 @@ def test_what_is_planned_fits_and_fewer_calls_would_not(
 
 
 def test_completions_of_one_prompt_take_turns_where_they_do_not_all_fit() -> None:
-    room = plan_room(
+    room = placement.plan_room(
         DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16"),
         planned_mesh(1),
         [1],

@@ -13,7 +13,8 @@ import pytest
 
 from rlhf_core import SAMPLER, Registry, Rollouts, SamplerInputs, hookimpl, plugins
 from rlhf_core.errors import InputError
-from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core.sampling import Sampler
+from tests.shared import samplers
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,14 @@ def model(tiny: ModuleType) -> Any:
 
 
 def inputs_for(model: Any, **options: Any) -> SamplerInputs:
-    return SamplerInputs(
-        definition=model.definition,
-        tokenizer=model.tokenizer,
-        options=SamplingOptions(max_completion_length=8, **options),
-        mesh=model.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=3,
-        prompts_per_call=2,
-        max_prompt_length=16,
-    )
+    counts = {
+        "num_generations": 3,
+        "prompts_per_call": 2,
+        "max_prompt_length": 16,
+        "max_completion_length": 8,
+    }
+    given = {"stop_ids": model.stop_ids, "tokenizer": model.tokenizer, **counts, **options}
+    return samplers.inputs(model.definition, model.mesh, **given)
 
 
 PROMPTS = [np.array([5, 9, 7], np.int32), np.array([11], np.int32), np.array([40, 3], np.int32)]
@@ -113,40 +112,5 @@ def test_the_built_in_is_one_of_them(model: Any) -> None:
     inputs = inputs_for(model, temperature=0.8, stop_strings=("a b", "c"), stop_token_ids=(9,))
     sampler = plugins.load().registry.get(SAMPLER, "jax")(inputs)
     out = sampler(model.params, PROMPTS, jax.random.key(0))
-    plain = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=inputs.options,
-            mesh=model.mesh,
-            stop_ids=model.stop_ids,
-            num_generations=3,
-            prompts_per_call=2,
-            max_prompt_length=16,
-            tokenizer=model.tokenizer,
-        )
-    )
-    for own, expected in zip(out, plain(model.params, PROMPTS, jax.random.key(0)), strict=True):
+    for own, expected in zip(out, Sampler(inputs)(model.params, PROMPTS, jax.random.key(0)), strict=True):
         np.testing.assert_array_equal(own, expected)
-    # The first token of a one-token prompt is where both samplers see the same: same log-probability of it.
-    strange = plugins.load(objects=[Stranger()]).registry.get(SAMPLER, "last_token")
-    drawn = strange(inputs_for(model, temperature=0.8))(model.params, PROMPTS[1:2], jax.random.key(0))
-    known = {int(t): float(p) for t, p in zip(drawn.tokens[:, 0], drawn.logps[:, 0], strict=True)}
-    many = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(max_completion_length=1, temperature=0.8),
-            mesh=model.mesh,
-            stop_ids=(),
-            num_generations=256,
-            prompts_per_call=1,
-            max_prompt_length=16,
-        )
-    )(model.params, PROMPTS[1:2], jax.random.key(1))
-    shared = [
-        (known[int(t)], p)
-        for t, p in zip(many.tokens[:, 0], many.logps[:, 0], strict=True)
-        if int(t) in known
-    ]
-    assert shared
-    for expected, found in shared:
-        assert found == pytest.approx(expected, abs=1e-4)

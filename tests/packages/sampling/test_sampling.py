@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, bucket, loop
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket, loop
+from tests.shared import samplers
 
 VOCAB, NEW = 40, 12
 STOPS = (3, 9, 11)
@@ -46,23 +46,15 @@ def make_prompts(*lengths: int) -> list[np.ndarray]:
 
 
 def make_sampler(
-    *, stop_ids: Sequence[int] = (), devices: Any = None, definition: Any = None, **options: Any
+    *, stop_ids: Sequence[int] = (), definition: Any = None, mesh: Any = None, **given: Any
 ) -> Sampler:
-    arguments = {
-        name: options.pop(name, default)
-        for name, default in (("num_generations", 1), ("prompts_per_call", 4), ("max_prompt_length", 40))
+    counts = {
+        "num_generations": 1,
+        "prompts_per_call": 4,
+        "max_prompt_length": 40,
+        "max_completion_length": NEW,
     }
-    options.setdefault("max_completion_length", NEW)
-    mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else devices
-    return Sampler(
-        SamplerInputs(
-            definition=definition or model()[0],
-            options=SamplingOptions(**options),
-            mesh=mesh,
-            stop_ids=stop_ids,
-            **arguments,
-        )
-    )
+    return Sampler(samplers.inputs(definition or model()[0], mesh, stop_ids=stop_ids, **counts | given))
 
 
 @jax.jit
@@ -87,12 +79,6 @@ def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: floa
     return np.asarray(logps[np.arange(len(completion)), completion])
 
 
-def assert_same(a: Rollouts, b: Rollouts) -> None:
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
-
-
 class OddIds:
     """Stands for a tokenizer with a hole at ids 7 and 8, whose ids end at 24."""
 
@@ -112,18 +98,7 @@ class OddIds:
 def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[str, Any], mesh: Any) -> None:
     definition, params = model()
     devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
-    sampler = Sampler(
-        SamplerInputs(
-            definition=definition,
-            options=SamplingOptions(max_completion_length=NEW, **options),
-            mesh=devices,
-            stop_ids=(),
-            num_generations=3,
-            prompts_per_call=4,
-            max_prompt_length=40,
-            tokenizer=OddIds(),
-        )
-    )
+    sampler = make_sampler(mesh=devices, num_generations=3, tokenizer=OddIds(), **options)
     assert sampler.definition.absent == ((7, 9), (25, VOCAB))
     prompts = make_prompts(3, 9, 20, 30)
     out = sampler(jax.device_put(params, definition.shardings(devices)), prompts, jax.random.key(0))
@@ -205,12 +180,12 @@ def test_results_depend_neither_on_the_calls_nor_on_the_neighbours(at_once: int)
     key = jax.random.key(5)
     whole = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
     sampler = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=at_once)
-    assert_same(sampler(model()[1], prompts, key), whole)
+    samplers.assert_same(sampler(model()[1], prompts, key), whole)
     ids = np.arange(10)
     order = [4, 2, 0]
     chosen = np.concatenate([ids[2 * i : 2 * i + 2] for i in order])
     part = sampler(model()[1], [prompts[i] for i in order], key, chosen)
-    assert_same(part, Rollouts(*(x[chosen] for x in whole)))
+    samplers.assert_same(part, Rollouts(*(x[chosen] for x in whole)))
 
 
 def test_ids_and_key_alone_decide_what_is_drawn() -> None:
@@ -223,28 +198,6 @@ def test_ids_and_key_alone_decide_what_is_drawn() -> None:
     assert (out.tokens[0] != other.tokens[0]).any()
     shorter = make_sampler(max_completion_length=5)(model()[1], [prompt], jax.random.key(0), np.array([7]))
     np.testing.assert_array_equal(shorter.tokens[0], out.tokens[0, :5])
-
-
-@pytest.mark.long  # `test_sampling_options.py` has the same with a penalty, too
-def test_first_tokens_follow_the_filtered_distribution() -> None:
-    prompt, count = make_prompts(6)[0], 8192
-    options = {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.05}
-    sampler = make_sampler(num_generations=count, prompts_per_call=1, max_completion_length=1, **options)
-    out = sampler(model()[1], [prompt], jax.random.key(0))
-    logits = full_logits(prompt)[-1].astype(np.float64) / 1.5
-    order = np.argsort(-logits)
-    p = np.exp(logits[order] - logits.max())
-    p[12:] = 0
-    p /= p.sum()
-    p[np.cumsum(p) - p >= 0.95] = 0
-    p[p < 0.05 * p[0]] = 0
-    expected = np.zeros(VOCAB)
-    expected[order] = p / p.sum() * count
-    observed = np.bincount(out.tokens[:, 0], minlength=VOCAB)
-    assert (observed > 0).sum() == (expected > 0).sum() > 3
-    assert not observed[expected == 0].any()
-    kept = expected > 0
-    assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() < 2.5 * kept.sum()
 
 
 @dataclass(frozen=True)
@@ -308,21 +261,6 @@ def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.M
     assert loop.generate._cache_size() == programs + 1
 
 
-@pytest.mark.long  # `test_sampling_options.py` has the same with more that a device carries
-def test_a_mesh_of_eight_devices_gives_the_same() -> None:
-    definition, params = model()
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    prompts = make_prompts(3, 30, 8, 20, 31)
-    expected = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(
-        params, prompts, jax.random.key(0)
-    )
-    options = {"mesh": SamplingMesh(tensor=2), "num_generations": 2, "prompts_per_call": 3}
-    sampler = make_sampler(stop_ids=(3,), devices=mesh, **options)
-    assert sampler.prompts_per_call == 4
-    placed = jax.device_put(params, definition.shardings(mesh))
-    assert_same(sampler(placed, prompts, jax.random.key(0)), expected)
-
-
 def test_prompts_that_do_not_fit_are_refused_by_number() -> None:
     sampler = make_sampler(max_prompt_length=10)
     with pytest.raises(InputError) as caught:
@@ -342,12 +280,6 @@ def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
     """Of a prompt without its last token; the longest has a multiple of eight, too."""
     assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 200, 200]
     assert [bucket(n, n) for n in (1, 9, 10, 1024)] == [8, 8, 16, 1024]
-
-
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"min_p": 2.0}])
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(options))):
-        SamplingOptions(**options)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
+from tests.shared import samplers
 
 NEW = 12
 KEY = jax.random.key(3)
@@ -24,20 +24,15 @@ def model(tiny: ModuleType) -> Any:
     return tiny.make_model(scale=6.0)
 
 
-def make_sampler(model: Any, *, stop_ids: tuple[int, ...] = (), **given: Any) -> Sampler:
-    own = {name: given.pop(name) for name in ("num_generations", "prompts_per_call", "mesh") if name in given}
-    options = SamplingOptions(**{"max_completion_length": NEW, **given})
-    arguments = {"mesh": model.mesh, "num_generations": 16, "prompts_per_call": 4, **own}
-    return Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=options,
-            stop_ids=stop_ids,
-            max_prompt_length=40,
-            tokenizer=model.tokenizer,
-            **arguments,
-        )
-    )
+def make_sampler(model: Any, *, mesh: Any = None, **given: Any) -> Sampler:
+    counts = {
+        "num_generations": 16,
+        "prompts_per_call": 4,
+        "max_prompt_length": 40,
+        "max_completion_length": NEW,
+    }
+    fixed = {"stop_ids": (), "tokenizer": model.tokenizer, **counts}
+    return Sampler(samplers.inputs(model.definition, model.mesh if mesh is None else mesh, **fixed | given))
 
 
 def make_prompts(model: Any, *texts: str) -> list[np.ndarray]:
@@ -61,12 +56,6 @@ def penalised(logits: np.ndarray, ids: np.ndarray, penalty: float) -> np.ndarray
 def log_softmax(x: np.ndarray) -> np.ndarray:
     shifted = x - x.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def assert_same(a: Rollouts, b: Rollouts) -> None:
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
 
 
 @pytest.mark.long
@@ -163,7 +152,7 @@ def test_stop_strings_are_not_looked_for_in_the_prompt_nor_across_its_end(model:
     strings = [s for s in ("a b", "b c", *border) if not any(s in text for text in texts)]
     assert set(border) & set(strings)
     out = make_sampler(model, stop_strings=strings)(model.params, prompts, KEY)
-    assert_same(out, plain)
+    samplers.assert_same(out, plain)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +173,7 @@ def test_further_stop_tokens(further: int, model: Any) -> None:
     lengths = np.where(finished, found.argmax(1) + 1, NEW)
     written = np.arange(NEW) < lengths[:, None]
     cut = Rollouts(np.where(written, plain.tokens, 0), lengths, np.where(written, plain.logps, 0), finished)
-    assert_same(out, cut)
+    samplers.assert_same(out, cut)
 
 
 @pytest.mark.long
@@ -195,7 +184,7 @@ def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
     expected = make_sampler(model, **options)(model.params, prompts, KEY)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     params = jax.device_put(model.params, model.definition.shardings(mesh))
-    assert_same(make_sampler(model, mesh=mesh, **options)(params, prompts, KEY), expected)
+    samplers.assert_same(make_sampler(model, mesh=mesh, **options)(params, prompts, KEY), expected)
     assert expected.finished.any()
     assert not expected.finished.all()
 
@@ -246,7 +235,7 @@ def test_nothing_compiles_after_warm_up(model: Any) -> None:
         jax.monitoring.unregister_event_duration_listener(note)
     assert len(compiled) == 2  # one a padded length; the calls waited for them and compiled nothing
     again = make_sampler(model, num_generations=4, **options)
-    assert_same(out, again(model.params, prompts, jax.random.key(9), np.arange(50, 74)))
+    samplers.assert_same(out, again(model.params, prompts, jax.random.key(9), np.arange(50, 74)))
     with pytest.raises(InputError, match="max_prompt_length=40"):
         sampler.warm_up(model.params, [41])
 
@@ -255,35 +244,3 @@ def test_lists_are_tuples_so_that_options_are_hashable() -> None:
     options = SamplingOptions(stop_strings=["a", "b"], stop_token_ids=[1])
     assert options == SamplingOptions(stop_strings=("a", "b"), stop_token_ids=(1,))
     assert hash(options) == hash(SamplingOptions.from_dict(options.to_dict()))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0"),
-        ({"stop_strings": ["a", ""]}, r"stop_strings\[1\]: .*at least 1 character"),
-        ({"stop_strings": "a"}, "stop_strings: expected a list"),
-        ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\]: expected a number of at least 0"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        SamplingOptions(**options)
-
-
-def test_options_that_the_model_cannot_honour_are_refused(model: Any) -> None:
-    with pytest.raises(
-        InputError, match=r"sampling\.stop_token_ids: the model has no token 48, 60; .* end at 47"
-    ):
-        make_sampler(model, stop_token_ids=[47, 48, 60])
-    with pytest.raises(InputError, match=r"sampling\.stop_strings: there is no tokenizer"):
-        Sampler(
-            SamplerInputs(
-                definition=model.definition,
-                options=SamplingOptions(stop_strings=("a",)),
-                mesh=model.mesh,
-                stop_ids=(),
-                prompts_per_call=1,
-                max_prompt_length=8,
-            )
-        )

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, placement
-from rlhf_core.sampling.loop import Written, most_steps, read_completions
-from rlhf_core.sampling.next_token import CUT, ENDED
+from rlhf_core.sampling import Rollouts, Sampler, most_steps, placement
+from rlhf_core.sampling.loop import CUT, ENDED, Written, read_completions
+from tests.shared import samplers
 
 NEW, GROUP = 24, 3
 KEY = jax.random.key(2)
@@ -42,25 +41,10 @@ def ask(
     words = len(model.tokenizer)
     prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
     mesh = model.mesh if mesh is None else mesh
-    sampler = Sampler(
-        SamplerInputs(
-            definition=model.definition,
-            options=SamplingOptions(max_completion_length=NEW, **options),
-            mesh=mesh,
-            stop_ids=tuple(range(3, 3 + words // 10)),
-            num_generations=GROUP,
-            prompts_per_call=len(prompts),
-            max_prompt_length=40,
-            tokenizer=model.tokenizer,
-        )
-    )
+    counts = {"num_generations": GROUP, "prompts_per_call": len(prompts), "max_prompt_length": 40}
+    given = {"stop_ids": tuple(range(3, 3 + words // 10)), "tokenizer": model.tokenizer, **counts, **options}
+    sampler = Sampler(samplers.inputs(model.definition, mesh, max_completion_length=NEW, **given))
     return sampler(jax.device_put(model.params, model.definition.shardings(mesh)), prompts, KEY)
-
-
-def assert_same(found: Rollouts, expected: Rollouts) -> None:
-    for name in ("tokens", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(found.logps, expected.logps, atol=2e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -87,7 +71,7 @@ def test_the_number_of_slots_changes_nothing(
     assert len(set(expected.lengths.tolist())) > 5
     assert 0 < expected.finished.sum() < len(expected.finished)
     for slots, last in cases:
-        assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
+        samplers.assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
 
 
 @pytest.mark.long
@@ -103,7 +87,7 @@ def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.
     """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
     expected = ask(model, monkeypatch, ALL)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
+    samplers.assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +97,7 @@ def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pyt
     """Every completion has a slot: with its prompt's one cache, and with a copy of it; the last few by themselves."""
     shared = ask(model, monkeypatch, ALL, last=1, **OPTIONS[options])
     monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
-    assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
+    samplers.assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.sampling.stop_strings import automaton, stop_table, transitions
+from rlhf_core.sampling import stop_table
+from rlhf_core.sampling.stop_strings import automaton, transitions
 
 
 def first_end(text: bytes, strings: list[bytes]) -> int | None:

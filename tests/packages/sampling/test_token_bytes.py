@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from rlhf_core.errors import InputError
-from rlhf_core.sampling.stop_strings import token_bytes
+from rlhf_core.sampling import token_bytes
 from rlhf_core.tokenizer import load_tokenizer
 
 WORDS = ["</s>", "a", "b", ".", "##c", "▁d", "e▁f", "<0x41>", "<0xC3>", "<0xA9>", "Ġg", "é"]
