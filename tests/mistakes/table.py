@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tests.mistakes import settings
+from tests.mistakes import other_commands, requests, rollouts, settings
 from tests.mistakes.mistake import Mistake
 
-SECTIONS: dict[str, list[Mistake]] = {**settings.SECTIONS}
+SECTIONS: dict[str, list[Mistake]] = {
+    **settings.SECTIONS,
+    **rollouts.SECTIONS,
+    **other_commands.SECTIONS,
+    **requests.SECTIONS,
+}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import enum
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,61 +230,3 @@ def test_plain_and_async_functions_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert turn.messages[0]["content"] == "42"
     with pytest.raises(InputError, match=r"calc\.py has no 'doubel'\. Did you mean 'double'"):
         ToolEnvironment(["calc.py:doubel"])
-
-
-def silent(x: int) -> int:
-    return x
-
-
-def untyped(x) -> None:  # type: ignore[no-untyped-def]
-    """Do.
-
-    Args:
-        x: It.
-    """
-
-
-def undescribed(x: int) -> None:
-    """Do."""
-
-
-def several(*words: str) -> None:
-    """Do.
-
-    Args:
-        words: Them.
-    """
-
-
-def odd(when: datetime.datetime) -> None:
-    """Do.
-
-    Args:
-        when: Then.
-    """
-
-
-@pytest.mark.parametrize(
-    ("tool", "said"),
-    [
-        (silent, "tool 'silent' has no JSON schema: .*no docstring. Give it a docstring with"),
-        (untyped, "tool 'untyped' has no JSON schema: Argument x is missing a type hint.*"),
-        (undescribed, "tool 'undescribed' has no JSON schema: .*no description for the argument 'x'. Give"),
-        (several, r"tool 'several': parameter 'words' cannot be passed by name: remove \*"),
-        (
-            odd,
-            "tool 'odd' has no JSON schema: .*datetime.*likely because it is a custom class or object. Give it",
-        ),
-        (lambda x: x, "is not a function with a name"),
-    ],
-)
-def test_functions_without_a_schema_are_input_errors(tool: Callable[..., Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        ToolEnvironment([tool])
-
-
-def test_all_problems_are_reported_together() -> None:
-    with pytest.raises(InputError) as error:
-        ToolEnvironment([silent, add, add, undescribed])
-    assert len(error.value.problems) == 3
-    assert error.value.problems[1] == "two tools are named 'add': rename one of the functions"

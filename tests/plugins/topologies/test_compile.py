@@ -365,21 +365,6 @@ def test_an_environment_that_does_not_fit(
     assert "pip install" in ended.message
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--on", "h1000:8"], "no device 'h1000'"),
-        (["--json"], "--json goes with --on"),
-        (["--on", "h100:8", "--devices", "4"], "--on h100:8 has 8 devices; leave out --devices 4"),
-        (["--on", "h100:8", "--set", "mesh.fsdp=3"], "mesh.fsdp: 3 does not fit 8 device(s)"),
-    ],
-)
-def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: Any) -> None:
-    ended = rlhf("check", "base.toml", *flags)
-    assert ended.code == cli.BAD_INPUT
-    assert words in ended.message
-
-
 def test_what_the_other_environment_finds_wrong_is_said(place: Any) -> None:
     """Its packages are this one's, after its own; a pipeline's problems come back."""
     with pytest.raises(interpreters.InputError, match="--on h100:8: the compiler does not know"):

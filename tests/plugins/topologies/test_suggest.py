@@ -410,21 +410,6 @@ def test_a_sampling_mesh_is_written_with_the_rest_of_its_table(place: Any) -> No
     assert devices.planned() is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--suggest"], "--suggest goes with --on"),
-        (["--on", "h100", "--suggest", "--devices", "4"], "leave out --devices 4"),
-        (["--on", "h1000", "--suggest"], "no device 'h1000'"),
-        (["--on", "h100"], "write CHIP:[[SLICESx]HOSTSx]DEVICES"),
-    ],
-)
-def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: Any) -> None:
-    ended = rlhf("check", "base.toml", *flags)
-    assert ended.code == cli.BAD_INPUT
-    assert words in ended.message
-
-
 def found_by(chosen: bool, place: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let the other environment return what a compiler that is not there makes of the best candidate."""
 
