@@ -56,9 +56,9 @@ nameless = lambda x: x
 '''
 
 
-def sampling(**options: str) -> Mistake:
+def sampling(command: str = POLICY, **options: str) -> Mistake:
     table = ", ".join(f"{name} = {value}" for name, value in options.items())
-    return setting(f"sampling = {{ max_completion_length = 4, {table} }}", f"sampling.{table}", POLICY)
+    return setting(f"sampling = {{ max_completion_length = 4, {table} }}", f"sampling.{table}", command)
 
 
 def tools(*names: str) -> Mistake:
@@ -88,7 +88,7 @@ SECTIONS = {
         sampling(stop_strings='"a"'),
         sampling(stop_strings='["a", "wants</s>", "wants<eos>"]'),
         sampling(stop_token_ids="[-1]"),
-        sampling(stop_token_ids="[30, 998, 999]"),
+        sampling("run policy.toml", stop_token_ids="[30, 998, 999]"),
     ],
     "Previews": [
         setting("previews = { from_data = false }", command=BASE),
