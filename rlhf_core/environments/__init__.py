@@ -3,6 +3,8 @@
 from rlhf_core.environments.calls import EnvironmentCalls as EnvironmentCalls
 from rlhf_core.environments.calls import EnvironmentOptions as EnvironmentOptions
 from rlhf_core.environments.calls import EpisodeError as EpisodeError
+from rlhf_core.environments.calls import call_environment as call_environment
+from rlhf_core.environments.calls import checked_messages as checked_messages
 from rlhf_core.environments.calls import checked_turn as checked_turn
 from rlhf_core.environments.calls import try_episode as try_episode
 from rlhf_core.environments.conversation import ConversationEncoder as ConversationEncoder

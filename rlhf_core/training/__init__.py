@@ -9,6 +9,8 @@ from rlhf_core.training.define import forecast as forecast
 from rlhf_core.training.define import python_trainer as python_trainer
 from rlhf_core.training.expected import ModelNotHereError as ModelNotHereError
 from rlhf_core.training.held_out import HeldOut as HeldOut
+from rlhf_core.training.memory import device_bytes as device_bytes
+from rlhf_core.training.memory import remat_of as remat_of
 from rlhf_core.training.memory import saved_bytes as saved_bytes
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
 from rlhf_core.training.padded import named_loss as named_loss

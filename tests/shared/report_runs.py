@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rlhf_report as reporting
+from rlhf_report.run_reader import read_run
 
 BEGAN = 1_700_000_000.0
 PIPELINE = """dir = "{dir}"
@@ -64,9 +67,37 @@ class Page(HTMLParser):
         return json.loads(gzip.decompress(base64.b64decode(self.scripts["data"])))
 
 
+def page(run: Path) -> Page:
+    """Write the report of a run and read it."""
+    return Page(reporting.report(run).read_text(encoding="utf-8"))
+
+
+def words(run: Path) -> str:
+    """Return what the report of a run says, with single spaces."""
+    return " ".join(page(run).text.split())
+
+
+def stages(run: Path) -> dict[str, Any]:
+    """Read the stages of a run as the report does, by name."""
+    return {stage.name: stage for stage in read_run(run).stages}
+
+
+def problems(run: Path) -> list[str]:
+    """Return what the report could not read of a run."""
+    return list(read_run(run).problems)
+
+
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_policy_run(directory: Path) -> Path:
+    """A run of the GRPO stage alone, without curves: they take most of a page's time."""
+    run = make_run(directory)
+    shutil.rmtree(run / "rm")
+    (run / "policy/metrics.jsonl").unlink()
+    return run
 
 
 def make_run(directory: Path, *, steps: int = 20, rate: float = 1e-4, offset: float = 0.0) -> Path:

@@ -20,8 +20,14 @@ import numpy as np
 
 from rlhf_core import plugins
 from rlhf_core.contracts import ENVIRONMENT, Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions
-from rlhf_core.environments.calls import EpisodeError, call_environment, checked_messages, checked_turn
+from rlhf_core.environments import (
+    EnvironmentCalls,
+    EnvironmentOptions,
+    EpisodeError,
+    call_environment,
+    checked_messages,
+    checked_turn,
+)
 from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.plugins.component import make_entry
 from rlhf_core.workers import DiedError, Pool, RaisedError, UnsendableError

@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.environments import CallParser, ConversationEncoder
-from rlhf_core.rollouts.collector import reward_inputs
 from rlhf_core.sampling import Rollouts
+from tests.shared import collectors
 
 TOOL = {
     "type": "function",
@@ -187,7 +187,7 @@ def test_rewards_get_the_final_text(
     assert parser.so_far(tokens[0, :-1]) == (expected["content"], thought)
     for prompt in ("a", [{"role": "user", "content": "a"}]):
         prompts = data.encode_prompts(data.load([{"prompt": prompt}]), tokenizer, max_prompt_length=64)
-        (read,) = reward_inputs(prompts, [0], samples, tokenizer, stops).completions
+        (read,) = collectors.scored(prompts, [0], samples, tokenizer, stops=stops).inputs.completions
         if isinstance(prompt, str):
             assert isinstance(read, str)
             assert read.endswith("3")

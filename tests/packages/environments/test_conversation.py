@@ -375,6 +375,17 @@ def test_a_strict_template_takes_calls_without_ids_and_malformed_ones() -> None:
         assert text == '[TOOL_RESULTS]{"content": "2", "call_id": "000000000"}[/TOOL_RESULTS]'
 
 
+def test_templates_that_take_arguments_as_text_get_them_so() -> None:
+    template = (
+        HEADED + CALLS.replace("c.function | tojson", "'' + c.function.arguments") + "{% endfor %}" + OPENED
+    )
+    encoder = encoder_of(template)
+    for arguments in ({"x": "é"}, '{"x": "é"}'):
+        reply = called("x")
+        reply["tool_calls"][0]["function"]["arguments"] = arguments
+        assert encoder.write([reply]) == 'assistant: <call>{"x": "é"}</call>'
+
+
 def test_results_are_written_under_the_names_that_were_called() -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }}\n"

@@ -11,17 +11,6 @@ from rlhf_core.environments import ConversationEncoder
 from rlhf_core.errors import InputError
 from tests.shared import chat_cases as chat
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "qzxtool",
-        "description": "It does things.",
-        "parameters": {
-            "type": "object",
-            "properties": {"argument": {"type": "string", "description": "It."}},
-        },
-    },
-}
 FINE = ""
 AGAIN = 'environment.history = "encoded_again"'
 OPENS = "rewrites earlier text when the conversation continues: "
@@ -48,6 +37,8 @@ PUBLISHED = {
     "qwen3_5_think": (OPENS, FINE, FINE),
     "qwen3_instruct_2507": (FINE, FINE, FINE),
 }
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "What."}}}
+TOOL = {"type": "function", "function": {"name": "qzxtool", "description": "Do.", "parameters": PARAMETERS}}
 ALIKE = ("llama3_1", "phi3_5", "qwen2_5", "qwen3_5_think")
 """Each does as llama3_2, phi3, qwen3_instruct_2507 or nemotron_3_nano."""
 

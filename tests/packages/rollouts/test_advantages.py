@@ -6,38 +6,36 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_core.contracts import ADVANTAGE, RewardInputs
+from rlhf_core import ADVANTAGE, plugins
+from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.plugins import installed_registry
 from rlhf_core.rollouts import Reward, Rollout
-from rlhf_core.rollouts.rollout import advantage_inputs
 from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
 from rlhf_core.sampling import Rollouts
+from tests.shared import collectors
 
 G, C = 3, 4
-END = 1
 
 
 @pytest.fixture
-def rollout():
-    """Six completions of one to four tokens; the second and the last were cut."""
-    lengths = np.array([2, 4, 1, 3, 2, 4], np.int32)
-    finished = np.array([True, False, True, True, True, False])
-    tokens = np.arange(3, 3 + 6 * C, dtype=np.int32).reshape(6, C)
-    tokens[np.arange(C) >= lengths[:, None]] = 0
-    tokens[finished, lengths[finished] - 1] = END
-    logps = np.where(tokens > 0, -np.arange(6 * C, dtype=np.float32).reshape(6, C) / 10, 0).astype(np.float32)
+def rollout(samples):
     inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {"number": [4, 4, 4, 2, 2, 2]})
     each = np.stack([np.arange(6.0), np.ones(6)], axis=1)
     total = 0.7 * each[:, 0] + 0.3 * each[:, 1]
-    return Rollout(np.array([4, 2]), Rollouts(tokens, lengths, logps, finished), each, total, inputs)
+    return Rollout(np.array([4, 2]), samples, each, total, inputs)
+
+
+def given_to_an_advantage(rollout):
+    given = []
+    rollout.with_advantages(lambda inputs: given.append(inputs) or inputs.rewards, REWARDS, name="mine")
+    return given[0]
 
 
 REWARDS = [Reward("f1", 0.7, None), Reward("f2", 0.3, None)]
 
 
 def test_inputs_are_grouped_by_prompt(rollout):
-    inputs = advantage_inputs(rollout, REWARDS)
+    inputs = given_to_an_advantage(rollout)
     np.testing.assert_array_equal(inputs.rewards, rollout.total.reshape(2, G).astype(np.float32))
     np.testing.assert_array_equal(inputs.rewards_by_function[..., 0], [[0, 1, 2], [3, 4, 5]])
     np.testing.assert_array_equal(inputs.weights, np.float32([0.7, 0.3]))
@@ -52,12 +50,12 @@ def test_inputs_are_grouped_by_prompt(rollout):
 def test_differences_that_float32_loses_are_kept_and_told_once(rollout, tmp_path, recwarn):
     large = 1e8 + np.array([0.0, 1, 0, 0, 0, 0])
     rollout = replace(rollout, rewards=np.stack([large, large], 1), total=large)
-    inputs = advantage_inputs(rollout, REWARDS)
+    inputs = given_to_an_advantage(rollout)
     assert inputs.rewards.dtype == np.float32
     assert not np.ptp(inputs.rewards)
     np.testing.assert_array_equal(inputs.rewards64, large.reshape(2, G))
     np.testing.assert_array_equal(inputs.rewards_by_function64[..., 1], large.reshape(2, G))
-    group = installed_registry().get(ADVANTAGE, "group", scale="none")
+    group = plugins.load().registry.get(ADVANTAGE, "group", scale="none")
     got = rollout.with_advantages(group, REWARDS, name="group").advantages
     np.testing.assert_allclose(got, [-1 / 3, 2 / 3, -1 / 3, 0, 0, 0], rtol=1e-6)
     warnings = RolloutWarnings(SimpleNamespace(name="policy", dir=tmp_path, is_main=True))
@@ -67,6 +65,12 @@ def test_differences_that_float32_loses_are_kept_and_told_once(rollout, tmp_path
         warnings.check(number, rollout)
     (told,) = recwarn
     assert "100000000.0 and 100000001.0, differ by less than float32 holds" in str(told.message)
+
+
+def test_sums_that_are_equal_on_paper_are_no_difference(rollout):
+    total = np.array([0.1 + 0.2, 0.3, 0.3, 1, 0, 0])
+    metrics = collectors.collector(rewards=REWARDS).metrics(replace(rollout, total=total))
+    assert metrics["frac_reward_zero_std"] == 0.5
 
 
 def misspelt(inputs):
@@ -124,7 +128,7 @@ def test_an_error_of_the_advantage_itself_is_passed_on(rollout):
 def test_a_rollout_without_the_inputs_of_its_rewards_has_advantages(rollout):
     """As after a restore."""
     rollout = replace(rollout, inputs=None)
-    assert advantage_inputs(rollout, REWARDS).columns == {}
+    assert given_to_an_advantage(rollout).columns == {}
 
 
 @pytest.mark.parametrize(("width", "returned"), [(4, 6), (5, 6), (8, 6), (5, C)])

@@ -9,12 +9,12 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.fit import MetricWindow, Update
-from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutOptions
+from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.updates import _update_metrics
-from rlhf_core.sampling import Rollouts, SamplingOptions
+from rlhf_core.sampling import Rollouts
+from tests.shared import collectors
 
 G = 3
-OPTIONS = RolloutOptions(8, G, SamplingOptions(), 2)
 DIFFER = {1, 4, 5, 6}  # prompts whose completions get different rewards
 
 
@@ -41,15 +41,9 @@ def collect(tiny, prompts):
 
     def collect(order, max_rounds, size=2):
         batches = iter(np.array(order).reshape(-1, size))
-        stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
-        collector = RolloutCollector(
-            stage,
-            prompts,
-            tiny.make_tokenizer(),
-            sampler,
-            [Reward("r", 2.0, reward)],
-            RolloutOptions(8, G, SamplingOptions(), size, max_rounds=max_rounds),
-        )
+        rewards = [Reward("r", 2.0, reward)]
+        sizes = {"size": size, "max_rounds": max_rounds}
+        collector = collectors.collector(prompts, tiny.make_tokenizer(), rewards, sampler=sampler, **sizes)
         state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(7))
         rollout = collector.collect(
             state.params, jax.random.fold_in(state.key, 4), 4, lambda: next(batches), version=int(state.step)
@@ -139,8 +133,7 @@ def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
             np.full((n, 1), 5), np.ones(n, np.int32), np.zeros((n, 1), np.float32), np.ones(n, bool)
         )
 
-    stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
-    collector = RolloutCollector(stage, prompts, tiny.make_tokenizer(), sampler, [], OPTIONS)
+    collector = collectors.collector(prompts, tiny.make_tokenizer(), sampler=sampler)
     state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(0))
     rollout = collector.collect(state.params, state.key, 0, lambda: np.arange(2))
     assert rollout.rewards.shape == (2 * G, 0)
@@ -158,21 +151,12 @@ def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("own", [np.nan, 0.5])
-def test_an_environment_without_rewards_has_no_metrics_of_them(tiny, prompts, own):
+def test_an_environment_without_rewards_has_no_metrics_of_them(prompts, own):
     samples = Rollouts(
         np.full((G, 1), 5), np.ones(G, np.int32), np.zeros((G, 1), np.float32), np.ones(G, bool)
     )
     rewards = [Reward("environment", 1.0, lambda completions: []), Reward("r", 1.0, lambda completions: [])]
-    stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
-    collector = RolloutCollector(
-        stage,
-        prompts,
-        tiny.make_tokenizer(),
-        None,
-        rewards,
-        OPTIONS,
-        SimpleNamespace(),  # type: ignore[arg-type]
-    )
+    collector = collectors.collector(prompts, rewards=rewards, episodes=SimpleNamespace())
     each = np.array([[own, float(i)] for i in range(G)])
     metrics = collector.metrics(Rollout(np.array([0]), samples, each, np.nansum(each, 1)))
     assert metrics["rewards/r/mean"] == 1.0

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import EnvironmentCalls, Episode, EpisodeSettings, TurnRecord
+from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, EpisodeSettings, TurnRecord
 from rlhf_core.errors import NonFiniteError, RunError
-from rlhf_core.rollouts import EnvironmentOptions, Reward, RolloutCollector, RolloutOptions
-from rlhf_core.rollouts.collector import OF_EPISODES, Conversations, run_episodes, tree_sizes
-from rlhf_core.sampling import SamplingOptions
+from rlhf_core.rollouts import Reward
+from rlhf_core.rollouts.rollout import Conversations
+from tests.shared import collectors
 
 G = 2
 USER = {"role": "user", "content": "a"}
@@ -56,22 +56,20 @@ PROMPTS = SimpleNamespace(row=lambda i: {}, where=lambda i: f"row {i + 1}", colu
 
 def test_the_seed_of_a_group_follows_the_number_of_its_first_completion(source):
     key = jax.random.key(3)
-    run_episodes(source, Says(), None, PROMPTS, [5, 0], key, np.arange(4, 8))
+    collector = collectors.collector(PROMPTS, sampler=Says(), group=G, episodes=source)
+    collector.draw(None, np.array([5, 0]), key, np.arange(4, 8))
     first, same, other, _ = seeds = list(Remembers.seeds)
     assert first == same != other
     for ids, expected in ((np.arange(6, 8), seeds[2:]), (np.arange(2), None)):
         Remembers.seeds = []
-        run_episodes(source, Says(), None, PROMPTS, [3], key, ids)
+        collector.draw(None, np.array([3]), key, ids)
         assert Remembers.seeds == expected if expected else Remembers.seeds[0] not in seeds
 
 
 def test_rewards_of_failed_episodes_are_left_out_of_every_function(source):
-    stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
-    given = Reward(OF_EPISODES, 1.0, lambda **columns: columns["environment_rewards"])
+    given = Reward("environment", 1.0, lambda **columns: columns["environment_rewards"])
     ones = Reward("ones", 1.0, lambda completions: [1.0] * len(completions))
-    collector = RolloutCollector(
-        stage, PROMPTS, None, Says(), [given, ones], RolloutOptions(8, G, SamplingOptions(), 2), source
-    )
+    collector = collectors.collector(PROMPTS, rewards=[given, ones], sampler=Says(), group=G, episodes=source)
     with pytest.warns(
         UserWarning, match="1 of 4 episodes failed and are dropped; the first: row 1: .* no such game"
     ):
@@ -113,8 +111,9 @@ def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monke
 
     monkeypatch.setattr(Remembers, "reset", reset)
     prompts = SimpleNamespace(row=lambda i: {"number": i}, where=lambda i: f"row {i + 1}")
+    collector = collectors.collector(prompts, sampler=Breaks(), group=G, episodes=source)
     with pytest.raises(RunError, match=r"^row 9: the outputs are not finite"):
-        run_episodes(source, Breaks(), None, prompts, [5, 8], jax.random.key(3), np.arange(4))
+        collector.draw(None, np.array([5, 8]), jax.random.key(3), np.arange(4))
     assert seen == [[2, 3]]
 
 
@@ -133,15 +132,3 @@ def test_a_turn_without_an_answer_is_described_without_a_reward():
         "turns": [{"message": 0, "tokens": 2, "reward": 0.5}, {"message": 2, "tokens": 1, "reward": None}],
         "failure": "failed",
     }
-
-
-def test_rows_of_turns_have_room_for_all_that_is_said_before_the_last():
-    sizes, sampling = np.array([3, 8]), SamplingOptions(max_completion_length=4)
-
-    def options(environment):
-        return RolloutOptions(8, G, sampling, 2, environment=environment)
-
-    kept = tree_sizes(sizes, options(EnvironmentOptions(max_tokens=20)))
-    assert (kept[0].tolist(), *kept[1:]) == ([3, 8], G, 20)
-    again = tree_sizes(sizes, options(EnvironmentOptions(max_tokens=20, history="encoded_again")))
-    assert (again[0].tolist(), *again[1:]) == ([19, 24], 1, 4)

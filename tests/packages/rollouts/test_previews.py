@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import pytest
 
 from rlhf_core import hookimpl
 from rlhf_core.config import TrainerConfig
-from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.rollouts.previews import prompt_of
 
@@ -114,13 +112,6 @@ def test_fields_without_an_interval_or_prompts_ask_for_nothing() -> None:
     assert TrainerConfig().generation_interval is None
 
 
-def test_rows_without_a_prompt_are_reported_before_training(short: Any) -> None:
-    with pytest.raises(
-        InputError, match=r"'sft'\.previews: the rows of dataset have no prompt \(columns: text\)"
-    ):
-        short.train("sft", previews={"every": 2}, inputs={"train_dataset": [{"text": "a b c"}] * 4})
-
-
 def test_the_first_rows_of_a_stream_are_previewed(short: Any, tmp_path: Path) -> None:
     def rows() -> Any:
         yield from short.rows["sft"]
@@ -150,26 +141,10 @@ def test_the_prompts_of_rows() -> None:
     assert prompt_of({"text": "a b"}) is None
 
 
-def test_what_they_take_is_forecast(tiny: ModuleType, tmp_path: Path) -> None:
-    from rlhf_sft import SFTConfig
-    from rlhf_sft.train import build
+def test_what_they_take_is_forecast(place: Any, rlhf: Any) -> None:
+    def memory(*flags: str) -> str:
+        words = " ".join(rlhf("check", "base.toml", *flags).out.split())
+        return words.partition(" memory about ")[2].partition(" process ")[0]
 
-    from rlhf_core import Stage, plugins
-    from rlhf_core.training import forecast
-
-    tiny.make_model("lm").save(tmp_path / "model")
-    host = plugins.load()
-
-    def line(**given: Any) -> str:
-        config = SFTConfig(
-            model=tmp_path / "model", train_data=tiny.write_rows(tmp_path / "x.jsonl", tiny.texts(8)), **given
-        )
-        stage = Stage("s", tmp_path, 0, None, True, host.registry, host.hook)
-        stage.inputs["tokenizer"] = tiny.make_tokenizer()
-        return next(line for line in forecast(build, config, stage).lines if line.startswith("memory"))
-
-    assert "previews" not in line()
-    absent = SFTConfig(model="owner/absent", train_data=tmp_path / "x.jsonl", previews={"every": 2})
-    stage = Stage("s", tmp_path, 0, None, True, host.registry, host.hook)
-    assert not any("memory" in line for line in forecast(build, absent, stage).lines)
-    assert "previews" in line(previews={"prompts": ["a"]})
+    assert "previews" not in memory()
+    assert "previews" in memory("--set", 'base.previews={prompts=["a"]}')

@@ -11,23 +11,16 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.config import HIDDEN, remember
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.environments import TurnRecord
 from rlhf_core.metrics import Mean
 from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
-from rlhf_core.rollouts.collector import (
-    Conversations,
-    Timing,
-    measure,
-    reward_inputs,
-    rollout_metrics,
-    warn_of_unscored,
-)
-from rlhf_core.sampling import Rollouts
+from rlhf_core.rollouts.rollout import Conversations, Timing
+from tests.shared import collectors
 
 G, C = 3, 4
-END = 1
+
+G, C = 3, 4
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +31,6 @@ def tokenizer(tiny):
 @pytest.fixture(scope="module")
 def prompts(tiny, tokenizer):
     return data.encode_prompts(data.load(tiny.prompts(5)), tokenizer, max_prompt_length=16)
-
-
-@pytest.fixture
-def samples():
-    """Six completions of one to four tokens; the second and the last were cut."""
-    lengths = np.array([2, 4, 1, 3, 2, 4], np.int32)
-    finished = np.array([True, False, True, True, True, False])
-    tokens = np.arange(3, 3 + 6 * C, dtype=np.int32).reshape(6, C)
-    tokens[np.arange(C) >= lengths[:, None]] = 0
-    tokens[finished, lengths[finished] - 1] = END
-    logps = np.where(tokens > 0, -np.arange(6 * C, dtype=np.float32).reshape(6, C) / 10, 0).astype(np.float32)
-    return Rollouts(tokens, lengths, logps, finished)
 
 
 @pytest.fixture
@@ -64,7 +45,7 @@ def rollout(samples):
 
 
 def test_reward_functions_get_prompts_completions_and_columns_in_step(prompts, samples, tokenizer):
-    inputs = reward_inputs(prompts, [4, 2], samples, tokenizer)
+    inputs = collectors.scored(prompts, [4, 2], samples, tokenizer).inputs
     assert inputs.prompts == [prompts.raw[4]] * G + [prompts.raw[2]] * G
     assert inputs.columns["number"] == [4, 4, 4, 2, 2, 2]
     assert set(inputs.columns) == {"answer", "number"}
@@ -83,15 +64,20 @@ def test_reward_functions_get_prompts_completions_and_columns_in_step(prompts, s
 def test_chat_prompts_get_message_lists(tokenizer, samples):
     rows = [{"prompt": [{"role": "user", "content": "a b"}]}, {"prompt": [{"role": "user", "content": "c"}]}]
     chat = data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=16, chat_template="plain")
-    inputs = reward_inputs(chat, [1, 0], samples, tokenizer)
+    inputs = collectors.scored(chat, [1, 0], samples, tokenizer).inputs
     assert inputs.prompts[0] == [{"role": "user", "content": "c"}]
     assert inputs.completions[1] == [{"role": "assistant", "content": "e f g h"}]
 
 
+def metrics(rollout, functions=(), **changes):
+    return collectors.collector(rewards=functions).metrics(replace(rollout, **changes))
+
+
+@pytest.mark.filterwarnings("ignore:.*unscored")
 def test_metrics(rollout):
     rewards = [Reward("right", 1.0, None), Reward("short", 2.0, None)]
     total = np.array([2.0, 1.0, 1.0, 3.0, 3.0, np.nan])
-    found = rollout_metrics(rewards, rollout.rewards, total, rollout.samples, G)
+    found = metrics(rollout, rewards, total=total)
     expected = {
         "reward": 2.0,
         "reward_std": (np.std([2, 1, 1], ddof=1) + 0) / 2,
@@ -129,7 +115,7 @@ def test_a_reward_that_leaves_completions_unscored_is_reported_once(rollout, rec
     reward = Reward("judge", 1.0, None)
     rollout = replace(rollout, rewards=np.array(each, float)[:, None], total=np.array(total, float))
     for _ in range(2):
-        warn_of_unscored(SimpleNamespace(name="policy", is_main=True), [reward], rollout)
+        metrics(rollout, [reward])
     said = f"stage 'policy': reward 'judge' left {count} of 6 completions unscored (None)"
     assert [str(each.message).startswith(said) for each in recwarn] == ([] if count is None else [True])
 
@@ -137,28 +123,29 @@ def test_a_reward_that_leaves_completions_unscored_is_reported_once(rollout, rec
 def test_metrics_of_a_function_that_applies_to_nothing_are_no_numbers(rollout):
     each = np.column_stack([np.full(6, np.nan), np.ones(6)])
     rewards = [Reward("never", 1.0, None), Reward("always", 1.0, None)]
-    found = rollout_metrics(rewards, each, np.ones(6), rollout.samples, G)
+    found = metrics(rollout, rewards, rewards=each, total=np.ones(6))
     assert np.isnan(found["rewards/never/mean"])
     assert found["frac_reward_zero_std"] == 1.0
 
 
 def test_groups_of_one_have_no_spread(rollout):
     """Neither 0 nor 1: a completion alone is compared with nothing."""
-    found = rollout_metrics([], np.ones((6, 0)), np.arange(6.0), rollout.samples, 1)
+    rollout = replace(rollout, rewards=np.ones((6, 0)))
+    found = metrics(rollout, prompts=np.arange(6), total=np.arange(6.0))
     assert found["reward"] == 2.5
     assert not {"reward_std", "frac_reward_zero_std"} & set(found)
     alone = np.array([2.0, np.nan, np.nan, np.nan, 3.0, np.nan])
-    found = rollout_metrics([], np.ones((6, 0)), alone, rollout.samples, G)
+    found = metrics(rollout, total=alone)
     assert np.isnan(found["reward_std"])
     assert np.isnan(found["frac_reward_zero_std"])
     one_of_two = np.array([2.0, np.nan, np.nan, 4.0, 3.0, np.nan])
-    found = rollout_metrics([], np.ones((6, 0)), one_of_two, rollout.samples, G)
+    found = metrics(rollout, total=one_of_two)
     assert (found["reward_std"], found["frac_reward_zero_std"]) == (pytest.approx(np.sqrt(0.5)), 0.0)
 
 
 def test_where_nothing_ended_there_is_no_length_of_it(rollout):
     samples = rollout.samples._replace(finished=np.zeros(6, bool))
-    found = rollout_metrics([], np.ones((6, 0)), np.arange(6.0), samples, G)
+    found = metrics(rollout, samples=samples, rewards=np.ones((6, 0)), total=np.arange(6.0))
     assert not [name for name in found if "terminated" in name]
     assert found["completions/max_length"] == 4
 
@@ -168,12 +155,12 @@ def test_weighted_sum(prompts, samples, tokenizer):
         Reward("f1", 0.7, lambda completions: np.ones(6)),
         Reward("f2", 0.3, lambda completions: np.zeros(6)),
     ]
-    _, total = measure(rewards, reward_inputs(prompts, [4, 2], samples, tokenizer))
+    total = collectors.scored(prompts, [4, 2], samples, tokenizer, rewards).total
     assert total.tolist() == pytest.approx([0.7] * 6)
 
 
 def test_samples_file(prompts, rollout, tokenizer, tmp_path):
-    inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
+    inputs = collectors.scored(prompts, rollout.prompts, rollout.samples, tokenizer).inputs
     rewards = [SimpleNamespace(label="right"), SimpleNamespace(label="short")]
     path = tmp_path / "samples" / "some.jsonl"
     replace(rollout, inputs=inputs).write(path, rewards)
@@ -197,7 +184,7 @@ def test_samples_file(prompts, rollout, tokenizer, tmp_path):
 
 
 def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_path):
-    inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
+    inputs = collectors.scored(prompts, rollout.prompts, rollout.samples, tokenizer).inputs
     cells = {
         "answer": [float("nan")],
         "when": date(2026, 1, 2),
@@ -228,17 +215,18 @@ def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_pa
     assert "columns" not in write({"environment_rewards": 1.0})
 
 
-def test_samples_hold_no_secret(prompts, rollout, tokenizer, tmp_path):
+def test_samples_hold_no_secret(prompts, rollout, tokenizer, tmp_path, monkeypatch):
     """Neither a message that quotes one, nor a column, however it is cut."""
-    secret = remember('canary-"said"-9')
-    inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
+    secret = 'canary-"said"-9'
+    monkeypatch.setenv("MY_API_KEY", secret)
+    inputs = collectors.scored(prompts, rollout.prompts, rollout.samples, tokenizer).inputs
     said = [{"role": "user", "content": f"401 for {secret}"}]
     cells = {"key": ["x" * 990 + secret] * 6, "object": [Path(secret)] * 6}
     inputs = inputs._replace(completions=[said] * 6, columns=cells)
     replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
     text = (tmp_path / "some.jsonl").read_text()
     assert "canary" not in text
-    assert json.loads(text.splitlines()[0])["completion"][0]["content"] == f"401 for {HIDDEN}"
+    assert json.loads(text.splitlines()[0])["completion"][0]["content"] == "401 for " + 10 * "*"
 
 
 def test_a_checkpoint_gives_the_rollout_back(rollout):
@@ -417,11 +405,3 @@ def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) 
     else:
         assert judged == [(0, 0.5), (2, 4.0)]
         assert found == [None, None, None, "off", None, None]
-
-
-def test_sums_that_are_equal_on_paper_are_no_difference(rollout):
-    total = np.array([0.1 + 0.2, 0.3, 0.3, 1, 0, 0])
-    metrics = rollout_metrics(
-        [Reward("right", 0.7, None), Reward("short", 0.3, None)], rollout.rewards, total, rollout.samples, G
-    )
-    assert metrics["frac_reward_zero_std"] == 0.5

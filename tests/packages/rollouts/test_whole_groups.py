@@ -15,7 +15,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing import MICRO_BATCH_TOKENS, Layout, choose_layout, pack
 from rlhf_core.plugins import load_file
+from rlhf_core.rollouts import EnvironmentOptions, RolloutOptions
 from rlhf_core.rollouts import rollout_rows as layouts
+from rlhf_core.sampling import SamplingOptions
 from rlhf_core.training import forecast
 
 ppo: Any = load_file(Path(__file__).parents[3] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
@@ -110,6 +112,18 @@ def test_the_largest_groups_of_an_update_are_as_many_as_it_has() -> None:
         (5, [3] * 4),
         (6, [3] * 4),
     ]
+
+
+def test_rows_of_turns_have_room_for_all_that_is_said_before_the_last() -> None:
+    sizes, sampling = np.array([3, 8]), SamplingOptions(max_completion_length=4)
+
+    def options(**environment: Any) -> RolloutOptions:
+        return RolloutOptions(8, 2, sampling, 2, environment=EnvironmentOptions(max_tokens=20, **environment))
+
+    kept = layouts.tree_sizes(sizes, options())
+    assert (kept[0].tolist(), *kept[1:]) == ([3, 8], 2, 20)
+    again = layouts.tree_sizes(sizes, options(history="encoded_again"))
+    assert (again[0].tolist(), *again[1:]) == ([19, 24], 1, 4)
 
 
 FULL = [(90, 208, 8), (128, 208, 8), (200, 1024, 4), (60, 32, 8), (60, 256, 32)]

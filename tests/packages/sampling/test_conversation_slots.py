@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,9 +16,8 @@ from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
-from rlhf_core.sampling.schedule import Conversation, Devices, Schedule
-from tests.shared import worlds
-from tests.shared.sampled import compilations, inputs
+from rlhf_core.sampling.schedule import Conversation, Schedule
+from tests.shared import samplers, worlds
 
 KEY = jax.random.key(6)
 VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
@@ -35,18 +35,16 @@ CONFIG = {
 }
 DEFINITION = DECODER.define(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
-LENGTHS: dict[str, Any] = {
-    "stop_ids": (3,),
-    "max_prompt_length": LONGEST_PROMPT,
-    "conversation_length": FOLLOWING,
-}
 
 
 def make_sampler(
     slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
 ) -> ConversationSampler:
     monkeypatch.setitem(placement.SLOTS, "cpu", slots)
-    return ConversationSampler(inputs(DEFINITION, options, mesh=mesh, prompts_per_call=COUNT, **LENGTHS))
+    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
+    return ConversationSampler(
+        samplers.inputs(DEFINITION, mesh, options=options, prompts_per_call=COUNT, **lengths)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +155,23 @@ def test_nothing_compiles_after_warm_up(
 ) -> None:
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     params = jax.device_put(params, DEFINITION.shardings(mesh))
+    compiled: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(about.get("fun_name")))
+
     make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
     sampler = make_sampler(5, monkeypatch, options, mesh)
-    with compilations() as compiled:
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
         sampler.warm_up(params, [5, LONGEST_PROMPT])
         sampler._ahead.wait_for_all()
         ahead = len(compiled)
         sampler.converse(params, make_prompts(), jax.random.key(9), None, make_world())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
     assert ahead
     assert compiled[ahead:] == []
 
@@ -175,9 +182,9 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 ) -> None:
     monkeypatch.setitem(placement.SLOTS, "cpu", 4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
-    sampler = ConversationSampler(
-        inputs(DEFINITION, OPTIONS, mesh=mesh, num_generations=5, prompts_per_call=2, **LENGTHS)
-    )
+    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
+    counts = {"num_generations": 5, "prompts_per_call": 2}
+    sampler = ConversationSampler(samplers.inputs(DEFINITION, mesh, options=OPTIONS, **counts, **lengths))
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         DEFINITION.abstract_params(),
@@ -263,11 +270,8 @@ def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
     mesh = make_mesh(data=4, devices=jax.devices()[:4])
     program = turns.TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
 
-    class NoDevices(Devices):
-        def __init__(self) -> None:
-            self.program = program
-
-    schedule = Schedule(NoDevices(), [], np.zeros(0, np.uint32), make_world())
+    no_devices: Any = SimpleNamespace(program=program)
+    schedule = Schedule(no_devices, [], np.zeros(0, np.uint32), make_world())
     assert schedule._deal(8) == [0, 1, 3, 4, 6, 7, 9, 10]
     assert schedule._deal(99) == list(range(12))
     for slot in (0, 1, 4):
@@ -280,7 +284,9 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
 ) -> None:
     sampler = make_sampler(2, monkeypatch)
 
-    class Overflows(Devices):
+    class Overflows:
+        looks_ahead = False
+
         def __init__(self, *_: Any) -> None:
             self.program = sampler.program
 

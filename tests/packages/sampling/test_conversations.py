@@ -17,30 +17,23 @@ from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Decoder, Definition
-from rlhf_core.sampling import (
-    Sampler,
-    SamplingMesh,
-    converse_by_turns,
-    make_sampler,
-    placement,
-)
+from rlhf_core.sampling import Sampler, converse_by_turns, make_sampler, placement
 from rlhf_core.sampling.devices import Devices
-from tests.shared import worlds
-from tests.shared.sampled import FAMILIES, VOCAB, inputs
+from tests.shared import samplers, worlds
 
 KEY = jax.random.key(4)
-LONGEST_PROMPT, FOLLOWING = 24, 120
+VOCAB, LONGEST_PROMPT, FOLLOWING = samplers.VOCAB, 24, 120
+SIZES = {**samplers.SIZES, "initializer_range": 0.3}
 
 
 def define(name: str, **changes: Any) -> Definition:
-    made = DECODER.define(FAMILIES[name], "lm")
+    made = DECODER.define({**SIZES, **samplers.FAMILIES[name]}, "lm")
     return type("Changed", (Decoder,), changes)(config=made.config) if changes else made  # type: ignore[attr-defined]
 
 
 @functools.cache
 def draw(name: str) -> Any:
-    definition = DECODER.define(FAMILIES[name] | {"initializer_range": 0.3}, "lm")
-    return jax.jit(definition.init)(jax.random.key(1))
+    return jax.jit(define(name).init)(jax.random.key(1))
 
 
 def make_prompts(*lengths: int, group: int = 3) -> list[np.ndarray]:
@@ -75,24 +68,24 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
         longest = LONGEST_PROMPT + FOLLOWING
-        given = inputs(
+        inputs = samplers.inputs(
             definition,
-            {"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options},
-            mesh=mesh,
+            mesh,
             stop_ids=stop_ids,
-            num_generations=1,
+            tensor=tensor,
             prompts_per_call=len(PROMPTS),  # of however many prompts, so that programs are the same
             max_prompt_length=LONGEST_PROMPT,
             conversation_length=None if by_turns else FOLLOWING,
+            **{"max_completion_length": 8, **options},
         )
-        sampler = make_sampler(given)
+        sampler = make_sampler(inputs)
         params = jax.device_put(draw(name), definition.shardings(mesh))
         ids = IDS[: len(prompts)] if ids is None else ids
         if hasattr(sampler, "converse"):
             sampler.converse(params, prompts, KEY, ids, world)
         else:
             monkeypatch.setattr("rlhf_core.sampling.sampler.SHORTEST_BUCKET", longest)  # one program
-            sampler = Sampler(replace(given, max_prompt_length=longest, conversation_length=None))
+            sampler = Sampler(replace(inputs, max_prompt_length=longest, conversation_length=None))
             most = sys.maxsize if by_turns else FOLLOWING
             converse_by_turns(sampler, params, prompts, KEY, ids, world, conversation_length=most)
         said: dict[int, list[Any]] = world.said
@@ -163,8 +156,8 @@ def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: p
     model = tiny.make_model(scale=6.0)
     words = len(model.tokenizer)
     prompts = [np.array([7, 8, 9], np.int32)] * 12
-    common = {"tokenizer": model.tokenizer, "prompts_per_call": len(prompts)}
-    options = {"stop_strings": ("a", "eb", "kk", "m"), "repetition_penalty": 1.2, "max_completion_length": 7}
+    common: dict[str, Any] = {"stop_ids": (), "tokenizer": model.tokenizer, "prompts_per_call": len(prompts)}
+    common |= {"stop_strings": ("a", "eb", "kk", "m"), "repetition_penalty": 1.2, "max_completion_length": 7}
     monkeypatch.setattr("rlhf_core.sampling.sampler.SHORTEST_BUCKET", 103)  # one program
     told = []
     for by_turns in (True, False):
@@ -172,7 +165,7 @@ def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: p
         if by_turns:
             lengths = {"max_prompt_length": 103}
         world = worlds.MadeUp(words)
-        sampler = make_sampler(inputs(model.definition, options, **common, **lengths))
+        sampler = make_sampler(samplers.inputs(model.definition, model.mesh, **common, **lengths))
         if by_turns:
             converse_by_turns(sampler, model.params, prompts, KEY, np.arange(12), world)
         else:
@@ -228,6 +221,17 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any, monkeypatch:
 def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, message: str, hold: Any) -> None:
     with pytest.raises(ValueError, match=message):
         hold(world=Script(reply), prompts=PROMPTS[-1:])
+
+
+def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
+    definition, world = define("llama"), worlds.MadeUp(VOCAB)
+    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
+    groups = {"num_generations": 3, "prompts_per_call": 3}
+    inputs = samplers.inputs(definition, max_completion_length=8, **groups, **lengths)
+    sampler = make_sampler(inputs)
+    assert sampler.room.slots == len(PROMPTS)
+    sampler.converse(draw("llama"), PROMPTS, KEY, IDS, world)
+    worlds.assert_same(world.said, hold())
 
 
 def test_calls_that_cannot_be_are_refused(hold: Any) -> None:

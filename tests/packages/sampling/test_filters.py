@@ -75,6 +75,14 @@ def test_top_k_keeps_the_likeliest(k: int) -> None:
     assert (np.asarray(top_k_filter(tied, 2)) > 0).tolist() == [[True, True, True, False]]
 
 
+def test_top_k_of_each_row() -> None:
+    mass = np.random.default_rng(0).random((5, 50)).astype(np.float32)
+    mass[1, :9] = mass[1, 10]  # equally likely ones stay together
+    for i, k in enumerate((1, 3, 17, 49, 50)):
+        rows = np.asarray(top_k_rows_filter(jnp.asarray(mass), np.full((5, 1), k, np.int32)))
+        np.testing.assert_array_equal(rows, top_k_filter(jnp.asarray(mass), k), err_msg=str(i))
+
+
 def test_min_p_is_relative_to_the_likeliest() -> None:
     mass = masses()
     np.testing.assert_array_equal(
@@ -110,11 +118,3 @@ def test_a_token_without_mass_is_never_drawn() -> None:
         uniforms = np.tile(np.array(u, np.float32), (512, 1))
         tokens = np.asarray(jax.jit(sample_token)(mass, uniforms))
         assert (mass[np.arange(512), tokens] > 0).all()
-
-
-def test_top_k_of_each_row() -> None:
-    mass = np.random.default_rng(0).random((5, 50)).astype(np.float32)
-    mass[1, :9] = mass[1, 10]  # equally likely ones stay together
-    for i, k in enumerate((1, 3, 17, 49, 50)):
-        rows = np.asarray(top_k_rows_filter(jnp.asarray(mass), np.full((5, 1), k, np.int32)))
-        np.testing.assert_array_equal(rows, top_k_filter(jnp.asarray(mass), k), err_msg=str(i))

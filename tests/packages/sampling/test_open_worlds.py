@@ -13,9 +13,9 @@ import pytest
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER
-from rlhf_core.sampling import ConversationSampler, Sampler, SamplingMesh
+from rlhf_core.sampling import ConversationSampler, Sampler
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
-from tests.shared.sampled import compilations, inputs
+from tests.shared import samplers
 
 VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
 CONFIG = {
@@ -103,10 +103,9 @@ class Asking:
 
 
 def make_sampler(slots: int = SLOTS, mesh: Any = None, tensor: int | None = None) -> ConversationSampler:
-    lengths = {"max_prompt_length": 180, "conversation_length": 40}
-    options = {"max_completion_length": 64, "mesh": SamplingMesh(tensor=tensor)}
-    given = inputs(DEFINITION, options, mesh=mesh, stop_ids=(3,), prompts_per_call=slots, **lengths)
-    return ConversationSampler(given, alternatives=4)
+    lengths = {"max_completion_length": 64, "max_prompt_length": 180, "conversation_length": 40}
+    inputs = samplers.inputs(DEFINITION, mesh, tensor=tensor, prompts_per_call=slots, **lengths)
+    return ConversationSampler(inputs, alternatives=4)
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +180,10 @@ def test_settings_per_turn(
 def test_what_the_sampler_of_completions_samples(
     options: dict[str, Any], sampler: ConversationSampler, weights: list[Weights], params: list[Any]
 ) -> None:
+    lengths = {"max_completion_length": 12, "max_prompt_length": 8}
+    inputs = samplers.inputs(DEFINITION, prompts_per_call=3, **lengths, **options)
     prompts = [[5, 6, 7], [8], [9, 10]]
-    given = inputs(DEFINITION, {"max_completion_length": 12, **options}, stop_ids=(3,), max_prompt_length=8)
-    rollouts = Sampler(given)(params[0], [np.array(each) for each in prompts], KEY)
+    rollouts = Sampler(inputs)(params[0], [np.array(each) for each in prompts], KEY)
     world = run(
         sampler,
         weights,
@@ -249,13 +249,21 @@ def test_contexts_are_packed_whole_and_where_their_bits_do_not_depend_on_the_pla
 
 @pytest.mark.long
 def test_nothing_compiles_after_the_warm_up(params: list[Any]) -> None:
-    fresh = make_sampler(SLOTS + 1)
+    fresh, compiled = make_sampler(SLOTS + 1), list[str]()
+
+    def note(name: str, *_: Any, **__: Any) -> None:
+        if "backend_compile" in name:
+            compiled.append(name)
+
     fresh.warm_up(params[0], [1])
     fresh._ahead.wait_for_all()
     both = [fresh.place(each) for each in params]
     jax.random.key_data(jax.random.fold_in(KEY, 0))  # the world's
-    with compilations() as compiled:
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
         run(fresh, both, dict(enumerate(WISHES)))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
     assert not compiled
 
 

@@ -14,34 +14,33 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, placement
+from rlhf_core.sampling import Rollouts, Sampler, placement
+from tests.shared import samplers
 from tests.shared.drawn import params_of
-from tests.shared.sampled import FAMILIES, SCALE, VOCAB, assert_same, inputs
+
+FAMILIES = {name: table for name, table in samplers.FAMILIES.items() if name != "llama"}
 
 
 @functools.cache
 def model(name: str) -> tuple[Definition, Any]:
-    definition = DECODER.define(FAMILIES[name], "lm")
+    config = {**samplers.SIZES, "initializer_range": 0.5, **FAMILIES[name]}
+    definition = DECODER.define(config, "lm")
     if name.startswith("qwen3_5"):  # short outputs of the delta rule are normalised, which enlarges rounding
         return definition, jax.jit(definition.init)(jax.random.key(1))
-    return definition, params_of(definition, 1, SCALE)
+    return definition, params_of(definition, 1, 0.5)
 
 
 def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
     definition, params = model(name)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
-    sampler = Sampler(
-        inputs(
-            definition,
-            {"max_completion_length": 9, "mesh": SamplingMesh(tensor=tensor), **options},
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=3,
-            prompts_per_call=5,
-            max_prompt_length=24,
-        )
-    )
+    prompts = [rng.integers(0, samplers.VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
+    counts = {
+        "num_generations": 3,
+        "prompts_per_call": 5,
+        "max_prompt_length": 24,
+        "max_completion_length": 9,
+    }
+    sampler = Sampler(samplers.inputs(definition, mesh, tensor=tensor, **counts, **options))
     placed = jax.device_put(params, definition.shardings(mesh))
     return sampler(placed, prompts, jax.random.key(0))
 
@@ -56,7 +55,7 @@ def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> R
 def test_devices_that_share_layers_give_the_same(name: str) -> None:
     """Other tests have qwen2 (`test_conversations.py`), qwen3 and gemma2 on such devices."""
     one = sample(name, make_mesh(devices=jax.devices()[:1]))
-    assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
+    samplers.assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
 
 
 @pytest.mark.long
@@ -73,7 +72,7 @@ def test_so_does_every_mesh_with_every_filter(
     axes: dict[str, int], tensor: int | None, options: dict[str, Any]
 ) -> None:
     one = sample("qwen3", make_mesh(devices=jax.devices()[:1]), **options)
-    assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
+    samplers.assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
     shared = [sample(name, *each) for each in meshes]
     monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
     for (mesh, tensor), found in zip(meshes, shared, strict=True):
-        assert_same(found, sample(name, mesh, tensor))
+        samplers.assert_same(found, sample(name, mesh, tensor))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_kernels_that_read_what_is_visible_give_the_same(
     over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
     monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
     # A filter that keeps everything: not the program that was traced without kernels.
-    assert_same(sample(name, mesh, tensor, top_k=VOCAB), expected)
+    samplers.assert_same(sample(name, mesh, tensor, top_k=samplers.VOCAB), expected)
     assert over.call_count
 
 
@@ -119,8 +118,8 @@ def test_prompts_prefilled_in_parts_give_the_same(tokens: int, monkeypatch: pyte
     """Five prompts of 24 tokens one by one, by twos and by threes; the last part overlaps the one before."""
     whole = sample("gemma2", make_mesh(devices=jax.devices()[:1]))
     monkeypatch.setitem(placement.PREFILL_TOKENS, "cpu", tokens)
-    assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
-    assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
+    samplers.assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
+    samplers.assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.contracts import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import experts, fresh_model
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing import Layout, Tree, pack
-from rlhf_core.sampling import Sampler
+from rlhf_core.sampling import Sampler, SamplingOptions
 from tests.shared.mesh_cases import FAMILIES
-from tests.shared.sampled import inputs
 
 
 def test_a_trainer_replays_the_experts_of_a_sampler(monkeypatch: Any) -> None:
@@ -24,11 +24,13 @@ def test_a_trainer_replays_the_experts_of_a_sampler(monkeypatch: Any) -> None:
     definition, draw = model.definition, np.random.default_rng(0)
     prompts = [draw.integers(3, 36, n).astype(np.int32) for n in (4, 7, 5)]
     sampler = Sampler(
-        inputs(
-            definition,
-            {"max_completion_length": 6, "stop_token_ids": tuple(range(12))},
+        SamplerInputs(
+            definition=definition,
+            options=SamplingOptions(max_completion_length=6, stop_token_ids=tuple(range(12))),
+            mesh=model.mesh,
             stop_ids=(2,),
             num_generations=3,
+            prompts_per_call=3,
             max_prompt_length=8,
             routes=True,
         )

@@ -14,7 +14,7 @@ import pytest
 from rlhf_core import SAMPLER, Registry, Rollouts, SamplerInputs, hookimpl, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.sampling import Sampler
-from tests.shared.sampled import inputs as describe
+from tests.shared import samplers
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,14 @@ def model(tiny: ModuleType) -> Any:
 
 
 def inputs_for(model: Any, **options: Any) -> SamplerInputs:
-    more = {"stop_ids": model.stop_ids, "num_generations": 3, "prompts_per_call": 2, "max_prompt_length": 16}
-    given = {"max_completion_length": 8, **options}
-    return describe(model.definition, given, mesh=model.mesh, tokenizer=model.tokenizer, **more)
+    counts = {
+        "num_generations": 3,
+        "prompts_per_call": 2,
+        "max_prompt_length": 16,
+        "max_completion_length": 8,
+    }
+    given = {"stop_ids": model.stop_ids, "tokenizer": model.tokenizer, **counts, **options}
+    return samplers.inputs(model.definition, model.mesh, **given)
 
 
 PROMPTS = [np.array([5, 9, 7], np.int32), np.array([11], np.int32), np.array([40, 3], np.int32)]

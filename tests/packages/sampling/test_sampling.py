@@ -15,8 +15,8 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, bucket, loop
-from tests.shared.sampled import assert_same, inputs
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket, loop
+from tests.shared import samplers
 
 VOCAB, NEW = 40, 12
 STOPS = (3, 9, 11)
@@ -46,12 +46,15 @@ def make_prompts(*lengths: int) -> list[np.ndarray]:
 
 
 def make_sampler(
-    *, stop_ids: Sequence[int] = (), devices: Any = None, definition: Any = None, **options: Any
+    *, stop_ids: Sequence[int] = (), definition: Any = None, mesh: Any = None, **given: Any
 ) -> Sampler:
-    own = ("num_generations", "prompts_per_call", "max_prompt_length", "tokenizer")
-    given = {name: options.pop(name) for name in own if name in options}
-    options.setdefault("max_completion_length", NEW)
-    return Sampler(inputs(definition or model()[0], options, mesh=devices, stop_ids=stop_ids, **given))
+    counts = {
+        "num_generations": 1,
+        "prompts_per_call": 4,
+        "max_prompt_length": 40,
+        "max_completion_length": NEW,
+    }
+    return Sampler(samplers.inputs(definition or model()[0], mesh, stop_ids=stop_ids, **counts | given))
 
 
 @jax.jit
@@ -95,7 +98,7 @@ class OddIds:
 def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[str, Any], mesh: Any) -> None:
     definition, params = model()
     devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
-    sampler = make_sampler(devices=devices, num_generations=3, tokenizer=OddIds(), **options)
+    sampler = make_sampler(mesh=devices, num_generations=3, tokenizer=OddIds(), **options)
     assert sampler.definition.absent == ((7, 9), (25, VOCAB))
     prompts = make_prompts(3, 9, 20, 30)
     out = sampler(jax.device_put(params, definition.shardings(devices)), prompts, jax.random.key(0))
@@ -177,12 +180,12 @@ def test_results_depend_neither_on_the_calls_nor_on_the_neighbours(at_once: int)
     key = jax.random.key(5)
     whole = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
     sampler = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=at_once)
-    assert_same(sampler(model()[1], prompts, key), whole)
+    samplers.assert_same(sampler(model()[1], prompts, key), whole)
     ids = np.arange(10)
     order = [4, 2, 0]
     chosen = np.concatenate([ids[2 * i : 2 * i + 2] for i in order])
     part = sampler(model()[1], [prompts[i] for i in order], key, chosen)
-    assert_same(part, Rollouts(*(x[chosen] for x in whole)))
+    samplers.assert_same(part, Rollouts(*(x[chosen] for x in whole)))
 
 
 def test_ids_and_key_alone_decide_what_is_drawn() -> None:
@@ -277,3 +280,25 @@ def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
     """Of a prompt without its last token; the longest has a multiple of eight, too."""
     assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 200, 200]
     assert [bucket(n, n) for n in (1, 9, 10, 1024)] == [8, 8, 16, 1024]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
+    definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
+    mesh = make_mesh(devices=jax.devices()[:1])
+    options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
+    program = loop.SamplingProgram(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((4, 32), "int32"),
+            ((4,), "int32"),
+            ((4,), "int32"),
+            ((8,), "uint32"),
+            ((2,), "uint32"),
+        )
+    ]
+    traced = loop.generate.trace(definition.abstract_params(), *arrays, None, program=program)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "bf16" in text
+    assert traced.out_info[0].logps.dtype == jnp.float32

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
-from tests.shared.sampled import assert_same, compilations, inputs
+from tests.shared import samplers
 
 NEW = 12
 KEY = jax.random.key(3)
@@ -25,11 +24,15 @@ def model(tiny: ModuleType) -> Any:
     return tiny.make_model(scale=6.0)
 
 
-def make_sampler(model: Any, *, stop_ids: tuple[int, ...] = (), **given: Any) -> Sampler:
-    own = {name: given.pop(name) for name in ("num_generations", "prompts_per_call", "mesh") if name in given}
-    options = {"max_completion_length": NEW, **given}
-    more = {"mesh": model.mesh, "num_generations": 16, "tokenizer": model.tokenizer, **own}
-    return Sampler(inputs(model.definition, options, stop_ids=stop_ids, **more))
+def make_sampler(model: Any, *, mesh: Any = None, **given: Any) -> Sampler:
+    counts = {
+        "num_generations": 16,
+        "prompts_per_call": 4,
+        "max_prompt_length": 40,
+        "max_completion_length": NEW,
+    }
+    fixed = {"stop_ids": (), "tokenizer": model.tokenizer, **counts}
+    return Sampler(samplers.inputs(model.definition, model.mesh if mesh is None else mesh, **fixed | given))
 
 
 def make_prompts(model: Any, *texts: str) -> list[np.ndarray]:
@@ -53,6 +56,35 @@ def penalised(logits: np.ndarray, ids: np.ndarray, penalty: float) -> np.ndarray
 def log_softmax(x: np.ndarray) -> np.ndarray:
     shifted = x - x.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("likeliest", "penalty"),
+    [
+        ({"temperature": 0.0}, 0.6),
+        ({"temperature": 0.7, "top_k": 1}, 5.0),
+    ],
+    ids=str,
+)
+def test_penalised_greedy_ids_and_the_policys_log_probs(
+    model: Any, likeliest: dict[str, Any], penalty: float
+) -> None:
+    prompts = make_prompts(model, "a b", "c d e f g a a")
+    sampler = make_sampler(model, num_generations=2, repetition_penalty=penalty, **likeliest)
+    out = sampler(model.params, prompts, KEY)
+    plain = make_sampler(model, num_generations=2, **likeliest)(model.params, prompts, KEY)
+    changed = 0
+    for j in range(4):
+        ids = prompts[j // 2]
+        for t in range(NEW):
+            logits = full_logits(model, ids)[-1]
+            assert out.tokens[j, t] == penalised(logits, ids, penalty).argmax()
+            expected = log_softmax(logits / (likeliest["temperature"] or 1.0))[out.tokens[j, t]]
+            np.testing.assert_allclose(out.logps[j, t], expected, atol=1e-4)
+            ids = np.append(ids, out.tokens[j, t])
+        changed += bool((out.tokens[j] != plain.tokens[j]).any())
+    assert changed
 
 
 def test_the_penalty_comes_before_temperature_and_filters(model: Any) -> None:
@@ -120,7 +152,7 @@ def test_stop_strings_are_not_looked_for_in_the_prompt_nor_across_its_end(model:
     strings = [s for s in ("a b", "b c", *border) if not any(s in text for text in texts)]
     assert set(border) & set(strings)
     out = make_sampler(model, stop_strings=strings)(model.params, prompts, KEY)
-    assert_same(out, plain)
+    samplers.assert_same(out, plain)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +173,7 @@ def test_further_stop_tokens(further: int, model: Any) -> None:
     lengths = np.where(finished, found.argmax(1) + 1, NEW)
     written = np.arange(NEW) < lengths[:, None]
     cut = Rollouts(np.where(written, plain.tokens, 0), lengths, np.where(written, plain.logps, 0), finished)
-    assert_same(out, cut)
+    samplers.assert_same(out, cut)
 
 
 @pytest.mark.long
@@ -152,7 +184,7 @@ def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
     expected = make_sampler(model, **options)(model.params, prompts, KEY)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     params = jax.device_put(model.params, model.definition.shardings(mesh))
-    assert_same(make_sampler(model, mesh=mesh, **options)(params, prompts, KEY), expected)
+    samplers.assert_same(make_sampler(model, mesh=mesh, **options)(params, prompts, KEY), expected)
     assert expected.finished.any()
     assert not expected.finished.all()
 
@@ -185,16 +217,25 @@ def test_what_is_off_is_not_carried(model: Any) -> None:
 
 
 def test_nothing_compiles_after_warm_up(model: Any) -> None:
+    compiled: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(about.get("fun_name")))
+
     options = {"temperature": 0.81, "stop_strings": ("a b",), "repetition_penalty": 1.1}
     make_sampler(model)(model.params, make_prompts(model, "a"), KEY)
     sampler = make_sampler(model, num_generations=4, **options)
-    with compilations() as compiled:
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
         sampler.warm_up(model.params, [1, 33, 2, 40, 32])
         prompts = [np.full(length, 5, np.int32) for length in (32, 1, 40, 8, 33, 9)]
         out = sampler(model.params, prompts, jax.random.key(9), np.arange(50, 74))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
     assert len(compiled) == 2  # one a padded length; the calls waited for them and compiled nothing
     again = make_sampler(model, num_generations=4, **options)
-    assert_same(out, again(model.params, prompts, jax.random.key(9), np.arange(50, 74)))
+    samplers.assert_same(out, again(model.params, prompts, jax.random.key(9), np.arange(50, 74)))
     with pytest.raises(InputError, match="max_prompt_length=40"):
         sampler.warm_up(model.params, [41])
 
@@ -203,21 +244,3 @@ def test_lists_are_tuples_so_that_options_are_hashable() -> None:
     options = SamplingOptions(stop_strings=["a", "b"], stop_token_ids=[1])
     assert options == SamplingOptions(stop_strings=("a", "b"), stop_token_ids=(1,))
     assert hash(options) == hash(SamplingOptions.from_dict(options.to_dict()))
-
-
-def test_options_that_the_model_cannot_honour_are_refused(model: Any) -> None:
-    with pytest.raises(
-        InputError, match=r"sampling\.stop_token_ids: the model has no token 48, 60; .* end at 47"
-    ):
-        make_sampler(model, stop_token_ids=[47, 48, 60])
-    with pytest.raises(InputError, match=r"sampling\.stop_strings: there is no tokenizer"):
-        Sampler(
-            SamplerInputs(
-                definition=model.definition,
-                options=SamplingOptions(stop_strings=("a",)),
-                mesh=model.mesh,
-                stop_ids=(),
-                prompts_per_call=1,
-                max_prompt_length=8,
-            )
-        )

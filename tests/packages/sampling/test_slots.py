@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, most_steps, placement
 from rlhf_core.sampling.loop import CUT, ENDED, Written, read_completions
-from tests.shared.sampled import assert_same, inputs
+from tests.shared import samplers
 
 NEW, GROUP = 24, 3
 KEY = jax.random.key(2)
@@ -41,17 +41,9 @@ def ask(
     words = len(model.tokenizer)
     prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
     mesh = model.mesh if mesh is None else mesh
-    sampler = Sampler(
-        inputs(
-            model.definition,
-            {"max_completion_length": NEW, **options},
-            mesh=mesh,
-            stop_ids=tuple(range(3, 3 + words // 10)),
-            num_generations=GROUP,
-            prompts_per_call=len(prompts),
-            tokenizer=model.tokenizer,
-        )
-    )
+    counts = {"num_generations": GROUP, "prompts_per_call": len(prompts), "max_prompt_length": 40}
+    given = {"stop_ids": tuple(range(3, 3 + words // 10)), "tokenizer": model.tokenizer, **counts, **options}
+    sampler = Sampler(samplers.inputs(model.definition, mesh, max_completion_length=NEW, **given))
     return sampler(jax.device_put(model.params, model.definition.shardings(mesh)), prompts, KEY)
 
 
@@ -79,7 +71,7 @@ def test_the_number_of_slots_changes_nothing(
     assert len(set(expected.lengths.tolist())) > 5
     assert 0 < expected.finished.sum() < len(expected.finished)
     for slots, last in cases:
-        assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
+        samplers.assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
 
 
 @pytest.mark.long
@@ -95,7 +87,7 @@ def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.
     """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
     expected = ask(model, monkeypatch, ALL)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
+    samplers.assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +97,7 @@ def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pyt
     """Every completion has a slot: with its prompt's one cache, and with a copy of it; the last few by themselves."""
     shared = ask(model, monkeypatch, ALL, last=1, **OPTIONS[options])
     monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
-    assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
+    samplers.assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rlhf_core.errors import InputError
-from rlhf_core.sampling import stop_table
-from rlhf_core.sampling.stop_strings import automaton, transitions
+from rlhf_core.sampling import stop_table, token_bytes
+
+
+def tokenizer_of(words: list[str]) -> Any:
+    """A tokenizer of words in GPT-2's alphabet; the first one is special."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    backend.add_special_tokens([AddedToken(words[0], special=True)])
+    backend.decoder = decoders.ByteLevel()
+    return SimpleNamespace(backend_tokenizer=backend)
+
+
+CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+WRITTEN = dict(zip(token_bytes(tokenizer_of(["<s>", *CHARACTERS]))[1:], CHARACTERS, strict=True))
+
+
+def table_of(strings: list[bytes], tokens: list[bytes]) -> np.ndarray:
+    """Stop table of tokens with these bytes; a special token that writes nothing comes before them."""
+    words = ["<s>", *("".join(WRITTEN[bytes([byte])] for byte in token) for token in tokens)]
+    return stop_table(tuple(string.decode() for string in strings), tokenizer_of(words), len(words))
+
+
+def automaton(strings: list[bytes]) -> np.ndarray:
+    """Where each byte leads from each state [states, 256]."""
+    return table_of(strings, [bytes([byte]) for byte in range(256)])[:, 1:]
 
 
 def first_end(text: bytes, strings: list[bytes]) -> int | None:
@@ -40,22 +64,20 @@ def test_states_follow_a_search_byte_by_byte(strings: list[bytes]) -> None:
 
 def test_a_state_a_byte_and_one_to_accept() -> None:
     assert automaton([b"stop"]).shape == (5, 256)
-    assert automaton([b"stop", b"step"]).shape == (
-        4 + 2,
-        256,
-    )  # st, then two ends of one byte before the last
+    # st, then two ends of one byte before the last
+    assert automaton([b"stop", b"step"]).shape == (4 + 2, 256)
 
 
 def test_tokens_of_any_length_lead_where_their_bytes_lead() -> None:
     rng = np.random.default_rng(1)
     strings = [b"abba", b"ca", "é".encode()]
-    tokens = [bytes(rng.choice(list(b"abc\xc3\xa9"), rng.integers(0, 7)).tolist()) for _ in range(300)]
-    after = automaton(strings)
-    table = transitions(after, tokens)
+    drawn = {bytes(rng.choice(list(b"abc\xc3\xa9"), rng.integers(1, 7)).tolist()) for _ in range(300)}
+    tokens = sorted(drawn)
+    after, table = automaton(strings), table_of(strings, tokens)
     assert table.dtype == np.uint8
-    assert table.shape == (len(after), 300)
+    assert table.shape == (len(after), len(tokens) + 1)
     for start in range(len(after)):
-        for token, found in zip(tokens, table[start], strict=True):
+        for token, found in zip([b"", *tokens], table[start], strict=True):
             state = start
             for byte in token:
                 state = after[state, byte]
@@ -66,7 +88,7 @@ def test_token_borders_do_not_matter() -> None:
     rng = np.random.default_rng(2)
     tokens = [b"", b"a", b"b", b"ab", b"ba", b"bab", b"abba"]
     strings = [b"abab", b"bbb"]
-    table = transitions(automaton(strings), tokens)
+    table = table_of(strings, tokens[1:])
     stopped = 0
     for _ in range(500):
         ids = rng.integers(0, len(tokens), 6)
@@ -79,11 +101,12 @@ def test_token_borders_do_not_matter() -> None:
 
 
 def test_many_states_need_a_wider_type() -> None:
-    text = bytes(np.random.default_rng(3).integers(0, 256, 300).tolist())
-    table = transitions(automaton([text]), [text[:299], text[299:], b""])
+    text = bytes(np.random.default_rng(3).integers(97, 123, 300).tolist())
+    table = table_of([text], [text[:299], text[299:]])
     assert table.dtype == np.uint16
-    assert table[0].tolist() == [299, 0, 0]
-    assert table[299, 1] == 300
+    assert table[0, 0] == 0
+    assert table[0, 1] == 299
+    assert table[299, 2] == 300
 
 
 def test_the_table_covers_the_models_vocabulary(tiny: ModuleType) -> None:

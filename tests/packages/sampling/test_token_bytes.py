@@ -124,6 +124,8 @@ def test_other_tokenizers_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=r"with this tokenizer, whose decoder is .*; use stop_token_ids"):
             token_bytes(words(decoder))
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        token_bytes(object())
 
 
 @pytest.mark.data

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
-import pytest
 from rich.console import Console
 from rlhf_report.data_profile import profile, render
 
-from rlhf_core import cli, data
-from rlhf_core.errors import InputError
+from rlhf_core import data
 
 
 def pair(prompt, chosen, rejected, **more):
@@ -102,46 +98,12 @@ def test_token_ids_need_no_tokenizer():
     assert found.lengths["longer of the two"].tolist() == [3]
 
 
-def test_columns_that_nothing_reads():
-    with pytest.raises(
-        InputError, match=r"dataset has no column that a trainer reads; it has chosn, x\. Did you mean"
-    ):
-        profile(data.load([{"chosn": "a", "x": 1}]))
-
-
-def rlhf(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    return code, *capsys.readouterr()
-
-
-def test_the_command(tiny, tmp_path, monkeypatch, capsys):
+def test_the_command(tiny, tmp_path, monkeypatch, rlhf):
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     tiny.write_rows(tmp_path / "pairs.jsonl", PAIRS)
     monkeypatch.chdir(tmp_path)
-    code, out, _ = rlhf(
-        monkeypatch, capsys, "data", "pairs.jsonl", "--model", "tokenizer", "--max-sequence-length", "6"
-    )
-    assert code == 0
-    assert "max_sequence_length = 6: 1 filtered: pairs.jsonl row 2" in out
-    assert "characters" in rlhf(monkeypatch, capsys, "data", "pairs.jsonl")[1]
-    out = rlhf(monkeypatch, capsys, "data", "pairs.jsonl", "--first", "1")[1]
-    assert out.startswith("the first 1 rows:")
-    tiny.write_rows(tmp_path / "bad.jsonl", [{**PAIRS[0], "chosen": None}])
-    for arguments, message in (
-        (("pair.jsonl",), "no file pair.jsonl. Did you mean 'pairs.jsonl'?"),
-        (("bad.jsonl",), "bad.jsonl row 1: 'chosen' is null"),
-        (
-            ("pairs.jsonl", "--tokenizer", "a", "--model", "b"),
-            "rlhf data: give --tokenizer or --model, not both",
-        ),
-        (("pairs.jsonl", "--tokenizer", "tokenzier"), "no tokenizer"),
-    ):
-        code, out, err = rlhf(monkeypatch, capsys, "data", *arguments)
-        assert (code, out) == (2, "")
-        assert message in err
-        assert "Traceback" not in err
+    ended = rlhf("data", "pairs.jsonl", "--model", "tokenizer", "--max-sequence-length", "6")
+    assert ended.code == 0
+    assert "max_sequence_length = 6: 1 filtered: pairs.jsonl row 2" in ended.out
+    assert "characters" in rlhf("data", "pairs.jsonl").out
+    assert rlhf("data", "pairs.jsonl", "--first", "1").out.startswith("the first 1 rows:")

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from rlhf_report.run_reader import read_run
 
 from tests.shared import report_runs as runs
 
@@ -60,8 +59,6 @@ def with_evaluations(run: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("runs_spoiled", [4, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
-    import rlhf_report as report
-
     rng = random.Random(0)
     problems = 0
     for number_ in range(runs_spoiled):
@@ -69,8 +66,8 @@ def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
         files = [path for path in sorted(run.rglob("*")) if path.is_file()]
         for file in rng.sample(files, 3):
             spoil(file, rng)
-        assert report.report(run).stat().st_size > 100_000
-        problems += len(read_run(run).problems)
+        assert len(runs.page(run).html) > 100_000
+        problems += len(runs.problems(run))
     assert problems >= runs_spoiled / 2  # what could not be read is named
 
 
@@ -81,9 +78,9 @@ def test_a_pipeline_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("stage = 3", "not every stage in it has a unique name"),
     ):
         (run / "pipeline.resolved.toml").write_text(content)
-        found = read_run(run)
-        assert any("pipeline.resolved.toml" in each and said in each for each in found.problems), content
-        assert {stage.name for stage in found.stages} == {"rm", "policy"}
+        problems = runs.problems(run)
+        assert any("pipeline.resolved.toml" in each and said in each for each in problems), content
+        assert set(runs.stages(run)) == {"rm", "policy"}
 
 
 def test_a_stage_name_does_not_lead_out_of_the_run(tmp_path: Path) -> None:
@@ -93,6 +90,5 @@ def test_a_stage_name_does_not_lead_out_of_the_run(tmp_path: Path) -> None:
     (elsewhere / "metrics.jsonl").write_text('{"step": 1, "time": 1, "secret": 1.0}\n')
     with open(run / "pipeline.resolved.toml", "a") as file:
         file.write('[[stage]]\nname = "../elsewhere"\ntrainer = "sft"\n')
-    found = read_run(run)
-    assert [stage.name for stage in found.stages] == ["rm", "policy"]
-    assert any("name" in problem for problem in found.problems)
+    assert list(runs.stages(run)) == ["rm", "policy"]
+    assert any("name" in problem for problem in runs.problems(run))

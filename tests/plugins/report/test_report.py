@@ -15,28 +15,15 @@ import numpy as np
 import pytest
 import rlhf_report as reporting
 from rlhf_report import charts, samples
-from rlhf_report.charts import Line
-from rlhf_report.run_reader import Points, read_run
 
 from tests.shared import report_runs as runs
 
 make_run, write = runs.make_run, runs.write
 
 
-def page_of(run: Path) -> Any:
-    return runs.Page(reporting.report(run).read_text(encoding="utf-8"))
-
-
-def without_curves(run: Path) -> Path:
-    """Leave out what is drawn, which takes most of a page's time."""
-    shutil.rmtree(run / "rm")
-    (run / "policy/metrics.jsonl").unlink()
-    return run
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return page_of(make_run(tmp_path_factory.mktemp("page") / "first"))
+    return runs.page(make_run(tmp_path_factory.mktemp("page") / "first"))
 
 
 def test_the_page_tells_the_run(page: Any) -> None:
@@ -92,12 +79,12 @@ def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(page:
 
 
 def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step in (0, 19):
         rows = [{"prompt": "again", "completion": f"at {step}", "reward": 1.0, "rewards": {}}]
         rows += [{"prompt": f"only {step}", "completion": "once", "reward": 5.0, "rewards": {}}]
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    page = page_of(run)
+    page = runs.page(run)
     assert "at 0" in page.text
     assert "at 19" in page.text
     assert "once" not in page.text
@@ -120,10 +107,10 @@ def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str
 
 
 def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
-    page = page_of(run)
+    page = runs.page(run)
     assert "at update 0 and at update 20, each with the completion of median reward among its 3" in page.text
     for i in range(2):
         assert page.text.count(f"asked {i}") == 1
@@ -148,19 +135,19 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
 
 
 def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step in (0, 10, 20):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, [1.0]))
     (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
-    page = page_of(run)
+    page = runs.page(run)
     assert "answer 0 of 10, 0" in page.text
     assert "of 20" not in page.text
 
 
 def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
-    page = page_of(run)
+    page = runs.page(run)
     assert "Update 0, the only one that was stored." in page.text
     assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
 
@@ -174,9 +161,8 @@ def test_many_steps_stay_small_and_keep_their_extremes(tmp_path: Path, steps: in
         row |= {f"metric_{i}": float(draw_from.normal()) for i in range(others)}
     rows[steps * 3 // 7]["kl"], rows[steps * 7 // 8]["kl"] = 100.0, -50.0
     write(run / "policy/metrics.jsonl", rows)
-    path = reporting.report(run)
-    assert path.stat().st_size < 2_000_000
-    page = runs.Page(path.read_text(encoding="utf-8"))
+    page = runs.page(run)
+    assert len(page.html.encode()) < 2_000_000
     assert f"Up to {steps:,} values per curve were logged" in page.text
     chart = next(
         c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
@@ -229,7 +215,7 @@ def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
 
 def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    without_curves(make_run(tmp_path / "one"))
+    runs.make_policy_run(tmp_path / "one")
     make_run(tmp_path / "two")
     ended = rlhf("report", "one")
     assert ended.code == 0
@@ -238,29 +224,6 @@ def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch
     assert Path("deep/page.html").is_file()
     assert rlhf("compare", "one", "two").code == 0
     assert Path("compare.html").is_file()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["report", "nowhere"], "nowhere: does not exist; give the directory of a run"),
-        (["report", "file"], "file: is a file"),
-        (["report", "empty"], "empty: not a run directory"),
-        (["report", "one/rm"], "one/rm: is one stage of a run; type: rlhf report one"),
-        (["report", "one", "-o", "empty"], "-o empty: is a directory"),
-        (["compare", "one"], "give two runs or more; for one, type: rlhf report one"),
-    ],
-)
-def test_what_is_no_run_ends_with_2(
-    tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "one")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    ended = rlhf(*arguments)
-    assert ended.code == 2
-    assert told in ended.message
 
 
 def policy_charts(page: Any) -> dict[str, str]:
@@ -277,7 +240,7 @@ def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path
         row |= {"clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "memory/peak_rss_bytes": 6.5e9}
     rows[-1] |= {"eval_reward": 1.25}
     write(run / "policy/metrics.jsonl", rows)
-    page = page_of(run)
+    page = runs.page(run)
     found = policy_charts(page)
     assert found["Reward, mean of completions"].startswith("reward = rewards/model/mean: ")
     assert found["Reward, mean of completions"].endswith("; eval_reward: 1.25 at update 20")
@@ -291,19 +254,19 @@ def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path
 
 
 def test_histograms_need_values(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
-    assert not [title for title in policy_charts(page_of(run)) if title.endswith("before and after")]
+    run = runs.make_policy_run(tmp_path / "first")
+    assert not [title for title in policy_charts(runs.page(run)) if title.endswith("before and after")]
     for step in (0, 19):
         rows = [{"prompt": str(i), "completion": "x", "reward": float(i % 3), "length": i} for i in range(64)]
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    assert len([title for title in policy_charts(page_of(run)) if title.endswith("before and after")]) == 2
+    assert len([title for title in policy_charts(runs.page(run)) if title.endswith("before and after")]) == 2
 
 
 def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judges(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step, values in ((0, (3.0, 2.0)), (20, (2.0, 2.0))):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values))
-    page = page_of(run)
+    page = runs.page(run)
     assert page.text.count("▼ lower") == 1  # of the first prompt
     assert "▲ higher" not in page.text
     assert "mean of these 2 prompts" in page.text
@@ -313,7 +276,7 @@ def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judge
     for step, rewards in ((0, [3.0, 2.0, *[3.0] * 46]), (20, after)):
         rows = {"step": step, "prompt_rewards": rewards}
         write(run / f"policy/evaluations/{step:06d}.json", [rows])
-    words = " ".join(page_of(run).text.split())
+    words = runs.words(run)
     assert (
         "The mean reward of 48 training prompts was 2.979 before training and 3.917 after update 20" in words
     )
@@ -324,17 +287,14 @@ def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judge
 
 def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
     """Of the best evaluation, where that is the model that was saved, and not of the last one."""
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step, reward in ((0, 1.0), (10, 3.0), (20, 2.0)):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, (reward, reward)))
         write(run / f"policy/evaluations/{step:06d}.json", [{"step": step, "prompt_rewards": [reward] * 5}])
     write(run / "policy/best.json", [{"model": 10}])
-    words = " ".join(page_of(run).text.split())
+    words = runs.words(run)
     assert "was 1 before training and 3 after update 10" in words
     assert "at update 0 and at update 10" in words
-
-
-ONE_TO_THREE = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 7.0])
 
 
 def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
@@ -342,42 +302,42 @@ def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
     for step in range(3):
         rows = [{"prompt": "p", "completion": "x", "reward": float(step), "length": 2}] * 4
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    stage = next(stage for stage in read_run(run).stages if stage.name == "policy")
+    stage = runs.stages(run)["policy"]
     _, _, spreads = samples.completions(stage, [])
     assert spreads[0].updates.tolist()[:3] == [1, 2, 3]
     assert spreads[0].percentiles[:3, 2].tolist() == [0, 1, 2]
     band, line = (
         charts.band("b", "", spreads[0]),
-        charts.lines("l", "", [Line("reward", Points(*ONE_TO_THREE), 0)], 9),
+        charts.lines("l", "", [charts.Line("reward", stage.metrics["reward"], 0)], 9),
     )
     assert all('"start":0' in json.dumps(each.item, separators=(",", ":")) for each in (band, line))
 
 
 def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step in (0, 20):
         rows = answers(step, (3.0,))
         rows[0]["columns"] = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    page = page_of(run)
+    page = runs.page(run)
     assert f"answer 42 note see {runs.EVIL} long {'x' * 300}… (1,000 characters)" in page.text
     assert page.text.count("answer 42") == 1
     assert page.of("img") == []
 
 
 def test_control_characters_and_marks_that_reorder_text_are_escapes(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step in (0, 20):
         rows = answers(step, (3.0,))
         rows[0] |= {"completion": "\x1b[31mred", "columns": {"note\x9b": "gnp\u202e.exe"}}
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    page = page_of(run)
+    page = runs.page(run)
     assert all(shown in page.text for shown in ("\\x1b[31mred", "note\\x9b", "gnp\\u202e.exe"))
     assert not set("\x1b\x9b\u202e") & set(page.html)
 
 
 def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     rows = [
         {
             "prompt": f"prompt {p}",
@@ -389,7 +349,7 @@ def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: P
         for i in range(10)
     ]
     write(run / "policy/samples/update-000019.jsonl", rows)
-    page = page_of(run)
+    page = runs.page(run)
     words = " ".join(page.text.split()).partition("What was trained on")[2]
     assert "the rollout before update 20" in words
     assert [p for p in range(5) if f"prompt {p}" in words] == [2, 3, 4]  # the groups that differ most
@@ -409,20 +369,20 @@ def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
     pair = {"prompt": "<|im_start|>user\nHi", "chosen": "good", "rejected": "bad"}
     scores = {"chosen_score": 1.5, "rejected_score": -0.5, "row": "/far/away/pairs.jsonl row 7"}
     write(run / "rm/samples/evaluation-000020.jsonl", [{**pair, **scores}])
-    page = page_of(run)
+    page = runs.page(run)
     assert "pairs.jsonl row 7" in page.text
     assert "/far/away" not in page.text
     assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
 
 
 def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
-    run = without_curves(make_run(tmp_path / "first"))
+    run = runs.make_policy_run(tmp_path / "first")
     for step in (0, 20):
         rows = answers(step, (3.0,))
         rows[0]["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
         rows[0]["rewards"] = {"model": rows[0]["reward"]}
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    text = page_of(run).text
+    text = runs.page(run).text
     assert "said at 20" in text
     assert "assistant: said" not in text
     assert "Bold: the reward." in text

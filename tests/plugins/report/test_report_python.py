@@ -8,19 +8,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import rlhf_report as reporting
 from rlhf_grpo import GRPOConfig, GRPOTrainer
-from rlhf_report.run_reader import read_run
 
 from rlhf_core.errors import RunError
-from rlhf_core.stage import alone
 from tests.shared import report_runs as runs
 
 
 def test_the_page_has_what_that_of_a_pipeline_has(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alone, "make_mesh", tiny.one_device)  # its programs take less time to compile
+    monkeypatch.setattr(
+        "rlhf_core.stage.alone.make_mesh", tiny.one_device
+    )  # its programs take less time to compile
     directory = tmp_path / "mine"
     calls: list[int] = []
 
@@ -46,16 +45,16 @@ def test_the_page_has_what_that_of_a_pipeline_has(
 
     with pytest.raises(RunError):
         train()
-    (stage,) = read_run(directory).stages
+    (stage,) = runs.stages(directory).values()
     assert (stage.name, stage.state, stage.updates) == ("grpo", "failed", 2)
     assert stage.message.startswith("reward 'length' raised ConnectionError: no route (")
     train()
-    (stage,) = read_run(directory).stages
+    (stage,) = runs.stages(directory).values()
     assert (stage.name, stage.trainer, stage.state, stage.planned) == ("grpo", "grpo", "done", 3)
     assert [each.how for each in stage.sessions] == ["failed", "done"]
     events = [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
     assert [event for event in events if event != "warning"] == ["begun", "failed", "continued", "done"]
-    page = runs.Page(reporting.report(directory).read_text(encoding="utf-8"))
+    page = runs.page(directory)
     for told in (
         "3 updates",
         "in 2 sessions",

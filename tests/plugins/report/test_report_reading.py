@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rlhf_report as reporting
 from rlhf_report import charts
-from rlhf_report.comparison import names
 from rlhf_report.diagram import picture, references
 from rlhf_report.run_reader import Points, draw, parts, read_run
 
@@ -26,10 +24,6 @@ def only_times(metrics: Path) -> None:
     """Leave out the other curves, which take most of a page's time."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     write(metrics, [{name: row[name] for name in ("step", "time", "step_time")} for row in rows])
-
-
-def page_of(run: Path) -> Any:
-    return runs.Page(reporting.report(run).read_text(encoding="utf-8"))
 
 
 def test_thinning_keeps_ends_extremes_and_means() -> None:
@@ -66,7 +60,7 @@ def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
     only_times(run / "policy/metrics.jsonl")
     path = run / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    page = page_of(run)
+    page = runs.page(run)
     assert "policy" in page.text
 
 
@@ -81,7 +75,7 @@ def test_a_torn_line_is_left_out_and_told(tmp_path: Path) -> None:
     write(run / "rm/evaluations/000000.json", [{"scores": scores, "calibration": []}])
     found = read_run(run)
     assert found.stages[1].updates == 19
-    page = page_of(run)
+    page = runs.page(run)
     for told in (
         "policy/metrics.jsonl: 1 damaged line",
         "rm/stage.json is not readable",
@@ -99,7 +93,7 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     points = read_run(run).stages[0].metrics["loss"]
     assert points.missing == 1
     assert np.isfinite(points.values).all()
-    assert "1 logged value not finite, not drawn" in page_of(run).text
+    assert "1 logged value not finite, not drawn" in runs.page(run).text
 
 
 @pytest.mark.parametrize(
@@ -128,7 +122,7 @@ def test_a_stage_that_did_not_end_well_says_so_and_how_to_go_on(
     stage = read_run(run).stages[1]
     assert stage.state == state
     assert stage.seconds == pytest.approx(30.0 if last else 48.0)  # else: until the last row
-    page = page_of(run)
+    page = runs.page(run)
     assert "20 of 100 updates" in page.text
     assert f"rlhf run {run}/pipeline.resolved.toml" in page.text
     assert (last or {}).get("message", "") in page.text
@@ -140,7 +134,7 @@ def test_a_stage_that_has_not_begun(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     write(run / "events.jsonl", [event for event in events if event["stage"] == "rm"])
     assert [stage.state for stage in read_run(run).stages] == ["done", "not begun"]
-    assert "not begun" in page_of(run).text
+    assert "not begun" in runs.page(run).text
 
 
 def test_where_the_time_went(tmp_path: Path) -> None:
@@ -177,6 +171,17 @@ def test_a_pipeline_with_a_line_past_a_stage() -> None:
 
 
 def test_every_metric_is_in_one_chart() -> None:
+    episodes = [
+        "episodes/turns",
+        "eval_episodes/turns",
+        "episodes/failed",
+        "episodes/cut_ratio",
+        "episodes/tries",
+    ]
+    grouped = charts.charts([*episodes, "loss", "odd"])
+    groups = ["Loss and gradient", *["Episodes"] * 4, "Other metrics"]
+    assert [kind.group for kind, _ in grouped] == groups
+    assert [found for _, found in grouped][1] == episodes[:2]
     every = ["loss", "eval_loss", "rewards/a/mean", "reward", "mine/odd", "eval_mine/odd", "num_tokens", "kl"]
     found = charts.charts(every)
     assert sorted(name for _, own in found for name in own) == sorted(set(every) - {"num_tokens"})
@@ -219,12 +224,6 @@ def test_clocks(seconds: float, written: str) -> None:
     assert charts.clock(seconds) == written
 
 
-def test_names_are_as_long_as_it_takes() -> None:
-    assert names(["/x/a/run", "/x/b/run"]) == ["a/run", "b/run"]
-    assert names(["/x/a", "/x/b"]) == ["a", "b"]
-    assert names(["/x/a", "/x/a"]) == ["a (1)", "a (2)"]
-
-
 def test_a_directory_that_a_trainer_was_told_to_write_to(tmp_path: Path) -> None:
     write(
         tmp_path / "alone/metrics.jsonl", [{"step": i, "time": runs.BEGAN + i, "loss": 1.0} for i in (1, 2)]
@@ -232,6 +231,6 @@ def test_a_directory_that_a_trainer_was_told_to_write_to(tmp_path: Path) -> None
     stage = read_run(tmp_path / "alone").stages[0]
     assert (stage.name, stage.state, stage.updates) == ("alone", "interrupted", 2)
     assert math.isfinite(stage.seconds)
-    page_of(tmp_path / "alone")
+    runs.page(tmp_path / "alone")
     write(tmp_path / "alone/artifacts/model/rlhf_artifact.json", [{}])
     assert read_run(tmp_path / "alone").stages[0].state == "done"

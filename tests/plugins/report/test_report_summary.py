@@ -10,26 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rlhf_report as reporting
-from rlhf_report.comparison import _compare_stage
-from rlhf_report.pages import Page
-from rlhf_report.run_reader import read_run
+from rlhf_report.comparison import Page, _compare_stage, names
 from rlhf_report.summary import t_quantile, wilson
 from scipy.stats import t
 
 from tests.shared import report_runs as runs
-
-
-def policy_run(directory: Path) -> Path:
-    """Make a run without curves, which take most of a page's time."""
-    run: Path = runs.make_run(directory)
-    shutil.rmtree(run / "rm")
-    (run / "policy/metrics.jsonl").unlink()
-    return run
-
-
-def words(run: Path) -> str:
-    return " ".join(runs.Page(reporting.report(run).read_text(encoding="utf-8")).text.split())
 
 
 def previews(run: Path, before: Sequence[float | None], after: Sequence[float | None]) -> None:
@@ -70,10 +55,10 @@ BEFORE = np.array([1.0, 2.0, 0.5, 1.5, 2.5, 1.0, 1.5, 2.0])
     ],
 )
 def test_a_change_is_compared_prompt_by_prompt(tmp_path: Path, change: list[float], verdict: str) -> None:
-    run = policy_run(tmp_path / "run")
+    run = runs.make_policy_run(tmp_path / "run")
     previews(run, BEFORE.tolist(), (BEFORE + change).tolist())
     half = t.ppf(0.975, 7) * np.std(change, ddof=1) / np.sqrt(8)
-    told = words(run)
+    told = runs.words(run)
     assert "The mean reward of 8 training prompts was 1.5 before training and" in told
     assert verdict in told
     low, high = np.mean(change) - half, np.mean(change) + half
@@ -82,19 +67,19 @@ def test_a_change_is_compared_prompt_by_prompt(tmp_path: Path, change: list[floa
 
 
 def test_few_prompts_and_no_change_have_no_interval(tmp_path: Path) -> None:
-    run = policy_run(tmp_path / "run")
+    run = runs.make_policy_run(tmp_path / "run")
     previews(run, [1.0, None, 2.0], [2.0, 1.0, 2.0])
-    told = words(run)
+    told = runs.words(run)
     assert "2 training prompts" in told
     assert "So few prompts say nothing about others." in told
     previews(run, [1.0] * 8, [1.0] * 8)
-    told = words(run)
+    told = runs.words(run)
     assert "it changed for none of them." in told
     assert "interval over prompts" not in told
 
 
 def test_an_evaluation_before_training_counts_all_its_prompts(tmp_path: Path) -> None:
-    run = policy_run(tmp_path / "run")
+    run = runs.make_policy_run(tmp_path / "run")
     previews(run, [1.0] * 4, [9.0] * 4)
     record = json.loads((run / "policy/stage.json").read_text())
     record["config"]["eval_data"] = "held.jsonl"
@@ -102,9 +87,12 @@ def test_an_evaluation_before_training_counts_all_its_prompts(tmp_path: Path) ->
     for step, rewards in ((0, [0.0, 1.0, None, 0.0, 1.0]), (20, [1.0, 1.0, 0.0, 1.0, 1.0])):
         path = run / f"policy/evaluations/{step:06d}.json"
         runs.write(path, [{"step": step, "prompt_rewards": rewards}])
-    assert "The mean reward of 4 held-out prompts was 0.5 before training and 1 after update 20" in words(run)
+    assert (
+        "The mean reward of 4 held-out prompts was 0.5 before training and 1 after update 20"
+        in runs.words(run)
+    )
     runs.write(run / "policy/evaluations/000020.json", [{"step": 20, "prompt_rewards": "many"}])
-    assert "policy/evaluations/000020.json is not readable" in words(run)
+    assert "policy/evaluations/000020.json is not readable" in runs.words(run)
 
 
 def test_an_accuracy_has_an_interval(tmp_path: Path) -> None:
@@ -115,18 +103,19 @@ def test_an_accuracy_has_an_interval(tmp_path: Path) -> None:
         "After update 20 the chosen reply has the higher score in 87.5% of 4 held-out pairs "
         f"(95 % interval: {low:.1%} to {high:.1%}), which guessing could reach too."
     )
-    assert expected in words(run)
+    assert expected in runs.words(run)
 
 
 def test_a_held_out_loss_that_rose_is_worse(tmp_path: Path) -> None:
-    run = policy_run(tmp_path / "run")
+    run = runs.make_policy_run(tmp_path / "run")
     rows = [{"step": i, "time": runs.BEGAN + i, "eval_loss": float(i)} for i in (1, 2)]
     runs.write(run / "policy/metrics.jsonl", rows)
-    assert "The held-out loss was 1 after update 1 and 2 after update 2: worse than at the first" in words(
-        run
+    assert (
+        "The held-out loss was 1 after update 1 and 2 after update 2: worse than at the first"
+        in runs.words(run)
     )
     runs.write(run / "policy/metrics.jsonl", rows[:1])
-    assert "The held-out loss was 1 after update 1." in words(run)
+    assert "The held-out loss was 1 after update 1." in runs.words(run)
 
 
 def test_the_numbers_are_those_of_the_model_that_was_saved(tmp_path: Path) -> None:
@@ -140,7 +129,7 @@ def test_the_numbers_are_those_of_the_model_that_was_saved(tmp_path: Path) -> No
     runs.write(run / "rm/metrics.jsonl", rows)
     best = {"metric": "eval_loss", "value": 0.5, "step": 10, "bad": 1, "updates": 20, "model": 10}
     (run / "rm/best.json").write_text(json.dumps(best))
-    told = words(run)
+    told = runs.words(run)
     assert (
         "The held-out loss was 0.7 after update 0 and 0.5 after update 10, whose model was saved instead"
         in told
@@ -149,8 +138,14 @@ def test_the_numbers_are_those_of_the_model_that_was_saved(tmp_path: Path) -> No
     table = told.partition("saved, update 10")[2].partition("rm reward")[0]
     assert "0.5" in table
     assert "1.625" not in table
-    stage = read_run(run).stages[0]
+    stage = runs.stages(run)["rm"]
     (_, train), (_, held_out) = _compare_stage("rm", [stage, None], ["a", "b"], Page(), 40, []).last[:2]
     assert (train, held_out) == ((0.6, None), (0.5, None))
     (run / "rm/best.json").write_text(json.dumps(best | {"model": 0, "step": 0}))
-    assert "The held-out loss was 0.7 after update 0, whose model was saved" in words(run)
+    assert "The held-out loss was 0.7 after update 0, whose model was saved" in runs.words(run)
+
+
+def test_names_are_as_long_as_it_takes() -> None:
+    assert names(["/x/a/run", "/x/b/run"]) == ["a/run", "b/run"]
+    assert names(["/x/a", "/x/b"]) == ["a", "b"]
+    assert names(["/x/a", "/x/a"]) == ["a (1)", "a (2)"]

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rlhf_report as reporting
-from rlhf_report.run_reader import read_run
 from rlhf_report.weights import MOST, _counts, weight_charts
 
 from tests.shared import report_runs as runs
@@ -32,7 +30,7 @@ def test_weights_are_drawn_those_that_move_most(tmp_path: Path) -> None:
         for step in (10, 20)
     ]
     runs.write(run / "policy/weights.jsonl", [*rows, {"step": 30, "weights": {"x": {"norm": None}}}])
-    page = runs.Page(reporting.report(run).read_text(encoding="utf-8"))
+    page = runs.page(run)
     for text in (
         f"Norm of parameters ({MOST} of {MOST + 2})",
         names[-1],
@@ -41,8 +39,7 @@ def test_weights_are_drawn_those_that_move_most(tmp_path: Path) -> None:
         assert text in page.text
     assert names[0] not in page.text
     problems: list[str] = []
-    (stage,) = (stage for stage in read_run(run).stages if stage.name == "policy")
-    drawn = list(weight_charts("w", stage, problems, 10))
+    drawn = list(weight_charts("w", runs.stages(run)["policy"], problems, 10))
     assert [chart.id for chart in drawn[:2]] == [
         "w-weights-norm",
         "w-weights-update_ratio",
@@ -60,7 +57,7 @@ def test_previews_stand_before_and_after(tmp_path: Path) -> None:
     for step in (0, 10, 20):
         rows = [{"prompt": "asked", "completion": f"written at {step}", "length": 3, "finished": True}]
         runs.write(run / f"policy/samples/preview-{step:06d}.jsonl", rows)
-    text = runs.Page(reporting.report(run).read_text(encoding="utf-8")).text
+    text = runs.page(run).text
     assert "Previews, before and after" in text
     assert "written at 0" in text
     assert "written at 20" in text

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_serve import chats
-from rlhf_serve.answers import Call, Target
+from rlhf_serve.answers import Call, GenerationParams, PendingCompletion, Target, TextReader
 from rlhf_serve.fields import Chat, read
-from rlhf_serve.opening import Opening, load_policy
-from rlhf_serve.pending import GenerationParams, PendingCompletion, TextReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.environments import CallParser, ConversationEncoder
 from rlhf_core.tokenizer import Encoder, template_text
+from tests.shared import serving
 
 MESSAGES = [
     {"role": "user", "content": "a b"},
@@ -116,42 +115,6 @@ def test_the_prompt_has_arguments_as_objects(
     text = bytewise.decode(chats.encode_chat(body, Target("policy", served, None)))  # type: ignore[arg-type]
     assert f'{{"name": "f", "arguments": {written}}}\n</tool_call>' in text
     CallParser(served.conversations, body.tools)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (
-            {"messages": calling("a")},
-            "messages: message 2: the arguments of tool call 1's function are not JSON",
-        ),
-        (
-            {"messages": calling("[1]")},
-            "message 2: the arguments of tool call 1's function are not an object",
-        ),
-        (
-            {"messages": MESSAGES, "tools": [{"function": {"name": "f", "parameters": "[]"}}]},
-            "tools: the parameters of tool 1's function are not an object",
-        ),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
-        ({"messages": [{"role": "users", "content": "a"}]}, "has the role 'users'"),
-        ({"messages": MESSAGES, "tool_choice": "required", "tools": [TOOL]}, "a call cannot be forced"),
-        ({"messages": MESSAGES, "tools": [{"name": "f"}]}, "tools: each is"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs: has no effect"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "only text is read",
-        ),
-    ],
-)
-def test_refusals(running: Any, body: Any, message: str) -> None:
-    assert message in running.refused("/v1/chat/completions", {"model": "policy", **body})
-
-
-def test_a_reward_model_does_not_chat(running: Any) -> None:
-    assert "reward model" in running.refused("/v1/chat/completions", {"model": "rm", "messages": MESSAGES})
 
 
 @pytest.fixture(scope="module")
@@ -277,5 +240,6 @@ def test_a_thought_in_a_channel_is_no_part_of_the_reply(bytewise: Any, step: int
 
 
 def test_a_template_may_be_given(directory: Path, tiny: Any) -> None:
-    given = load_policy(directory / "policy", Opening(mesh=tiny.one_device(), chat_template="plain"))
-    assert template_text(given.tokenizer) == template_text(given.tokenizer, "plain")
+    served = serving.opened(directory / "policy", slots=4, mesh=tiny.one_device(), chat_template="plain")
+    tokenizer = served.policy.model.tokenizer
+    assert template_text(tokenizer) == template_text(tokenizer, "plain")

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_serve.opening import Opening, open_model
-from rlhf_serve.running import Settings
 
 from rlhf_core import load_model
+from tests.shared import serving
 
 PROMPT = [5, 6, 7, 8]
 ASKED = {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
@@ -52,12 +51,10 @@ def filled(tree: dict[str, Any], draw: np.random.Generator) -> dict[str, Any]:
 
 
 @pytest.fixture
-def controlled(models: Path, tiny: Any, running: Any) -> Iterator[Any]:
-    opening = Opening(slots=32, length=96, mesh=tiny.one_device())
-    settings = Settings(models=(), control=True, adapters=models / "adapters", most_adapters=3)
-    server = type(running)(
-        {"policy": open_model("policy", str(models / "policy"), opening)}, settings, None, opening
-    )
+def controlled(models: Path, tiny: Any) -> Iterator[Any]:
+    opening = {"slots": 32, "length": 96, "mesh": tiny.one_device()}
+    settings = {"control": True, "adapters": models / "adapters", "most_adapters": 3}
+    server = serving.serve({"policy": models / "policy"}, opening=opening, **settings)
     yield server
     server.close()
 
@@ -235,16 +232,15 @@ def test_adapters_under_their_names(controlled: Any, models: Path, tiny: Any) ->
 
 @pytest.mark.long
 def test_an_adapter_is_served_on_the_quantized_base_that_it_was_trained_on(
-    models: Path, tiny: Any, running: Any, tmp_path: Path
+    models: Path, tiny: Any, tmp_path: Path
 ) -> None:
     base = load_model(models / "policy", mesh=tiny.one_device(), quantized="int8").with_lora(rank=2)
     noisy = base.with_params(filled(base.params, np.random.default_rng(3)))
     adapter = tiny.save_policy(noisy, tmp_path)
-    opening = Opening(slots=4, length=96, mesh=tiny.one_device())
-    served = open_model("policy", str(adapter), opening)
-    assert served.policy.model.quantized == "int8"
-    settings = Settings(models=(), control=True, adapters=models / "adapters")
-    server = type(running)({"policy": served}, settings, None, opening)
+    opening = {"slots": 4, "length": 96, "mesh": tiny.one_device()}
+    settings = {"control": True, "adapters": models / "adapters"}
+    server = serving.serve({"policy": adapter}, opening=opening, **settings)
+    assert server.server.models["policy"].policy.model.quantized == "int8"
     try:
         body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 1, "return_token_ids": True}
         (choice,) = server.post("/v1/completions", body)["choices"]

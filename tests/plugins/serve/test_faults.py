@@ -23,8 +23,8 @@ import uvicorn
 from rlhf_serve import app, commands, connections
 from rlhf_serve import running as closing
 from rlhf_serve.answers import Call, Target
-from rlhf_serve.engine import Engine
-from rlhf_serve.running import Settings
+
+from tests.shared import serving
 
 
 def idle(running: Any) -> None:
@@ -128,7 +128,8 @@ def received(connection: socket.socket) -> bytes:
 
 def test_clients_that_do_not_read_cannot_keep_a_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing, "CLOSE_SECONDS", 0.2)
-    server = app.Server({}, Engine(), draining=True)
+    server = closing.make_server({}, closing.Settings(models=()))
+    server.draining = True
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -205,7 +206,8 @@ def test_a_stream_to_nobody_is_not_made() -> None:
         pass  # as to a connection that is closed: nothing is waited for
 
     call = Call("x", Target("policy", None, None), [], 1)  # type: ignore[arg-type]
-    asyncio.run(app.Flow(app.Server({}, Engine()), call, parts())({}, receive, send))
+    server = closing.make_server({}, closing.Settings(models=()))
+    asyncio.run(app.Flow(server, call, parts())({}, receive, send))
     assert len(made) < 10
 
 
@@ -238,8 +240,8 @@ def test_a_web_page_of_another_address_cannot_post(
         assert running.client.get("/health", headers=headers).status_code == 200
 
 
-def test_without_the_key_only_health_answers(running: Any, opened: dict[str, Any]) -> None:
-    locked = type(running)({"rm": opened["rm"]}, Settings(models=()), "the key")
+def test_without_the_key_only_health_answers(opened: dict[str, Any]) -> None:
+    locked = serving.serve({"rm": opened["rm"]}, "the key")
     open_client = httpx.Client(base_url=locked.client.base_url)
     for header in ({}, {"Authorization": "Bearer the keys"}, {"Authorization": "the key"}):
         for path in ("/v1/models", "/metrics", "/version", "/score", "/nothing"):
@@ -279,33 +281,11 @@ def fuzzed(draw: random.Random) -> tuple[str, bytes]:
     ]
     path, body = draw.choice(good)
     body = {"model": "policy", **body}
-    names = (
-        *(
-            "n",
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "stop_token_ids",
-            "logprobs",
-        ),
-        *(
-            "stream",
-            "echo",
-            "prompt",
-            "messages",
-            "tools",
-            "model",
-            "rows",
-            "input",
-            "tokens",
-            "prompt_logprobs",
-        ),
+    names = [
+        *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logprobs"),
+        *("stream", "echo", "prompt", "messages", "tools", "model", "rows", "input", "tokens", "prompt_logprobs"),
         *("stream_options", "tool_choice", "logit_bias", "response_format", "sampling_params", "text_1", "x"),
-    )
+    ]  # fmt: skip
     for _ in range(draw.randrange(3)):
         name = draw.choice(names)
         body[name] = nonsense(draw)

@@ -77,22 +77,3 @@ def test_forms_of_vllm(running: Any) -> None:
     ids = running.post("/tokenize", {"model": "rm", "prompt": "a b c"})["tokens"]
     text = running.post("/classify", {"model": "rm", "input": "a b c"})["data"][0]["probs"]
     assert running.post("/classify", {"model": "rm", "input": [*ids, 1]})["data"][0]["probs"] == text
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"rows": []}, "rows: is empty"),
-        ({}, "give rows"),
-        ({"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 and text_2: 2 and 3 texts"),
-        ({"rows": [{"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": 5}]}, "rows row 2"),
-        ({"rows": [{"text_9": "a"}]}, "rows"),
-        ({"rows": [{"messages": [{"role": "user", "text": "a"}]}]}, "rows row 1"),
-    ],
-)
-def test_what_the_contract_refuses(running: Any, body: Any, message: str) -> None:
-    assert message in running.refused("/score", {"model": "rm", **body})
-
-
-def test_a_policy_does_not_score(running: Any) -> None:
-    assert "does not score" in running.refused("/score", {"model": "policy", "rows": TEXTS})

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import Stage, hookimpl
-from rlhf_core.loggers import Console, JsonLines
+from rlhf_core import LOGGER, Stage, hookimpl, plugins
 from rlhf_core.testing import check_logger
 
 
@@ -89,6 +88,8 @@ def test_a_loggers_defect_is_found(name: str, logger: Any, failures: Any) -> Non
     assert set(found := failures(check_logger, logger)) == {name}, found
 
 
-@pytest.mark.parametrize("logger", [Console, JsonLines, Console("json")])
-def test_our_loggers_have_none(logger: Any) -> None:
-    check_logger(logger)
+@pytest.mark.parametrize(
+    ("name", "options"), [("console", {}), ("jsonl", {}), ("console", {"progress": "json"})]
+)
+def test_our_loggers_have_none(name: str, options: Any) -> None:
+    check_logger(plugins.load().registry.get(LOGGER, name, **options))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_reward.model_reward import ModelReward
 
 from rlhf_core import REWARD, plugins
 from rlhf_core.testing import check_reward
@@ -174,6 +173,5 @@ def test_built_in_components_pass(name: str) -> None:
 
 def test_a_reward_model_has_none(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_model("score", scale=4.0).save(tmp_path)
-    check_reward(
-        ModelReward(str(tmp_path)), [{"prompt": "a b", "completion": x} for x in (" c", " d e f", " A")]
-    )
+    model = plugins.load().registry.get(REWARD, "model", model=str(tmp_path))
+    check_reward(model, [{"prompt": "a b", "completion": x} for x in (" c", " d e f", " A")])

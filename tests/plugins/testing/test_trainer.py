@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,13 +17,9 @@ import pytest
 from pydantic import Field
 from rlhf_grpo import GRPOConfig
 from rlhf_sft import SFTConfig
-from rlhf_sft.train import build
-from rlhf_testing.findings import Broken
-from rlhf_testing.fixtures import Ran
-from rlhf_testing.trainer import _outputs
 from safetensors.numpy import save_file
 
-from rlhf_core import Artifact, Stage, Trainer, TrainerConfig, artifacts
+from rlhf_core import TRAINER, Stage, Trainer, TrainerConfig, artifacts, plugins
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
@@ -56,6 +52,7 @@ def train(
     spoil: float = 1.0,
     announces: bool = True,
     kind: str = "point",
+    weights: Any = None,
 ) -> None:
     file = stage.dir / "state.json"
     known = json.loads(file.read_text()) if file.exists() else {}
@@ -73,7 +70,7 @@ def train(
             if stops and stop.is_set():
                 raise Stopped("stopped, state saved")
     hook = stage.hook if announces else Silent()
-    artifacts.save_model(replace(stage, hook=hook), "model", kind, Weights(x * spoil))  # type: ignore[arg-type]
+    artifacts.save_model(replace(stage, hook=hook), "model", kind, weights or Weights(x * spoil))  # type: ignore[arg-type]
 
 
 class Silent:
@@ -91,7 +88,8 @@ class Forgetful(Config):
 def writes(config: Any, context: Context) -> Build:
     context.stage.dir.mkdir(parents=True, exist_ok=True)
     (context.stage.dir / "forecast.txt").write_text("?")
-    return build(config, context)
+    built: Build = plugins.load().registry.get(TRAINER, "sft").build(config, context)
+    return built
 
 
 def fails(config: TrainerConfig, stage: Stage) -> None:
@@ -142,16 +140,15 @@ def test_the_trainer_that_they_are_made_of_has_none() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e30])
-def test_a_language_model_is_opened_and_read(scale: float, tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_language_model_is_opened_and_read(scale: float, tiny: ModuleType, failures: Any) -> None:
     """Its weights may be finite and its outputs not."""
     model = tiny.make_model()
     for part in ("norm", "lm_head"):
         model.params[part] = jax.tree.map(lambda x: x * scale, model.params[part])
-    model.save(tmp_path)
-    outputs = {"model": Artifact("model", "language_model", tmp_path)}
-    case: Any = SimpleNamespace(trainer=replace(good, outputs={"model": "language_model"}))
-    with nullcontext() if scale == 1 else pytest.raises(Broken, match=r"'model': its outputs: .* not finite"):
-        _outputs(case, Ran(None, None, announced=["model"], outputs=outputs))
+    trainer = replace(variant(kind="language_model", weights=model), outputs={"model": "language_model"})
+    found = failures(check_trainer, trainer, rows=texts(4))
+    assert set(found) == (set() if scale == 1 else {"outputs"}), found
+    assert scale == 1 or re.search(r"'model': its outputs: .* not finite", found["outputs"])
 
 
 def test_what_is_said(failures: Any) -> None:

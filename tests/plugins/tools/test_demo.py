@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_tools.demo import measure
-from rlhf_tools.demo.generate import KINDS, Sizes
-from rlhf_tools.demo.run import HERE, demo
+from rlhf_tools.demo.run import HERE, Sizes, demo
 from rlhf_tools.demo.table import closing_table
 
 from rlhf_core.errors import InputError
@@ -67,7 +66,7 @@ def test_a_second_run_trains_nothing(finished: SimpleNamespace) -> None:
 def test_the_summary_is_complete(finished: SimpleNamespace) -> None:
     summary = json.loads((finished.directory / "summary.json").read_text())
     assert {**summary, "found": False} == finished.summary
-    assert set(summary["pair_accuracy"]) == {"all", *KINDS}
+    assert set(summary["pair_accuracy"]) == {"all", *measure.KINDS}
     shares = [
         *summary["pair_accuracy"].values(),
         *(summary[s][k] for s in ("before", "after") for k in ("success", "best_of_8")),

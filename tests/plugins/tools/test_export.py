@@ -75,19 +75,6 @@ def test_a_reward_model_keeps_its_head(rlhf: Any, tiny: ModuleType, tmp_path: Pa
     np.testing.assert_array_equal(again.scores(IDS, MASK), model.scores(IDS, MASK))
 
 
-def test_what_cannot_be_exported(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
-    tiny.make_model().save(tmp_path / "model")
-    for arguments, message in [
-        ((str(tmp_path / "model"), str(tmp_path / "model")), "exists already: give a new directory"),
-        ((str(tmp_path / "model"), str(tmp_path / "out"), "--merge"), "has no adapters to merge"),
-        ((str(tmp_path / "modl"), str(tmp_path / "out")), "no such directory"),
-    ]:
-        ended = rlhf("export", *arguments)
-        assert ended.code == 2
-        assert message in ended.message
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("there", [False, True], ids=["a new directory", "an empty one"])
 def test_a_full_disk_leaves_nothing_and_the_same_command_works_later(
     rlhf: Any, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_tools.reward_card import for_other_libraries
 from transformers import AutoTokenizer
 
 from rlhf_core import artifacts, data, load_model
@@ -153,13 +152,13 @@ def test_transformers_plain_call_gives_the_artifacts_scores(
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_reads_the_tokens_that_were_trained_on(
-    case: str, tiny: ModuleType, tmp_path: Path
+    case: str, rlhf: Any, tiny: ModuleType, tmp_path: Path
 ) -> None:
     tokenizer, options, _ = CASES[case]
-    model = dataclasses.replace(tiny.make_model("score"), tokenizer=tokenizer)
+    save_fixed(tiny, tokenizer, tmp_path / "rm", **options)
+    assert rlhf("export", str(tmp_path / "rm"), str(tmp_path / "out")).code == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     contract = ScoringContract.of(tokenizer, **{"max_length": None, **options})
-    for_other_libraries(model, contract).tokenizer.save_pretrained(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
     length = contract.max_length or 1000
     kept = slice(-length, None) if contract.truncation_mode == "keep_end" else slice(length)
     wanted = Encoder(tokenizer, contract.text_options).whole([None] * len(CHATS), CHATS)

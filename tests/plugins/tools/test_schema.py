@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft7Validator
-from rlhf_tools.schema import pipeline_schema
+from typer.testing import CliRunner
 
-from rlhf_core import InputError, plugins
+from rlhf_core import InputError, cli, plugins
 from rlhf_core.config import build
 from rlhf_core.contracts import TRAINER
 
@@ -91,7 +91,8 @@ WRONG: dict[str, tuple[str | int, ...]] = {
 
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
-    schema = json.loads(json.dumps(pipeline_schema(plugins.load().registry)))
+    ended = CliRunner().invoke(cli.app, ["schema"], catch_exceptions=False)
+    schema = json.loads(ended.stdout)
     Draft7Validator.check_schema(schema)
     # taplo refuses a schema in which a reference is no address, such as one with a space.
     assert all(

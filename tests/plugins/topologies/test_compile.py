@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import pytest
 from rlhf_topologies import interpreters
-from rlhf_topologies.chips import CHIPS
 from rlhf_topologies.compile import compile_pipeline
 from rlhf_topologies.programs import built_programs, stage_programs
 
@@ -22,14 +21,12 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import load_model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import each_stage
-from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.placement import cache_bytes
-from rlhf_core.training import Build, Context
-from rlhf_core.training.memory import device_bytes
+from rlhf_core.sampling import cache_bytes
+from rlhf_core.training import Build, Context, device_bytes
 
 CHAIN = """
 dir = "run"
@@ -183,13 +180,12 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
 
 
 @pytest.mark.long  # `test_every_program_of_every_stage` has a policy, too, without adapters
-@pytest.mark.parametrize("adapters", [False, True])
-def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) -> None:
-    """Two policies read every rollout; with adapters they share the frozen parameters, which are given twice."""
-    place.settings("policy.toml", "num_iterations = 2" + ("\nlora = { rank = 2 }" if adapters else ""))
+def test_what_lies_beside_a_program_with_adapters_is_counted_once(place: Any) -> None:
+    """Two policies read every rollout; they share the frozen parameters, which are given twice."""
+    place.settings("policy.toml", "num_iterations = 2\nlora = { rank = 2 }")
     job = {"on": "h100:8", "pipeline": "policy.toml", "sets": [], "dir": None, "plugins": []}
     stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
-    assert ("frozen parameters" in stage["resident"]) == adapters
+    assert "frozen parameters" in stage["resident"]
     assert_counted_once(stage)
 
 
@@ -312,15 +308,6 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     assert least < accumulate["call"]["flops"] < 1.5 * (least + 6 * head * rows * time)
 
 
-@pytest.mark.long  # `test_every_program_of_every_stage` has none, either
-def test_a_model_without_weights_is_enough(place: Any) -> None:
-    for file in (place.path / "model").glob("*.safetensors"):
-        file.unlink()
-    job = {"on": "h100:1", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []}
-    results = compile_pipeline(job, devices=jax.devices()[:1], say=lambda _: None)
-    assert len(results["stages"]["base"]["programs"]) == 2
-
-
 @pytest.mark.parametrize(("on", "package"), [("h100:8", "jax[cuda13]"), ("v5e:2x4", "jax[tpu]")])
 def test_without_a_compiler_the_commands_that_install_it(
     on: str, package: str, place: Any, rlhf: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -363,21 +350,6 @@ def test_an_environment_that_does_not_fit(
     assert ended.code == cli.BAD_INPUT
     assert f"RLHF_GPU_PYTHON={tmp_path / 'python'} {words}" in ended.message
     assert "pip install" in ended.message
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--on", "h1000:8"], "no device 'h1000'"),
-        (["--json"], "--json goes with --on"),
-        (["--on", "h100:8", "--devices", "4"], "--on h100:8 has 8 devices; leave out --devices 4"),
-        (["--on", "h100:8", "--set", "mesh.fsdp=3"], "mesh.fsdp: 3 does not fit 8 device(s)"),
-    ],
-)
-def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: Any) -> None:
-    ended = rlhf("check", "base.toml", *flags)
-    assert ended.code == cli.BAD_INPUT
-    assert words in ended.message
 
 
 def test_what_the_other_environment_finds_wrong_is_said(place: Any) -> None:
@@ -469,7 +441,8 @@ def test_gradients_are_summed_once_and_in_float32(
 @pytest.mark.accelerators
 def test_every_gpu_of_the_table_compiles(place: Any, rlhf: Any) -> None:
     compiler("gpu")
-    for chip in [name for name, chip in CHIPS.items() if chip.platform == "gpu"]:
+    known = rlhf("check", "base.toml", "--on", "x1:1").message.partition("there are ")[2].partition(".")[0]
+    for chip in [name for name in known.split(", ") if not name.startswith("v")]:
         ended = rlhf("check", "base.toml", "--on", f"{chip}:1")
         assert ended.code == cli.DONE, ended.message
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_topologies.hlo import count, count_apart
 
 from rlhf_core.mesh import abstract_rows, make_mesh
-from rlhf_core.training.starting_model import definition_of
+from rlhf_core.training import definition_of
 
 TEXT = """
 HloModule made, is_scheduled=true, num_partitions=8

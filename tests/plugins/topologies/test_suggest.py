@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tomllib
@@ -12,14 +11,11 @@ from typing import Any
 
 import jax
 import pytest
-from rich.console import Console
 from rlhf_topologies import interpreters
-from rlhf_topologies.check import candidate_table
 from rlhf_topologies.chips import CHIPS, Topology, machines, parse
 from rlhf_topologies.compile import describe
 from rlhf_topologies.description import Program, ProgramShape, StagePrograms
 from rlhf_topologies.pass_memory import pass_bytes
-from rlhf_topologies.roofline import all_weights, expected
 from rlhf_topologies.suggest import (
     COMPILED,
     STEPS,
@@ -34,12 +30,8 @@ from rlhf_topologies.verdicts import judge_stage
 
 from rlhf_core import cli, plugins
 from rlhf_core.mesh import make_mesh, with_shardings
-from rlhf_core.models import DECODER, Definition
-from rlhf_core.models.attention import attend_blocks
-from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime import devices
-from rlhf_core.training.memory import remat_of
+from rlhf_core.models import DECODER, Definition, attend_blocks
+from rlhf_core.pipeline import plan, read
 
 GB = 10**9
 SIZES = {
@@ -75,82 +67,6 @@ def job(on: str, pipeline: str = "base.toml", *sets: str) -> dict[str, Any]:
 def with_memory(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Give an H100 so many bytes that arrays may take."""
     monkeypatch.setitem(CHIPS, "h100", replace(CHIPS["h100"], memory=round(memory / 0.9) + 2))
-
-
-def test_full_remat_keeps_the_inputs_of_layers() -> None:
-    """A layer more keeps its input, bfloat16, and nothing else of 2 rows × 32 tokens."""
-    few, many = (pass_bytes(model(num_hidden_layers=n), (2, 32), ONE, trains=True) for n in (4, 8))
-    kept = 2 * 2 * 32 * 64
-    assert many - few == pytest.approx(0.85 * 4 * kept, abs=2)
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [
-        *(pytest.param(axes, marks=pytest.mark.long) for axes in ({"data": 4}, {"fsdp": 4})),
-        {"data": 2, "fsdp": 2},
-    ],
-    ids=str,
-)
-def test_rows_are_spread_and_layers_shared(axes: dict[str, int]) -> None:
-    shape = (8, 64)
-    whole = pass_bytes(model(), shape, ONE, trains=True)
-    quarter = pass_bytes(model(), (2, 64), ONE, trains=True)
-    assert quarter < whole
-    assert pass_bytes(model(), shape, {**ONE, **axes}, trains=True) == quarter
-    assert quarter < pass_bytes(model(), shape, {**ONE, "tensor": 2}, trains=True) < whole
-    assert pass_bytes(model(), shape, ONE, trains=False) < whole
-
-
-def test_remat_trades_memory() -> None:
-    none, dots, full = (
-        pass_bytes(model(remat), (2, 64), ONE, trains=True) for remat in ("none", "dots", "full")
-    )
-    assert none > dots > full
-    auto = model("auto")
-    assert remat_of(auto, (2, 64)) == "none"
-    assert remat_of(auto, (2**18, 64)) == "dots"
-
-
-def test_time_of_products_by_hand() -> None:
-    """Long matrices, few tokens of attention: six operations per weight and token, eight where layers are repeated."""
-    wide = {
-        "hidden_size": 8192,
-        "intermediate_size": 32768,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-    }
-    weights = 4 * (4 * 8192**2 + 3 * 8192 * 32768) + 320 * 8192
-    topology = parse("h100:8")
-    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
-    for remat, operations in (("none", 6), ("full", 8)):
-        shape = ProgramShape(model(remat, **wide), 512, 32)
-        program = Program("accumulate", lambda: None, "train", shape=shape)
-        bound = expected(program, shape, mesh, topology)
-        assert bound.compute == pytest.approx(operations * weights * 64 * 32 / 989.4e12, rel=0.01)
-        gathered = 3 * 2 * weights * 3 / 4  # twice forward and backward, and gradients once, by each of 4
-        summed = 8 * weights / 4 / 2
-        assert bound.link == pytest.approx((gathered + summed) / 450e9, rel=0.01)
-        assert bound.network == 0
-    far = expected(program, shape, {"data": 2, "fsdp": 8, "tensor": 1}, parse("h100:2x8"))
-    assert far.network == pytest.approx(8 * weights / 8 / 2 / 50e9, rel=0.01)
-
-
-def test_experts_are_gathered_or_tokens_are_sent_to_them() -> None:
-    sizes = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
-    shape = ProgramShape(model("none", **sizes), 512, 64)
-    program = Program("accumulate", lambda: None, "train", shape=shape)
-    config, topology = shape.model.config, parse("h100:8")
-    meshes = {"data": 1, "fsdp": 8, "tensor": 1}, {"data": 1, "fsdp": 1, "tensor": 1, "expert": 8}
-    gathering, sending = (expected(program, shape, mesh, topology) for mesh in meshes)
-    assert gathering.compute == sending.compute
-    experts = config.num_layers * 16 * 3 * config.hidden_size * config.intermediate_size
-    assert all_weights(shape.model)[1] == experts
-    pairs = 2 * config.num_layers * 512 * 64 / 8
-    saved = (
-        3 * 2 * experts - 7 * 2 * pairs * config.hidden_size
-    )  # 2 forward and again, 3 backward, of bfloat16
-    assert gathering.link - sending.link == pytest.approx(7 / 8 * saved / 450e9)
 
 
 def test_a_mesh_with_experts_is_suggested_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,16 +105,6 @@ def test_rows_that_do_not_fit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cut.fits
     assert cut.mesh == {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
     assert "context" not in best(4096).mesh
-
-
-def test_a_step_of_decoding_reads_weights_and_caches() -> None:
-    shape = ProgramShape(model(), 512, 64, tensor=2, memory=GB)
-    program = Program("generate", lambda: None, "sample", steps=100, shape=shape)
-    bound = expected(program, shape, ONE, parse("h100:8"))
-    assert bound.memory == pytest.approx(100 * GB / 3.35e12)
-    assert bound.link == pytest.approx(100 * 4 * 4 * 64 * (512 / 8) / 450e9)
-    less = expected(program, shape._replace(step_bytes=GB // 2), ONE, parse("h100:8"))
-    assert less.memory == pytest.approx(bound.memory / 2)
 
 
 def test_state_and_gradients_by_hand(place: Any) -> None:
@@ -407,22 +313,6 @@ def test_a_sampling_mesh_is_written_with_the_rest_of_its_table(place: Any) -> No
     pasted = tomllib.loads("\n".join(changed.lines(search.file())))
     assert pasted["sampling"] == {"max_completion_length": 4, "mesh": {"tensor": 2}}
     assert "policy.sampling.mesh.tensor=2" in changed.sets
-    assert devices.planned() is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--suggest"], "--suggest goes with --on"),
-        (["--on", "h100", "--suggest", "--devices", "4"], "leave out --devices 4"),
-        (["--on", "h1000", "--suggest"], "no device 'h1000'"),
-        (["--on", "h100"], "write CHIP:[[SLICESx]HOSTSx]DEVICES"),
-    ],
-)
-def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: Any) -> None:
-    ended = rlhf("check", "base.toml", *flags)
-    assert ended.code == cli.BAD_INPUT
-    assert words in ended.message
 
 
 def found_by(chosen: bool, place: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -481,20 +371,3 @@ def test_the_real_compiler(place: Any, rlhf: Any) -> None:
     for name, stage in compiled["stages"].items():
         forecast = compiled["candidate"]["stages"][name]
         assert forecast["resident"] == pytest.approx(sum(stage["resident"].values()), rel=0.1)
-
-
-CANDIDATES = """\
-devices  mesh            settings           memory  an update
-h100:8   data 2, fsdp 4  a: remat full      2.0 GB     500 ms
-h100     data 8                         200.0 GB !       50 s
-"""
-
-
-def test_candidates_are_a_table() -> None:
-    """Text begins, and numbers end, under its title."""
-    chosen = {"mesh": {"data": 2, "fsdp": 4}, "settings": {"a": {"remat": "full"}}}
-    fits = {"on": "h100:8", **chosen, "peak": 2e9, "fits": True, "seconds": 0.5}
-    fails = {"on": "h100", "mesh": {"data": 8}, "settings": {}, "peak": 2e11, "fits": False, "seconds": 50.0}
-    page = io.StringIO()
-    Console(file=page, width=100).print(candidate_table([fits, fails]))
-    assert page.getvalue() == CANDIDATES

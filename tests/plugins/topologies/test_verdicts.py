@@ -1,30 +1,23 @@
-"""The roofline against NumPy, and what is said of programs that do not fit."""
+"""What is said of programs: how fast they are at most, whether they fit, and what to change."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import io
 from typing import Any
 
-import numpy as np
 import pytest
-from rlhf_topologies.check import lines, program_table
+from rich.console import Console
+from rlhf_topologies.check import candidate_table, lines, program_table
 from rlhf_topologies.chips import CHIPS, parse
-from rlhf_topologies.hlo import Counts
-from rlhf_topologies.pass_memory import pass_bytes
-from rlhf_topologies.roofline import bound, token_weights
 from rlhf_topologies.verdicts import judge_stage
-
-from rlhf_core.models import DECODER
-from rlhf_core.models.loading import complete_table, describe
 
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
 GB = 10**9
 
 
-def counts(
-    bf16: float = 0.0, f32: float = 0.0, size: float = 0.0, sent: float = 0.0, network: float = 0.0
-) -> dict[str, Any]:
-    return asdict(Counts({"bf16": bf16, "f32": f32}, bytes=size, sent=sent, network=network))
+def counts(bf16: float = 0.0, size: float = 0.0) -> dict[str, Any]:
+    none: dict[str, Any] = {"sent": 0.0, "network": 0.0, "collectives": {}, "uncounted": []}
+    return {"products": {"bf16": bf16}, "bytes": size, **none}
 
 
 def program(name: str = "accumulate 8 × 512", work: str = "train", **changes: Any) -> dict[str, Any]:
@@ -47,71 +40,6 @@ def program(name: str = "accumulate 8 × 512", work: str = "train", **changes: A
 def stage(*programs: Any, resident: dict[str, int] | None = None) -> dict[str, Any]:
     held = resident or {"parameters": 4 * GB, "optimizer": 8 * GB}
     return {"note": None, "remat": "auto", "resident": held, "weights": 7 * GB, "programs": list(programs)}
-
-
-@pytest.mark.parametrize("by", ["compute", "memory", "link", "network", "host"])
-def test_the_slowest_part_sets_the_bound(by: str) -> None:
-    chip = CHIPS["h100"]
-    work = {"bf16": 2e12, "f32": 1e12, "size": 1e9, "sent": 1e8, "network": 1e7, "host": 1e7}
-    larger = {"compute": "bf16", "memory": "size", "link": "sent"}.get(by, by)
-    work = {name: value * (1e4 if name == larger else 1) for name, value in work.items()}
-    host = work.pop("host")
-    found = bound(Counts(**counts(**work)), chip, host)
-    seconds = {
-        "compute": np.float64(work["bf16"]) / 989.4e12 + np.float64(work["f32"]) / 494.7e12,
-        "memory": np.float64(work["size"]) / 3.35e12,
-        "link": np.float64(work["sent"]) / 450e9,
-        "network": np.float64(work["network"]) / 50e9,
-        "host": np.float64(host) / 64e9,
-    }
-    for name, value in seconds.items():
-        assert getattr(found, name) == pytest.approx(value)
-    assert (found.by, found.seconds) == (by, pytest.approx(seconds[by]))
-
-
-def test_a_dtype_that_the_table_lacks_is_no_faster_than_float32() -> None:
-    chip = CHIPS["h100"]
-    assert bound(Counts(products={"s32": 1e12}), chip).compute == pytest.approx(1e12 / 494.7e12)
-
-
-def test_an_embedding_that_no_token_is_multiplied_with_does_not_count() -> None:
-    """It is a language model's head where the two are tied, and never a reward model's."""
-    table = {"model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16}
-    table |= {"num_hidden_layers": 2, "num_attention_heads": 2}
-
-    def weights(head: Any, *, tied: bool) -> int:
-        hf_config = complete_table({**table, "tie_word_embeddings": tied}, None, None)
-        return token_weights(describe(DECODER, hf_config, head, "model"))
-
-    language = weights("lm", tied=True)
-    assert language == weights("lm", tied=False)
-    assert language - weights("score", tied=True) == 32 * 8 - 8
-    assert weights("score", tied=True) == weights("score", tied=False)
-
-
-def test_inputs_per_layer_are_looked_up() -> None:
-    """Of Gemma 4, whose layers share keys and values: more words cost nothing, and two devices share its layers."""
-    table = {"model_type": "gemma4_text", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
-    table |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    table |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
-    table |= {"global_head_dim": 16, "hidden_size_per_layer_input": 4, "use_double_wide_mlp": True}
-
-    def described(words: int, **changes: Any) -> Any:
-        hf_config = complete_table({**table, "vocab_size_per_layer_input": words, **changes}, None, None)
-        return describe(DECODER, hf_config, "lm", "model")
-
-    mlp, inputs = 3 * 16 * 32 * (2 + 2 * 2), 4 * 4 * (16 + 2 * 16)
-    attention = 16 * (8 + 16) * ((4 + 2 + 2 + 4) + (4 + 4))
-    norms = 4 * 5 * 16 + 2 * (8 + 16) + 8 + 16 + 4  # and scalars: their layers are stacked
-    assert (
-        token_weights(described(32))
-        == token_weights(described(64))
-        == 32 * 16 + mlp + inputs + attention + norms
-    )
-    one = {"data": 1, "fsdp": 1, "tensor": 1}
-    two = described(32, num_hidden_layers=2, num_kv_shared_layers=1, layer_types=["full_attention"] * 2)
-    whole, half = (pass_bytes(two, (2, 64), one | {"tensor": n}, trains=True) for n in (1, 2))
-    assert half < whole
 
 
 def test_speed_at_most() -> None:
@@ -208,3 +136,20 @@ def test_a_trainer_that_does_not_describe_its_programs() -> None:
     made = judge_stage(None, parse("h100:8"), MESH)
     assert made["fits"]
     assert lines(made) == ["not compiled: its trainer has no build"]
+
+
+CANDIDATES = """\
+devices  mesh            settings           memory  an update
+h100:8   data 2, fsdp 4  a: remat full      2.0 GB     500 ms
+h100     data 8                         200.0 GB !       50 s
+"""
+
+
+def test_candidates_are_a_table() -> None:
+    """Text begins, and numbers end, under its title."""
+    chosen = {"mesh": {"data": 2, "fsdp": 4}, "settings": {"a": {"remat": "full"}}}
+    fits = {"on": "h100:8", **chosen, "peak": 2e9, "fits": True, "seconds": 0.5}
+    fails = {"on": "h100", "mesh": {"data": 8}, "settings": {}, "peak": 2e11, "fits": False, "seconds": 50.0}
+    page = io.StringIO()
+    Console(file=page, width=100).print(candidate_table([fits, fails]))
+    assert page.getvalue() == CANDIDATES
