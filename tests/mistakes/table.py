@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.mistakes import models, sampling, settings
+from tests.mistakes import functions, models, reward_options, sampling, scores, services, settings, trainers
 from tests.mistakes.mistake import Mistake
 
-SECTIONS: dict[str, list[Mistake]] = {**settings.SECTIONS, **models.SECTIONS, **sampling.SECTIONS}
+SECTIONS: dict[str, list[Mistake]] = {
+    **settings.SECTIONS,
+    **trainers.SECTIONS,
+    **reward_options.SECTIONS,
+    **models.SECTIONS,
+    **sampling.SECTIONS,
+    **services.SECTIONS,
+    **scores.SECTIONS,
+    **functions.SECTIONS,
+}
