@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
-from tests.mistakes.mistake import Mistake, setting
+import jax
+
+from rlhf_core import REWARD, installed_registry
+from rlhf_core.mesh import make_mesh
+from tests.mistakes.mistake import Mistake, call, setting
 
 CHECK = "check policy.toml"
 MINE = """
@@ -69,6 +74,13 @@ def with_rows(name: str, lines: str, held_out: bool = False, **columns: Any) -> 
     return Mistake(name, make, CHECK)
 
 
+def judged_chat(place: Any) -> None:
+    reward = installed_registry().get(REWARD, "model", model="scorer")
+    mesh = make_mesh(devices=jax.devices()[:1])
+    reward.setup(SimpleNamespace(devices=lambda: mesh, registry=None))
+    reward([[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]])
+
+
 BUILT_IN = [
     setting("rewards = []", command=CHECK),
     reward('name = "regex"'),
@@ -96,7 +108,7 @@ ROWS = [
     with_rows(
         "a column that held-out prompts lack", 'rewards = ["mine.py:needs"]\neval_data = "held_out.jsonl"'
     ),
-    with_rows("a reward model without a chat template", 'rewards = [{ name = "model", model = "scorer" }]'),
+    call("the reward of a model without a chat template, called with chats", judged_chat),
 ]
 ENVIRONMENTS = [
     environment('"nowhere"'),

@@ -37,8 +37,6 @@ def named(*names: str) -> Any:
     return {"data": [{"id": name} for name in names]}
 
 
-
-
 def refused(code: int, message: str) -> tuple[int, Any, dict[str, str]]:
     return code, {"error": {"message": message}}, {}
 

@@ -57,6 +57,11 @@ def other_tokenizer(name: str, change: Callable[[Any], object], taught: bool = F
     return Mistake(name, make, "check distill.toml")
 
 
+def without_teacher(place: Any) -> None:
+    lines = place.good["distill.toml"].decode().splitlines(keepends=True)
+    place.write("distill.toml", "".join(line for line in lines if not line.startswith("teacher_model")))
+
+
 def exchanged(place: Any) -> None:
     """Let two words have each other's ids in the teacher's tokenizer."""
     shutil.copytree("model", "other")
@@ -103,9 +108,9 @@ PREFERENCES = [
 STUDENTS = [
     distill("on_policy_fraction = 0.1"),
     distill("on_policy_fraction = 0.9"),
-    distill('teacher_model = ""', "no teacher"),
+    Mistake("no teacher", without_teacher, "check distill.toml"),
     distill('teacher_model = "large.model"'),
-    distill('teacher_model = "small"', "a teacher with fewer embeddings than tokens"),
+    setting('teacher_model = "small"', "a teacher with fewer embeddings than tokens", "run distill.toml"),
     distill('divergence = { name = "jsd", beta = 2 }'),
     other_tokenizer("a token that only the teacher has", lambda tokenizer: tokenizer.add_tokens(["new"])),
     other_tokenizer(

@@ -26,6 +26,19 @@ def test_published_values(scale, expected):
     assert got.dtype == np.float32
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_rewards_less_their_group_s_mean(scale):
+    rewards = np.random.default_rng(0).normal(size=(4, 6)) * 3
+    spread = {
+        "group": rewards.std(1, ddof=1, keepdims=True) + 1e-4,
+        "batch": rewards.std(ddof=1) + 1e-4,
+        "none": 1.0,
+    }
+    expected = (rewards - rewards.mean(1, keepdims=True)) / spread[scale]
+    got = group_advantages(rewards.reshape(-1), num_generations=6, scale=scale)
+    np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-5)
+
+
 def advantage(name, **options):
     return installed_registry().get(ADVANTAGE, name, **options)
 
@@ -75,13 +88,14 @@ def test_normalize_then_sum(rewards, weights):
 @pytest.mark.parametrize(
     ("rewards", "group", "expected"),
     [
+        ([1, 0, 0, 0], 4, [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]),
         ([1, 2, 3, NAN], 4, [-1 / 1.0001, 0, 1 / 1.0001, 0]),
         ([1, NAN, 3, 5], 2, [0, 0, -1 / 1.4143135, 1 / 1.4143135]),
         ([NAN, NAN, NAN, NAN], 2, [0, 0, 0, 0]),
     ],
 )
 def test_standard_deviations_leave_out_what_was_not_scored(rewards, group, expected):
-    """1.0 of three, none of one, 1.4142135 of two, none of none; 1e-4 is added."""
+    """0.5 of four, 1.0 of three, none of one, 1.4142135 of two, none of none; 1e-4 is added."""
     got = group_advantages(np.array(rewards, np.float32), num_generations=group)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
 
