@@ -1,4 +1,4 @@
-"""A directory with everything that three pipelines name, for tests that break some of it."""
+"""A directory with everything that its pipelines name, for tests that break some of it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ STAGES = {
     "rm": 'trainer = "reward"\nmodel = "model"\ntrain_data = "pairs.jsonl"\nmax_sequence_length = 32\n',
     "policy": 'trainer = "grpo"\nmodel = "model"\ntrain_data = "prompts.jsonl"\nmax_prompt_length = 16\n'
     'rewards = ["rewards.py:brevity"]\nnum_generations = 2\nsampling = { max_completion_length = 4 }\n',
+    "dpo": 'trainer = "dpo"\nmodel = "model"\ntrain_data = "pairs.jsonl"\nmax_sequence_length = 32\n',
+    "distill": 'trainer = "distill"\nmodel = "model"\nteacher_model = "model"\ntrain_data = "prompts.jsonl"\n'
+    "max_prompt_length = 16\nsampling = { max_completion_length = 4 }\n",
 }
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rlhf_distill import Head, token_divergences
-from rlhf_distill.divergences import JensenShannon
+from rlhf_distill import DIVERGENCE, Head, token_divergences
 from rlhf_topologies.hlo import count
 
+from rlhf_core import installed_registry
 from rlhf_core.mesh import make_mesh, param_shardings, row_sharding
 
 ROWS, TOKENS = 8, 5
@@ -51,11 +51,13 @@ def step(tied: bool, top_k: int | None, chunk: int, *arrays: Any) -> Any:
     """((total, values), (d_hidden, d_weights)) of the student."""
     hidden, weights, teacher_hidden, teacher_weights, cotangent = arrays
 
+    divergence = installed_registry().get(DIVERGENCE, "jsd", beta=0.25)
+
     def total(hidden: Any, weights: Any) -> Any:
         kernels = (x.T if tied else x for x in (weights, teacher_weights))
         student, teacher = (Head(h, k, 2.5) for h, k in zip((hidden, teacher_hidden), kernels, strict=True))
         options = {"temperature": 1.3, "top_k": top_k, "chunk": chunk}
-        values = token_divergences(JensenShannon(0.25), student, teacher, **options)
+        values = token_divergences(divergence, student, teacher, **options)
         return jnp.sum(values * cotangent), values
 
     return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(hidden, weights)

@@ -8,18 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_distill import DistillConfig
-from rlhf_distill.divergences import JensenShannon
+from rlhf_distill import DIVERGENCE, DistillConfig
 from rlhf_distill.objective import objective
 
-from rlhf_core import create_state
+from rlhf_core import create_state, installed_registry
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.step import Accumulated, accumulate
 
 CONFIG = DistillConfig(temperature=1.5)
-DIVERGENCE = JensenShannon(0.25)
 ROWS = {"rows": (8,), "sequences": (4,), "trained": (24,)}
 WIDTH = 12
 """More tokens than any sequence has, so that one program computes all."""
@@ -98,9 +96,10 @@ def computed(
         for name, model in models.items()
     }
     models = {name: type(model)(**{**vars(model), "mesh": mesh}) for name, model in models.items()}
-    tx, _ = make_optimizer(CONFIG, _registry(), 1)
+    tx, _ = make_optimizer(CONFIG, installed_registry(), 1)
     state = create_state(models, {"policy": tx}, frozen={"teacher": ".*"})
-    compute = objective({name: model.definition for name, model in models.items()}, DIVERGENCE, CONFIG)
+    divergence = installed_registry().get(DIVERGENCE, "jsd", beta=0.25)
+    compute = objective({name: model.definition for name, model in models.items()}, divergence, CONFIG)
     one = jax.jit(lambda params, batch, done: accumulate(compute, params, batch, done, fixed=state.fixed))
     done: Accumulated | None = None
     chosen = trees[::-1] if reverse else trees
@@ -112,12 +111,6 @@ def computed(
     assert set(done.grads) == {"policy"}
     count = float(done.loss.count)
     return float(done.loss.total) / count, jax.tree.map(lambda g: np.asarray(g) / count, done.grads["policy"])
-
-
-def _registry() -> Any:
-    from rlhf_core import installed_registry
-
-    return installed_registry()
 
 
 @pytest.mark.parametrize("covering", [COVERING, pytest.param(REST, marks=pytest.mark.exhaustive)])

@@ -10,10 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_distill import DIVERGENCE, DistillConfig
-from rlhf_distill.objective import open_divergence
-
-from rlhf_core import InputError, Registry
 
 SKEWED = """
 import jax.numpy as jnp
@@ -89,46 +85,3 @@ def test_a_divergence_of_ten_lines_trains(pipeline: Path, rlhf: Callable[..., An
     refused = rlhf("run", str(pipeline), "--plugin", "mine.py")
     assert refused.code == 2
     assert "stage 'small'.teacher_model: then" in refused.message
-
-
-def test_checks_name_what_is_wrong(pipeline: Path, tiny: ModuleType, rlhf: Callable[..., Any]) -> None:
-    text = pipeline.read_text().replace("total_variation", "jsd").replace("weight = 0.25", "beta = 2")
-    pipeline.write_text(text.replace("large.model", "larg.model"))
-    checked = rlhf("check", str(pipeline))
-    assert checked.code == 2
-    assert "stage 'small'.divergence.beta" in checked.message
-    assert "no artifact 'larg.model' before this stage" in checked.message
-    other = tiny.make_tokenizer()
-    other.add_tokens(["new"])
-    other.save_pretrained("other")
-    pipeline.write_text(text.replace("beta = 2", "beta = 1").replace('"tokenizer" }', '"other" }', 1))
-    checked = rlhf("check", str(pipeline))
-    assert checked.code == 2
-    assert "token 'new' is 48 in the teacher's tokenizer and missing from the student's" in checked.message
-
-
-def summed(student_logps: Any, teacher_logps: Any) -> Any:
-    return (teacher_logps - student_logps).sum(-1)
-
-
-def broken(student_logps: Any, teacher_logps: Any) -> Any:
-    raise KeyError("temperature")
-
-
-@pytest.mark.parametrize(
-    ("divergence", "message"),
-    [
-        (summed, r"'mine' returned shape \[3\] for \[3, 4\]; expected one term per id"),
-        (broken, "'mine' raised KeyError: 'temperature'"),
-    ],
-    ids=["summed", "broken"],
-)
-def test_divergences_without_a_term_per_id_are_refused(divergence: Any, message: str, tmp_path: Path) -> None:
-    from rlhf_testing.fixtures import a_stage
-
-    registry, config = Registry(), DistillConfig(divergence={"name": "mine"})
-    registry.add(DIVERGENCE, "mine", divergence)
-    stage = a_stage(tmp_path)
-    stage = type(stage)(**{**vars(stage), "registry": registry})
-    with pytest.raises(InputError, match=message):
-        open_divergence(config, stage)

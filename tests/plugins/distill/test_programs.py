@@ -9,13 +9,10 @@ from typing import Any
 import jax
 import pytest
 from rlhf_distill import DistillConfig
-from rlhf_distill.train import build
-from rlhf_testing.fixtures import a_stage
 from rlhf_topologies.programs import built_programs
 
+from rlhf_core import TRAINER, Stage, plugins
 from rlhf_core.mesh import make_mesh
-from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.training.define import forecast
 
 
 def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> Any:
@@ -30,8 +27,18 @@ def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) 
         max_completion_length=6,
         **changes,
     )
-    inputs = {"tokenizer": student.tokenizer}
-    return built_programs(build, config, a_stage(directory / "run", mesh=make_mesh(2, 2, 2), inputs=inputs))
+    host = plugins.load()
+    stage = Stage(
+        name="small",
+        dir=directory / "run",
+        seed=0,
+        mesh=make_mesh(2, 2, 2),
+        is_main=True,
+        registry=host.registry,
+        hook=host.hook,
+        inputs={"tokenizer": student.tokenizer},
+    )
+    return built_programs(host.registry.get(TRAINER, "distill").build, config, stage)
 
 
 @pytest.mark.parametrize(
@@ -64,20 +71,11 @@ def test_a_teacher_that_is_not_here_is_not_compiled(tiny: ModuleType, tmp_path: 
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_a_forecast_counts_what_is_sampled_or_what_is_given(
-    tiny: ModuleType, teacher: Any, teacher_path: Path, tmp_path: Path, fraction: float
-) -> None:
-    config = DistillConfig(
-        model=tiny.SIZES,
-        teacher_model=str(teacher_path),
-        total_batch_size=8,
-        on_policy_fraction=fraction,
-        max_completion_length=6,
-    )
-    inputs = {"tokenizer": tiny.make_tokenizer(), "train_dataset": tiny.texts(16)}
-    lines = forecast(build, config, a_stage(tmp_path, inputs=inputs)).lines
-    assert ("16 completions, at most 96 sampled tokens" in lines) == (fraction == 1)
-    assert ("2 updates of 8 demonstrations, 1.00 epochs" in lines) == (fraction == 0)
-    assert not any("an update also takes" in line for line in lines)
-    held = format_bytes(sum(x.nbytes for x in jax.tree.leaves(teacher.params)))
-    assert f"teacher {held}" in lines[-1]
+def test_a_forecast_counts_what_is_sampled_or_what_is_given(place: Any, rlhf: Any, fraction: float) -> None:
+    changes = f"on_policy_fraction = {fraction}"
+    place.settings("distill.toml", changes if fraction else f'{changes}\ntrain_data = "corpus.jsonl"')
+    told = " ".join(rlhf("check", "distill.toml").out.split())
+    assert ("8 completions, at most 32 sampled tokens" in told) == (fraction == 1)
+    assert ("2 updates of 4 demonstrations" in told) == (fraction == 0)
+    assert "an update also takes" not in told
+    assert "teacher" in told

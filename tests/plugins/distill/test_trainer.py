@@ -110,30 +110,6 @@ def train(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> l
     return watch.rows
 
 
-@pytest.mark.long
-def test_a_mixture_resumes_within_a_rollout(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
-    """Three updates per rollout, stopped after the fourth: metrics and previews go on as they would have."""
-    options = {
-        "on_policy_fraction": 0.5,
-        "steps_per_generation": 3,
-        "save_steps": 2,
-        "evaluation_steps": 3,
-        "num_preview_samples": 1,
-    }
-    whole = train(tiny, teacher_path, tmp_path / "whole", **options)
-    train(tiny, teacher_path, tmp_path / "parts", **options, max_training_steps=4)
-    rest = train(tiny, teacher_path, tmp_path / "parts", **options)
-
-    def clockless(row: dict[str, float]) -> dict[str, float]:
-        return {k: v for k, v in row.items() if "time" not in k and "per_second" not in k}
-
-    assert [row["step"] for row in rest] == [4, 5, 6]  # the end of the shorter run is reported again
-    assert list(map(clockless, rest[1:])) == list(map(clockless, whole[-2:]))
-    one, two = (tmp_path / name / "samples/update-000003.jsonl" for name in ("whole", "parts"))
-    assert one.read_text() == two.read_text()
-    assert len(one.read_text().splitlines()) == 6
-
-
 @pytest.fixture
 def traced() -> Iterator[list[str]]:
     """The functions that are lowered or compiled."""
@@ -159,16 +135,6 @@ def test_an_equal_run_traces_nothing_again(
     traced.clear()
     train(tiny, teacher_path, tmp_path / "second", **GIVEN)
     assert not traced
-
-
-@pytest.mark.long  # `suite/test_traced_once.py` has another option of GRPO
-def test_a_run_at_another_temperature_is_traced_again(
-    tiny: ModuleType, teacher_path: Path, tmp_path: Path, traced: list[str]
-) -> None:
-    train(tiny, teacher_path, tmp_path / "first", **GIVEN)
-    traced.clear()
-    train(tiny, teacher_path, tmp_path / "second", **GIVEN, temperature=1.5)
-    assert any("accumulate" in name for name in traced)
 
 
 def test_conversations_are_prompts_up_to_their_last_reply(

@@ -1,14 +1,9 @@
 """The losses in float64 NumPy from the papers' formulas: value and gradient, options, extremes."""
 
-from dataclasses import dataclass
-
 import jax
 import numpy as np
 import pytest
-from rlhf_dpo import DPO_LOSS, dpo_loss
-
-from rlhf_core import LossOutput, Registry, plugins
-from rlhf_core.errors import InputError
+from rlhf_dpo import dpo_loss
 
 BETA = 0.3
 LOGPS = ("logps_chosen", "logps_rejected", "ref_logps_chosen", "ref_logps_rejected")
@@ -116,19 +111,8 @@ def test_robust_is_unbiased_under_flipped_labels():
     assert float(mean) == pytest.approx(float(ours(pairs, "sigmoid")[0]), rel=1e-5)
 
 
-def test_label_smoothing_is_lowest_where_its_docstring_says():
-    e, grid = 0.2, np.linspace(-20, 20, 4001)
-    best = grid[np.argmin(smoothed(BETA * grid, e))]
-    assert BETA * best == pytest.approx(np.log((1 - e) / e), abs=0.01)
-    pairs = dict.fromkeys(LOGPS, np.zeros(1)) | {"tokens_chosen": np.ones(1), "tokens_rejected": np.ones(1)}
-    slope = jax.grad(
-        lambda x: ours({**pairs, "logps_chosen": x}, {"name": "sigmoid", "label_smoothing": e})[0]
-    )(np.array([np.log(4) / BETA], np.float32))
-    assert abs(float(slope[0])) < 1e-6
-
-
 @pytest.mark.parametrize("loss", ["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"])
-@pytest.mark.parametrize("size", [pytest.param(1e2, marks=pytest.mark.long), 1e5, -1e5])
+@pytest.mark.parametrize("size", [1e5, -1e5])
 def test_finite_far_away(loss, size):
     pairs = draw(4) | {"logps_chosen": np.full(4, size)}
     value, slope = jax.value_and_grad(lambda x: ours({**pairs, "logps_chosen": x}, loss)[0])(
@@ -144,38 +128,3 @@ def test_without_smoothing_robust_and_sigmoid_are_the_same_loss_and_one_argument
     for name, key in (("sigmoid", "cdpo"), ("robust", "robust")):
         found = ours(pairs, name, label_smoothing=0.2)[0]
         assert float(found) == pytest.approx(FORMULAS[key][1](pairs).mean(), rel=2e-6)
-
-
-def test_names_and_options_are_checked():
-    registry = plugins.load().registry
-    assert {"sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"} <= set(registry.names(DPO_LOSS))
-    pairs = draw(2)
-    with pytest.raises(InputError, match=r"no dpo loss named 'sigmod'. Did you mean 'sigmoid'"):
-        ours(pairs, "sigmod")
-    with pytest.raises(InputError, match=r"label_smoothing: expected a number below 0.5"):
-        ours(pairs, {"name": "robust", "label_smoothing": 0.5})
-    with pytest.raises(
-        InputError, match=r"'sigmoid'.smoothing: unknown option .* Did you mean 'label_smoothing'"
-    ):
-        ours(pairs, {"name": "sigmoid", "smoothing": 0.1})
-
-
-def test_a_loss_of_another_plugin_must_be_frozen():
-    """jit closes over it: the kind says so itself."""
-
-    @dataclass
-    class Loose:
-        weight: float = 1.0
-
-        def __call__(self, inputs):
-            return LossOutput(-self.weight * inputs.ratio_chosen)
-
-    registry = Registry()
-    with pytest.raises(InputError, match=r"jit closes over it, so it must be frozen"):
-        registry.add(DPO_LOSS, "loose", Loose)
-    registry.add(DPO_LOSS, "plain", plain)
-    assert registry.get(DPO_LOSS, "plain") is plain
-
-
-def plain(inputs):
-    return LossOutput(-inputs.ratio_chosen)

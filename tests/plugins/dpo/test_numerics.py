@@ -5,9 +5,10 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
-from rlhf_dpo.losses import Ipo, Sigmoid
+from rlhf_dpo import DPO_LOSS
 from rlhf_dpo.objective import objective, pair_loss
 
+from rlhf_core import installed_registry
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER
 from rlhf_core.packing import Layout, Tree, pack, tree
@@ -80,7 +81,7 @@ def gradient(params, laid, layout, kind, *, devices=1):
     sizes = {1: {}, 8: {"data": 2, "fsdp": 2, "tensor": 2}}[devices]
     mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
     params = jax.device_put(params, MODEL.shardings(mesh))
-    measure = partial(pair_loss, {"sigmoid": Sigmoid(), "ipo": Ipo()}[kind], name=kind)
+    measure = partial(pair_loss, installed_registry().get(DPO_LOSS, kind), name=kind)
     step = jax.jit(partial(accumulate, partial(objective, MODEL, measure, beta=BETA)))
     done = None
     for batch in pack(laid, layout, sequence_names=("reference", "tokens"), group=2):

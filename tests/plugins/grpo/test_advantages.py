@@ -1,9 +1,10 @@
+"""Advantages against published numbers and float64 NumPy, where rewards are equal, missing or far from zero."""
+
 import numpy as np
 import pytest
 from rlhf_grpo import group_advantages
-from rlhf_grpo.advantages import RLOO, Group, NormalizeThenSum, ReinforcePP
 
-from rlhf_core import AdvantageInputs
+from rlhf_core import ADVANTAGE, AdvantageInputs, installed_registry
 
 GROUPS = np.array([[1, 0, 0, 1], [0.35] * 4, [1, 2, 3, 4]], np.float32)
 
@@ -25,18 +26,27 @@ def test_published_values(scale, expected):
     assert got.dtype == np.float32
 
 
-def test_a_constant_group_is_exactly_zero_whatever_its_rounding():
-    rewards = np.full(7, 0.1 + 0.2, np.float32)
-    for scale in ("group", "batch", "none"):
-        assert not np.asarray(group_advantages(rewards, num_generations=7, scale=scale)).any()
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_rewards_less_their_group_s_mean(scale):
+    rewards = np.random.default_rng(0).normal(size=(4, 6)) * 3
+    spread = {
+        "group": rewards.std(1, ddof=1, keepdims=True) + 1e-4,
+        "batch": rewards.std(ddof=1) + 1e-4,
+        "none": 1.0,
+    }
+    expected = (rewards - rewards.mean(1, keepdims=True)) / spread[scale]
+    got = group_advantages(rewards.reshape(-1), num_generations=6, scale=scale)
+    np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-5)
 
 
-def test_unscored_completions_are_left_out_of_mean_and_deviation():
-    rewards = np.array([1.0, np.nan, 3.0, np.nan, 5.0, np.nan], np.float32)
-    got = np.asarray(group_advantages(rewards, num_generations=3))
-    deviation = np.std([1.0, 3.0], ddof=1)
-    np.testing.assert_allclose(got[:3], [-1 / (deviation + 1e-4), 0, 1 / (deviation + 1e-4)], rtol=1e-5)
-    np.testing.assert_array_equal(got[3:], 0)  # one scored completion has no deviation
+def advantage(name, **options):
+    return installed_registry().get(ADVANTAGE, name, **options)
+
+
+def inputs(rewards, weights=None):
+    each = rewards[..., None] if rewards.ndim == 2 else rewards
+    weights = np.ones(each.shape[-1]) if weights is None else weights
+    return AdvantageInputs.of(each, weights, np.zeros(each.shape[:2], np.int32))
 
 
 def test_weights_and_functions_that_do_not_apply():
@@ -46,44 +56,48 @@ def test_weights_and_functions_that_do_not_apply():
     np.testing.assert_allclose(got, np.nan_to_num(total - np.nanmean(total)), rtol=1e-6)
 
 
-def test_normalize_then_sum():
-    rng = np.random.default_rng(0)
-    rewards = rng.normal(size=(12, 2)) * [1.0, 100.0]
-    weights = np.array([2.0, 1.0])
-    grouped = rewards.reshape(3, 4, 2)
-    each = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, ddof=1, keepdims=True) + 1e-4)
-    total = (each * weights).sum(-1)
-    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
-    got = group_advantages(rewards, num_generations=4, weights=weights, aggregation="normalize_then_sum")
-    np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-4, atol=1e-5)
+def normalized(x):
+    """Less the mean, by the deviation of what there is; 0 where one number is alone."""
+    if np.count_nonzero(~np.isnan(x)) < 2:
+        return 0 * x
+    return (x - np.nanmean(x)) / (np.nanstd(x, ddof=1) + 1e-4)
 
 
-def test_normalize_then_sum_leaves_unscored_rows_out_of_the_last_mean_too():
-    rewards = np.array([[1.0], [2.0], [np.nan], [1.0], [5.0], [3.0]])
-    got = np.asarray(group_advantages(rewards, num_generations=3, aggregation="normalize_then_sum"))
-
-    def z(x):
-        return (x - x.mean()) / (x.std(ddof=1) + 1e-4)
-
-    total = np.concatenate([z(np.array([1.0, 2.0])), z(np.array([1.0, 5.0, 3.0]))])
-    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(got[[0, 1, 3, 4, 5]], expected, rtol=1e-4, atol=1e-6)
-    assert got[2] == 0
+NAN = np.nan
 
 
-def test_normalize_then_sum_counts_what_one_function_of_several_scored():
-    nan = np.nan
-    rewards = np.array([[1.0, nan], [2.0, 3.0], [4.0, 7.0], [nan, nan], [5.0, 1.0], [nan, 2.0]])
-    got = np.asarray(group_advantages(rewards, num_generations=3, aggregation="normalize_then_sum"))
+@pytest.mark.parametrize(
+    ("rewards", "weights"),
+    [
+        (np.random.default_rng(0).normal(size=(12, 2)) * [1.0, 100.0], [2.0, 1.0]),
+        (np.array([[1.0], [2.0], [NAN], [1.0], [5.0], [3.0]]), None),
+        (np.array([[1.0, NAN], [2.0, 3.0], [4.0, 7.0], [NAN, NAN], [5.0, 1.0], [NAN, 2.0]]), None),
+    ],
+)
+def test_normalize_then_sum(rewards, weights):
+    """Of every function in its group, then of the sums in the batch; rows that none scored are left out of both."""
+    grouped = rewards.reshape(-1, 3, rewards.shape[1])
+    each = np.stack([[normalized(column) for column in group.T] for group in grouped]).swapaxes(1, 2)
+    total = np.nansum(each * (1.0 if weights is None else np.array(weights)), axis=-1)
+    total[np.isnan(grouped).all(-1)] = np.nan
+    expected = np.nan_to_num(normalized(total.reshape(-1)))
+    got = group_advantages(rewards, num_generations=3, weights=weights, aggregation="normalize_then_sum")
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
-    def z(*x):
-        return (np.array(x) - np.mean(x)) / (np.std(x, ddof=1) + 1e-4)
 
-    first, second, last = z(1.0, 2.0, 4.0), z(3.0, 7.0), z(1.0, 2.0)
-    total = np.array([first[0], first[1] + second[0], first[2] + second[1], last[0], last[1]])
-    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(got[[0, 1, 2, 4, 5]], expected, rtol=1e-4)
-    assert got[3] == 0
+@pytest.mark.parametrize(
+    ("rewards", "group", "expected"),
+    [
+        ([1, 0, 0, 0], 4, [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]),
+        ([1, 2, 3, NAN], 4, [-1 / 1.0001, 0, 1 / 1.0001, 0]),
+        ([1, NAN, 3, 5], 2, [0, 0, -1 / 1.4143135, 1 / 1.4143135]),
+        ([NAN, NAN, NAN, NAN], 2, [0, 0, 0, 0]),
+    ],
+)
+def test_standard_deviations_leave_out_what_was_not_scored(rewards, group, expected):
+    """0.5 of four, 1.0 of three, none of one, 1.4142135 of two, none of none; 1e-4 is added."""
+    got = group_advantages(np.array(rewards, np.float32), num_generations=group)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -104,29 +118,33 @@ def test_four_units_in_the_last_place_are_rounding_and_five_a_difference(sign):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "advantage", [Group(), Group("batch"), NormalizeThenSum(), RLOO(), ReinforcePP(), ReinforcePP("batch")]
+    ("name", "options"),
+    [
+        ("group", {}),
+        ("group", {"scale": "batch"}),
+        ("normalize_then_sum", {}),
+        ("rloo", {}),
+        ("reinforce_pp", {}),
+        ("reinforce_pp", {"baseline": "batch"}),
+    ],
 )
-def test_groups_with_nothing_or_one_completion_scored_have_no_advantage(advantage):
-    nan = np.nan
-    each = np.array([[nan, nan, nan], [nan, 2.0, nan], [1.0, nan, 4.0]])
-    alone = AdvantageInputs.of(each[:2, :, None], np.ones(1), np.zeros((2, 3), np.int32))
-    np.testing.assert_array_equal(advantage(alone), 0)
-    got = advantage(AdvantageInputs.of(each[..., None], np.ones(1), np.zeros((3, 3), np.int32)))
+def test_groups_with_nothing_or_one_completion_scored_have_no_advantage(name, options):
+    made = advantage(name, **options)
+    each = np.array([[NAN, NAN, NAN], [NAN, 2.0, NAN], [1.0, NAN, 4.0]])
+    np.testing.assert_array_equal(made(inputs(each[:2])), 0)
+    got = made(inputs(each))
     np.testing.assert_array_equal(got[np.isnan(each)], 0)
     assert got[2, 0] < 0 < got[2, 2]
-    if advantage != ReinforcePP("batch"):  # the only one that compares groups
+    if options != {"baseline": "batch"}:  # the only one that compares groups
         assert got[1, 1] == 0
 
 
 def test_defaults_are_those_of_group_advantages():
     """Rewards so close that eps shows."""
     rewards = GROUPS.astype(np.float64) * 1e-4
-    for advantage, aggregation in (
-        (Group(), "sum_then_normalize"),
-        (NormalizeThenSum(), "normalize_then_sum"),
-    ):
+    for name, aggregation in (("group", "sum_then_normalize"), ("normalize_then_sum", "normalize_then_sum")):
         expected = group_advantages(rewards.reshape(-1), num_generations=4, aggregation=aggregation)
-        np.testing.assert_array_equal(advantage(inputs(rewards)).reshape(-1), expected)
+        np.testing.assert_array_equal(advantage(name)(inputs(rewards)).reshape(-1), expected)
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
@@ -141,54 +159,22 @@ def test_small_differences_of_large_rewards_count(rewards, aggregation):
         assert got[1] > 0
     grouped = np.array(rewards)[None, :, None]
     given = AdvantageInputs.of(grouped, np.ones(1), np.ones((1, 4), np.int32))
-    for advantage in (RLOO(), ReinforcePP(), ReinforcePP("batch")):
-        np.testing.assert_allclose(advantage(given), advantage(inputs(less[None])), rtol=1e-6)
-
-
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_a_constant_added_to_a_group_changes_nothing(scale):
-    shifted = GROUPS + np.array([[1.0], [2.0], [-4.0]], np.float32)
-    np.testing.assert_allclose(
-        group_advantages(shifted.reshape(-1), num_generations=4, scale=scale),
-        group_advantages(GROUPS.reshape(-1), num_generations=4, scale=scale),
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize(
-    ("rewards", "options", "message"),
-    [
-        (np.ones(5), {"num_generations": 2}, "not whole groups"),
-        (np.ones(4), {"num_generations": 1}, "group of one"),
-        (np.ones((4, 2)), {"num_generations": 2, "weights": [1.0]}, "1 for 2 reward functions"),
-        (np.ones((4, 2)), {"num_generations": 2, "weights": [1.0] * 3}, "3 for 2 reward functions"),
-        (np.ones(4), {"num_generations": 2, "scale": "std"}, "'std' is not one of"),
-    ],
-)
-def test_what_cannot_be_computed_says_why(rewards, options, message):
-    with pytest.raises(ValueError, match=message):
-        group_advantages(rewards, **options)
-
-
-def inputs(rewards, weights=None):
-    each = rewards[..., None] if rewards.ndim == 2 else rewards
-    weights = np.ones(each.shape[-1]) if weights is None else weights
-    total = np.where(np.isnan(each).all(-1), np.nan, np.nansum(each * weights, axis=-1))
-    return AdvantageInputs(total, each, weights, np.zeros(total.shape, np.int32))
+    for made in (advantage("rloo"), advantage("reinforce_pp"), advantage("reinforce_pp", baseline="batch")):
+        np.testing.assert_allclose(made(given), made(inputs(less[None])), rtol=1e-6)
 
 
 def test_leave_one_out_is_the_reward_less_the_mean_of_the_others():
     rewards = np.random.default_rng(1).normal(size=(3, 4))
     expected = [[row[i] - np.delete(row, i).mean() for i in range(4)] for row in rewards]
-    np.testing.assert_allclose(RLOO()(inputs(rewards)), expected, rtol=1e-6)
-    got = RLOO()(inputs(GROUPS.astype(np.float64)))
+    np.testing.assert_allclose(advantage("rloo")(inputs(rewards)), expected, rtol=1e-6)
+    got = advantage("rloo")(inputs(GROUPS.astype(np.float64)))
     np.testing.assert_allclose(got[0], [2 / 3, -2 / 3, -2 / 3, 2 / 3], rtol=1e-6)
     np.testing.assert_array_equal(got[1], 0)
 
 
 def test_leave_one_out_among_those_that_are_scored():
-    nan = np.nan
-    got = RLOO()(inputs(np.array([[1.0, nan, 4.0, 7.0], [2.0, nan, nan, nan], [1.0, nan, nan, 4.0]])))
+    rewards = np.array([[1.0, NAN, 4.0, 7.0], [2.0, NAN, NAN, NAN], [1.0, NAN, NAN, 4.0]])
+    got = advantage("rloo")(inputs(rewards))
     np.testing.assert_allclose(got[0], [1 - 5.5, 0, 4 - 4, 7 - 2.5], rtol=1e-6)
     np.testing.assert_array_equal(got[1], 0)
     np.testing.assert_allclose(got[2], [1 - 4, 0, 0, 4 - 1], rtol=1e-6)
@@ -204,14 +190,14 @@ def test_reinforce_pp(baseline):
         spread = np.nanstd(centred, ddof=1)
     else:
         centred, spread = rewards - np.nanmean(rewards), np.nanstd(rewards, ddof=1)
-    got = ReinforcePP(baseline)(inputs(rewards))
+    got = advantage("reinforce_pp", baseline=baseline)(inputs(rewards))
     np.testing.assert_allclose(got, np.nan_to_num(centred / (spread + 1e-4)), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("advantage", [Group(), NormalizeThenSum(), RLOO(), ReinforcePP()])
-def test_a_constant_group_among_others_is_exactly_zero(advantage):
+@pytest.mark.parametrize("name", ["group", "normalize_then_sum", "rloo", "reinforce_pp"])
+def test_a_constant_group_among_others_is_exactly_zero(name):
     rewards = np.random.default_rng(3).normal(size=(4, 3, 2))
     rewards[2] = [0.1 + 0.2, 1e6 / 3]
-    got = advantage(inputs(rewards, np.array([1.0, 0.1])))
+    got = advantage(name)(inputs(rewards, np.array([1.0, 0.1])))
     np.testing.assert_array_equal(got[2], 0)
     assert (got[[0, 1, 3]] != 0).all()

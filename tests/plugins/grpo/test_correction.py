@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rlhf_grpo.config import SamplerCorrection
-from rlhf_grpo.losses import DAPO
+from rlhf_grpo import GRPOConfig
 from rlhf_grpo.objective import Terms, combine, importance, mismatch
 
-from rlhf_core import PolicyInputs
+from rlhf_core import POLICY_LOSS, PolicyInputs, installed_registry
 from rlhf_core.metrics import results
 
 N, T = 5, 7
@@ -38,6 +37,10 @@ def arrays():
     }
 
 
+def correction(**options):
+    return GRPOConfig(sampler_correction=options).sampler_correction
+
+
 def expected_ratio(a, level, mode, low, high):
     difference = np.where(a["mask"] > 0, a["old"] - a["sampling"], 0.0)
     if level == "sequence":
@@ -65,10 +68,12 @@ def test_correction_multiplies_the_policy_loss_and_not_the_kl_term(arrays, optio
     assert (weight != free)[there].any()  # the bounds act
     assert (weight == free)[there].any()
 
+    dapo = installed_registry().get(POLICY_LOSS, "dapo")
+
     def loss(logps):
         inputs = inputs_of(a, logps)
-        ratio = importance(inputs, jnp.asarray(a["sampling"], jnp.float32), SamplerCorrection(**options))
-        value, _ = combine(DAPO(), inputs, Terms("dapo", beta=beta), sequences=N, importance=ratio)
+        ratio = importance(inputs, jnp.asarray(a["sampling"], jnp.float32), correction(**options))
+        value, _ = combine(dapo, inputs, Terms("dapo", beta=beta), sequences=N, importance=ratio)
         return value.total / value.count
 
     def reference(logps):
@@ -88,16 +93,17 @@ def test_correction_multiplies_the_policy_loss_and_not_the_kl_term(arrays, optio
 
 def test_packed_sequences_have_their_own_ratios(arrays):
     """Two sequences in a row: the same ratios as in rows of their own."""
-    a, correction = arrays, SamplerCorrection(level="sequence", mode="truncate", max=1.4)
+    a = arrays
+    by_sequence = correction(level="sequence", mode="truncate", max=1.4)
     sampling = jnp.asarray(a["sampling"], jnp.float32)
-    alone = importance(inputs_of(a, jnp.zeros((N, T))), sampling, correction)
+    alone = importance(inputs_of(a, jnp.zeros((N, T))), sampling, by_sequence)
     row = PolicyInputs(
         *(jnp.asarray(np.concatenate([a[name][1], a[name][4]])[None], jnp.float32)
           for name in ("logps", "old", "advantages", "mask")),
         sequence=jnp.repeat(jnp.arange(2), T)[None],
         sequences=2,
     )  # fmt: skip
-    packed = importance(row, jnp.concatenate([sampling[1], sampling[4]])[None], correction)
+    packed = importance(row, jnp.concatenate([sampling[1], sampling[4]])[None], by_sequence)
     np.testing.assert_allclose(packed[0, :3], alone[1, :3], rtol=1e-6)
     np.testing.assert_allclose(packed[0, T : T + 5], alone[4, :5], rtol=1e-6)
 
@@ -105,7 +111,7 @@ def test_packed_sequences_have_their_own_ratios(arrays):
 def test_metrics(arrays):
     a = arrays
     inputs, sampling = inputs_of(a, jnp.zeros((N, T))), jnp.asarray(a["sampling"], jnp.float32)
-    ratio = importance(inputs, sampling, SamplerCorrection(level="token", mode="truncate", max=1.2))
+    ratio = importance(inputs, sampling, correction(level="token", mode="truncate", max=1.2))
     found = {name: float(x) for name, x in results(mismatch(inputs, sampling, ratio)).items()}
     there = a["mask"] > 0
     difference = np.abs(a["old"] - a["sampling"])[there]

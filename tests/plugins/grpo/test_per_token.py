@@ -134,12 +134,11 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(np.array_equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("hole", [pytest.param(0.0, marks=pytest.mark.long), 1000.0])
 def test_tokens_of_the_environment_are_not_trained_on(
-    hole: float, trained: Callable[..., dict[str, Any]], plain: dict[str, Any]
+    trained: Callable[..., dict[str, Any]], plain: dict[str, Any]
 ) -> None:
     """The policy's tokens have the same number each, as in a run with one for all of them."""
-    assert same(trained(per_token=True, hole=hole), plain)
+    assert same(trained(per_token=True, hole=1000.0), plain)
 
 
 def test_the_advantage_of_a_token_counts(
@@ -167,8 +166,3 @@ def test_log_probabilities_of_logits_equal_float64():
     assert compute_per_token_logps(logits.astype(jnp.bfloat16), ids, 3).dtype == jnp.float32
     for trimmed in (logits[:, :-1], logits[:, 2:-1]):
         np.testing.assert_allclose(compute_per_token_logps(trimmed, ids, 3), expected, atol=2e-6)
-    for wrong, prompt in ((logits[:, 1:-1], 3), (logits, 0), (logits[0], 3), (logits[:1], 3)):
-        with pytest.raises(
-            InputError, match=rf"got logits \{list(wrong.shape)}, input_ids \{list(ids.shape)}"
-        ):
-            compute_per_token_logps(wrong, ids, prompt)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from rlhf_grpo.train import with_kept
 
 from rlhf_core import data
 from rlhf_core.sampling import Rollouts
@@ -336,15 +335,6 @@ def test_the_entropy_quantile_is_over_all_micro_batches(make):
     tokens = np.array([t for own, _, _ in update.values() for t in own])
     kept = np.array([k for _, _, values in update.values() for k in values["kept"]])
     np.testing.assert_array_equal(kept, tokens >= np.quantile(tokens, 0.6))
-
-
-def test_nothing_to_train_on_has_no_quantile(make):
-    """All completions truncated and masked."""
-    feed = make(top_entropy_quantile=0.4, entropy_coef=0.1, mask_truncated_completions=True)
-    blank = feed.shapes()[0]
-    blank.token_values["entropies"] = np.zeros(blank.trained.shape, np.float32)
-    batches = with_kept([blank], 0.4)
-    assert not batches[0].token_values["kept"].any()
 
 
 def test_no_two_rollouts_share_a_key(make):

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, Streamed, _lines, talk
-from rlhf_remote.models import Remote
+from rlhf_remote.chat import HELP, Conversation, Local, Part, Settings, _lines, talk
 from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import RunError
 from tests.shared import services
 
 TEMPLATE = (
@@ -46,7 +45,6 @@ def model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     dataclasses.replace(tiny.make_model(scale=20), tokenizer=tokenizer).save(path / "model")
-    tiny.make_model().save(path / "plain")
     return path
 
 
@@ -78,14 +76,6 @@ def test_a_conversation_that_is_too_long_and_one_that_ends_early(model: Path) ->
     printed = chat(typed, model / "model", "--max_completion_length", 3, fails=fails)
     assert "tokens, and 128 are possible: type /undo or /reset" in printed
     assert printed.endswith("0 exchanges left\n0 exchanges left\n")
-
-
-def test_models_that_do_not_chat(model: Path, tiny: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no chat template: give one"):
-        chat("", model / "plain")
-    tiny.make_model("score").save(tmp_path / "rm")
-    with pytest.raises(InputError, match="is a reward model, which does not write"):
-        chat("", tmp_path / "rm")
 
 
 def test_the_readme_lists_what_can_be_typed() -> None:
@@ -148,13 +138,6 @@ def test_a_model_behind_a_url_streams(tmp_path: Path) -> None:
         "model": "gpt-9.5",
         "max_tokens": 100,  # what the context leaves
     }
-    with pytest.raises(InputError, match="--chat_template: has no effect"):
-        chat("", service.url, "--chat_template", "x")
-    with (
-        services.serve(lambda _: (400, {"error": {"message": "no template"}}, {})) as service,
-        pytest.raises(InputError, match=r"gpt-9.5 has no chat template; complete texts with rlhf generate"),
-    ):
-        chat("", service.url)
 
 
 class Slow:
@@ -212,16 +195,6 @@ def test_a_local_reply_that_is_stopped_makes_room(model: Path) -> None:
     assert "".join(part.text for part in speaker.reply(messages, 2)) == whole
 
 
-@pytest.mark.long  # `tests/packages/sampling` has where it is noticed
-def test_a_broken_model_says_so(model: Path, tiny: Any) -> None:
-    import jax
-
-    speaker = Local.open(str(model / "model"), Settings(max_completion_length=4))
-    speaker.weights.value = jax.tree.map(lambda x: x * float("nan"), speaker.weights.value)
-    with pytest.raises(RunError, match="is not finite"):
-        list(speaker.reply([{"role": "user", "content": "b"}], 0))
-
-
 def test_lines_of_a_reply_end() -> None:
     parts = [b"data: 1\r\nda", b"ta: \xe4", b"\xb8\xad\n\nrest"]
     assert list(_lines("http://a", parts)) == ["data: 1", "data: 中", "", "rest"]
@@ -232,12 +205,9 @@ def test_lines_of_a_reply_end() -> None:
 
 @pytest.mark.parametrize("event", ["[" * 100_000, "3", '{"choices": [{"delta": null}]}'])
 def test_an_event_of_another_form_is_an_error_that_names_the_address(event: str) -> None:
-    def reply(_: Any) -> Any:
-        return 200, f"data: {event}\n\n".encode(), {}
+    def reply(body: Any) -> Any:
+        return {"tokens": [1]} if "max_tokens" not in body else (200, f"data: {event}\n\n".encode(), {})
 
     with services.serve(reply) as service:
-        remote = Remote(service.url, f"{service.url}/v1", service.url, "m")
-        with pytest.raises(
-            RunError, match=rf"^{service.url}/v1/chat/completions: expected an event of a chat"
-        ):
-            list(Streamed(remote, Settings()).reply([{"role": "user", "content": "a"}], 0))
+        printed = chat("a\n", service.url, fails="1 of 1 lines had no reply")
+    assert f"{service.url}/v1/chat/completions: expected an event of a chat" in " ".join(printed.split())

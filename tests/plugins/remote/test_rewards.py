@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import re
-import socket
-import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_remote import service as sending
-from rlhf_remote.rewards import rlhf_register
 from rlhf_remote.rubric import Scale
-from rlhf_remote.scores import stated_score
 
-from rlhf_core import InputError, Registry, RewardInputs, RunError, plugins, workers
-from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.plan import plan
-from rlhf_core.rewards.checks import forecast_rewards, set_up
-from rlhf_core.rewards.reward import logged_metrics, open_rewards, restore, score, snapshots
-from rlhf_core.rollouts import WeightedReward
+from rlhf_core import REWARD, InputError, RunError, installed_registry, plugins
+from rlhf_core.pipeline import plan, read
 from tests.plugins.remote.score_cases import STATED
 from tests.shared import services
 
@@ -36,41 +28,38 @@ PROMPTS, COMPLETIONS = ["a?", "b?", "c?"], ["{prompt}", "yes", "no"]
 ANSWERS = ["A", "B", None]
 
 
+LOOP = asyncio.new_event_loop()
+"""All calls share an event loop, as in a run."""
+COLUMNS = {"answer": ANSWERS}
+
+
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "FIRST_WAIT", 0.001)
-    yield
-    workers.close()
 
 
-class Prompts(SimpleNamespace):
-    def where(self, i: int) -> str:
-        return f"prompts.jsonl row {i + 1}"
+class Asked:
+    """A reward as a stage has it. logged: the metrics of its newest call."""
 
+    def __init__(self, directory: Path, *, name: str, **options: Any) -> None:
+        self.reward = installed_registry().get(REWARD, name, **options)
+        self.stage: Any = SimpleNamespace(dir=directory)
+        self.logged: dict[str, float] = {}
+        if name == "judge":
+            self.reward.setup(self.stage)
 
-def prompts() -> Prompts:
-    return Prompts(columns={"answer": ANSWERS}, raw=PROMPTS)
+    def check(self, **columns: Any) -> None:
+        given = [self.stage] if hasattr(self.reward, "setup") else []
+        self.reward.check(columns or COLUMNS, *given)
 
-
-def inputs() -> RewardInputs:
-    return RewardInputs(PROMPTS, COMPLETIONS, [[1]] * 3, {"answer": ANSWERS})
-
-
-def opened(stage_dir: Path, **component: Any) -> Any:
-    """Open one reward as a trainer does; return it with the stage."""
-    registry = Registry()
-    rlhf_register(registry)
-    stage = SimpleNamespace(
-        name="policy", registry=registry, inputs={}, dir=stage_dir, mesh=None, is_main=True
-    )
-    (reward,) = open_rewards([WeightedReward(**component)], stage)  # type: ignore[arg-type]
-    return reward, stage
-
-
-def scored(reward: Any, stage: Any, *, required: bool = False) -> list[float | None]:
-    set_up([reward], prompts(), stage)
-    values = score([reward], inputs(), needed=required)[:, 0]
-    return [None if np.isnan(value) else float(value) for value in values]
+    def scores(
+        self, prompts: Any = PROMPTS, completions: Any = COMPLETIONS, **columns: Any
+    ) -> list[float | None]:
+        self.check()
+        self.logged = {}
+        given = columns or COLUMNS
+        found = self.reward(prompts, completions, log_metric=self.logged.__setitem__, **given)
+        return list(LOOP.run_until_complete(found))
 
 
 def test_a_service_gets_texts_and_columns_and_gives_scores(
@@ -83,8 +72,8 @@ def test_a_service_gets_texts_and_columns_and_gives_scores(
 
     with services.serve(reply) as service:
         options = {"url": f"{service.url}/grade", "columns": ["answer"], "batch_size": 2, "concurrency": 1}
-        reward, stage = opened(tmp_path, name="http", api_key={"env": "THE_KEY_OF_TESTS"}, **options)
-        assert scored(reward, stage) == [8.0, 3.0, None]
+        asked = Asked(tmp_path, name="http", api_key={"env": "THE_KEY_OF_TESTS"}, **options)
+        assert asked.scores() == [8.0, 3.0, None]
         assert service.requests == [
             (
                 "/grade",
@@ -97,7 +86,7 @@ def test_a_service_gets_texts_and_columns_and_gives_scores(
                 {"prompts": ["c?"], "completions": ["no"], "columns": {"answer": [None]}},
             ),
         ]
-        assert logged_metrics([reward]) == {"rewards/http/failed_requests": 0, "rewards/http/unanswered": 0}
+        assert asked.logged == {"failed_requests": 0, "unanswered": 0}
 
 
 def next_of(script: Iterator[Any], _: Any) -> Any:
@@ -117,11 +106,9 @@ def next_of(script: Iterator[Any], _: Any) -> Any:
         ([(200, b"<html>", {})], "the answer is not JSON: <html>"),
         *(
             ([(200, b'{"scores": [1, %b, 2]}' % odd, {})], "expected .*3 numbers or nulls")
-            for odd in (b"true", b'"2"', b"[2]", b"{}", b"1e999", b"-1e39", b"9" * 100)
+            for odd in (b"true", b"[2]", b"1e999")
         ),
         ([(200, b'{"scores": [1, 2, 3, 4]}', {})], "3 numbers or nulls"),
-        ([(200, b'{"scores": [1, %b, 2]}' % (b"9" * 400), {})], "the answer cannot be read"),
-        ([(200, b"[" * 100_000, {})], "nested too deeply"),
         ([(200, b" " * 1001, {})], "the answer has more than 1,000 bytes"),
     ],
 )
@@ -132,58 +119,20 @@ def test_failures_are_retried_then_stop_or_are_counted(
     with services.serve(lambda _: None) as service:
 
         def options(**more: Any) -> dict[str, Any]:
-            limit = 1_000_000 if answers == [(200, b"[" * 100_000, {})] else 1000
             given = {"name": "http", "url": service.url, "retries": 2, "api_key": KEY}
-            return {**given, "max_answer_bytes": limit, **more}
+            return {**given, "max_answer_bytes": 1000, **more}
 
         for failures in (2, 3):
             script = [*(answers * 3)[:failures], {"scores": [1, 2, 3]}]
             service.reply = functools.partial(next_of, iter(script))
-            reward, stage = opened(tmp_path, on_error="skip", **options())
-            assert scored(reward, stage) == ([1.0, 2.0, 3.0] if failures == 2 else [None] * 3)
-            assert logged_metrics([reward]) == {
-                "rewards/http/failed_requests": failures,
-                "rewards/http/unanswered": 0 if failures == 2 else 3,
-            }
+            asked = Asked(tmp_path, on_error="skip", **options())
+            assert asked.scores() == ([1.0, 2.0, 3.0] if failures == 2 else [None] * 3)
+            assert asked.logged == {"failed_requests": failures, "unanswered": 0 if failures == 2 else 3}
         service.reply = functools.partial(next_of, iter(answers * 3))
         with pytest.raises(RunError, match=problem) as caught:
-            scored(*opened(tmp_path, **options()))
+            Asked(tmp_path, **options()).scores()
         assert "rerun the same command" in str(caught.value)
         assert KEY not in str(caught.value)
-
-
-def test_a_request_ends_on_time_though_bytes_keep_coming(tmp_path: Path) -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}/grade"
-
-    def drip() -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listening.accept()
-                threading.Thread(target=send_blanks, args=[connection], daemon=True).start()
-
-    def send_blanks(connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            head = connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
-            if head.startswith(b"GET"):
-                connection.sendall(b" " * 1000)
-            while True:
-                connection.sendall(b" ")
-                time.sleep(0.02)
-
-    threading.Thread(target=drip, daemon=True).start()
-    options: dict[str, Any] = {"request_timeout": 0.2, "retries": 0, "on_error": "skip"}
-    with closing(listening):
-        for component in (
-            {"name": "http", "url": url},
-            judge(tmp_path, url),
-        ):
-            reward, stage = opened(tmp_path, **component, **options)
-            begun = time.monotonic()
-            answered = scored(reward, stage)
-            assert answered == [None] * 3
-            assert time.monotonic() - begun < 2
 
 
 def test_a_wrong_key_ends_the_run_and_a_refused_text_only_its_batch(tmp_path: Path) -> None:
@@ -195,9 +144,9 @@ def test_a_wrong_key_ends_the_run_and_a_refused_text_only_its_batch(tmp_path: Pa
         services.serve(lambda _: (403, {"error": "not yours"}, {})) as service,
         pytest.raises(RunError, match="HTTP 403: not yours"),
     ):
-        scored(*opened(tmp_path, url=service.url, **options))
+        Asked(tmp_path, url=service.url, **options).scores()
     with services.serve(too_long) as service:
-        assert scored(*opened(tmp_path, url=service.url, **options)) == [1.0, None, 1.0]
+        assert Asked(tmp_path, url=service.url, **options).scores() == [1.0, None, 1.0]
         assert len(service.requests) == 3  # none was repeated
 
 
@@ -236,8 +185,8 @@ def test_a_judge_reads_rubric_and_scale(tmp_path: Path) -> None:
         )
 
     with services.serve(reply) as service:
-        reward, stage = opened(tmp_path, **judge(tmp_path, service.url, request={"top_p": 0.5}))
-        assert scored(reward, stage) == [2.0, 7.5, None]
+        asked = Asked(tmp_path, **judge(tmp_path, service.url, request={"top_p": 0.5}))
+        assert asked.scores() == [2.0, 7.5, None]
         bodies = sorted((body for _, _, body in service.requests), key=str)
         text = 'Question: a?\nGolden: A\nAnswer: {prompt}\nReply {score}, as {"a": 1}, Score: 1-9.'
         assert bodies[0] == {
@@ -308,7 +257,7 @@ def test_the_score_that_an_answer_states(answer: str, number: float | None) -> N
 )
 def test_a_long_answer_is_read_in_no_time(answer: str) -> None:
     begun = time.monotonic()
-    assert stated_score(answer) is None
+    assert Scale().read(answer) is None
     assert time.monotonic() - begun < 2
 
 
@@ -332,10 +281,10 @@ def test_an_answer_that_is_not_whole_has_no_score(choice: Any, warning: str, tmp
     answer = {"choices": [{"message": {"content": "Score: 1"}, **choice}]}
     with services.serve(lambda _: answer) as service:
         for _ in range(2):  # asked, and then read from the answers that are kept
-            reward, stage = opened(tmp_path, **judge(tmp_path, service.url))
+            asked = Asked(tmp_path, **judge(tmp_path, service.url))
             with pytest.warns(UserWarning, match=warning):
-                assert scored(reward, stage) == [None, None, None]
-            assert logged_metrics([reward])["rewards/judge/unreadable"] == 2
+                assert asked.scores() == [None, None, None]
+            assert asked.logged["unreadable"] == 2
         assert len(service.requests) == 2
 
 
@@ -357,12 +306,12 @@ def test_a_scale_by_schema(tmp_path: Path) -> None:
         return said(replies[re.search(r"Question: (..)", body["messages"][0]["content"])[1]])  # type: ignore[index]
 
     with services.serve(reply) as service:
-        reward, stage = opened(tmp_path, **judge(tmp_path, service.url, schema_file=str(file)))
+        asked = Asked(tmp_path, **judge(tmp_path, service.url, schema_file=str(file)))
         with pytest.warns(
             UserWarning, match=r"judge gpt-9.5: no number on the scale in the answer '{\"score\": 6}'"
         ):
-            assert scored(reward, stage) == [4.0, None, None]
-        assert logged_metrics([reward])["rewards/judge/unreadable"] == 1
+            assert asked.scores() == [4.0, None, None]
+        assert asked.logged["unreadable"] == 1
 
 
 def test_a_resumed_run_asks_for_nothing_again_and_scores_the_same(tmp_path: Path) -> None:
@@ -384,41 +333,40 @@ def test_a_resumed_run_asks_for_nothing_again_and_scores_the_same(tmp_path: Path
         warnings.simplefilter("ignore")
 
         def begin() -> Any:
-            return opened(tmp_path, **judge(tmp_path, service.url, **options))
+            return Asked(tmp_path, **judge(tmp_path, service.url, **options))
 
-        reward, stage = begin()
-        first = [scored(reward, stage), logged_metrics([reward])]
-        kept = json.loads(json.dumps(snapshots([reward])))
-        second = [scored(reward, stage), logged_metrics([reward])]
-        assert first[1]["rewards/judge/unanswered"] > second[1]["rewards/judge/unanswered"]
-        assert first[1]["rewards/judge/unreadable"] > 0
-        asked = len(service.requests)
+        asked = begin()
+        first = [asked.scores(), asked.logged]
+        kept = json.loads(json.dumps(asked.reward.snapshot()))
+        second = [asked.scores(), asked.logged]
+        assert first[1]["unanswered"] > second[1]["unanswered"]
+        assert first[1]["unreadable"] > 0
+        count = len(service.requests)
 
-        reward, stage = begin()
-        assert [scored(reward, stage), logged_metrics([reward])] == first
-        reward, stage = begin()
-        set_up([reward], prompts(), stage)
-        restore([reward], kept)
-        assert [scored(reward, stage), logged_metrics([reward])] == second
-        assert len(service.requests) == asked
+        asked = begin()
+        assert [asked.scores(), asked.logged] == first
+        asked = begin()
+        asked.reward.restore(kept)
+        assert [asked.scores(), asked.logged] == second
+        assert len(service.requests) == count
 
         (broken, *_) = sorted((tmp_path / "answers").glob("??/*.json"))
         assert json.loads(broken.read_text())["request"]["model"] == "gpt-9.5"
         broken.write_text('{"answ')  # no crash leaves this, but disks do
-        reward, stage = begin()
-        scored(reward, stage)
-        assert len(service.requests) > asked
+        asked = begin()
+        asked.scores()
+        assert len(service.requests) > count
         # Another directory, such as another run's, has none of them.
         (tmp_path / "other").mkdir()
-        reward, stage = opened(tmp_path / "other", **judge(tmp_path, service.url, **options))
-        asked = len(service.requests)
-        scored(reward, stage)
-        assert len(service.requests) >= asked + 6
+        asked = Asked(tmp_path / "other", **judge(tmp_path, service.url, **options))
+        count = len(service.requests)
+        asked.scores()
+        assert len(service.requests) >= count + 6
 
 
 def test_a_key_that_the_judge_repeats_is_in_no_file(tmp_path: Path) -> None:
     with services.serve(lambda _: said(f"Your key {KEY} scores: 4. Score: 5")) as service:
-        assert scored(*opened(tmp_path, **judge(tmp_path, service.url, api_key=KEY))) == [5.0, 5.0, None]
+        assert Asked(tmp_path, **judge(tmp_path, service.url, api_key=KEY)).scores() == [5.0, 5.0, None]
         assert {key for _, key, _ in service.requests} == {f"Bearer {KEY}"}
     files = [path.read_text() for path in (tmp_path / "answers").glob("??/*.json")]
     assert len(files) == 2
@@ -429,50 +377,11 @@ def test_a_judge_that_is_gone_is_a_warning_where_answers_are_kept(tmp_path: Path
     options: dict[str, Any] = {"save_directory": str(tmp_path / "mine"), "retries": 0}
     with services.serve(lambda _: said("Score: 4")) as service:
         config = judge(tmp_path, service.url, **options)
-        assert scored(*opened(tmp_path / "one", **config)) == [4.0, 4.0, None]
+        assert Asked(tmp_path / "one", **config).scores() == [4.0, 4.0, None]
     with pytest.warns(UserWarning, match="cannot reach"):
-        assert scored(*opened(tmp_path / "two", **config)) == [4.0, 4.0, None]
-    with pytest.raises(
-        InputError, match=r"reward 'judge': url: cannot reach .*/v1/models: .*; start the server"
-    ):
-        scored(*opened(tmp_path, **judge(tmp_path, service.url)))
-
-
-def test_a_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
-    with services.serve(lambda _: None) as service:
-        http, stage = opened(tmp_path, name="http", url=service.url, columns=["anwser"])
-        config = judge(tmp_path, service.url, model="gpt-9", temperature="none")
-        asks, _ = opened(tmp_path, **config)
-        unknown, _ = opened(tmp_path, **judge(tmp_path, service.url), label="unknown")
-        (tmp_path / "rubric.txt").write_text("{completion}\n\nlike {anwser}?")
-        misspelt, _ = opened(tmp_path, **{**config, "model": "gpt-9.5"}, label="misspelt")
-        with pytest.raises(InputError) as caught:
-            forecast_rewards([http, asks, unknown, misspelt], prompts(), stage)  # type: ignore[arg-type]
-        assert not service.requests  # nothing was sent
-    root = service.url
-    assert caught.value.problems == (
-        "reward 'http': columns: there is no column 'anwser'. Did you mean 'answer'? There are answer",
-        f"reward 'judge': model: {root}/v1 has no model 'gpt-9'. Did you mean 'gpt-9.5'? It has gpt-9.5",
-        f"reward 'misspelt': {tmp_path}/rubric.txt line 3: {{anwser}}: there is no such column. Did you mean "
-        "'answer'? There are prompt, completion, answer; write {{anwser}} for the text itself",
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"url": "localhost:8000"}, "is not an address such as"),
-        ({"url": "http://me:pass@h/v1"}, "has a password in it"),
-        ({"pattern": "("}, r"pattern: '\(' is not a regular expression"),
-        ({"scale": [5, 1]}, "the first number must be below the second"),
-        ({"pattern": "x", "schema_file": "s.json"}, "leave one out"),
-        ({"schema_file": "none.json"}, "schema_file: no such file: none.json"),
-        ({"rubric_file": "none.txt"}, "rubric_file: no such file: none.txt"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=problem):
-        opened(tmp_path, **judge(tmp_path, "http://h/v1") | options)
+        assert Asked(tmp_path / "two", **config).scores() == [4.0, 4.0, None]
+    with pytest.raises(InputError, match=r"^url: cannot reach .*/v1/models: .*; start the server"):
+        Asked(tmp_path, **judge(tmp_path, service.url)).scores()
 
 
 def test_warnings_of_a_judge_that_may_change_its_mind(tmp_path: Path) -> None:
@@ -482,11 +391,7 @@ def test_warnings_of_a_judge_that_may_change_its_mind(tmp_path: Path) -> None:
             ({"votes": 3}, "asks the same question 3 times"),
         ):
             with pytest.warns(UserWarning, match=warning):
-                set_up(
-                    [(made := opened(tmp_path, **judge(tmp_path, service.url, **options)))[0]],
-                    prompts(),
-                    made[1],
-                )
+                Asked(tmp_path, **judge(tmp_path, service.url, **options)).check()
 
 
 def test_conversations_are_written_by_role(tmp_path: Path) -> None:
@@ -499,14 +404,10 @@ def test_conversations_are_written_by_role(tmp_path: Path) -> None:
     with services.serve(reply) as service:
         config = judge(tmp_path, service.url)
         (tmp_path / "rubric.txt").write_text("{prompt}|{completion}")
-        reward, stage = opened(tmp_path, **config)
-        set_up([reward], prompts(), stage)
+        asked = Asked(tmp_path, **config)
         chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {completion}"}]
         call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-        score(
-            [reward],
-            RewardInputs([chat, chat[1:]], [[call, *chat[1:]], [call]], [[1]] * 2, {"answer": ["A", "B"]}),
-        )
+        asked.scores([chat, chat[1:]], [[call, *chat[1:]], [call]], answer=["A", "B"])
     assert sorted(seen) == [
         'Hi {completion}|[{"function": {"name": "add"}}]',
         'System:\nBe brief.\n\nUser:\nHi {completion}|Assistant:\n[{"function": {"name": "add"}}]\n\n'

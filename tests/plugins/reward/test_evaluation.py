@@ -1,24 +1,14 @@
 """Evaluation over held-out pairs: each once, whatever the batches, the rows and the mesh; what the artifact keeps."""
 
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
-
 import jax
 import numpy as np
-import optax
 import pytest
 from rlhf_reward import RewardConfig, pairwise_loss
-from rlhf_reward.evaluation import Evaluation, finite
-from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.metrics import measures
-from rlhf_reward.objective import pair_loss
 
-from rlhf_core import artifacts, create_state, data, hookimpl
+from rlhf_core import artifacts, data, hookimpl
 from rlhf_core.mesh import make_mesh
-from rlhf_core.training import HeldOut
 
-MEASURE = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
 PAIRS = 23
 
 
@@ -51,6 +41,27 @@ def scores(model, pairs):
     return np.array(each, np.float32)
 
 
+@pytest.fixture
+def train(tiny, model, tmp_path):
+    """(directory, changes and inputs) → what was logged, and the artifact's contract."""
+
+    def train(at, mesh=None, changes=None, **inputs):
+        logged = {}
+
+        class Keep:
+            @hookimpl
+            def rlhf_step_end(self, metrics):
+                logged.update(metrics)
+
+        config = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 2, "loss": "hinge"}
+        inputs = {"model": model, "train_dataset": tiny.pairs(9), **inputs}
+        config = RewardConfig(**config | (changes or {}))
+        made = tiny.run("reward", config, tmp_path / at, listeners=[Keep()], mesh=mesh, **inputs)
+        return logged, artifacts.open_artifact(made.path).metadata["contract"]
+
+    return train
+
+
 def own_lengths(pair):
     """Tokens of both replies after what they share, at least one each."""
     shortest = min(len(pair.chosen), len(pair.rejected))
@@ -60,7 +71,7 @@ def own_lengths(pair):
     return [len(pair.chosen) - shared, len(pair.rejected) - shared]
 
 
-def expected(pairs, scores, subsets, count=PAIRS):
+def expected(pairs, scores, subsets, count):
     chosen, rejected = scores[:count].T
     margins = np.array([pair.margin for pair in pairs.pairs[:count]])
     loss, metrics = pairwise_loss(chosen, rejected, margins, center_rewards_coefficient=0.1)
@@ -69,82 +80,41 @@ def expected(pairs, scores, subsets, count=PAIRS):
     return {"loss": float(loss), **{k: float(v) for k, v in metrics.items()}, **over_all}
 
 
-def make_evaluation(pairs, config, model):
-    context = SimpleNamespace(config=config, mesh=model.mesh, has_devices=True, say=print)
-    held_out = HeldOut(context, model, pairs, pairs.trees(), reads_tokens=False, group=2)
-    return Evaluation(pairs, held_out, model, MEASURE)
-
-
 @pytest.mark.parametrize(
     ("mesh", "batch", "limit"),
     [
         pytest.param({"data": 1}, 1, None, marks=pytest.mark.long),
         pytest.param({"data": 1}, 64, None, marks=pytest.mark.long),
-        pytest.param({"data": 2, "fsdp": 2}, 5, None, marks=pytest.mark.long),
         ({"data": 2, "fsdp": 2}, 5, 2),
     ],
     ids=str,
 )
-def test_every_pair_counts_once(model, rows, pairs, scores, mesh, batch, limit):
+def test_every_pair_counts_once(train, rows, pairs, scores, mesh, batch, limit):
     devices = make_mesh(**mesh, devices=jax.devices()[: np.prod(list(mesh.values()))])
-    params = jax.device_put(model.params, model.definition.shardings(devices))
-    spread = replace(model, params=params, mesh=devices)
-    config = RewardConfig(eval_batch_size=batch, max_evaluation_steps=limit)
-    subsets = [("1", "chat", None)[i % 3] for i in range(PAIRS)]
-    evaluation = make_evaluation(pairs, config, spread)
-    state = create_state(spread, optax.identity())
-    found, count = evaluation(state), PAIRS if limit is None else 10
+    changes = {"do_train": False, "max_training_steps": None, "loss": "bradley_terry"}
+    changes |= {"eval_batch_size": batch, "max_evaluation_steps": limit}
+    _, contract = train("run", devices, changes, train_dataset=None, eval_dataset=rows)
+    found, count = contract["evaluation"], PAIRS if limit is None else 10
     assert np.std(scores) > 0.05
-    np.testing.assert_allclose(evaluation.scores(state), scores[:count], atol=1e-5)
+    subsets = [("1", "chat", None)[i % 3] for i in range(PAIRS)]
     assert found == pytest.approx(expected(pairs, scores, subsets, count), abs=2e-5)
     assert found["ties"] == 0
     assert {name for name in found if "/" in name} >= {"accuracy/1", "accuracy/chat"}
 
 
-def test_what_was_found_is_kept_for_the_same_parameters(model, pairs, monkeypatch):
-    evaluation = make_evaluation(pairs, RewardConfig(), model)
-    calls = []
-    inner = evaluation._score
-    monkeypatch.setattr(evaluation, "_score", lambda params: calls.append(1) or inner(params))
-    state = create_state(model, optax.identity())
-    assert evaluation(state) is evaluation(state)
-    assert len(calls) == 1
-    moved = create_state(model.with_params(jax.tree.map(lambda x: 1.1 * x, model.params)), optax.identity())
-    assert evaluation(moved)["margin"] != evaluation(state)["margin"]
-    assert len(calls) == 3
-
-
-def test_subsets_are_those_of_the_rows_that_were_kept(tiny, model):
+def test_subsets_are_those_of_the_rows_that_were_kept(train):
+    """Of two sources of the same name; the empty reply is dropped, and its subset with it."""
     rows = [
         {"prompt": "a", "chosen": chosen, "rejected": " b", "subset": subset}
         for chosen, subset in ((" c d", "x"), ("", "dropped"), (" c", 2), (" d", ""))
     ]
-    for source in ([rows, rows], rows):  # two sources of the same name
-        records = data.load(source)
-        kept = data.encode_pairs(records, tiny.make_tokenizer(), max_length=64)
-        evaluation = make_evaluation(kept, RewardConfig(), model)
-        assert evaluation.subsets == ["x", "2", None] * (len(records) // 4)
-    plain = data.load([{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows])
-    kept = data.encode_pairs(plain, tiny.make_tokenizer(), max_length=64)
-    assert make_evaluation(kept, RewardConfig(), model).subsets == [None] * len(kept)
+    _, contract = train("run", changes={"max_training_steps": 1}, eval_dataset=[rows, rows])
+    named = {name for name in contract["evaluation"] if name.startswith("accuracy/")}
+    assert named == {"accuracy/x", "accuracy/2"}
 
 
-def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(tiny, model, rows, tmp_path):
-    """Also where the loop itself had nothing left to do, and where there is nothing to evaluate on."""
-    base = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 2, "loss": {"name": "hinge"}}
-
-    def train(at, **inputs):
-        logged = {}
-
-        class Keep:
-            @hookimpl
-            def rlhf_step_end(self, metrics):
-                logged.update(metrics)
-
-        inputs |= {"model": model, "train_dataset": tiny.pairs(9)}
-        made = tiny.run("reward", RewardConfig(**base), tmp_path / at, listeners=[Keep()], **inputs)
-        return logged, artifacts.open_artifact(made.path).metadata["contract"]
-
+def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(train, rows):
+    """Also where there is nothing to evaluate on; what is no number is left out."""
     logged, contract = train("with", eval_dataset=rows)
     kept = contract["evaluation"]
     assert kept == {k.removeprefix("eval_"): v for k, v in logged.items() if k.startswith("eval_")}
@@ -153,7 +123,7 @@ def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(tiny, 
     _, without = train("without")
     assert without["evaluation"] is None
     assert without["std"] > 0
-
-
-def test_a_metric_that_is_not_a_number_is_left_out_of_the_artifact():
-    assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
+    alike = [{"prompt": "a", "chosen": " b", "rejected": " c"}]
+    logged, contract = train("alike", eval_dataset=alike)
+    assert np.isnan(logged["eval_length_correlation"])
+    assert "length_correlation" not in contract["evaluation"]

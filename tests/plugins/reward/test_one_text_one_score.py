@@ -7,16 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, load_model, plugins
 from rlhf_core.fit import batches
-from rlhf_core.rewards.reward import score
-from rlhf_core.rollouts import Reward
-from rlhf_core.rollouts.collector import reward_inputs
-from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -57,15 +53,6 @@ def words(*, pad: str = "<pad>", bos: bool = False) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<tool>"]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
-
-
-def letters() -> Any:
-    """The policy's: a byte a token, other special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(["<|end|>", *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
 
 
 def _text(draw: np.random.Generator, low: int, high: int) -> str:
@@ -221,34 +208,17 @@ def command(trained, tiny, tmp_path):
     return [row[f"{side}_score"] for row in tiny.read_rows(target) for side in ("chosen", "rejected")]
 
 
-def grpo(trained, tiny, tmp_path, *, finished=True):
-    """As a rollout is rewarded: the policy's tokens, its text of them, the reward `model`."""
-    rows, policy, host = singles(trained.case), letters(), plugins.load()
-    chat = isinstance(rows[0]["prompt"], list)
-    asked = [{k: v for k, v in row.items() if k in ("prompt", "tools")} for row in rows]
-    template = "plain" if chat else None
-    prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None, chat_template=template)
-    said = [row["completion"][-1]["content"] if chat else row["completion"] for row in rows]
-    tokens = [policy(text)["input_ids"] + [policy.eos_token_id] * finished for text in said]
-    width = max(map(len, tokens))
-    samples = Rollouts(
-        tokens=np.array([[*each, *[0] * (width - len(each))] for each in tokens], np.int32),
-        lengths=np.array([len(each) for each in tokens], np.int32),
-        logps=np.zeros((len(tokens), width), np.float32),
-        finished=np.full(len(tokens), finished),
-    )
-    inputs = reward_inputs(prompts, range(len(rows)), samples, policy)
-    judge = host.registry.get(REWARD, "model", model=str(trained.path))
-    judge.setup(SimpleNamespace(devices=tiny.one_device, registry=host.registry))
-    return score([Reward("model", 1.0, judge)], inputs)[:, 0]
+def reward(trained, tiny, tmp_path):
+    """The reward `model`, which is given the texts of a rollout."""
+    registry = plugins.load().registry
+    judge = registry.get(REWARD, "model", model=str(trained.path))
+    judge.setup(SimpleNamespace(devices=tiny.one_device, registry=registry))
+    rows = singles(trained.case)
+    columns = {"tools": [row["tools"] for row in rows]} if "tools" in rows[0] else {}
+    return judge([row["prompt"] for row in rows], [row["completion"] for row in rows], **columns)
 
 
-def unfinished(trained, tiny, tmp_path):
-    """Completions that the policy's length limit cut are judged as if they ended there."""
-    return grpo(trained, tiny, tmp_path, finished=False)
-
-
-DOORS = [preferences, completions, conversations, python, command, grpo, unfinished]
+DOORS = [preferences, completions, conversations, python, command, reward]
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)

@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from rlhf_reward.model_reward import ModelReward
 
-from rlhf_core.errors import InputError
+from rlhf_core import REWARD, installed_registry
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing import Layout, pack, tree
-from rlhf_core.scoring import Scorer, ScoringContract
 
 END = 1
 compute = jax.jit(sequence_scores, static_argnums=0)
@@ -42,20 +40,6 @@ def assert_same(found, alone):
     assert (np.abs(found - alone) <= 1e-5 * (1 + np.abs(alone))).all(), np.abs(found - alone).max()
 
 
-@pytest.mark.parametrize("side", [pytest.param("left", marks=pytest.mark.long), "right"])
-@pytest.mark.parametrize("width", [24, pytest.param(40, marks=pytest.mark.long)])
-def test_padding_on_either_side_and_any_neighbours(model, sequences, alone, side, width):
-    ids, mask = np.full((8, width), 17, np.int32), np.zeros((8, width), np.int32)
-    for row, tokens in zip(ids, sequences, strict=True):
-        row[slice(len(tokens)) if side == "right" else slice(width - len(tokens), None)] = tokens
-    for row, tokens in zip(mask, sequences, strict=True):
-        row[slice(len(tokens)) if side == "right" else slice(width - len(tokens), None)] = 1
-    assert_same(model.scores(ids, mask), alone)
-    order = np.random.default_rng(1).permutation(8)
-    assert_same(np.asarray(model.scores(ids[order], mask[order]))[np.argsort(order)], alone)
-    assert_same(model.scores(ids[3:5], mask[3:5]), alone[3:5])
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["one by one", "prompts shared"])
 @pytest.mark.parametrize(
     "layout",
@@ -82,30 +66,14 @@ def test_packing(model, sequences, alone, layout, shared):
         assert_same(found, alone)
 
 
-def test_the_scorer_and_the_reward_function_read_the_same(tiny, model, tmp_path):
-    tokenizer = tiny.make_tokenizer()
-    prompts = ["a b c", "a b c", "d e f g h", "d e f g h"]
-    completions = [" x", " y z a b", " q", ""]
-    whole = [[*tokenizer(p + c)["input_ids"], END] for p, c in zip(prompts, completions, strict=True)]
-    expected = [float(model.scores([ids], [[1] * len(ids)])[0]) for ids in whole]
-    assert_same(
-        Scorer(model, ScoringContract.of(tokenizer, max_length=None)).score_completions(prompts, completions),
-        expected,
-    )
+def reward_of(directory):
+    return installed_registry().get(REWARD, "model", model=str(directory))
+
+
+def test_a_reward_is_set_up_before_it_is_called(model, tmp_path):
     model.save(tmp_path)
-    reward = ModelReward(str(tmp_path))
     with pytest.raises(RuntimeError, match="setup"):
-        reward(prompts, completions)
-
-    class Stage:
-        devices, registry = staticmethod(tiny.one_device), None
-
-    reward.setup(Stage())
-    assert_same(reward(prompts, completions, number=[1, 2, 3, 4]), expected)
-    assert_same(reward(prompts[::-1], completions[::-1]), expected[::-1])
-    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
-    with pytest.raises(InputError, match=rf"^reward model {tmp_path}: the tokenizer has no chat template"):
-        reward([chat[0]], [chat[1]])
+        reward_of(tmp_path)(["a"], [" b"])
 
 
 def test_a_resumed_run_scores_in_the_same_shapes(tiny, model, tmp_path):
@@ -113,7 +81,7 @@ def test_a_resumed_run_scores_in_the_same_shapes(tiny, model, tmp_path):
     model.save(tmp_path)
     few, many = ["a b c"], ["d e f g h i j k l m"] * 40
     meshes = [tiny.one_device(), tiny.one_device(), make_mesh(devices=jax.devices()[:4])]
-    first, again, elsewhere = (ModelReward(str(tmp_path)) for _ in meshes)
+    first, again, elsewhere = (reward_of(tmp_path) for _ in meshes)
     for reward, mesh in zip((first, again, elsewhere), meshes, strict=True):
         reward.setup(SimpleNamespace(devices=lambda mesh=mesh: mesh, registry=None))
     assert first.snapshot() == {}

@@ -1,4 +1,4 @@
-"""training_step and evaluation_step: padding, splits, margin, and nothing donated."""
+"""training_step and evaluation_step of a whole model; test_reference_values.py has their numbers."""
 
 from functools import partial
 
@@ -73,65 +73,6 @@ def test_the_loss_is_that_of_the_models_scores(model, sequences):
     assert batch["input_ids_chosen"].shape != batch["input_ids_rejected"].shape
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
-        pytest.param({"side": "left", "extra": 5}, marks=pytest.mark.long),
-        pytest.param({"side": "right", "extra": 5}, marks=pytest.mark.long),
-    ],
-    ids=["left", "left and wider", "right and wider"],
-)
-def test_padding_changes_nothing(tiny, model, sequences, options):
-    """`test_reference_values.py` has padding on the left, `test_scores.py` scores on both sides."""
-    state = make_state(model)
-    results = [
-        training_step(state, make_batch(sequences, margin=np.linspace(0, 1, 8), **o)) for o in ({}, options)
-    ]
-    assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
-    assert_close(tiny, *(s.params for s, _ in results))
-
-
-def assert_close(tiny, params, others):
-    ours, theirs = tiny.leaves(params), tiny.leaves(others)
-    for name, leaf in ours.items():
-        np.testing.assert_allclose(leaf, theirs[name], atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    "splits", [pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(8, marks=pytest.mark.long)]
-)
-def test_splits_change_nothing(tiny, model, sequences, splits):
-    """`test_reference_values.py` has splits of a whole run, `training/test_padded.py` their gradient."""
-    batch = make_batch(sequences, margin=np.linspace(0, 1, 8))
-    state = make_state(model)
-    whole, metrics = training_step(state, batch)
-    parted, others = training_step(state, batch, gradient_accumulation_steps=splits)
-    assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
-    assert_close(tiny, whole.params, parted.params)
-    assert int(parted.step) == 1
-
-
-def test_the_step_is_the_gradient_of_the_loss(tiny, model, sequences):
-    """With plain descent at rate 1 the parameters move by the gradient of `evaluation_step`'s loss."""
-    batch, state = make_batch(sequences, margin=np.zeros(8)), make_state(model)
-    following, metrics = training_step(state, batch, center_rewards_coefficient=0.1)
-    moved = jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, following.params)
-    size = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
-    assert float(metrics["grad_norm"]) == pytest.approx(size, rel=1e-4)
-
-    def loss(step):
-        params = jax.tree.map(lambda p, m: (p + step * m / size).astype(np.float32), state.params, moved)
-        scores = [
-            model.with_params(params).scores(batch[f"input_ids_{s}"], batch[f"attention_mask_{s}"])
-            for s in ("chosen", "rejected")
-        ]
-        c, r = (np.asarray(x, np.float64) for x in scores)
-        return (np.log1p(np.exp(r - c)) + 0.1 * (c + r) ** 2).mean()
-
-    assert (loss(1e-3) - loss(-1e-3)) / 2e-3 == pytest.approx(size, rel=2e-3)
-
-
 @pytest.mark.long
 def test_nothing_is_donated_the_optimizer_is_called_once_and_the_loss_falls(tiny, model, sequences):
     calls = []
@@ -158,29 +99,6 @@ def test_nothing_is_donated_the_optimizer_is_called_once_and_the_loss_falls(tiny
     for _ in range(19):
         following, last = training_step(following, batch, gradient_accumulation_steps=4)
     assert float(last["loss"]) < 0.5 * float(metrics["loss"])
-
-
-def test_a_margin_changes_the_loss(model, sequences):
-    state = make_state(model)
-
-    def loss(batch):
-        return float(evaluation_step(state, batch)["loss"])
-
-    plain = loss(make_batch(sequences))
-    assert loss(make_batch(sequences, margin=np.zeros(8))) == pytest.approx(plain)
-    assert loss(make_batch(sequences, margin=np.ones(8))) > plain + 0.1
-    assert loss(make_batch(sequences, margin=np.ones((8, 1)))) == loss(
-        make_batch(sequences, margin=np.ones(8))
-    )
-
-
-def test_what_cannot_be_done_says_why(model, sequences):
-    state, batch = make_state(model), make_batch(sequences)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3 does not divide .* 8 rows"):
-        training_step(state, batch, gradient_accumulation_steps=3)
-    del batch["attention_mask_rejected"]
-    with pytest.raises(ValueError, match="batch lacks attention_mask_rejected"):
-        evaluation_step(state, batch)
 
 
 def test_a_nonfinite_update_is_not_applied(tiny, model, sequences):

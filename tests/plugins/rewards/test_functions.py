@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_rewards import numeric_answer
-from rlhf_rewards.functions import rlhf_register
 from rlhf_rewards.numbers import Number, final_number, read_number
 
-from rlhf_core import REWARD, Registry
+from rlhf_core import REWARD, Registry, installed_registry
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import load_file
 
@@ -24,9 +23,7 @@ cases = load_file(Path(__file__).with_name("numeral_cases.py"))
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    registry = Registry()
-    rlhf_register(registry)
-    return registry
+    return installed_registry()
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -56,42 +53,6 @@ def chat(text: str) -> list[dict[str, str]]:
 )
 def test_numbers_are_equal_as_numbers(answer: Any, right: str, wrong: str) -> None:
     assert numeric_answer([right, wrong, chat(right), chat(wrong)], [answer] * 4) == [1, 0, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        (r"\boxed{1} and then \boxed{2}, #### 3, the answer is 4, or 5", 2),
-        (r"\boxed{2} and then \boxed{3", 2),
-        (r"\boxed{x = 2\,500 \text{ dollars}} 7", 2500),
-        (r"\boxed{1{,}000}", 1000),
-        (r"\boxed{{5}}{}", None),
-        (r"\boxed{2\sqrt{3}} 3", None),
-        (r"\boxed{3x}", None),
-        (r"\boxed{} 3", None),
-        ("the answer is 4\n#### 3\nor 5", 3),
-        ("#### 1. Add them\nThat makes 5 and 6", 6),
-        ("#### $72 dollars.", 72),
-        ("The answer is 3. The final answer is: **$4**. Check: 5", 4),
-        ("**Answer:** \\(-4\\) as 5 > 3", -4),
-        ("The answer is not 4 but 5", 5),
-        ("3 or 4 or 5", 5),
-        ("pages 3-5", 5),
-        ("1,2,3", 3),
-        ("3/0", None),
-        ("9" * 5000, None),
-        ("1e999999999", None),
-        ("version 1.2.3", None),
-        ("", None),
-        ("none at all", None),
-    ],
-)
-def test_which_number_of_a_completion_counts(completion: str, number: int | None) -> None:
-    candidates = [-4, 2, 3, 4, 5, 6, 72, 1000, 2500]
-    equal = [
-        n for n, right in zip(candidates, numeric_answer([completion] * 9, candidates), strict=True) if right
-    ]
-    assert equal == ([] if number is None else [number])
 
 
 def number(written: str | None) -> Number | None:
@@ -187,24 +148,6 @@ def test_a_pattern_matches_the_whole_completion(registry: Registry) -> None:
     reward = registry.get(REWARD, "regex", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
     good = "<think>a\nb</think>\n<answer>4</answer>"
     assert reward([good, chat(good), good + " so", "<answer>4</answer>", ""]) == [1, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("regex", {"pattern": "(a"}, r"pattern: '\(a' is not a regular expression: missing \)"),
-        ("regex", {}, "pattern: missing"),
-        ("soft_overlong", {"max_length": 20, "cache": 30}, "cache=30 is more than max_length=20"),
-        ("soft_overlong", {"max_length": 20, "cache": 0}, "cache: expected a number of at least 1"),
-        ("repetition", {"penalty": 0.5}, "penalty: expected a number of at most 0"),
-        ("repetition", {"ngram": 0}, "ngram: expected a number of at least 1"),
-        ("math_verify", {"seconds": 0}, "seconds: expected a number above 0"),
-    ],
-)
-def test_options_that_cannot_be(registry: Registry, name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        registry.get(REWARD, name, **options)
-    assert registry.check(REWARD, name, options)
 
 
 def test_soft_overlong_is_equation_13_of_dapo(registry: Registry) -> None:

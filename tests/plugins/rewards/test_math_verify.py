@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 from rlhf_rewards import MathVerify, math
-from rlhf_rewards.functions import rlhf_register
 
-from rlhf_core import REWARD, Registry
 from rlhf_core.errors import InputError
 from rlhf_core.workers import DiedError
 
@@ -26,9 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def reward() -> Any:
-    registry = Registry()
-    rlhf_register(registry)
-    return registry.get(REWARD, "math_verify")
+    return MathVerify()
 
 
 def chat(text: str) -> list[dict[str, str]]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_rewards.commands import score
 from rlhf_rewards.score import Unfinished
 
-from rlhf_core import load_model, scoring
+from rlhf_core import RunError, load_model, scoring
 from rlhf_core.data import whole_sequences
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer
 
 
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 
     def score_ids(self, sequences, **options):
         if len(calls) == calls.stop:
-            raise KeyboardInterrupt
+            raise RunError("the device is gone")
         calls.append(len(sequences))
         return real(self, sequences, **options)
 
@@ -52,47 +52,54 @@ def calls(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def score(rlhf):
+    """(model, file, output, further arguments) → how `rlhf score` ends."""
+
+    def score(model, file, output, *more):
+        return rlhf("score", str(model), str(file), "-o", str(output), *more)
+
+    return score
+
+
 def left(directory):
     return sorted(path.name for path in directory.iterdir() if path.name != "pairs.jsonl")
 
 
-def test_a_link_and_a_pipe_are_written_to_and_not_replaced(model, rows, tmp_path, capsys):
-    score(str(model), rows, tmp_path / "whole.jsonl")
+def test_a_link_and_a_pipe_are_written_to_and_not_replaced(model, rows, tmp_path, score):
+    score(model, rows, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     target, link, pipe = (tmp_path / name for name in ("target.jsonl", "link.jsonl", "pipe"))
     target.write_text("old")
     target.chmod(0o640)
     link.symlink_to(target)
-    score(str(model), rows, link)
+    score(model, rows, link)
     assert link.is_symlink()
     assert (target.read_bytes(), target.stat().st_mode & 0o777) == (whole, 0o640)
     os.mkfifo(pipe)
     with ThreadPoolExecutor() as pool:
         read = pool.submit(pipe.read_bytes)
-        score(str(model), rows, pipe)
+        score(model, rows, pipe)
         assert read.result() == whole
     assert pipe.is_fifo()
     assert left(tmp_path) == ["link.jsonl", "pipe", "target.jsonl", "whole.jsonl"]
 
 
-def test_an_interrupted_run_resumes_to_the_same_bytes(model, rows, calls, tmp_path, capsys):
-    score(str(model), rows, tmp_path / "whole.jsonl")
+def test_an_interrupted_run_resumes_to_the_same_bytes(model, rows, calls, tmp_path, score):
+    said = score(model, rows, tmp_path / "whole.jsonl").out
     assert calls == [6, 6, 6, 4]
     assert left(tmp_path) == ["whole.jsonl"]
-    said = capsys.readouterr().out
     for stop in (0, 1, 3):
         calls.clear()
         calls.stop = stop
-        with pytest.raises(KeyboardInterrupt):
-            score(str(model), rows, tmp_path / "parts.jsonl")
+        assert score(model, rows, tmp_path / "parts.jsonl").code
         assert not (tmp_path / "parts.jsonl").exists()
         (tmp_path / ".parts.jsonl.unfinished").open("ab").write(b'{"half a li')
         calls.clear()
         calls.stop = None
-        score(str(model), rows, tmp_path / "parts.jsonl")
+        told = score(model, rows, tmp_path / "parts.jsonl")
         assert len(calls) == 4 - stop
-        told = capsys.readouterr()
-        assert (f"resuming after {3 * stop} rows" in told.err) == (stop > 0)
+        assert (f"resuming after {3 * stop} rows" in told.message) == (stop > 0)
         assert told.out == said
         assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
         (tmp_path / "parts.jsonl").unlink()
@@ -100,29 +107,27 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(model, rows, calls, tmp_pa
     assert len((tmp_path / "whole.jsonl").read_text().splitlines()) == 11
 
 
-def test_other_rows_or_settings_begin_anew(model, rows, calls, tiny, tmp_path):
+def test_other_rows_or_settings_begin_anew(model, rows, calls, tiny, tmp_path, score):
     calls.stop = 2
-    with pytest.raises(KeyboardInterrupt):
-        score(str(model), rows, tmp_path / "out.jsonl")
+    assert score(model, rows, tmp_path / "out.jsonl").code
     tiny.write_rows(rows, tiny.pairs(11, seed=3))
     calls.clear()
     calls.stop = None
-    score(str(model), rows, tmp_path / "out.jsonl")
+    score(model, rows, tmp_path / "out.jsonl")
     assert len(calls) == 4
     found = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert found == [row["prompt"] for row in tiny.pairs(11, seed=3)]
 
 
-def test_layers_in_few_bits_give_the_scores_of_their_values(model, rows, calls, tiny, tmp_path):
+def test_layers_in_few_bits_give_the_scores_of_their_values(model, rows, calls, tiny, tmp_path, score):
     """Those of the model that they are dequantized to, also for rows that were begun in float32."""
     load_model(model, "score", mesh=tiny.one_device(), quantized="int8").merged().save(tmp_path / "values")
     calls.stop = 2
-    with pytest.raises(KeyboardInterrupt):
-        score(str(model), rows, tmp_path / "held.jsonl")
+    assert score(model, rows, tmp_path / "held.jsonl").code
     calls.stop = None
-    score(str(model), rows, tmp_path / "held.jsonl", quantize="int8")
+    score(model, rows, tmp_path / "held.jsonl", "--quantize", "int8")
     for name in ("values", "plain"):
-        score(str(tmp_path / name if name == "values" else model), rows, tmp_path / f"{name}.jsonl")
+        score(tmp_path / name if name == "values" else model, rows, tmp_path / f"{name}.jsonl")
     held, values, plain = (
         np.array([[row["chosen_score"], row["rejected_score"]] for row in map(json.loads, file.open())])
         for file in (tmp_path / f"{name}.jsonl" for name in ("held", "values", "plain"))
@@ -131,15 +136,14 @@ def test_layers_in_few_bits_give_the_scores_of_their_values(model, rows, calls, 
     assert np.abs(held - plain).max() > 1e-3 * np.abs(plain).max()
 
 
-def test_all_rows_are_checked_before_the_first_is_scored(model, rows, calls, tiny, tmp_path):
+def test_all_rows_are_checked_before_the_first_is_scored(model, rows, calls, tiny, tmp_path, score):
     tiny.write_rows(rows, [*tiny.pairs(10), {"prompt": "a", "chosen": 3, "rejected": "b"}])
-    with pytest.raises(InputError, match="row 11: 'chosen' is a number"):
-        score(str(model), rows, tmp_path / "out.jsonl")
+    assert "row 11: 'chosen' is a number" in score(model, rows, tmp_path / "out.jsonl").message
     assert calls == []
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace", "mkdir"])
-def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypatch, failing):
+def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypatch, score, failing):
     output = tmp_path / "new" / "out.jsonl"
 
     def fails(*_, **__):
@@ -147,11 +151,10 @@ def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypat
 
     with monkeypatch.context() as patches:
         patches.setattr(os, failing, fails)
-        with pytest.raises(
-            RunError, match=rf"out.jsonl\S* could not be written to {output.parent}\S+: Input"
-        ):
-            score(str(model), rows, output)
-    score(str(model), rows, output)
+        said = score(model, rows, output).message
+    assert re.search(rf"out.jsonl\S* could not be written to {output.parent}\S+: Input", said)
+    score(model, rows, output)
+    score(model, rows, output)
     assert len(output.read_text().splitlines()) == 11
     assert os.listdir(output.parent) == ["out.jsonl"]
 

@@ -5,7 +5,6 @@ import pytest
 from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import load_model
-from rlhf_core.errors import InputError
 
 BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 1}
 
@@ -75,15 +74,6 @@ def test_a_fresh_model_from_a_table_learns_a_text_by_heart(tiny, tmp_path):
     ids = trained.tokenizer("a b c d e f")["input_ids"]
     likeliest = np.asarray(trained.logits([ids], [[1] * len(ids)])).argmax(-1)[0]
     assert likeliest[1:].tolist() == [*ids[2:], 1]
-
-
-def test_other_data_is_refused_in_the_same_directory(tiny, model, tmp_path):
-    config = SFTConfig(**{**BASE, "max_training_steps": 1}, save_directory=tmp_path)
-    SFTTrainer(config, model=model, train_dataset=tiny.texts(5)).train()
-    with pytest.raises(
-        InputError, match="train_data: the contents of the list given from Python have changed"
-    ):
-        SFTTrainer(config, model=model, train_dataset=tiny.texts(5, seed=9)).train()
 
 
 def test_config():

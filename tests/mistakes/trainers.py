@@ -1,0 +1,174 @@
+"""Settings and rows of single trainers, and their classes called from Python."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import grain
+from rlhf_dpo import DPOTrainer
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+from rlhf_reward import RewardTrainer
+
+from rlhf_core import load_model
+from rlhf_core.mesh import make_mesh
+from rlhf_core.tokenizer import load_tokenizer
+from tests.mistakes.mistake import Mistake, call, setting
+from tests.shared.places import FILES
+
+PAIRS = [FILES["pairs.jsonl"]] * 4
+
+
+def of(pipeline: str) -> Callable[..., Mistake]:
+    """Settings of another pipeline than the reward model's."""
+
+    def mistake(lines: str, name: str = "", options: str = "") -> Mistake:
+        return setting(lines, name, f"check {pipeline}.toml{options}")
+
+    return mistake
+
+
+policy, dpo, distill = of("policy"), of("dpo"), of("distill")
+
+
+def python(name: str, function: Callable[[], object]) -> Mistake:
+    return call(name, lambda place: function())
+
+
+def scorer(**changes: Any) -> Any:
+    return replace(load_model("scorer", "score"), **changes)
+
+
+def other_tokenizer(name: str, change: Callable[[Any], object], taught: bool = False) -> Mistake:
+    """A teacher, or a student, whose tokenizer was changed."""
+
+    def make(place: Any) -> None:
+        shutil.copytree("model", "other")
+        tokenizer = load_tokenizer("model")
+        change(tokenizer)
+        tokenizer.save_pretrained("other")
+        place.settings("distill.toml", 'model = "other"' if taught else 'teacher_model = "other"')
+
+    return Mistake(name, make, "check distill.toml")
+
+
+def without_teacher(place: Any) -> None:
+    lines = place.good["distill.toml"].decode().splitlines(keepends=True)
+    place.write("distill.toml", "".join(line for line in lines if not line.startswith("teacher_model")))
+
+
+def exchanged(place: Any) -> None:
+    """Let two words have each other's ids in the teacher's tokenizer."""
+    shutil.copytree("model", "other")
+    file = Path("other/tokenizer.json")
+    described = json.loads(file.read_text())
+    words = described["model"]["vocab"]
+    words["kite"], words["red"] = words["red"], words["kite"]
+    file.write_text(json.dumps(described))
+    place.settings("distill.toml", 'teacher_model = "other"')
+
+
+def divergence(name: str, returned: str) -> Mistake:
+    def make(place: Any) -> None:
+        place.write(
+            "mine.py",
+            "from rlhf_core import hookimpl\nfrom rlhf_distill import DIVERGENCE\n\n"
+            f"def mine(student_logps, teacher_logps):\n    return {returned}\n\n"
+            "@hookimpl\ndef rlhf_register(registry):\n    registry.add(DIVERGENCE, 'mine', mine)\n",
+        )
+        place.settings("distill.toml", 'divergence = "mine"\nmax_training_steps = 1')
+
+    return Mistake(name, make, "run distill.toml --plugin mine.py")
+
+
+POLICIES = [
+    policy("total_batch_size = 6\nnum_generations = 4"),
+    policy("sampling = { temperature = 0.0 }"),
+    policy("sampling = { max_completion_length = 2147483648 }"),
+    policy("evaluation = { sampling = { temprature = 0.5 } }"),
+    policy("evaluation = { num_generations = 4, sampling = { temperature = 0.0 } }"),
+    policy('advantage = { name = "reinforce_pp", baseline = "all" }'),
+    policy('model = "small"', "a model that has fewer embeddings than the prompts have tokens"),
+]
+PREFERENCES = [
+    dpo("beta = 0.0"),
+    Mistake(
+        "chosen and rejected are the same in every pair",
+        lambda place: place.write(
+            "pairs.jsonl", json.dumps({**PAIRS[0], "rejected": PAIRS[0]["chosen"]}) + "\n"
+        ),
+        "check dpo.toml",
+    ),
+]
+STUDENTS = [
+    distill("on_policy_fraction = 0.1"),
+    distill("on_policy_fraction = 0.9"),
+    Mistake("no teacher", without_teacher, "check distill.toml"),
+    distill('teacher_model = "large.model"'),
+    setting('teacher_model = "small"', "a teacher with fewer embeddings than tokens", "run distill.toml"),
+    distill('divergence = { name = "jsd", beta = 2 }'),
+    other_tokenizer("a token that only the teacher has", lambda tokenizer: tokenizer.add_tokens(["new"])),
+    other_tokenizer(
+        "a token that only the student has", lambda tokenizer: tokenizer.add_tokens(["new"]), True
+    ),
+    other_tokenizer("another stop token", lambda tokenizer: setattr(tokenizer, "eos_token", "kite")),
+    Mistake("two tokens that have each other's ids", exchanged, "check distill.toml"),
+    divergence("a divergence that is summed over the ids", "(teacher_logps - student_logps).sum(-1)"),
+    divergence("a divergence that raises", "{}['temperature']"),
+]
+PYTHON = [
+    python("GRPOTrainer(rewrds=[…])", lambda: GRPOTrainer(rewrds=[len])),
+    python(
+        "GRPOTrainer(args=…, arguments=…)", lambda: GRPOTrainer(args=GRPOConfig(), arguments=GRPOConfig())
+    ),
+    python('GRPOTrainer(args={"learning_rate": 1.0})', lambda: GRPOTrainer(args={"learning_rate": 1.0})),
+    python(
+        "GRPOTrainer(rewards=[…, a model])",
+        lambda: GRPOTrainer(model="model", rewards=["length", scorer()], train_dataset=[{"prompt": "Mia"}]),
+    ),
+    python("RewardTrainer(model=…).train()", lambda: RewardTrainer(model=scorer()).train()),
+    python("RewardTrainer(train_dataset=…).train()", lambda: RewardTrainer(train_dataset=PAIRS).train()),
+    python("RewardTrainer(dataset=…)", lambda: RewardTrainer(model="scorer", dataset=PAIRS)),
+    python(
+        "RewardTrainer(tokenizer=…, processing_class=…)",
+        lambda: RewardTrainer(tokenizer=1, processing_class=1),
+    ),
+    python(
+        "RewardTrainer(train_dataset=DatasetDict(…))",
+        lambda: RewardTrainer(train_dataset=datasets.DatasetDict(good=datasets.Dataset.from_list(PAIRS))),
+    ),
+    python(
+        "RewardTrainer(eval_dataset=… .repeat(None))",
+        lambda: RewardTrainer(
+            train_dataset=PAIRS,
+            eval_dataset={"easy": PAIRS, "hard": grain.MapDataset.source(PAIRS).repeat(None)},
+        ),
+    ),
+    python(
+        'RewardTrainer(mesh={"fsdp": 4})',
+        lambda: RewardTrainer(model=scorer(), train_dataset=PAIRS, mesh={"fsdp": 4}),
+    ),
+    python(
+        "RewardTrainer(model=one that lies on four devices).train()",
+        lambda: RewardTrainer(model=scorer(mesh=make_mesh(fsdp=4)), train_dataset=PAIRS).train(),
+    ),
+    python("RewardTrainer().predict", lambda: RewardTrainer().predict),
+    python("RewardTrainer().push_to_hub", lambda: RewardTrainer().push_to_hub),
+    python("RewardTrainer().evaluate()", lambda: RewardTrainer().evaluate()),
+    python('RewardTrainer().save_model("copy")', lambda: RewardTrainer().save_model("copy")),
+    python("DPOTrainer(reference_model=…)", lambda: DPOTrainer(model="model", reference_model="model")),
+    python("model(input_ids=[[1]])", lambda: load_model("model")(input_ids=[[1]])),
+    python("reward_model(input_ids=[[1]])", lambda: scorer()(input_ids=[[1]])),
+    python('load_model("model", num_labels=1)', lambda: load_model("model", num_labels=1)),
+]
+SECTIONS = {
+    "Settings of GRPO": POLICIES,
+    "Settings and pairs of DPO": PREFERENCES,
+    "Settings and teachers of distillation": STUDENTS,
+    "Trainers and models from Python": PYTHON,
+}
