@@ -94,7 +94,10 @@ def met(mistake: Mistake, place: Any, rlhf: Callable[..., Any]) -> str:
         ended = rlhf(*shlex.split(mistake.command))
         typed_line = f"$ rlhf {mistake.command}"
         lines = [] if mistake.name == typed_line else [typed_line]
-        lines += [*ended.warned.splitlines(), *ended.message.splitlines(), f"exit code {ended.code}"]
+        shown = [line.strip() for line in ended.out.splitlines()]
+        in_the_plan = [line for line in shown if line.startswith("warning: ")]
+        lines += [*in_the_plan, *ended.warned.splitlines(), *ended.message.splitlines()]
+        lines.append(f"exit code {ended.code}")
     return "\n".join([f"## {mistake.name}", *(masked(line, place.path) for line in lines)])
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mistakes import settings
+from tests.mistakes import models, pairs, pipelines, settings, stages
 from tests.mistakes.mistake import Mistake
 
-SECTIONS: dict[str, list[Mistake]] = {**settings.SECTIONS}
+SECTIONS: dict[str, list[Mistake]] = {
+    **settings.SECTIONS,
+    **pairs.SECTIONS,
+    **models.SECTIONS,
+    **stages.SECTIONS,
+    **pipelines.SECTIONS,
+}
