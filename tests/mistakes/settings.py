@@ -162,6 +162,20 @@ DIRECTORIES = [
     typed("check rn.toml"),
     typed("check model"),
 ]
+COMMANDS = [
+    typed("run"),
+    typed("fly"),
+    typed("train nobody"),
+    typed(f"{TRAIN} --loss hinge --loss.x 3"),
+    typed(f"{TRAIN} --max_training_steps 3 --max_training_steps.x 3"),
+    typed(f"{TRAIN} --clip_grad 1 --clip_grad 2 --drop_columns a --drop_columns b"),
+    typed("generate model --prompt Mia --stop_token_ids 999"),
+    typed("generate model --prompt Mia --stop_strings ''"),
+    typed("generate model words.jsonl"),
+    typed("export model"),
+    typed("export model out --private"),
+    typed("check rm.toml --devices 8 --set mesh.tensor=3"),
+]
 SECTIONS = {
     "Settings of another type": TYPES,
     "Settings out of range": RANGES,
@@ -170,4 +184,5 @@ SECTIONS = {
     "Settings without effect": NO_EFFECT,
     "References between stages": REFERENCES,
     "Directories and files of a run": DIRECTORIES,
+    "Arguments of commands": COMMANDS,
 }

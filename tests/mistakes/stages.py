@@ -72,6 +72,17 @@ def a_prompt_as_long_as_the_context(place: Any) -> None:
     place.write("prompts.jsonl", json.dumps({"prompt": " ".join([places.ASK] * 12), "size": 3}) + "\n")
 
 
+def argument(name: str) -> Mistake:
+    """An argument that nothing gives a reward function."""
+    return file(name, "rewards.py", f"def brevity({name}):\n    return [0.0] * 3\n", POLICY)
+
+
+def metric(arguments: str) -> Mistake:
+    """A call of log_metric."""
+    body = f"def brevity(completions, log_metric):\n    log_metric({arguments})\n    return [0.0] * len(completions)\n"
+    return file(f"log_metric({arguments})", "rewards.py", body, POLICY)
+
+
 def texts_for_messages(place: Any) -> None:
     place.write(
         "rewards.py", "def brevity(completions):\n    return [len(text.split()) for text in completions]\n"
@@ -133,6 +144,8 @@ SECTIONS = {
         returns("None", "return None"),
         returns("a dictionary", "return dict.fromkeys(range(len(completions)), 1.0)"),
         returns("words for the last", "return [*range(len(completions) - 1), 'good']"),
+        *(argument(name) for name in ("completion", "trainer_state", "log_extra", "environments")),
+        *(metric(each) for each in ("'mean', 1.0", "'a/unscored', 1.0", "'', 1.0", "'x', '3'", "'x', [1.0]")),
         returns("minus infinity", "return [0.0, *[-float('inf')] * (len(completions) - 1)]"),
         returns("a name that is not defined", "return [lenght(text) for text in completions]"),
         returns("an error for texts without an x", "return [float(text.index('x')) for text in completions]"),

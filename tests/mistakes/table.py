@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes import models, pairs, pipelines, settings, stages
+from tests.mistakes import components, models, pairs, pipelines, settings, stages
 from tests.mistakes.mistake import Mistake
 
 SECTIONS: dict[str, list[Mistake]] = {
@@ -11,4 +11,5 @@ SECTIONS: dict[str, list[Mistake]] = {
     **models.SECTIONS,
     **stages.SECTIONS,
     **pipelines.SECTIONS,
+    **components.SECTIONS,
 }

@@ -94,7 +94,7 @@ def test_of_two_loggers_of_one_class_the_one_that_raised_is_named(
     run: Command, failing: int, name: str
 ) -> None:
     source = LOGGER.replace("HOOK", "rlhf_step_end").replace(
-        "        raise", "        if self.columns == 7:\n            raise"
+        "raise OSError", "if self.columns == 7: raise OSError"
     )
     options = ["{ name='csv_file' }", "{ name='csv_file' }"]
     options[failing] = "{ name='csv_file', columns=7 }"
