@@ -123,6 +123,18 @@ def options(name: str, thing: Any, **given: Any) -> Mistake:
     return call(name, get)
 
 
+def another_kind() -> None:
+    registry = Registry()
+    registry.add(POLICY_LOSS, "x", dapo)
+    registry.add(Kind("policy loss"), "y", dapo)
+
+
+def evaluated(name: str, *names: Any) -> Mistake:
+    """Sets of rows for evaluations, by these names."""
+    sets = {each: [{"text": "a"}] for each in (*names, "easy")}
+    return call(name, lambda place: SFTTrainer(eval_dataset=sets))
+
+
 def empty(kind: Kind[Any], name: str) -> Mistake:
     return call(f"{kind.name} {name} of no plugin", lambda place: Registry().get(kind, name))
 
@@ -212,7 +224,7 @@ SECTIONS = {
         added("an option called name", lambda name: name, DATASET),
         added("a name that is empty", dapo, called=""),
         added("a name with a colon", dapo, called="a:b"),
-        added("a kind of the name of another", dapo, Kind("policy loss")),
+        call("a kind of the name of another", lambda place: another_kind()),
     ],
     "Attributes of components": [
         added("agregation", Misspelt),
@@ -276,8 +288,8 @@ SECTIONS = {
         grpo("rewards by two names", reward_funcs=[len], rewards=[len]),
         call("data_collator", lambda place: SFTTrainer(data_collator=list)),
         call("model and model_init", lambda place: SFTTrainer(model="x", model_init=lambda: "x")),
-        call("a set of evaluation with no name", lambda place: SFTTrainer(eval_dataset={"": [], "a": []})),
-        call("a set whose name is a number", lambda place: SFTTrainer(eval_dataset={1: [], "a": []})),
-        call("a set whose name has two lines", lambda place: SFTTrainer(eval_dataset={"a\nb": [], "a": []})),
+        evaluated("a set of rows without a name", ""),
+        evaluated("a set of rows whose name is a number", 1),
+        evaluated("a set of rows whose name has two lines", "a\nb"),
     ],
 }

@@ -17,6 +17,9 @@ NUMBERS_THAT_DIFFER = (
     (re.compile(r"\b127\.0\.0\.1:\d+|\blocalhost:\d+"), "HOST"),
     (re.compile(r"\b\d+(\.\d+)? (ms|s|MiB|GiB|MB|GB)\b"), r"N \2"),
     (re.compile(r"\bpid \d+"), "pid N"),
+    # Where the library is installed, and a line of it; the name that a file of the user's has as a module.
+    (re.compile(r"[^\s(]*/(rlhf_\w+/\S+\.py) line \d+"), r"\1 line N"),
+    (re.compile(r"\b(rlhf_file_\w+)_[0-9a-f]{8}\b"), r"\1_HASH"),
 )
 
 
@@ -105,6 +108,7 @@ def _called(function: Callable[[Any], object], place: Any) -> list[str]:
     raised = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)
         try:
             function(place)
         except InputError as error:

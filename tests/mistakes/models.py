@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.mistakes.mistake import Mistake, file, setting, typed
+from rlhf_core.tokenizer import load_tokenizer
+from tests.mistakes.mistake import Mistake, call, file, setting, typed
 from tests.shared import places
 
 
@@ -77,6 +78,20 @@ def three_devices(place: Any) -> None:
 
 
 FRESH = ", ".join(f"{key} = {json.dumps(value)}" for key, value in places.MODEL.items())
+DAMAGED: list[tuple[str, str, bytes]] = [
+    ("generation_config.json", "text for an id", b'{"eos_token_id": "2"}'),
+    ("generation_config.json", "a list in a list", b'{"eos_token_id": [[2]]}'),
+    ("generation_config.json", "a list", b"[2]"),
+    ("generation_config.json", "cut off", b"{"),
+    ("generation_config.json", "an id below 0", b'{"eos_token_id": -1}'),
+    ("tokenizer.json", "nested 100,000 deep", b"[" * 100_000),
+    ("tokenizer_config.json", "nested 100,000 deep", b'{"a":' * 100_000),
+    ("tokenizer_config.json", "a list", b"[]"),
+    ("tokenizer_config.json", "half an emoji", b'{"chat_template": "\\ud800"}'),
+    ("tokenizer_config.json", "a number for a template", b'{"chat_template": 5}'),
+    ("chat_template.jinja", "not UTF-8", b"\xff"),
+]
+NOWHERE = ("pairs.jsonl", "./modle", "./a/b", "model/policy")
 SECTIONS = {
     "Tokenizers": [
         gone("no tokenizer.json", "model/tokenizer.json"),
@@ -85,6 +100,8 @@ SECTIONS = {
         model_file("tokenizer.json of another form", "tokenizer.json", "{}"),
         model_file("a configuration that is not text", "tokenizer_config.json", b"\xff"),
         setting(f"model = {{ {FRESH} }}", "a fresh model without one"),
+        *(model_file(f"{file}: {how}", file, content) for file, how, content in DAMAGED),
+        *(call(f"load_tokenizer({at!r})", lambda place, at=at: load_tokenizer(at)) for at in NOWHERE),
     ],
     "Reward heads": [
         tensors("two outputs", two_outputs, "scorer"),

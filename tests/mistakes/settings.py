@@ -163,8 +163,6 @@ DIRECTORIES = [
     typed("check model"),
 ]
 COMMANDS = [
-    typed("run"),
-    typed("fly"),
     typed("train nobody"),
     typed(f"{TRAIN} --loss hinge --loss.x 3"),
     typed(f"{TRAIN} --max_training_steps 3 --max_training_steps.x 3"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes import components, models, pairs, pipelines, settings, stages
+from tests.mistakes import components, files, models, pairs, pipelines, settings, stages
 from tests.mistakes.mistake import Mistake
 
 SECTIONS: dict[str, list[Mistake]] = {
@@ -11,5 +11,6 @@ SECTIONS: dict[str, list[Mistake]] = {
     **models.SECTIONS,
     **stages.SECTIONS,
     **pipelines.SECTIONS,
+    **files.SECTIONS,
     **components.SECTIONS,
 }
