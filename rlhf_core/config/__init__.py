@@ -9,6 +9,7 @@ from rlhf_core.config.options import Options as Options
 from rlhf_core.config.other_names import Ignored as Ignored
 from rlhf_core.config.other_names import Refused as Refused
 from rlhf_core.config.paths import ArtifactKinds as ArtifactKinds
+from rlhf_core.config.secrets import public_table as public_table
 from rlhf_core.config.trainer import TrainerConfig as TrainerConfig
 from rlhf_core.hidden import HIDDEN as HIDDEN
 from rlhf_core.hidden import remember as remember

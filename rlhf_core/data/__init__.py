@@ -18,8 +18,10 @@ from rlhf_core.data.prompts import encode_prompts as encode_prompts
 from rlhf_core.data.prompts import without_last_replies as without_last_replies
 from rlhf_core.data.records import drop_columns as drop_columns
 from rlhf_core.data.records import load as load
+from rlhf_core.data.report import Report as Report
 from rlhf_core.data.source import Records as Records
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.texts import usable_texts as usable_texts
+from rlhf_core.data.whole_sequences import whole_parts as whole_parts
 
 __all__ = ["Pairs"]

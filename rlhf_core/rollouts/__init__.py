@@ -1,8 +1,12 @@
 """Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
 
 from rlhf_core.environments import EnvironmentOptions as EnvironmentOptions
+from rlhf_core.rewards.checks import forecast_rewards as forecast_rewards
+from rlhf_core.rewards.checks import set_up as set_up
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
+from rlhf_core.rewards.reward import logged_metrics as logged_metrics
+from rlhf_core.rewards.reward import score as score
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts

@@ -25,6 +25,8 @@ from rlhf_core.tokenizer.encoding import (
     special_ids,
     template_text,
 )
+from rlhf_core.tokenizer.encoding import continuations as continuations
+from rlhf_core.tokenizer.encoding import ids_without_token as ids_without_token
 
 __all__ = [
     "PLAIN",

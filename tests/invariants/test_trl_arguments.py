@@ -193,13 +193,6 @@ def test_a_model_is_made_and_an_optimizer_is_given(tiny: ModuleType, tmp_path: P
         SFTTrainer(model="x", model_init=lambda: "x")
 
 
-def test_arguments_without_a_counterpart_say_what_to_do() -> None:
-    with pytest.raises(
-        InputError, match=r"data_collator: unknown argument .*\. Here examples are packed into rows"
-    ):
-        SFTTrainer(data_collator=lambda rows: rows)
-
-
 @pytest.mark.parametrize(
     "trainer", ["reward", "grpo", *(pytest.param(each, marks=pytest.mark.long) for each in ("sft", "dpo"))]
 )

@@ -17,6 +17,9 @@ NUMBERS_THAT_DIFFER = (
     (re.compile(r"\b127\.0\.0\.1:\d+|\blocalhost:\d+"), "HOST"),
     (re.compile(r"\b\d[\d,]*(\.\d+)? (ms|s|MiB|GiB|MB|GB)\b"), r"N \2"),
     (re.compile(r"\bpid \d+"), "pid N"),
+    # Where the library is installed, and a line of it; the name that a file of the user's has as a module.
+    (re.compile(r"[^\s(]*/(rlhf_\w+/\S+\.py) line \d+"), r"\1 line N"),
+    (re.compile(r"\b(rlhf_file_\w+)_[0-9a-f]{8}\b"), r"\1_HASH"),
 )
 
 
@@ -94,7 +97,10 @@ def met(mistake: Mistake, place: Any, rlhf: Callable[..., Any]) -> str:
         ended = rlhf(*shlex.split(mistake.command))
         typed_line = f"$ rlhf {mistake.command}"
         lines = [] if mistake.name == typed_line else [typed_line]
-        lines += [*ended.warned.splitlines(), *ended.message.splitlines(), f"exit code {ended.code}"]
+        shown = [line.strip() for line in ended.out.splitlines()]
+        in_the_plan = [line for line in shown if line.startswith("warning: ")]
+        lines += [*in_the_plan, *ended.warned.splitlines(), *ended.message.splitlines()]
+        lines.append(f"exit code {ended.code}")
     return "\n".join([f"## {mistake.name}", *(masked(line, place.path) for line in lines)])
 
 
@@ -102,6 +108,7 @@ def _called(function: Callable[[Any], object], place: Any) -> list[str]:
     raised = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)
         try:
             function(place)
         except InputError as error:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from tests.mistakes import (
+    components,
+    files,
     functions,
+    model_files,
     models,
     other_commands,
+    pairs,
+    pipelines,
+    previews,
     requests,
     reward_options,
     rollouts,
-    sampling,
     scores,
     services,
     settings,
+    stages,
     trainers,
 )
 from tests.mistakes.mistake import Mistake
 
 SECTIONS: dict[str, list[Mistake]] = {
     **settings.SECTIONS,
+    **pairs.SECTIONS,
+    **files.SECTIONS,
     **trainers.SECTIONS,
     **reward_options.SECTIONS,
+    **model_files.SECTIONS,
     **models.SECTIONS,
-    **sampling.SECTIONS,
+    **stages.SECTIONS,
+    **pipelines.SECTIONS,
+    **components.SECTIONS,
+    **previews.SECTIONS,
     **rollouts.SECTIONS,
     **services.SECTIONS,
     **scores.SECTIONS,

@@ -1,5 +1,5 @@
-"""What a user gets wrong, through the command itself: one message that says where and what to type, the right
-exit code, no traceback, and a run directory in which the repaired command still completes.
+"""Consequences of what a user gets wrong: what is left out and said, a run directory in which the repaired command
+completes, and a disk that is full.
 """
 
 from __future__ import annotations
@@ -12,50 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.models import Model
-from rlhf_core.models.safetensors import Reader
-from tests.shared import mistakes
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "stage", ["policy", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("base", "rm"))]
-)
-def test_mistakes_one_after_another_in_one_run_directory(
-    stage: str, place: Any, rlhf: Callable[..., Any]
-) -> None:
-    wrong = []
-    for mistake in mistakes.MISTAKES[stage]:
-        mistake.make(place)
-        ended = rlhf("run", f"{stage}.toml")
-        at = [ended.message.find(part) for part in mistake.expected]
-        if ended.code != mistake.code or -1 in at or len(ended.message.splitlines()) != 1:
-            wrong.append(f"{mistake.name}: exit code {ended.code}, {ended.message!r}")
-        place.restore()
-    assert not wrong, "\n".join(wrong)
-    assert rlhf("run", f"{stage}.toml").code == 0
-    assert_whole(place.path / "run" / stage)
-
-
-def assert_whole(directory: Path) -> None:
-    """A finished stage: its artifact verifies, its metrics are those of one run, nothing temporary is left."""
-    from rlhf_core import artifacts
-
-    assert json.loads((directory / "stage.json").read_text())["state"] == "done"
-    artifacts.open_artifact(directory / "artifacts/model")
-    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(set(steps))
-    assert not [path for path in directory.rglob(".*") if path.suffix in (".tmp", ".replaced")]
+from tests.mistakes.stages import returns
+from tests.mistakes.test_messages import assert_whole
+from tests.shared import places
 
 
 def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
     place: Any, rlhf: Callable[..., Any]
 ) -> None:
-    mistakes.rewards("return [float('nan'), *(float(i) for i in range(1, len(completions)))]")(place)
+    returns("NaN first", "return [float('nan'), *map(float, range(1, len(completions)))]").make(place)
     ended = rlhf("run", "policy.toml")
     assert ended.code == 0
     expected = "warning: reward 'rewards.py:brevity' returned NaN for 1 of 4 completions: treated as None"
@@ -66,7 +35,7 @@ def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
 
 
 def test_rows_that_do_not_fit_are_left_out_and_counted(place: Any, rlhf: Callable[..., Any]) -> None:
-    row = mistakes.FILES["pairs.jsonl"]
+    row = places.FILES["pairs.jsonl"]
     place.rows("pairs.jsonl", row, row, {**row, "prompt": " ".join([row["prompt"]] * 9)}, row)
     ended = rlhf("run", "rm.toml")
     assert ended.code == 0
@@ -139,88 +108,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_leaves_the_one_before(
     assert_whole(place.path / "run/rm")
 
 
-FIVE = """
-dir = "run"
-[[stage]]
-name = "base"
-trainer = "sft"
-model = "model"
-train_data = "corpas.jsonl"
-[[stage]]
-name = "rm"
-trainer = "rewrad"
-model = "base.model"
-train_data = "pairs.jsonl"
-[[stage]]
-name = "policy"
-trainer = "grpo"
-model = "bass.model"
-train_data = "prompts.jsonl"
-rewards = ["rewards.py:brevity"]
-learning_rat = 1e-6
-loss = { name = "dapo", epsilon_hihg = 0.3 }
-"""
-
-
-def test_check_reports_five_different_mistakes_together(place: Any, rlhf: Callable[..., Any]) -> None:
-    place.write("five.toml", FIVE)
-    ended = rlhf("check", "five.toml")
-    assert ended.code == 2
-    told = ended.message.splitlines()
-    for line, (path, meant) in zip(
-        told,
-        [
-            ("stage 'base'.train_data: ", "Did you mean 'corpus.jsonl'?"),
-            ("stage 'rm'.trainer: ", "Did you mean 'reward'?"),
-            ("stage 'policy'.learning_rat: ", "Did you mean 'learning_rate'?"),
-            ("stage 'policy'.loss.epsilon_hihg: ", "Did you mean 'epsilon_high'?"),
-            ("stage 'policy'.model: ", "Did you mean 'base.model'?"),
-        ],
-        strict=True,
-    ):
-        assert line.startswith(path), told
-        assert meant in line, told
-    assert not (place.path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ('trainer = "gpro"', "stage 'policy'.trainer: no trainer named 'gpro'. Did you mean 'grpo'?"),
-        ('loss = "dpao"', "stage 'policy'.loss.name: no policy loss named 'dpao'. Did you mean 'dapo'?"),
-        (
-            "num_generation = 4",
-            "stage 'policy'.num_generation: unknown field. Did you mean 'num_generations'?",
-        ),
-        ('learning_rate = "fast"', "stage 'policy'.learning_rate: expected a number, got 'fast'"),
-        ("kl = { beta = -1 }", "stage 'policy'.kl.beta: "),
-        ("total_batch_size = 3", "a group would be split"),
-        ("num_generations = 1", "stage 'policy'.num_generations: "),
-        ('model = "modle"', "stage 'policy'.model: no such file"),
-        (
-            'rewards = ["lenght"]',
-            "stage 'policy'.rewards[0].name: no reward named 'lenght'. Did you mean 'length'?",
-        ),
-        ("epsilon = 0.1\nloss = { epsilon = 0.2 }", "stage 'policy'.epsilon"),
-    ],
-)
-def test_check_tells_what_is_wrong_with_a_setting(
-    settings: str, expected: str, place: Any, rlhf: Callable[..., Any]
-) -> None:
-    place.settings("policy.toml", settings)
-    ended = rlhf("check", "policy.toml")
-    assert ended.code == 2
-    assert len(ended.message.splitlines()) == 1, ended.message
-    assert expected in ended.message
-
-
-def test_the_shapes_that_are_broken_here_are_those_of_the_model(place: Any) -> None:
-    """The mistakes above are about tensors that exist, else they would prove nothing."""
-    reader = Reader(place.path / "model/model.safetensors")
-    assert reader.view("model.norm.weight").shape == (16,)
-    assert np.shape(reader.view("model.layers.0.mlp.up_proj.weight")) == (24, 16)
-
-
 def test_a_directory_that_may_not_be_written_to(
     place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,3 +121,18 @@ def test_a_directory_that_may_not_be_written_to(
     ended = rlhf("score", "scorer", "pairs.jsonl", "-o", "locked/scores.jsonl")
     assert ended.code == 2
     assert ended.message == f"-o locked/scores.jsonl: no permission to write to {locked}; give another file"
+
+
+def test_rows_longer_than_the_model_was_made_for_are_said(place: Any, rlhf: Callable[..., Any]) -> None:
+    row = places.FILES["pairs.jsonl"]
+    place.rows("pairs.jsonl", {**row, "prompt": " ".join([row["prompt"]] * 12)})
+    place.settings("rm.toml", "max_sequence_length = 200")
+    ended = rlhf("check", "rm.toml")
+    assert ended[:3] == (0, "", "")
+    said = " ".join(ended.out.replace("│", " ").split())
+    assert "1 of up to 86 tokens, more than the model's 64 positions: set max_sequence_length" in said
+
+
+def test_a_plan_has_the_labels_of_rewards(place: Any, rlhf: Callable[..., Any]) -> None:
+    place.settings("policy.toml", 'rewards = [{ name = "rewards.py:brevity", label = "short" }]')
+    assert "rewards short" in " ".join(rlhf("check", "policy.toml").out.split())

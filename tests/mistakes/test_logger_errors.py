@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import TrainerConfig, cli, hookimpl, plugins
-from rlhf_core.errors import InputError, RunError
-from rlhf_core.pipeline import plan, read
-from rlhf_core.stage import execute
-from rlhf_core.stage.execute import hook_errors_named
+from rlhf_core import cli
 
 FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 HOOKS = ("rlhf_stage_start", "rlhf_step_end", "rlhf_artifact_saved", "rlhf_stage_end")
@@ -93,43 +89,14 @@ def test_the_first_error_is_the_one_that_is_raised(run: Command) -> None:
     assert ended.warned.endswith("in rlhf_stage_end")
 
 
-def test_two_loggers_of_one_class() -> None:
-    class Second:
-        def __init__(self, *, fails: bool) -> None:
-            self.fails = fails
-
-        @hookimpl
-        def rlhf_step_end(self, step: int) -> None:
-            if self.fails:
-                raise KeyError(step)
-
-    for failing in (0, 1):
-        host = plugins.empty_host()
-        for index in (0, 1):
-            host.pm.register(Second(fails=index == failing), name=f"logger '{index}'")
-        stage: Any = type("Stage", (), {"name": "base"})
-        with (
-            hook_errors_named(host.pm),
-            pytest.raises(RunError, match=f"^stage 'base': logger '{failing}' raised KeyError: 7"),
-        ):
-            host.hook.rlhf_step_end(stage=stage, step=7, metrics={})
-        with pytest.raises(KeyError):
-            host.hook.rlhf_step_end(stage=stage, step=7, metrics={})
-
-
-def test_a_logger_may_be_listed_twice(fake: ModuleType, tmp_path: Path) -> None:
-    host = plugins.load(objects=[fake])
-    stage: Any = type("Stage", (), {"registry": host.registry, "is_main": True})
-    made = execute.make_loggers(TrainerConfig(logger=["jsonl", "jsonl"]), stage)
-    assert list(made) == ["logger 'console'", "logger 'jsonl'", "logger 'jsonl' (logger[1])"]
-
-
-def test_wrong_options_of_loggers_are_reported_by_the_plan(fake: ModuleType, pipeline: Path) -> None:
-    Path("plugin.py").write_text(LOGGER.replace("HOOK", "rlhf_step_end"))
-    wrong = '[{name="csv_file", columns=0}]'
-    sets = (f"base.logger={wrong}", f"policy.logger={wrong}")
-    host = plugins.load(objects=[fake], files=[Path("plugin.py")])
-    with pytest.raises(InputError) as caught:
-        plan(read(pipeline, sets=sets, dir="runs/a"), host)
-    said = "logger[0]: logger 'csv_file': columns: expected at least 1, got 0"
-    assert caught.value.problems == (f"stage 'base'.{said}", f"stage 'policy'.{said}")
+@pytest.mark.parametrize(("failing", "name"), [(0, "'csv_file'"), (1, "'csv_file' (logger[1])")])
+def test_of_two_loggers_of_one_class_the_one_that_raised_is_named(
+    run: Command, failing: int, name: str
+) -> None:
+    source = LOGGER.replace("HOOK", "rlhf_step_end").replace(
+        "raise OSError", "if self.columns == 7: raise OSError"
+    )
+    options = ["{ name='csv_file' }", "{ name='csv_file' }"]
+    options[failing] = "{ name='csv_file', columns=7 }"
+    ended = run(source, "--set", f"base.logger=[{', '.join(options)}]")
+    assert ended.message.startswith(f"stage 'base': logger {name} raised OSError: the disk is on fire (")

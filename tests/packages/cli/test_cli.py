@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 
 from rlhf_core import cli
-from rlhf_core.cli import program, train
+from rlhf_core.cli import train
 from rlhf_core.errors import InputError
-from rlhf_core.loggers import Console
 from rlhf_core.stage import execute
-from rlhf_core.stage.execute import make_loggers
 
 FAKE_TRAINERS = Path(__file__).parents[2] / "shared" / "fake_trainers.py"
 
@@ -82,6 +80,7 @@ def test_version(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "rlhf 0.1.0\n")
 
 
+LIBRARY = logging.getLogger("a")
 OWN_CONSOLE = 'rm.logger=[{ name = "console", progress = "json" }]'
 
 
@@ -105,11 +104,12 @@ def test_verbose_shows_every_metric(
     arguments: list[str],
     expected: list[tuple[str, bool]],
 ) -> None:
-    consoles = []
+    consoles: list[Any] = []
+    plain = execute.make_loggers
 
     def spy(config: Any, stage: Any) -> dict[str, Any]:
-        loggers = make_loggers(config, stage)
-        consoles.extend(each for each in loggers.values() if isinstance(each, Console) and each.verbose)
+        loggers = plain(config, stage)
+        consoles.extend(each for name, each in loggers.items() if "console" in name and each.verbose)
         return loggers
 
     monkeypatch.setattr(execute, "make_loggers", spy)
@@ -167,20 +167,6 @@ def test_a_process_ends_with_the_code(pipeline: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.usefixtures("fake")
-def test_bad_input_is_exit_code_2_without_a_traceback(wide: Callable[..., Any]) -> None:
-    for arguments in (
-        ["run", "nothing.toml"],
-        ["check", "nothing.toml"],
-        ["run"],
-        ["fly"],
-        ["train", "nobody"],
-    ):
-        ended = wide(*arguments)
-        assert ended.code == 2, arguments
-        assert ended.message
-
-
 def test_why_a_plugin_failed_is_said_where_it_is_used(
     pipeline: Path,
     fake: ModuleType,
@@ -209,7 +195,7 @@ def test_markup_in_messages_is_left_alone(
     def fail() -> None:
         raise InputError("stage 'a'.rewards[0].model: [bold]odd[/bold]")
 
-    monkeypatch.setattr(program, "app", fail)
+    monkeypatch.setattr("rlhf_core.cli.program.app", fail)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
@@ -226,7 +212,7 @@ def test_a_traceback_drives_no_terminal_and_holds_no_secret(
             raise KeyError("\x9b") from error
 
     monkeypatch.setenv("JUDGE_API_KEY", "canary-key")
-    monkeypatch.setattr(program, "app", fail)
+    monkeypatch.setattr("rlhf_core.cli.program.app", fail)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 1
@@ -249,7 +235,9 @@ def test_what_libraries_log_is_shown_like_other_messages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary-token")
-    monkeypatch.setattr(program, "app", lambda: logging.getLogger("a").warning("%s\x1b[2J", "canary-token"))
+    monkeypatch.setattr(
+        "rlhf_core.cli.program.app", lambda: logging.getLogger("a").warning("%s\x1b[2J", "canary-token")
+    )
     before = logging.getLogRecordFactory()
     try:
         with pytest.raises(SystemExit):
@@ -338,10 +326,6 @@ def test_train_from_flags(tmp_path: Path, wide: Callable[..., Any]) -> None:
     assert record["config"]["size"] == 5
     assert record["config"]["loss"] == {"name": "fake_loss", "temperature": 2.0}
     assert (tmp_path / "runs/one/fake/artifacts/model/weights.txt").read_text() == "xxxxx0"
-    wrong = wide("train", "fake", "--sise", "5", "--train_data", "tarin.jsonl", *plugin)
-    assert wrong.code == 2
-    assert "Did you mean 'size'?" in wrong.message
-    assert "Did you mean 'train.jsonl'?" in wrong.message
     listed = wide("train", "fake", "--help", *plugin)
     assert listed.code == 0
     assert "--learning_rate" in listed.out
@@ -369,8 +353,6 @@ def test_a_run_s_directory_has_its_name_and_a_flag_is_given_once(
         (("--dir", "y"), "y"),
     ):
         assert file(*named, *given).dir == tmp_path / found
-    with pytest.raises(InputError, match=r"^--clip_grad: given twice; remove one$"):
-        file("--clip_grad", "1", "--clip_grad", "2", "--drop_columns", "a", "--drop_columns", "b")
 
 
 @pytest.mark.parametrize(
@@ -429,19 +411,6 @@ def test_piped_tables_are_as_wide_as_asked(
     assert ended.code == 0
     assert len(lines) > 3
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["size"], "size: not a flag"),
-        (["--size"], "--size: needs a value"),
-        (["--size", "3", "--size.x", "3"], "--size.x: --size already has a value"),
-    ],
-)
-def test_flags_that_are_none(fake: ModuleType, arguments: list[str], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        stage(fake, *arguments)
 
 
 def test_dir_and_mesh_of_flags(fake: ModuleType, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cli import extensions
-
 COMMANDS = """
 import typer
 
@@ -47,7 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         found: list[Distribution] = list(distributions(path=[str(tmp_path)]))
         return EntryPoints(point for each in found for point in each.entry_points).select(group=group)
 
-    monkeypatch.setattr(extensions, "entry_points", entry_points)
+    monkeypatch.setattr("rlhf_core.cli.extensions.entry_points", entry_points)
     monkeypatch.delitem(sys.modules, "added_commands", raising=False)
     (tmp_path / "added_commands.py").write_text(COMMANDS)
     return tmp_path
@@ -68,9 +66,12 @@ def test_functions_and_groups_become_commands(site: Path, rlhf: Any) -> None:
 
 
 def test_a_command_that_is_not_installed_says_what_to_install(site: Path, rlhf: Any) -> None:
-    for command in ("report", "compare", "new"):
+    for command, package in {
+        "report": "rlhf-report",
+        "compare": "rlhf-report",
+        "new": "rlhf-testing",
+    }.items():
         refused = rlhf(command, "x")
-        package = extensions.DISTRIBUTIONS[command]
         assert (refused.code, refused.message) == (
             2,
             f"rlhf {command}: not installed; type: pip install {package}",

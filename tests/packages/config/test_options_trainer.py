@@ -9,15 +9,6 @@ from typing import Any, ClassVar
 import pytest
 
 from rlhf_core.config import Ignored, TrainerConfig
-from rlhf_core.errors import InputError
-
-
-def problem(**data: Any) -> str:
-    """Return the single line of the error, without the class name."""
-    with pytest.raises(InputError) as caught:
-        TrainerConfig(**data)
-    (line,) = caught.value.problems
-    return line.removeprefix("TrainerConfig").removeprefix(".")
 
 
 def test_defaults_are_the_contract_s() -> None:
@@ -97,13 +88,6 @@ def test_durations(given: Any, seconds: float) -> None:
         assert TrainerConfig(save_interval_minutes=given).save_interval_minutes == seconds / 60
 
 
-@pytest.mark.parametrize("given", ["soon", "2h30", "h", "", "1w", "2h and 3m", "5 minuets"])
-def test_durations_that_are_none(given: str) -> None:
-    assert problem(training_time_limit=given) == (
-        f"training_time_limit: expected seconds or a duration such as '2h30m', '1d' or '45s', got {given!r}"
-    )
-
-
 def test_zero_turns_clipping_off() -> None:
     assert TrainerConfig(max_grad_norm=0).max_grad_norm is None
 
@@ -131,26 +115,13 @@ COMPARING = {
 
 
 @pytest.mark.parametrize("field", COMPARING)
-def test_what_compares_evaluations_needs_them(field: str) -> None:
+def test_what_compares_evaluations_is_named(field: str) -> None:
     value = COMPARING[field]
     assert TrainerConfig(evaluation_steps=5, **{field: value}).compares == field
-    assert problem(**{field: value}) == f": {field} needs evaluation_steps, the updates between evaluations"
 
 
 def test_evaluations_are_not_compared_by_default() -> None:
     assert TrainerConfig(evaluation_steps=5).compares is None
-    assert problem(evaluation_steps=5, greater_is_better=True) == (
-        ": greater_is_better has no effect without early_stopping_patience, load_best_model_at_end or "
-        "metric_for_best_model"
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("early_stopping_patience", 0), ("save_total_limit", 0), ("save_interval_minutes", 0), ("log_steps", 0)],
-)
-def test_numbers_out_of_range_are_refused(field: str, value: float) -> None:
-    assert problem(**{field: value}).startswith(f"{field}: expected a ")
 
 
 def test_a_shared_field_that_a_trainer_does_not_use() -> None:

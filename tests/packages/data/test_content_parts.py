@@ -11,9 +11,6 @@ import pandas as pd
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data.whole_sequences import whole_parts
-from rlhf_core.environments.calls import checked_messages
-from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import Encoder
 
 PARTS: list[Any] = [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}]
@@ -80,7 +77,7 @@ def test_parts_are_read_wherever_messages_are(tokenizer: Any) -> None:
             return data.encode_texts(records, tokenizer, max_length=None).tokens[0].tolist()
         if kind == "prompts":
             return data.encode_prompts(records, tokenizer, max_prompt_length=None).ids[0].tolist()
-        [whole] = whole_parts(records, Encoder(tokenizer))
+        [whole] = data.whole_parts(records, Encoder(tokenizer))
         return [row.tolist() for row in whole.sequences[0] or ()]
 
     talk = [user(PARTS), reply(PARTS)]
@@ -111,48 +108,3 @@ def test_parts_are_read_wherever_messages_are(tokenizer: Any) -> None:
     frame = pd.DataFrame({"messages": [[user(["a ", "b"]), reply([])]]})
     assert [m["content"] for m in data.load(frame)[0]["messages"]] == ["a b", ""]
     assert Encoder(tokenizer).prompts([[user(PARTS)]])[0].tolist() == ids(both(**pair)[0], "prompts")
-    assert checked_messages([user(PARTS)], "reset") == [user("a b")]
-
-
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        ({"type": "image_url", "image_url": {"url": "x"}}, "is of type 'image_url', and only text is read"),
-        ({"type": "input_audio"}, "is of type 'input_audio'"),
-        ({"type": "text"}, "has no text"),
-        (3, "is int, neither a text"),
-    ],
-)
-def test_other_parts_are_refused_by_name(part: Any, problem: str, tokenizer: Any) -> None:
-    row = {"messages": [user("a"), reply([PARTS[0], part])]}
-    with pytest.raises(InputError, match=rf"dataset row 1: .*message 2: part 2 of its content {problem}"):
-        data.encode_texts(data.load([row]), tokenizer, max_length=None)
-    with pytest.raises(InputError, match=f"message 1: part 1 of its content {problem}"):
-        Encoder(tokenizer).prompts([[user([part])]])
-
-
-@pytest.mark.parametrize("arguments", ['{"a": 2', "2", "[]"])
-def test_arguments_of_calls_that_are_no_object_are_refused_by_row_and_column(
-    arguments: str, tokenizer: Any
-) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    turns = [user("a"), {"role": "assistant", "content": "b", "tool_calls": [call]}, user("c")]
-    problem = "message 2: the arguments of tool call 1's function are not"
-    with pytest.raises(InputError, match=rf"dataset row 1: 'messages' {problem}"):
-        data.encode_texts(data.load([{"messages": [*turns, reply("d")]}]), tokenizer, max_length=None)
-    with pytest.raises(InputError, match=rf"dataset row 1: 'prompt' {problem}"):
-        data.encode_prompts(data.load([{"prompt": turns}]), tokenizer, max_prompt_length=None)
-    with pytest.raises(Exception, match=problem):
-        checked_messages(turns, "reset")
-
-
-@pytest.mark.parametrize("value", [["a.png"], "a.png", {"bytes": b"x"}, object()])
-def test_images_in_a_column_are_refused(value: Any) -> None:
-    rows = [{"images": empty, "prompt": "a"} for empty in (None, [], "")]
-    assert len(data.load(rows)) == 3
-    with pytest.raises(
-        InputError, match=r"^dataset row 4: column 'images' is not empty, and models are trained"
-    ):
-        data.load([*rows, {"images": value, "prompt": "b"}])
-    with pytest.raises(InputError, match=r"^dataset row 1: column 'image' is"):
-        data.load([{"image": value, "prompt": "b"}])

@@ -11,7 +11,6 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data import cache, preferences, prompts, texts
-from rlhf_core.data.cache import cache_directory, flatten, load_or_build
 from rlhf_core.errors import InputError
 
 
@@ -113,8 +112,8 @@ def test_wrong_rows_are_reported_every_time(tokenizer, directory):
 
 def build():
     """Yield two parts, with three rows and one row."""
-    yield {**flatten("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
-    yield {**flatten("ids", [np.arange(3)]), "odd_rows": np.array([0])}
+    yield {**cache.flatten("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
+    yield {**cache.flatten("ids", [np.arange(3)]), "odd_rows": np.array([0])}
 
 
 WHOLE = {
@@ -125,10 +124,10 @@ WHOLE = {
 
 
 def test_an_entry_in_the_place_of_another_is_built_anew(directory):
-    load_or_build("other", lambda: [{"ids": np.arange(2), "ids_ends": np.array([2])}])
+    cache.load_or_build("other", lambda: [{"ids": np.arange(2), "ids_ends": np.array([2])}])
     (directory / "other").rename(directory / "asked")
     for build_it in (build, lambda: pytest.fail("built again")):
-        arrays = load_or_build("asked", build_it)
+        arrays = cache.load_or_build("asked", build_it)
         assert {name: plain(array) for name, array in arrays.items()} == {
             name: plain(array) for name, array in WHOLE.items()
         }
@@ -159,13 +158,13 @@ def damage(path, how):
     ],
 )
 def test_what_is_damaged_is_built_anew(how, directory):
-    load_or_build("key", build)
+    cache.load_or_build("key", build)
     damage(directory / "key", how)
     built = []
-    found = load_or_build("key", lambda: built.append(1) or build())
+    found = cache.load_or_build("key", lambda: built.append(1) or build())
     assert built
     assert plain([found[name] for name in WHOLE]) == plain(list(WHOLE.values()))
-    again = load_or_build("key", lambda: pytest.fail("built again"))
+    again = cache.load_or_build("key", lambda: pytest.fail("built again"))
     assert plain([again[name] for name in WHOLE]) == plain(list(WHOLE.values()))
     assert not again["ids"].flags.writeable
     assert [each.name for each in directory.iterdir()] == ["key"]
@@ -174,11 +173,11 @@ def test_what_is_damaged_is_built_anew(how, directory):
 PROCESS = """
 import sys, time
 import numpy as np
-from rlhf_core.data.cache import load_or_build
+from rlhf_core.data import cache
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(20):
-    found = load_or_build(f"key{i}", lambda: [{"x": np.arange(10000) + i}])
+    found = cache.load_or_build(f"key{i}", lambda: [{"x": np.arange(10000) + i}])
     assert found["x"].tolist() == list(range(i, 10000 + i))
 """
 
@@ -204,11 +203,11 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
     with pytest.warns(
         UserWarning, match=r"tokens are not cached in .*file/tokens: Not a directory; set RLHF_CACHE"
     ):
-        found = load_or_build("key", build)
+        found = cache.load_or_build("key", build)
     assert plain([found[name] for name in WHOLE]) == plain(list(WHOLE.values()))
 
 
 def test_the_directory_is_the_users(tmp_path, monkeypatch):
     monkeypatch.delenv("RLHF_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "rlhf" / "tokens"
+    assert cache.cache_directory() == tmp_path / "rlhf" / "tokens"

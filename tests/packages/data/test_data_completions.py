@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import data
-from rlhf_core.tokenizer.encoding import first_after
 
 CHATML = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '</s>' }}{% endfor %}"
@@ -108,9 +106,3 @@ def test_cut_pairs(tokenizer):
     assert (len(kept), kept.report.filtered) == (1, ["dataset row 2"])  # its completions are cut away
     digests = [each.row_digests().tolist() for each in (kept, start, end)]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_the_first_token_after():
-    ids = np.arange(6, dtype=np.int32)
-    assert [first_after(ids[:n], ids) for n in (0, 2, 6)] == [0, 2, 5]
-    assert first_after(np.array([0, 1, 9], np.int32), ids) == 2

@@ -96,13 +96,6 @@ def test_memory_and_saved_datasets(tmp_path):
     assert list(data.load({"name": str(tmp_path / "splits"), "split": "test"})) == [ROWS[2]]
     with pytest.raises(InputError, match="has the splits train, test"):
         data.load(str(tmp_path / "splits"))
-    with pytest.raises(InputError, match=r"several splits \(train, test\)"):
-        data.load(datasets.DatasetDict({"train": table, "test": table}))
-    with pytest.raises(InputError, match=r"dataset is generator: data in memory needs __len__"):
-        data.load(row for row in ROWS)
-    broken = type("Broken", (), {"__len__": lambda self: 2, "__getitem__": lambda self, i: [{}, ""][i]})()
-    with pytest.raises(InputError, match="dataset row 2 is str, not a mapping"):
-        data.load(broken)
 
 
 def test_what_grain_filters_is_passed_over_and_what_it_repeats_for_ever_is_refused():
@@ -110,11 +103,8 @@ def test_what_grain_filters_is_passed_over_and_what_it_repeats_for_ever_is_refus
     kept = data.load(rows.filter(lambda row: row["prompt"] != "p1"))
     assert list(kept) == [ROWS[0], *ROWS[2:]]
     assert kept.where(1) == "dataset row 3"
-    with pytest.raises(InputError, match="dataset has no rows"):
-        data.load(rows.filter(lambda row: False))
-    for endless in (rows.repeat(None), [rows, rows.shuffle(seed=0).repeat(None)]):
-        with pytest.raises(InputError, match=r"repeats without end: give it without \.repeat\(None\)"):
-            data.load(endless)
+    with pytest.raises(InputError, match="repeats without end"):
+        data.load([rows, rows.shuffle(seed=0).repeat(None)])
 
 
 def test_lists_tables_weights_and_splits(tmp_path):
@@ -160,85 +150,9 @@ def test_registered_datasets(tmp_path):
     assert data.load("file", registry=Registry()).where(0).endswith("prefs.jsonl row 1")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b"", r"a\.jsonl is empty"),
-        ("a.jsonl", b" \n\n", r"a\.jsonl is empty"),
-        ("a.json", b"[]", r"a\.json has no rows"),
-        ("a.csv", b"prompt,chosen\n", r"a\.csv has no rows"),
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl row 2 is not JSON: Expecting value at column 7"),
-        ("a.jsonl", b'{"a": "b\n', r"a\.jsonl row 1 is not JSON: Unterminated string starting at column 7"),
-        (
-            "a.jsonl",
-            b'{"a": 1}\n[1]\n',
-            r"a\.jsonl row 2 is not a JSON object, but an array; a JSON array goes in",
-        ),
-        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"a\.jsonl row 2 is not UTF-8 \(byte 0xff at column 8\)"),
-        ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"a\.jsonl is UTF-16: save it as UTF-8"),
-        (
-            "a.json",
-            b'[{"a": 1},\n{"a" 2}]',
-            r"a\.json line 2 is not JSON: Expecting ':' delimiter at column 6",
-        ),
-        ("a.json", b'[{"a": 1}, 3]', r"a\.json row 2 is not a JSON object, but a number"),
-        ("a.json", b'"x"', r"a\.json is a text: a \.json file holds an array"),
-        ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a\.csv row 3 has 3 fields, its header has 2"),
-        ("a.csv", b"a,a\n1,2\n", r"a\.csv row 1 names a column twice: a"),
-        ("a.csv", b'a,b\n1,"2\n', r"a\.csv row 2 is not CSV"),
-        ("a.parquet", b"PAR1 no", r"a\.parquet is not a readable parquet file"),
-        ("a.arrow", b"ARROW1 no", r"a\.arrow is not a readable arrow file"),
-        ("a.array_record", b"no", r"a\.array_record is not an ArrayRecord file: .*64KB"),
-        ("a.xlsx", b"x", r"'\.xlsx' is not a supported format \(jsonl, json, csv"),
-    ],
-)
-def test_broken_files(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        data.load(tmp_path / name)
-
-
 def test_a_byte_order_mark_and_json_lines_under_json_are_read(tmp_path):
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
     assert [row["a"] for row in data.load(tmp_path / "a.json")] == [1, 2]
-
-
-def test_several_problems_are_reported_at_once(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{\n" * 8)
-    with pytest.raises(InputError) as error:
-        data.load(tmp_path / "a.jsonl")
-    assert [problem.split(" is not")[0].split(".jsonl ")[1] for problem in error.value.problems[:5]] == [
-        f"row {i}" for i in range(1, 6)
-    ]
-    assert error.value.problems[5] == "… and 3 more rows like these"
-
-
-def test_missing_files_and_bad_tables(tmp_path, monkeypatch):
-    write(tmp_path / "prefs.jsonl")
-    monkeypatch.chdir(tmp_path)
-    cases = [
-        ("pref.jsonl", r"no file pref\.jsonl\. Did you mean 'prefs\.jsonl'\?"),
-        ("./pref", r"no file \./pref"),
-        ("dta/prefs.jsonl", r"its directory does not exist"),
-        (str(tmp_path), r"is a directory.*it has prefs\.jsonl"),
-        ([], "empty list"),
-        ({"weight": 2}, r"a data table needs a name or a path; it has weight"),
-        ({"name": "jsonl"}, r"needs a path"),
-        (
-            {"name": "jsonlines", "path": "prefs.jsonl"},
-            r"'jsonlines' is not a file format .* Did you mean 'jsonl'\?",
-        ),
-        (
-            {"name": "jsonl", "path": "prefs.jsonl", "wieght": 2},
-            r"no option 'wieght'\. Did you mean 'weight'\?",
-        ),
-        ({"path": "prefs.jsonl", "weight": 0}, r"weight of prefs\.jsonl is 0: give a number above 0"),
-        ({"path": "prefs.jsonl", "split": "test"}, r"split 'test' of prefs\.jsonl: a file has only train"),
-        ({"path": "prefs.jsonl", "split": "[9:]"}, r"has no rows: the file has 4"),
-    ]
-    for spec, message in cases:
-        with pytest.raises(InputError, match=message):
-            data.load(spec)
 
 
 def test_hub_names_without_network(monkeypatch, tmp_path):

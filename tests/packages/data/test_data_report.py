@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data.report import shorten
 from rlhf_core.errors import InputError
 
 TOOLED = (
@@ -118,12 +117,6 @@ def test_texts_and_prompts_are_counted_alike(tokenizer):
     ]
 
 
-def test_places_are_shortened_by_file():
-    assert shorten(["a b.jsonl row 1"]) == "a b.jsonl row 1"
-    places = [f"x row {i}" for i in (1, 5)] + [f"y row {i}" for i in range(2, 9)]
-    assert shorten(places) == "x rows 1, 5, y rows 2, 3, 4 and 4 more"
-
-
 def conversation(role="assistant", **message):
     return [{"role": "user", "content": "a"}, {"role": role, "content": "b", **message}]
 
@@ -151,23 +144,6 @@ def test_tools_and_tool_calls_reach_the_template(tokenizer, tmp_path):
         assert shorter.chosen.tolist() == wanted[4:]
     texts = data.encode_texts(data.load([CALLS]), tokenizer, max_length=None, chat_template=TOOLED)
     assert texts.texts[0].tokens.tolist() == wanted
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tools": "{"}, r"dataset row 1: 'tools' is not JSON: .* at column"),
-        ({"tools": 3}, r"dataset row 1: 'tools' is a number, not a list of objects"),
-        ({"tools": ["f"]}, r"dataset row 1: 'tools' is a list, not a list of objects"),
-        (
-            {"chosen": conversation(tool_calls="f()")},
-            r"'chosen' message 2's tool_calls is text, not a list of",
-        ),
-    ],
-)
-def test_wrong_tools_are_named(change, message, tokenizer):
-    with pytest.raises(InputError, match=message):
-        pairs([{**CALLS, **change}], tokenizer, chat_template=TOOLED)
 
 
 def test_the_fingerprint_is_of_every_element_and_of_the_order_of_keys():

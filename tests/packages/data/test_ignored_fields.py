@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import TrainerConfig, data
-from rlhf_core.data.report import Report
-from rlhf_core.data.whole_sequences import whole_parts
-from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import Encoder, TextOptions
-from rlhf_core.tokenizer.chat_template import ChatTemplate
 from rlhf_core.training import Context
 
 LAST_THOUGHT = (
@@ -44,7 +40,7 @@ def tokenizer(tiny: ModuleType) -> Any:
 
 
 def ignored(tokenizer: Any, turns: list[Any], **options: Any) -> list[str]:
-    chat = ChatTemplate(tokenizer)
+    chat = Encoder(tokenizer).chat
     return chat.ignored_fields(turns, chat.write(turns), **options)
 
 
@@ -94,9 +90,9 @@ def test_every_kind_of_data_counts_ignored_fields(tokenizer: Any) -> None:
         data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None).report,
         data.encode_pairs(data.load(pairs), tokenizer, max_length=None).report,
         data.encode_texts(data.load(pairs), tokenizer, max_length=None).report,
-        Report("rows", None),
+        data.Report("rows", None),
     ]
-    for _ in whole_parts(data.load(pairs), Encoder(tokenizer), report=reports[-1]):
+    for _ in data.whole_parts(data.load(pairs), Encoder(tokenizer), report=reports[-1]):
         pass
     for report, count in zip(reports, (1, 2, 2, 2), strict=True):
         assert f"{count} {told}" in str(report)
@@ -148,13 +144,6 @@ def test_a_reply_with_weight_0_is_not_learned(template: str, tokenizer: Any) -> 
     assert learned(1, 0.0, 1) == ["c", "e"]
     assert learned(np.int64(1), 1, 0) == ["c", "d"]
     assert learned(0, 0, 0) == []
-
-
-@pytest.mark.parametrize("weight", [0.5, True, "0", 2, [1]])
-def test_another_weight_is_refused_where_replies_are_learned(weight: Any, tokenizer: Any) -> None:
-    rows = data.load([{"messages": [user("a"), reply("b", weight=weight)]}])
-    with pytest.raises(InputError, match=r"dataset row 1: message 2's weight is .*; a reply is learned"):
-        data.encode_texts(rows, tokenizer, max_length=None)
 
 
 def test_columns_that_are_not_read_are_listed_and_no_reason_to_warn(

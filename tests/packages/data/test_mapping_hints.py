@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_report.data_profile import profile
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
@@ -91,7 +90,7 @@ def encode(kind: str, records: data.Records, tokenizer: Any) -> Any:
     ],
 )
 def test_the_line_in_the_message_maps_the_data(
-    kind: str, rows: Any, line: str | None, first: Any, tiny: ModuleType, tmp_path: Path
+    kind: str, rows: Any, line: str | None, first: Any, tiny: ModuleType, tmp_path: Path, rlhf: Any
 ) -> None:
     tokenizer, path = tiny.make_tokenizer(), str(tmp_path / "rows.json")
     Path(path).write_text(json.dumps(rows))
@@ -102,8 +101,7 @@ def test_the_line_in_the_message_maps_the_data(
     if found is None:
         return
     if "prompt" not in data.load(path).columns:
-        with pytest.raises(InputError, match=r"[Ii]n a stage write"):
-            profile(data.load(path))
+        assert re.search(r"[Ii]n a stage write", rlhf("data", path).message)
     config = TrainerConfig.from_dict({"train_data": path, **tomllib.loads(found[1])})
     records = data.load(config.train_data, columns=config.columns)
     assert len(encode(kind, records, tokenizer)) == len(records)
@@ -119,16 +117,5 @@ def test_columns_that_are_joined_and_fields_are_checked(tmp_path: Path) -> None:
     mapped = data.load({**table, "columns": {"x": ["input", "output", "instruction"]}})
     assert list(mapped) == [{"x": "b\n\n c\n\na"}, {"x": " d\n\na"}]
     assert mapped.columns == ("x",)
-    for wrong, message in (
-        ({"field": "dat"}, r"field 'dat' of .*: the file is not one object .* Did you mean 'data'\?"),
-        ({"field": "other"}, "not one object with a list of rows"),
-        ({"columns": {"x": ["input", "nothing"]}}, r"no column 'nothing', which columns\.x names"),
-        ({"columns": {"x": []}}, "give a table such as"),
-        ({"columns": {"x": ["input", "input"]}}, "names one column twice"),
-    ):
-        with pytest.raises(InputError, match=message):
-            data.load({**table, **wrong})
-    with pytest.raises(InputError, match=r"the rows are in 'data' of an object: give that list"):
-        data.load({"data": ALPACA})
     joined = data.load([{"a": "b", "c": 1}], columns={"text": ["a", "c"]})
     assert joined[0] == {"text": ["b", 1]}

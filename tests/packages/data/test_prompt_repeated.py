@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data.source import Source
-from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import Encoder, TextOptions
 
@@ -27,7 +25,7 @@ def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool
     options = TextOptions(prompt_repeated=repeated)
     records = data.load(rows)
     if kind == "whole":
-        [whole] = whole_parts(records, Encoder(tokenizer, options))
+        [whole] = data.whole_parts(records, Encoder(tokenizer, options))
         return whole.sequences
     if kind == "pairs":
         found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=options)
@@ -50,7 +48,8 @@ def test_a_row_reads_alike_whatever_the_other_rows(
         assert tokenizer.decode(found[1][0]) == f"{words} </s>", repeated
     # Most rows repeat the prompt, so the option is required. The file counts as a whole, not part by part.
     monkeypatch.setattr(
-        Source, "parts", lambda self: map(self.part, range(len(self.rows)), range(1, len(self.rows) + 1))
+        "rlhf_core.data.source.Source.parts",
+        lambda self: map(self.part, range(len(self.rows)), range(1, len(self.rows) + 1)),
     )
     encode(kind, [row, other, other], tokenizer, None)
     for rows in ([row], [row, row, other]):
@@ -69,7 +68,7 @@ def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
     """Rows that teach nothing are dropped in training but still scored."""
     encoder = Encoder(tokenizer)
     rows = [{"prompt": "a", "completion": text} for text in (" b", "", "  ", None)]
-    [whole] = whole_parts(data.load(rows), encoder)
+    [whole] = data.whole_parts(data.load(rows), encoder)
     said = [row and tokenizer.decode(row[0]) for row in whole.sequences]
     assert said == ["a b </s>", "a </s>", "a </s>", None]
     assert whole.places[3].endswith("row 4")
@@ -77,13 +76,13 @@ def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
     for row, ids in zip(whole.sequences, again, strict=False):
         assert row is not None
         np.testing.assert_array_equal(row[0], ids)
-    [pairs] = whole_parts(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
+    [pairs] = data.whole_parts(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
     assert pairs.sides == ("chosen_score", "rejected_score")
     assert [row and [tokenizer.decode(ids) for ids in row] for row in pairs.sequences] == [
         ["e </s>", "e g </s>"],
         None,
     ]
-    [texts] = whole_parts(data.load([{"text": "a b"}, {"text": ""}]), encoder)
+    [texts] = data.whole_parts(data.load([{"text": "a b"}, {"text": ""}]), encoder)
     assert [row and tokenizer.decode(row[0]) for row in texts.sequences] == ["a b </s>", "</s>"]
-    [ids] = whole_parts(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
+    [ids] = data.whole_parts(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
     assert [each.tolist() for each in ids.sequences[0] or []] == [[4, 5], [6]]

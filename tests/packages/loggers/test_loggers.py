@@ -22,18 +22,18 @@ import jax
 import pluggy
 import pytest
 
-from rlhf_core import plugins
+from rlhf_core import LOGGER, Stage, plugins
 from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import Stopped
 from rlhf_core.fit.progress import cut_files, metric_files
-from rlhf_core.loggers import Console, JsonLines, Wandb
-from rlhf_core.loggers.console import Pace, clock, number
+from rlhf_core.loggers.console import Console, Pace, clock, number
 from rlhf_core.mesh import make_mesh
 from rlhf_core.plugins import hooks
-from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import make_loggers
 
+LOGGERS = plugins.load().registry
+JSON_LINES: Any = LOGGERS.get(LOGGER, "jsonl")
 METRICS = {
     "loss": 0.6931,
     "reward": 1.25,
@@ -269,7 +269,9 @@ def test_json_is_an_object_an_event(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (events[6]["how"], events[6]["step"]) == ("stopped", 20)
 
 
-@pytest.mark.parametrize("logger", [Console(), Console("json"), JsonLines(), Wandb(mode="offline")])
+@pytest.mark.parametrize(
+    "logger", [Console(), Console("json"), JSON_LINES, LOGGERS.get(LOGGER, "wandb", mode="offline")]
+)
 def test_only_the_main_process_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str], logger: Any) -> None:
     play(logger, make_stage(tmp_path, is_main=False))
     assert capfd.readouterr() == ("", "")
@@ -344,7 +346,7 @@ def test_numbers_and_times() -> None:
 
 
 def test_jsonl_rows_are_strict(tmp_path: Path) -> None:
-    play(JsonLines(), make_stage(tmp_path))
+    play(LOGGERS.get(LOGGER, "jsonl"), make_stage(tmp_path))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert [row["step"] for row in rows] == [10, 10, 20, 20]
@@ -356,20 +358,20 @@ def test_jsonl_rows_are_strict(tmp_path: Path) -> None:
 
 def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    JsonLines.cut(path, 5)
+    JSON_LINES.cut(path, 5)
     assert not path.exists()
     rows = [json.dumps({"step": step, "loss": 0.5}) for step in (1, 2, 2, 3, 4)]
     path.write_text("\n".join(rows) + '\n{"step": 2, "lo')
-    JsonLines.cut(path, 2)
+    JSON_LINES.cut(path, 2)
     assert path.read_text() == "\n".join(rows[:3]) + "\n"
-    JsonLines.cut(path, 0)
+    JSON_LINES.cut(path, 0)
     assert path.read_text() == ""
 
 
 def test_cut_takes_a_row_without_its_line_end_for_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 1, "loss": 12}')  # of 123, perhaps
-    JsonLines.cut(path, 9)
+    JSON_LINES.cut(path, 9)
     assert path.read_text() == '{"step": 1}\n'
 
 
@@ -377,7 +379,7 @@ def test_cut_says_what_it_drops_from_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.warns(UserWarning, match=r"metrics\.jsonl line 2"):
-        JsonLines.cut(path, 9)
+        JSON_LINES.cut(path, 9)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

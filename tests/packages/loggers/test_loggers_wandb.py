@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rlhf_sft import SFTConfig
 
-from rlhf_core import plugins
-from rlhf_core.loggers import Wandb
-from rlhf_core.stage import Stage
+from rlhf_core import LOGGER, Stage, plugins
 
 wandb = pytest.importorskip("wandb")
+Wandb: Any = partial(plugins.load().registry.get, LOGGER, "wandb")
 CONFIG = SFTConfig(learning_rate=1e-6, logger=[{"name": "wandb", "project": "demo"}])
 
 
@@ -35,7 +35,7 @@ def stage(tmp_path: Path) -> Stage:
     return Stage("policy", directory, 3, None, True, plugins.load().registry, None)
 
 
-def play(logger: Wandb, stage: Stage, steps: range) -> Any:
+def play(logger: Any, stage: Stage, steps: range) -> Any:
     logger.rlhf_stage_start(stage=stage, config=CONFIG)
     run = logger._run
     for step in steps:

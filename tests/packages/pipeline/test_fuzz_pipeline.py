@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import plugins
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.plan import plan
-from rlhf_core.plugins import Host
+from tests.shared import pipelines
 
 PIPELINE = """dir = "run"
 seed = 0
@@ -47,11 +44,6 @@ KEYS = ["seed", "mesh.data", "dir", "policy.loss.name", "policy.model", "base.mo
 VALUE = re.compile(r'= ("[^"]*"|[-\d.e]+)')
 
 
-@pytest.fixture(scope="module")
-def host() -> Host:
-    return plugins.load()
-
-
 def mutated(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
     """Replace a value, a nested value or bytes of a pipeline file; or make a `--set`."""
     lines, kind = PIPELINE.split("\n"), rng.randrange(4)
@@ -74,7 +66,7 @@ def mutated(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 12))]
 )
-def test_mutated_pipelines(seed: int, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_pipelines(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
     rng = random.Random(seed)
@@ -85,49 +77,7 @@ def test_mutated_pipelines(seed: int, host: Host, tmp_path: Path, monkeypatch: p
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                plan(read("p.toml", sets=sets), host)
+                pipelines.planned("p.toml", *sets, dir=None)
             except InputError:
                 refused += 1
     assert refused > 40  # the mutations have an effect
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (f"seed = {'1' * 5000}", "limit"),
-        (f"seed = {'[' * 2000}{']' * 2000}", "nested too deeply"),
-    ],
-)
-def test_what_the_file_format_itself_cannot_hold(
-    line: str, message: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
-    name = line.split(" ", 1)[0]
-    (tmp_path / "p.toml").write_text(re.sub(f"^{name} = .*$", lambda _: line, PIPELINE, flags=re.M))
-    with pytest.raises(InputError, match=message):
-        plan(read("p.toml"), host)
-
-
-DEEP = ".".join(["a"] * 50_000)
-
-
-@pytest.mark.parametrize(
-    ("content", "sets", "message"),
-    [
-        (f"seed = 1\n{DEEP} = 1", (), r"p.toml line 2: .* a key has more than 100 parts"),
-        (f"seed = {{ {DEEP} = 1 }}", (), r"p.toml line 1: .* a key has more than 100 parts"),
-        (f"[{DEEP}]\n", (), r"p.toml line 1: .* a key has more than 100 parts"),
-        (f"seed = '{'1' * 2**20}'", (), r"p.toml line 1: .* characters, and at most 1,048,576 are read"),
-        ("x" * 2**26 + "y", (), r"p.toml: cannot be read: it has more than 67,108,864 bytes"),
-        (PIPELINE, (f"base.{DEEP}=1",), r"the key has 50,001 parts; at most 100 are read"),
-        (PIPELINE, (f"base.lora={{ {DEEP} = 1 }}",), r"base.*lora"),
-    ],
-    ids=["a key", "in a table", "a header", "a line", "a file", "--set", "its value"],
-)
-def test_what_takes_too_much_memory_is_refused(
-    content: str, sets: tuple[str, ...], message: str, host: Host, tmp_path: Path
-) -> None:
-    (tmp_path / "p.toml").write_text(content)
-    with pytest.raises(InputError, match=message):
-        plan(read(tmp_path / "p.toml", sets=sets), host)

@@ -10,33 +10,27 @@ import shutil
 import socket
 import tomllib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.pipeline import Results, read, run
-from rlhf_core.pipeline.check import check
-from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime import peak_memory
-from rlhf_core.runtime.files import seal, unseal
 from rlhf_core.stage.record import StageRecord
-from rlhf_core.stage.record import write as write_record
+from tests.shared import pipelines
 
 
 @pytest.fixture(autouse=True)
 def freed(monkeypatch: pytest.MonkeyPatch, fake: ModuleType) -> None:
     """That memory is freed between stages is an event, and nothing more."""
-    monkeypatch.setattr(peak_memory, "free_memory", lambda: fake.EVENTS.append(("freed", None)))
+    monkeypatch.setattr(
+        "rlhf_core.runtime.peak_memory.free_memory", lambda: fake.EVENTS.append(("freed", None))
+    )
 
 
-def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str = "runs/a") -> Results:
-    host = plugins.load(objects=[fake])
-    return run(plan(read(pipeline, sets=sets, dir=dir), host), host)
+def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str | None = "runs/a") -> Any:
+    return pipelines.ran(pipeline, *sets, dir=dir, objects=[fake])
 
 
 def test_chain_runs_in_order_with_its_events(pipeline: Path, fake: ModuleType) -> None:
@@ -76,8 +70,7 @@ def test_resolved_file_runs_the_same_stages(pipeline: Path, fake: ModuleType) ->
     table = tomllib.loads(resolved.read_text())
     assert table["stage"][2]["rewards"] == [{"name": "fake_model", "model": "rm.model"}]
     assert table["stage"][0]["train_data"] == str(pipeline.parent / "train.jsonl")
-    host = plugins.load(objects=[fake])
-    again = run(plan(read(resolved), host), host)
+    again = go(resolved, fake, dir=None)
     assert all(stage.skipped for stage in again.stages.values())
 
 
@@ -124,12 +117,10 @@ def test_a_changed_input_artifact_is_refused(pipeline: Path, fake: ModuleType) -
 def test_the_same_artifact_made_by_other_versions_is_the_same(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     (path,) = Path("runs/a/base").rglob("rlhf_artifact.json")
-    manifest = unseal(path.read_bytes())
-    manifest["versions"]["rlhf-gentle"] = "0.1.0"
-    artifacts.write_manifest(path.parent, manifest)
+    made_by = json.loads(path.read_text())["versions"]
+    pipelines.change_record(path, versions={**made_by, "rlhf-gentle": "0.1.0"})
     assert go(pipeline, fake).stages["rm"].skipped
-    manifest["contract"] = {"other": 1}
-    artifacts.write_manifest(path.parent, manifest)
+    pipelines.change_record(path, contract={"other": 1})
     with pytest.raises(InputError, match=r"stage 'rm'.model: the contents of base.model have changed"):
         go(pipeline, fake)
 
@@ -150,7 +141,7 @@ def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType
 
 
 def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(
-    pipeline: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, "rm.fail=error")
@@ -159,13 +150,11 @@ def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(
         "stage 'rm': begins again, since nothing is kept of the run before, with other settings: "
         'fail: then "error", now not given'
     )
-    capsys.readouterr()
-    with monkeypatch.context() as patches:
-        patches.setattr(plugins, "load", partial(plugins.load, objects=[fake]))
-        check(pipeline, dir=Path("runs/a"))
-    assert line in capsys.readouterr().out
-    assert not go(pipeline, fake).stages["rm"].skipped
-    assert line in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "1000")
+    for command in ("check", "run"):
+        ended = rlhf(command, str(pipeline), "--dir", "runs/a", "--plugin", str(fake.__file__))
+        assert ended.code == 0
+        assert line in ended.out
     assert not Path("runs/a/rm/before.json").exists()
 
 
@@ -196,7 +185,7 @@ def test_a_stage_that_saved_anything_keeps_its_record(pipeline: Path, fake: Modu
         Path("runs/a/rm/checkpoints", name).mkdir(parents=True)
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, f"rm.fail={'after' if left == 'an output' else 'error'}")
-    assert unseal(Path("runs/a/rm/stage.json").read_bytes())["state"] == "running"
+    assert json.loads(Path("runs/a/rm/stage.json").read_text())["state"] == "running"
 
 
 def test_stopped_is_raised_after_the_last_event(pipeline: Path, fake: ModuleType) -> None:
@@ -234,9 +223,9 @@ def test_two_processes_do_not_run_one_directory(pipeline: Path, fake: ModuleType
 
 
 def test_loggers_listen_for_one_stage_only(pipeline: Path, fake: ModuleType) -> None:
-    host = plugins.load(objects=[fake])
+    made, host = pipelines.planned(pipeline, objects=[fake])
     before = host.pm.get_plugins()
-    run(plan(read(pipeline, dir="runs/a"), host), host)
+    pipelines.run(made, host)
     assert host.pm.get_plugins() == before
     for name in ("base", "rm", "policy"):
         lines = Path(f"runs/a/{name}/metrics.jsonl").read_text().splitlines()
@@ -260,7 +249,7 @@ def test_a_record_that_another_version_wrote_is_reported(
 ) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
-    path.write_text(seal(unseal(path.read_bytes()) | other))
+    pipelines.change_record(path, **other)
     with pytest.raises(InputError, match=r"rm/stage.json is damaged, or was written by another version"):
         go(pipeline, fake)
 
@@ -300,10 +289,9 @@ def test_an_artifact_that_took_the_place_of_the_stages_own_is_reported(
 def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
-    record = unseal(path.read_bytes())
-    record["versions"]["rlhf-core"] = "0.0.1"
-    del record["versions"]["rlhf-sft"]  # installed since: the stage ran without it
-    write_record(path.parent, record)
+    versions = {**json.loads(path.read_text())["versions"], "rlhf-core": "0.0.1"}
+    del versions["rlhf-sft"]  # installed since: the stage ran without it
+    pipelines.change_record(path, versions=versions)
     with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now [^;]*$"):
         assert go(pipeline, fake).stages["rm"].skipped
 
@@ -360,3 +348,33 @@ def test_a_secret_is_not_compared(pipeline: Path, fake: ModuleType, monkeypatch:
     assert again.stages["policy"].skipped
     with pytest.raises(InputError, match=r"stage 'policy'.rewards\[0\].name"):
         go(pipeline, fake, "policy.rewards=[]")
+
+
+@pytest.mark.parametrize("field", ["train_data", "model", "teacher_model", "replay_data", "words_file"])
+def test_the_fields_that_hold_paths_are_relative_to_the_file(field: str, tmp_path: Path) -> None:
+    """Core's, and a trainer's own, which are known by their names; other texts are left alone."""
+    for name in ("here", "linear"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "p.toml"
+    stage = '[[stage]]\nname = "a"\ntrainer = "fake"\nlr_scheduler_type = "linear"\n'
+    path.write_text(f'{stage}{field} = "here"\n')
+    assert pipelines.read(path).stages[0].options == {
+        field: str(tmp_path / "here"),
+        "lr_scheduler_type": "linear",
+    }
+    path.write_text(f'{stage}{field} = "./gone.jsonl"\n')
+    assert any(said.startswith(f"stage 'a'.{field}: no such file") for said in pipelines.read(path).problems)
+
+
+def test_the_file_of_a_reward_is_an_input_below_a_directory_with_a_colon(
+    fake: ModuleType, tmp_path: Path
+) -> None:
+    base = tmp_path / "run:1"
+    base.mkdir()
+    (base / "judge.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+    (base / "p.toml").write_text(
+        '[[stage]]\nname = "a"\ntrainer = "fake"\nrewards = ["judge.py:score"]\nmodel = { model_type = "llama" }\n'
+    )
+    go(base / "p.toml", fake)
+    record = json.loads(Path("runs/a/a/stage.json").read_text())
+    assert record["inputs"]["rewards[0].name"]["path"] == str(base / "judge.py")

@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from rlhf_core import run_pipeline
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline import run_pipeline
 from rlhf_core.pipeline.replay import Replayed, _metric_differences, replay
 
 FILE = """

@@ -12,27 +12,23 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import plugins
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.pipeline import Results, read, run
-from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime.files import unseal
+from tests.shared import pipelines
 
 STAGES = ("base", "rm", "policy")
 
 
 @pytest.fixture
-def go(pipeline: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Results]:
+def go(pipeline: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.chdir(pipeline.parent)
 
-    def call(dir: str, *sets: str, **options: Any) -> Results:
-        host = plugins.load(objects=[fake])
-        return run(plan(read(pipeline, sets=sets, dir=dir), host), host, **options)
+    def call(dir: str, *sets: str, **options: Any) -> Any:
+        return pipelines.ran(pipeline, *sets, dir=dir, objects=[fake], **options)
 
     return call
 
 
-def skipped(results: Results) -> list[str]:
+def skipped(results: Any) -> list[str]:
     return [name for name, stage in results.stages.items() if stage.skipped]
 
 
@@ -51,7 +47,7 @@ def test_stages_that_match_are_taken_over_and_the_others_train(
     assert f"stage 'base': reused from {Path('runs/a/base').absolute()}" in said
     assert "stage 'policy'.size: then 3, now 5" in said
     assert content("runs/a") == before
-    record = unseal(Path("runs/b/rm/stage.json").read_bytes())
+    record = json.loads(Path("runs/b/rm/stage.json").read_text())
     assert record["inputs"]["model"]["path"] == str(Path("runs/b/base/artifacts/model").absolute())
     assert record["reused"]["run"] == str(Path("runs/a").absolute())
     kept = Path("runs/b/rm/artifacts/model/weights.txt")

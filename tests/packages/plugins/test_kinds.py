@@ -27,16 +27,6 @@ class Misspelt(Base):
 
 
 @dataclass(frozen=True)
-class Inherited(Misspelt):
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class MisspeltField(Base):
-    agregation: str = "sequence_mean"
-
-
-@dataclass(frozen=True)
 class Unread(Base):
     clip: ClassVar[float] = 0.3
 
@@ -46,57 +36,7 @@ class WrongValue(Base):
     aggregation: ClassVar[str] = "sequence_means"
 
 
-@dataclass(frozen=True)
-class WrongLevel(Base):
-    importance_sampling_level: str = "sequences"
-
-
-@dataclass(frozen=True)
-class NoText(Base):
-    aggregation: ClassVar[int] = 3
-
-
-def misspelt(inputs: PolicyInputs) -> LossOutput:
-    return Base()(inputs)
-
-
-misspelt.agregation = "sequence_mean"  # type: ignore[attr-defined]
-
-
-class Plain:
-    """Not a dataclass: only an object of it can be registered."""
-
-    def __init__(self) -> None:
-        self.agregation = "sequence_mean"
-
-    def __call__(self, inputs: PolicyInputs) -> LossOutput:
-        return Base()(inputs)
-
-
-REFUSED: list[tuple[Any, str]] = [
-    (Misspelt, "attribute 'agregation'.*Did you mean 'aggregation'"),
-    (Inherited, "attribute 'agregation'"),
-    (Misspelt(), "attribute 'agregation'"),
-    (MisspeltField, "'agregation' is nearly 'aggregation'"),
-    (Unread, "nothing reads its attribute 'clip'"),
-    (
-        WrongValue,
-        "aggregation of .* is 'sequence_means'; it is one of token_mean.*Did you mean 'sequence_mean'",
-    ),
-    (WrongLevel, "importance_sampling_level of .* is 'sequences'.*Did you mean 'sequence'"),
-    (NoText, "aggregation of .* is 3; it is one of"),
-    (misspelt, "attribute 'agregation'.*Did you mean 'aggregation'"),
-    (Plain(), "'agregation' is nearly 'aggregation'"),
-]
-
-
-@pytest.mark.parametrize(("thing", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", None))
-def test_refused_at_registration(thing: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Registry().add(POLICY_LOSS, "mine", thing)
-
-
-@pytest.mark.parametrize("thing", [Misspelt, MisspeltField, Unread, WrongValue, WrongLevel, misspelt])
+@pytest.mark.parametrize("thing", [Misspelt, Unread, WrongValue])
 def test_refused_by_the_kit(thing: Any) -> None:
     with pytest.raises(AssertionError, match="component: "):
         check_policy_loss(thing)
@@ -170,8 +110,6 @@ class Chosen(Base):
 def test_a_wrong_value_in_a_file_is_reported_before_the_run(thing: Any, option: str) -> None:
     registry = Registry()
     registry.add(POLICY_LOSS, "mine", thing)
-    with pytest.raises(InputError, match=f"{option} of .* is 'token_means'"):
-        registry.get(POLICY_LOSS, "mine", **{option: "token_means"})
     assert registry.check(POLICY_LOSS, "mine", {option: "token_means"})
     assert registry.check(POLICY_LOSS, "mine", {}) == []
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rlhf_rewards.functions import rlhf_register
 
-from rlhf_core import Registry, RewardInputs, data, workers
+from rlhf_core import Registry, RewardInputs, data, plugins, workers
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
-from rlhf_core.rewards.checks import forecast_rewards, set_up
-from rlhf_core.rewards.reward import open_rewards, score
-from rlhf_core.rollouts import Reward, WeightedReward
+from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, score, set_up
+from rlhf_core.training import open_rewards
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
 FUNCTIONS = """
@@ -27,35 +24,12 @@ CALLED = Path(__file__).with_name("called")
 def words(completions):
     return [len(c.split()) for c in completions]
 
-def last(completions):
-    return [len(c[-1]["content"]) for c in completions]
-
 def scalar(completions):
     return 1.0
-
-def one_less(completions):
-    return [0.0] * (len(completions) - 1)
-
-def misspelt(completions):
-    return [lenght(c) for c in completions]
-
-def mean_word(completions):
-    return [sum(map(len, str(c).split())) / len(str(c).split()) for c in completions]
-
-def parses(completions):
-    import re
-    return [float(re.search("x", str(c)).group()) for c in completions]
 
 def prints(completions):
     print("in the way")
     return [0.0] * len(completions)
-
-def unscored(completions):
-    return [None, float("nan"), None]
-
-def hangs(completions):
-    while True:
-        pass
 
 def counted(completions, answer):
     CALLED.write_text(repr((completions, answer)))
@@ -64,17 +38,12 @@ def counted(completions, answer):
 async def judge(completions):
     CALLED.write_text("judged")
     return [0.0] * len(completions)
-
-def trl(completions, trainer_state):
-    return [0.0] * len(completions)
 """
 
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    registry = Registry()
-    rlhf_register(registry)
-    return registry
+    return plugins.load().registry
 
 
 @pytest.fixture
@@ -94,36 +63,6 @@ def prompts(chat: bool = False, **columns: list[Any]) -> Any:
     return SimpleNamespace(raw=raw, chat=chat, columns=columns, where=lambda i: f"prompts.jsonl row {i + 1}")
 
 
-@pytest.mark.parametrize(
-    ("name", "chat", "said"),
-    [
-        (
-            "words",
-            True,
-            r"'mine\.py:words' raised AttributeError: 'list' object has no attribute 'split' \(.*mine\.py line 6\).*; "
-            r"completions are lists of messages here: c\[-1\]\['content'\] is the text$",
-        ),
-        ("last", False, r"'mine\.py:last' raised TypeError: .*; completions are texts here$"),
-        ("scalar", False, r"'mine\.py:scalar' returned float; it must return a list of 3 numbers"),
-        ("one_less", True, r"'mine\.py:one_less' returned 2 values for 3 completions"),
-        ("misspelt", False, r"'mine\.py:misspelt' raised NameError: name 'lenght'"),
-    ],
-)
-def test_a_mistake_is_one_message_before_the_run(
-    registry: Registry, mine: Path, name: str, chat: bool, said: str
-) -> None:
-    with pytest.raises(InputError, match=rf"^stage 'policy'\.rewards: reward {said}") as caught:
-        forecast_rewards(rewards(registry, {"name": f"{mine}:{name}"}), prompts(chat), STAGE)
-    assert len(caught.value.problems) == 1
-
-
-def test_all_mistakes_are_reported_together(registry: Registry, mine: Path) -> None:
-    wrong = rewards(registry, {"name": f"{mine}:scalar"}, {"name": f"{mine}:misspelt"})
-    with pytest.raises(InputError) as caught:
-        forecast_rewards(wrong, prompts(), STAGE)
-    assert len(caught.value.problems) == 2
-
-
 def test_columns_that_no_reward_reads_are_listed(registry: Registry) -> None:
     def plain(completions: Any, *, tone: str = "") -> list[float]:
         return [0.0] * len(completions)
@@ -135,24 +74,6 @@ def test_columns_that_no_reward_reads_are_listed(registry: Registry) -> None:
     first, second = Reward("plain", 1.0, plain), Reward("greedy", 1.0, greedy)
     assert forecast_rewards([first], table, STAGE).lines[-1] == "columns that no reward reads: id"
     assert not [line for line in forecast_rewards([first, second], table, STAGE).lines if "no reward" in line]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("mean_word", "raised ZeroDivisionError.*made-up completions, one of them empty"),
-        ("parses", "raised AttributeError: 'NoneType'.*made-up"),
-        ("unscored", r"no score: it returned None or NaN for each of \[' The answer is 4\.', '4', ''\]"),
-        ("hangs", r"took longer than its timeout of 0\.5 s for 3 made-up completions"),
-    ],
-)
-def test_what_may_be_due_to_what_was_made_up_is_a_warning(
-    registry: Registry, mine: Path, name: str, said: str
-) -> None:
-    component = {"name": f"{mine}:{name}"} | ({"timeout": 0.5} if name == "hangs" else {})
-    (line,) = forecast_rewards(rewards(registry, component), prompts(), STAGE).warnings
-    assert line.startswith(f"reward 'mine.py:{name}' ")
-    assert re.search(said, line)
 
 
 def test_good_functions_get_a_real_row_in_the_runs_form_and_nothing_is_said(
@@ -307,15 +228,3 @@ def test_an_option_wins_where_every_column_is_taken() -> None:
     inputs = RewardInputs(["a"], ["x"], [[1]], {"scale": [7.0], "answer": [1]})
     reward = Reward("every", 1.0, functools.partial(every, scale=3.0))
     assert score([reward], inputs).tolist() == [[3.0]]
-
-
-@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "environments"])
-def test_arguments_of_trl_are_answered(registry: Registry, tmp_path: Path, name: str) -> None:
-    (tmp_path / "theirs.py").write_text(
-        f"def theirs(completions, {name}):\n    return [0.0] * len(completions)\n"
-    )
-    remedy = "Name those instead" if name == "environments" else "[Rr]emove the"
-    with pytest.raises(
-        InputError, match=rf"reward 'theirs\.py:theirs' needs '{name}': TRL passes .*{remedy}"
-    ):
-        set_up(rewards(registry, {"name": f"{tmp_path}/theirs.py:theirs"}), prompts(), STAGE)

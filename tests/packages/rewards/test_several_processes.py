@@ -12,8 +12,7 @@ import random, warnings
 import numpy as np
 from rlhf_core import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_core.rewards.reward import logged_metrics, score
-from rlhf_core.rollouts import Reward
+from rlhf_core.rollouts import Reward, logged_metrics, score
 
 me, calls = jax.process_index(), []
 inputs = RewardInputs(["a"] * 3, ["x", "y", "z"], [[5]] * 3, {})

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import re
 from types import ModuleType
 
 import pytest
 from tokenizers import pre_tokenizers
 
 from rlhf_core import data
-from rlhf_core.data.columns import message_problem, tools_of
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer import Encoder
-from rlhf_core.tokenizer.chat_template import PLAIN, ChatTemplate
+from rlhf_core.tokenizer import PLAIN, Encoder
 from tests.shared import chat_cases as chat
 
 CASES = chat.cases()
@@ -170,31 +166,9 @@ def test_arguments_of_calls_may_be_json_text(write, call, arguments, written):
     function = {"name": "f", "arguments": arguments}
     made = call(function)
     turns = [chat.user("ab"), {"role": "assistant", "content": "", "tool_calls": [made]}]
-    template = ChatTemplate(tokenizer)
+    template = Encoder(tokenizer).chat
     assert template.write(turns) == f"ab<{written}>"
     assert function["arguments"] == arguments  # as it was
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ("2", "are not an object"),
-        ("[1]", "are not an object"),
-        ([1], "are not an object"),
-        ('{"a": 2', "are not JSON: Expecting ',' delimiter at character 8"),
-        ('{"a": NaN}', "NaN is no JSON number"),
-        ('{"a": "\\ud800"}', "unpaired surrogate"),
-        ('{"a": ' * 100_000, "nested too deeply"),
-        ('{"a": ' + "9" * 5000 + "}", "cannot be read"),
-    ],
-)
-def test_arguments_that_are_no_object_name_their_message_and_call(arguments, problem):
-    made = [{"function": {"name": "f", "arguments": each}} for each in ("{}", arguments)]
-    turns = [chat.user("ab"), {"role": "assistant", "content": "", "tool_calls": made}]
-    expected = re.escape("message 2: the arguments of tool call 2's function ") + f".*{re.escape(problem)}"
-    with pytest.raises(InputError, match=expected):
-        ChatTemplate(CASES["tools"].tokenizer).write(turns)
-    assert re.match(expected, message_problem(turns))
 
 
 @pytest.mark.parametrize("parameters", [{"properties": {}}, '{"properties": {}}'])
@@ -202,10 +176,7 @@ def test_parameters_of_tools_may_be_json_text(parameters):
     tokenizer = copy.copy(CASES["tools"].tokenizer)
     tokenizer.chat_template = "{{ tools[0].function.parameters | tojson }}"
     tools = [{"function": {"name": "f", "parameters": parameters}}]
-    assert ChatTemplate(tokenizer).write([chat.user("a")], tools=tools) == '{"properties": {}}'
-    assert tools_of({"tools": json.dumps(tools)}) == [
-        {"function": {"name": "f", "parameters": {"properties": {}}}}
-    ]
+    assert Encoder(tokenizer).chat.write([chat.user("a")], tools=tools) == '{"properties": {}}'
 
 
 def test_what_tools_answer_is_not_learned():
@@ -287,51 +258,6 @@ def test_messages_and_tools_that_a_template_leaves_out_are_reported():
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
-        (
-            "gemma",
-            {"messages": [chat.SYSTEM, *chat.ASKED[:2]]},
-            r"dataset row 1: the chat template fails on this conversation: System role not supported\. Change its "
-            r'messages, or give a template that accepts them: chat_template = "plain" or a file',
-        ),
-        (
-            "llama 2",
-            {"messages": [*chat.ASKED[:1], *chat.ASKED[:2]]},
-            r"dataset row 1: .*: roles must alternate\. Change its messages",
-        ),
-        (
-            "chatml",
-            {"messages": [{"role": "asistant", "content": "a"}]},
-            r"dataset row 1: message 1 has the role 'asistant', .* Did you mean 'assistant'\? Known: system, ",
-        ),
-        (
-            "chatml",
-            {"prompt": chat.ASKED[:1], "completion": chat.ASKED[:1]},
-            r"dataset row 1: 'completion' has no assistant turn, the reply to be learned \(its roles: user\)",
-        ),
-        ("chatml", {"messages": chat.ASKED[:1]}, r"the only text is empty \(dataset row 1\); .*'assistant'"),
-        (
-            "chatml",
-            {"messages": [*chat.ASKED[:1], {"role": "assistant", "content": "a", "weight": 0}]},
-            r"the only text is empty .* unless their weight is 0",
-        ),
-    ],
-)
-def test_what_is_wrong_is_reported_once_with_its_row(name, row, message):
-    if row.get("messages", [{}])[0].get("role") == "asistant":
-        row = {"messages": [*row["messages"], *chat.ASKED[:2]]}
-    with pytest.raises(InputError, match=message) as error:
-        texts(CASES[name], row)
-    assert len(error.value.problems) == 1
-    (row,) = ({**row, "chosen": row.get("messages") or row["completion"]},)
-    if "messages" in row and message.startswith("dataset row"):
-        pair = dict.fromkeys(("chosen", "rejected"), row["chosen"])
-        with pytest.raises(InputError, match=message):
-            data.encode_pairs(data.load([pair]), CASES[name].tokenizer, max_length=None)
-
-
-@pytest.mark.parametrize(
     "template",
     [
         "{{ messages|dictsort }}",
@@ -344,4 +270,4 @@ def test_what_is_wrong_is_reported_once_with_its_row(name, row, message):
 )
 def test_whatever_a_template_raises_is_one_message(template: str, tiny: ModuleType) -> None:
     with pytest.raises(InputError, match=r"^the chat template fails on this conversation: \S"):
-        ChatTemplate(tiny.make_tokenizer(), template).write([{"role": "user", "content": "x"}])
+        Encoder(tiny.make_tokenizer(), template).chat.write([{"role": "user", "content": "x"}])

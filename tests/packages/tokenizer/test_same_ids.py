@@ -11,8 +11,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer, ScoringContract
-from rlhf_core.tokenizer import PLAIN, load_tokenizer, prompt_ids
-from rlhf_core.tokenizer.encoding import Encoder, continuations
+from rlhf_core.tokenizer import PLAIN, Encoder, continuations, load_tokenizer, prompt_ids
 from tests.shared import chat_cases as chat
 
 CASES = chat.cases()

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import (
+    Encoder,
+    ids_without_token,
     load_tokenizer,
     prompt_ids,
     special_ids,
@@ -19,7 +21,6 @@ from rlhf_core.tokenizer import (
     template_text,
     tokenizer_hash,
 )
-from rlhf_core.tokenizer.encoding import Encoder, ids_without_token
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -127,21 +128,6 @@ def test_a_template_may_come_from_a_file(tmp_path):
     assert template_text(tokenizer, str(path)) == CHATML
     assert template_hash(tokenizer, str(path)) == template_hash(small_tokenizer(template=CHATML))
     assert template_hash(tokenizer) is None
-    with pytest.raises(InputError, match=r"neither \"plain\" nor a file\. Did you mean 'plain'\?"):
-        template_text(tokenizer, "plian")
-    with pytest.raises(InputError, match=r"Did you mean 'chat\.jinja'\?"):
-        template_text(tokenizer, str(tmp_path / "chat.jinj"))
-
-
-def test_conversations_without_a_template_name_the_way_out():
-    with pytest.raises(InputError, match='chat_template = "plain"'):
-        prompt_ids(small_tokenizer(), CHAT[:1])
-
-
-def test_a_template_that_refuses_says_why():
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="fails on this conversation: roles must alternate"):
-        prompt_ids(small_tokenizer(template=template), CHAT[:1])
 
 
 def test_special_ids_include_the_generation_config(tmp_path):
@@ -162,28 +148,6 @@ def test_hashes_tell_tokenizers_apart(tmp_path):
     before = tokenizer_hash(tokenizer)
     tokenizer("abc", truncation=True, max_length=2)
     assert tokenizer_hash(tokenizer) == before
-
-
-def test_missing_tokenizers(tmp_path, monkeypatch):
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"no such directory\. Did you mean 'policy'\?"):
-        load_tokenizer(tmp_path / "polcy")
-    with pytest.raises(InputError, match=r"does not exist either"):
-        load_tokenizer(tmp_path / "a" / "b")
-    with pytest.raises(InputError, match=r"has no tokenizer files; .* there \(it has config\.json\)"):
-        load_tokenizer(tmp_path / "policy")
-    with pytest.raises(InputError, match="is a file"):
-        load_tokenizer(tmp_path / "policy" / "config.json")
-    (tmp_path / "policy" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match=r"tokenizer\.json is not JSON"):
-        load_tokenizer(tmp_path / "policy")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"Did you mean 'policy'\?"):
-        load_tokenizer("./polcy")
-    (tmp_path / "models").mkdir()
-    with pytest.raises(InputError, match="no such directory"):  # not mistaken for a hub name
-        load_tokenizer("models/policy")
 
 
 def test_hub_names_without_network(monkeypatch):

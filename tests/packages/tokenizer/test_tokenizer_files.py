@@ -87,34 +87,6 @@ def test_code_beside_a_tokenizer_is_never_run(
     assert not marker.exists()
 
 
-CASES: dict[str, tuple[str, str]] = {
-    "generation_config.json of text": ("generation_config.json", '{"eos_token_id": "2"}'),
-    "generation_config.json of lists": ("generation_config.json", '{"eos_token_id": [[2]]}'),
-    "generation_config.json, a list": ("generation_config.json", "[2]"),
-    "generation_config.json, malformed": ("generation_config.json", "{"),
-    "generation_config.json, negative": ("generation_config.json", '{"eos_token_id": -1}'),
-    "tokenizer.json, nested": ("tokenizer.json", "[" * 100_000),
-    "tokenizer_config.json, nested": ("tokenizer_config.json", '{"a":' * 100_000),
-    "tokenizer_config.json, a list": ("tokenizer_config.json", "[]"),
-    "tokenizer_config.json, half a surrogate pair": ("tokenizer_config.json", '{"chat_template": "\\ud800"}'),
-    "tokenizer_config.json, a number as template": ("tokenizer_config.json", '{"chat_template": 5}'),
-    "not UTF-8": ("chat_template.jinja", "\udcff"),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_message_names_the_directory(name: str, directory: Path) -> None:
-    file, content = CASES[name]
-    (directory / "chat_template.jinja").unlink()
-    (directory / file).write_bytes(content.encode("utf-8", "surrogateescape"))
-    if file == "tokenizer_config.json":
-        shutil.rmtree(directory / "additional_chat_templates")
-    with pytest.raises(InputError, match=str(directory)) as error:
-        use(directory)
-    assert len(str(error.value)) < 1500
-    assert "Traceback" not in str(error.value)
-
-
 ODD: list[Any] = [
     None,
     True,
