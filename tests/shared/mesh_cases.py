@@ -17,6 +17,7 @@ from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
+from tests.shared.decoder_configs import FAMILIES as FIELDS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -30,35 +31,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 |= {"num_kv_shared_layers": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 4}
+GEMMA4 |= {"rms_norm_eps": 1.0}  # without it, norms of short vectors enlarge rounding
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"model_type": "llama"},
-    "gemma2": SIZES
-    | {
-        "model_type": "gemma2",
-        "head_dim": 8,
-        "sliding_window": 3,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
+    "gemma2": SIZES | FIELDS["gemma2"],
     "phi3, fused": SIZES | {"model_type": "phi3"},
-    "olmo2, norms over all heads": SIZES | {"model_type": "olmo2"},
-    "gemma4": SIZES
-    | {
-        "model_type": "gemma4_text",
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "attention_k_eq_v": True,
-        "sliding_window": 3,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 4,
-        "vocab_size_per_layer_input": 36,
-        "rms_norm_eps": 1.0,  # without it, norms of short vectors enlarge rounding
-    },
+    "olmo2, norms over all heads": SIZES | FIELDS["olmo2"],
+    "gemma4": SIZES | FIELDS["gemma4, keys as values"] | GEMMA4,
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": SIZES
-    | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gpt_oss": SIZES | FIELDS["gpt_oss"],
     "llama, adapters": SIZES | {"model_type": "llama"},
 }
 LAYOUT = Layout((24,), (8,), (4,), (20,))

@@ -176,7 +176,14 @@ def check(encoder: ConversationEncoder, template: Template, draw: np.random.Gene
         assert piece.tolist() == ids, (k, stops, json.dumps(messages, ensure_ascii=False))
 
 
-def conversations(name: str, published: dict[str, Path], make_tokenizer: Any, count: int) -> None:
+@pytest.mark.data
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in TEMPLATES]
+)
+def test_tokens_around_replies_are_those_of_the_whole_text(
+    name: str, count: int, published: dict[str, Path], make_tokenizer: Any
+) -> None:
     template = TEMPLATES[name]
     text = published[name].read_text()
     marks = tuple(make_tokenizer(text).get_added_vocab())
@@ -190,25 +197,6 @@ def conversations(name: str, published: dict[str, Path], make_tokenizer: Any, co
         encoder._problems = problems
         for seed in range(count // 4):
             check(encoder, template, np.random.default_rng([number, seed]))
-
-
-@pytest.mark.data
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in TEMPLATES]
-)
-def test_tokens_around_replies_are_those_of_the_whole_text(
-    name: str, published: dict[str, Path], make_tokenizer: Any
-) -> None:
-    conversations(name, published, make_tokenizer, 40)
-
-
-@pytest.mark.data
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_around_replies_are_those_of_the_whole_text_often(
-    name: str, published: dict[str, Path], make_tokenizer: Any
-) -> None:
-    conversations(name, published, make_tokenizer, 1000)
 
 
 @pytest.mark.data

@@ -353,15 +353,6 @@ def test_a_failed_episode_has_no_trained_token_and_counts_in_no_mean() -> None:
     assert measured["episodes/cut_ratio"] == 0
 
 
-def test_a_rollout_ends_the_run_where_every_episode_failed() -> None:
-    held = episodes(lambda: Plain(lambda: None), count=2)
-    say(held, 2)
-    held.end()
-    say(held, 2, conversation=1)
-    with pytest.raises(RunError, match="every episode of the rollout failed; the first: row 0"):
-        held.end()
-
-
 def test_the_share_of_cut_episodes_is_of_those_that_did_not_fail() -> None:
     answers = iter(["no turn", Turn([USER])])
     held = episodes(lambda: Plain(lambda: next(answers)), count=2, max_turns=1)

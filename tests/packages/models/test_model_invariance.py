@@ -18,83 +18,17 @@ from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
+from tests.shared.decoder_configs import CONFIGS
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 36,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+WINDOW = {"sliding_window": 30}
 LINEAR = {
-    "rms_norm_eps": 1e-2,  # outputs of the delta rule near zero are normalised, which magnifies rounding
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 3,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    "rms_norm_eps": 1e-2
+}  # outputs of the delta rule near zero are normalised, which magnifies rounding
 FAMILIES: dict[str, dict[str, Any]] = {
-    "lfm2_moe": {
-        "model_type": "lfm2_moe",
-        **EXPERTS,
-        "layer_types": ["conv", "full_attention"],
-        "conv_bias": True,
-        "num_dense_layers": 1,
-        "num_experts": 4,
-    },
-    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe_text",
-        **LINEAR,
-        **EXPERTS,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 20,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "sliding_window": 30,
-        "rope_parameters": YARN,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "glm4_moe": {
-        "model_type": "glm4_moe",
-        **EXPERTS,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "use_qk_norm": True,
-    },
-    "olmo3": {
-        "model_type": "olmo3",
-        "sliding_window": 30,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "granite": {
-        "model_type": "granite",
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.2,
-    },
-    "gemma2": {
-        "model_type": "gemma2",
-        "sliding_window": 30,
-        "query_pre_attn_scalar": 6,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "ministral3": {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    **{name: CONFIGS[name] for name in ("lfm2_moe", "glm4_moe", "granite", "ministral3")},
+    **{name: CONFIGS[name] | WINDOW for name in ("gpt_oss", "olmo3", "gemma2")},
+    **{name: CONFIGS[name] | LINEAR for name in ("qwen3_5", "qwen3_5_moe")},
 }
-for each in ("olmo3", "granite"):
-    FAMILIES[each]["head_dim"] = None
 TREES = [
     *((70, (5, 9, 60)), (0, (3,)), (64, (10, 1)), (20, (45, 30, 1)), (0, (90,)), (1, (2, 7)), (5, (33, 26))),
     *((40, (40, 3)), (0, (130,)), (90, (8,))),
@@ -122,7 +56,7 @@ LONG = [
 
 def make(name: str, mesh: Any) -> Model:
     """A model in which nothing is 0 or 1, with the same parameters on every mesh."""
-    definition = DECODER.define({k: v for k, v in (SIZES | FAMILIES[name]).items() if v is not None}, "lm")
+    definition = DECODER.define(FAMILIES[name], "lm")
     draw = np.random.default_rng(0)
 
     def value(path: Any, leaf: Any) -> Any:

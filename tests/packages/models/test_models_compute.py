@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
-from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model, load_model
+from rlhf_core.models import DECODER
 from rlhf_core.models.decoder import run_layers
 from rlhf_core.training import definition_of, saved_bytes
 from tests.shared import mesh_cases as cases
 
-UNIT = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
-NAMES = ("gemma2", "mixtral", "llama, adapters")
 DEEP = cases.SIZES | {
     "model_type": "llama",
     "num_hidden_layers": 6,
@@ -31,51 +25,8 @@ DEEP = cases.SIZES | {
 TOKENS = (4, 128)
 
 
-def one_device() -> Any:
-    return make_mesh(devices=jax.devices()[:1])
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's directory, by its name."""
-
-    @functools.cache
-    def of(name: str) -> Path:
-        directory = tmp_path_factory.mktemp("model")
-        cases.write(name, directory)
-        return directory
-
-    return of
-
-
-def distance(one: np.ndarray, two: np.ndarray) -> float:
-    return float(np.linalg.norm(one - two))
-
-
-@pytest.mark.long  # test_models_reference.py tries bfloat16 with less, test_products.py what its gradients are
-@pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_differs_from_float32_by_its_rounding(name: str, written: Callable[[str], Path]) -> None:
-    """Logits and the change of every parameter: as far apart as with weights that are rounded once, in float32."""
-
-    def opened() -> Model:  # every time anew: an update overwrites the parameters
-        return cases.opened(name, written(name), one_device())
-
-    half, rounded = opened().computing(dtype="bfloat16"), opened()
-    rounded = rounded.with_params(
-        jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), rounded.params)
-    )
-    states = half.definition.hidden(half.params, *(np.ones((1, 4), np.int32),) * 3)
-    assert states.dtype == jnp.bfloat16
-    expected, found, near = (cases.measured(model) for model in (opened(), half, rounded))
-    assert found["loss"] == pytest.approx(expected["loss"], rel=UNIT / 4)
-    for key in set(expected) - {"loss"}:
-        assert found[key].dtype == np.float32, key
-        ratio = distance(found[key], expected[key]) / distance(near[key], expected[key])
-        assert 0.5 < ratio < 4, (key, ratio)
-
-
-def test_heads_adapters_and_merging_keep_it(written: Callable[[str], Path]) -> None:
-    model = load_model(written("llama, adapters"), mesh=one_device())
+def test_heads_adapters_and_merging_keep_it(tiny: Any) -> None:
+    model = tiny.make_model()
     half = model.computing(dtype="bfloat16").computing(remat="full")
     adapted = half.with_lora(rank=2)
     for each in (half, adapted, half.with_head("score"), adapted.with_head("score"), adapted.merged()):

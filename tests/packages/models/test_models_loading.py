@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -162,32 +161,13 @@ def test_calls_of_one_shape_are_traced_once() -> None:
 
 
 @pytest.mark.long
-def test_a_mesh_gives_what_one_device_gives() -> None:
-    """Initial values exactly; logits, a loss and its gradient to float32 rounding."""
+def test_a_mesh_and_one_device_draw_the_same_and_take_rows_that_do_not_divide() -> None:
     table = TABLE | IDS | {"model_type": "qwen2", "num_key_value_heads": 2, "initializer_range": 0.2}
     one, spread = (fresh_model(table, mesh=mesh, seed=2) for mesh in (None, make_mesh(2, 2, 2)))
     jax.tree.map(np.testing.assert_array_equal, one.params, spread.params)
-    draw = np.random.default_rng(0)
-    ids = draw.integers(0, 30, (4, 9)).astype(np.int32)
-    mask = (np.arange(9)[None] >= np.array([[0], [2], [0], [5]])).astype(np.int32)
-    three = ids[:3], mask[:3]  # rows that do not divide over the mesh
-    np.testing.assert_allclose(spread.logits(*three), one.logits(*three), rtol=1e-4, atol=1e-5)
-
-    def differentiate(made: Model) -> Any:
-        rows, attended = made._put(ids, mask)
-
-        def loss(params: Any) -> jax.Array:
-            hidden = made.definition.padded_hidden(params, rows, attended)
-            return jnp.square(hidden * attended[..., None]).sum()
-
-        shardings = (None, made.definition.shardings(made.mesh))
-        return jax.jit(jax.value_and_grad(loss), out_shardings=shardings)(made.params)
-
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
-        differentiate(spread),
-        differentiate(one),
-    )
+    ids = np.random.default_rng(0).integers(0, 30, (3, 9)).astype(np.int32)
+    mask = (np.arange(9)[None] >= np.array([[0], [2], [5]])).astype(np.int32)
+    np.testing.assert_allclose(spread.logits(ids, mask), one.logits(ids, mask), rtol=1e-4, atol=1e-5)
 
 
 def test_stop_ids_of_the_tokenizer_are_saved(tiny, tmp_path):

@@ -123,18 +123,6 @@ def test_a_reward_head_is_saved_with_the_adapter(base, tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
 
 
-def test_only_adapters_and_the_reward_head_are_trained(base):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = load_model(base.source, head="score").with_lora(rank=2, targets="v_proj")
-    state = create_state(model, optax.adam(1e-3))
-    trained = {path for path, _ in paths(state.trained().params)}
-    at = ("layers", "self_attn", "v_proj", "adapter")
-    assert trained == {("score", "kernel"), (*at, "lora_a"), (*at, "lora_b")}
-    size = sum(leaf.size for _, leaf in paths(state.trained().params))
-    assert sum(x.size for x in jax.tree.leaves(state.opt_state)) == 2 * size + 1
-
-
 def test_dropout_acts_on_what_goes_into_a_and_only_where_it_is_drawn(base):
     model = spread(base.with_lora(rank=2, dropout=0.5, targets="o_proj"))
     plain = spread(base.with_lora(rank=2, targets="o_proj")).logits(IDS, MASK)

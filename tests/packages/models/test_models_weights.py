@@ -19,8 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition, Model, fresh_model, load_model, loading, weights
+from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
 from rlhf_core.training import definition_of
+from tests.shared.decoder_configs import CONFIGS
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -34,27 +35,6 @@ TABLE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-SMALL = {
-    "mixtral": {"num_local_experts": 3},
-    "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    "glm4_moe": {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    "gemma4_text": {
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "hidden_size_per_layer_input": 4,
-        "vocab_size_per_layer_input": 30,
-    },
-    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "qwen3_5_text": {"head_dim": 8},
-    "qwen3_5_moe_text": {
-        "head_dim": 8,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-    },
-}
-"""Sizes of families whose defaults are large, or odd for so few dimensions."""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +82,7 @@ def test_a_saved_file_is_a_plain_safetensors_file_in_hugging_face_names(saved: P
     assert (config.model_type, config.num_key_value_heads, config.head_dim) == ("llama", 2, 4)
 
 
+BY_TYPE = {fields["model_type"]: fields for fields in CONFIGS.values()}
 KEPT = {
     ("gemma2", "lm"),
     ("phi3", "lm"),
@@ -117,12 +98,12 @@ KEPT = {
     ("kind", "head"),
     [
         each if each in KEPT else pytest.param(*each, marks=pytest.mark.long)
-        for each in itertools.product(DECODER.name, ("lm", "score"))
+        for each in itertools.product(BY_TYPE, ("lm", "score"))
     ],
 )
 def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
     tied = {"tie_word_embeddings": kind == "qwen2"}
-    first = made(TABLE | tied | SMALL.get(kind, {}) | {"model_type": kind}, head)
+    first = made(BY_TYPE[kind] | tied, head)
     first.save(tmp_path / "a")
     second = load_model(tmp_path / "a", head)
     assert_same(first, second)

@@ -95,7 +95,7 @@ def model(tiny):
     return tiny.make_model()
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.long), "muon"])
 def test_layers_that_are_not_trained_are_as_if_they_were_not_there(model, name):
     """The others are updated by the optimizer, its averages and the clipping as in a model of them alone."""
     frozen = r"embed|layers\.1\."

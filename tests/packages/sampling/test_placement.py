@@ -213,19 +213,3 @@ def test_few_prompts_take_few_slots_in_equal_shares() -> None:
     assert plan(48 * 10**9, (8,), prompts=1).slots == 8
     assert plan(48 * 10**9, (4,), prompts=3)[:3] == (4, 16, 4)
     assert plan(None, (2,), prompts=4096)[:3] == (2, 64, 4096)
-
-
-@pytest.mark.long  # the sampler alone: tests/packages/sampling/test_slots.py, and what is planned: above
-def test_a_run_on_devices_with_little_memory_is_the_same(
-    short: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Six updates of GRPO where a device has the memory for a few sequences, which the run says, and as usual."""
-    run = functools.partial(short.train, "grpo", inputs={"mesh": make_mesh(fsdp=8)})
-    expected, _ = run(at="plenty")
-    # No program has what is replaced in it, so that the second run may use those of the first.
-    with mock.patch("rlhf_core.training.memory.device_memory", return_value=200_000):
-        found, _ = run(at="little")
-    printed = capsys.readouterr()
-    assert "completions are sampled in parallel on 8 devices" in printed.out + printed.err
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=str(name))
