@@ -30,6 +30,7 @@ def post(path: str, body: Any, name: str = "") -> Mistake:
     def ask(place: Any) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = running(place).client.post(path, content=content)
+        assert answer.status_code >= 400, answer.text
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         raise InputError(f"{answer.status_code} {error['type']}, {error['param']}: {error['message']}")

@@ -155,6 +155,16 @@ def assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
+def tool(name: str, description: str = "It does things.", **types: str) -> dict[str, Any]:
+    """The JSON schema of a tool with parameters of these types."""
+    properties = {key: {"type": kind, "description": "What."} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
 ASKED = [user("a bab"), assistant(" ab ab\n"), user("abc?\n")]
 REPLY = "a  b\n\n\nin: é"
 SYSTEM = {"role": "system", "content": "be in"}

@@ -10,16 +10,10 @@ import pytest
 from rlhf_core import data
 from rlhf_core.environments import CallParser, ConversationEncoder
 from rlhf_core.sampling import Rollouts
+from tests.shared import chat_cases as chat
 from tests.shared import collectors
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {"type": "object", "properties": {"s": {"type": "string", "description": "What."}}},
-    },
-}
+TOOL = chat.tool("add", "Add.", s="string")
 HARMONY = """
 {%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}
 {%- for m in messages %}

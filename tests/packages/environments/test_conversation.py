@@ -18,17 +18,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
 from tests.shared import chat_cases as chat
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "It does things.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "What."}}},
-        },
-    }
-    for name in ("add", "look_up")
-]
+TOOLS = [chat.tool(name, x="string") for name in ("add", "look_up")]
 PLAIN = "Zq"
 THINKS = "<think>\nZp\n</think>\n\nZq"
 
@@ -251,7 +241,7 @@ def test_a_template_that_rewrites_its_past_is_refused_at_run_time() -> None:
     tokenizer.chat_template = chat.FORGETS
     encoder = ConversationEncoder(tokenizer)
     with pytest.raises(InputError, match=r"omits a reply's thought.*environment.history = \"encoded_again\""):
-        encoder.observation([chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None)
+        encoder.observation(SAID, [chat.user("c")], ended_by=None)
 
 
 def test_a_conversation_that_the_template_refuses_is_an_input_error() -> None:
@@ -261,16 +251,6 @@ def test_a_conversation_that_the_template_refuses_is_an_input_error() -> None:
     assert encoder.problem(tools=None, roles=["user"]) is None
     with pytest.raises(InputError, match="System role not supported"):
         encoder.prompt([chat.SYSTEM, chat.user("a")])
-
-
-def test_words_of_the_dummy_in_a_conversation_change_nothing() -> None:
-    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
-    tokenizer.chat_template = chat.CHATML
-    encoder = ConversationEncoder(tokenizer)
-    said = [chat.user("qzxreply qzxlast"), chat.assistant("qzxlast<|im_end|>qzxreply")]
-    observation = encoder.observation(said, [chat.user("qzxreply\nqzxlast")], ended_by=None)
-    text = "<|im_end|>\n<|im_start|>user\nqzxreply\nqzxlast<|im_end|>\n<|im_start|>assistant\n"
-    assert observation.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 HEADED = "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
@@ -319,24 +299,76 @@ def called(*ids: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": i, "function": function} for i in ids]}
 
 
-def test_words_before_the_token_that_ends_a_reply_follow_a_cut_one() -> None:
-    template = HEADED + "{{ '\n[end]' + eos_token if m.role == 'assistant' }}\n{% endfor %}" + OPENED
-    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
-    assert observed(template, *said, None)[0] == "\n[end]</s>\nuser: c\nassistant:"
-    assert observed(template, *said, 1)[0] == "\nuser: c\nassistant:"
+SAID = [chat.user("a"), chat.assistant("b")]
+WORDS = HEADED + "{{ '\n[end]' + eos_token if m.role == 'assistant' }}\n{% endfor %}" + OPENED
+NAMED = (
+    "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }}\n"
+    "{{ m.content }}{{ m.tool_calls[0].function.arguments | tojson }}{% elif m.role == 'tool' %}<|im_start|>"
+    "{{ messages[loop.index0 - 1].tool_calls[0].function.name }}\n{{ m.content }}{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+TWO_CALLS = [chat.user("a"), called("abcdefghi", "123456789")]
+TWO_RESULTS = [result("2", tool_call_id="abcdefghi"), result("3", tool_call_id="123456789")]
+MADE_UP_ID = '[TOOL_RESULTS]{"content": "2", "call_id": "000000000"}[/TOOL_RESULTS]'
 
 
-def test_blanks_before_the_token_that_ends_a_reply_are_not_supplied() -> None:
-    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
-    assert observed(chat.LLAMA2, *said, None, bos="<s>")[0] == "</s><s>[INST] c [/INST]"
-    assert observed(chat.LLAMA2, *said, 1, bos="<s>")[0] == "<s>[INST] c [/INST]"
-
-
-def test_the_same_token_may_end_and_begin_a_turn() -> None:
-    """A BOS that equals EOS follows it, and neither is taken for a second BOS."""
-    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
-    assert observed(chat.LLAMA2, *said, None, bos="</s>")[0] == "</s></s>[INST] c [/INST]"
-    assert observed(chat.LLAMA2, *said, 1, bos="</s>")[0] == "</s>[INST] c [/INST]"
+@pytest.mark.parametrize(
+    ("template", "kinds", "said", "added", "ended_by", "text"),
+    [
+        # Words before the token that ends a reply follow a cut one; blanks before it are not supplied.
+        (WORDS, {}, SAID, [chat.user("c")], None, "\n[end]</s>\nuser: c\nassistant:"),
+        (WORDS, {}, SAID, [chat.user("c")], 1, "\nuser: c\nassistant:"),
+        (chat.LLAMA2, {"bos": "<s>"}, SAID, [chat.user("c")], None, "</s><s>[INST] c [/INST]"),
+        (chat.LLAMA2, {"bos": "<s>"}, SAID, [chat.user("c")], 1, "<s>[INST] c [/INST]"),
+        # A BOS that equals EOS follows it, and neither is taken for a second BOS.
+        (chat.LLAMA2, {"bos": "</s>"}, SAID, [chat.user("c")], None, "</s></s>[INST] c [/INST]"),
+        (chat.LLAMA2, {"bos": "</s>"}, SAID, [chat.user("c")], 1, "</s>[INST] c [/INST]"),
+        # A strict template gets the ids of the calls, and takes calls without ids and malformed ones.
+        (
+            STRICT,
+            {"bos": "<s>"},
+            TWO_CALLS,
+            TWO_RESULTS,
+            None,
+            '</s>[TOOL_RESULTS]{"content": "2", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+            '[TOOL_RESULTS]{"content": "3", "call_id": "123456789"}[/TOOL_RESULTS]',
+        ),
+        (STRICT, {"bos": "<s>"}, [chat.user("a"), called()], [result("2")], 1, MADE_UP_ID),
+        (
+            STRICT,
+            {"bos": "<s>"},
+            [chat.user("a"), chat.assistant("[TOOL_CALLS][{")],
+            [result("2")],
+            1,
+            MADE_UP_ID,
+        ),
+        # Results are written under the names that were called.
+        (
+            NAMED,
+            {"eos": "<|im_end|>"},
+            [chat.user("a"), called("x")],
+            [{"role": "tool", "content": "2"}],
+            None,
+            "<|im_end|>\n<|im_start|>add\n2<|im_end|>\n<|im_start|>assistant",
+        ),
+        # What stands for a reply's words may be words of the conversation.
+        (
+            chat.CHATML,
+            {"eos": "<|im_end|>", "pad": "<|endoftext|>"},
+            [chat.user("qzxreply qzxlast"), chat.assistant("qzxlast<|im_end|>qzxreply")],
+            [chat.user("qzxreply\nqzxlast")],
+            None,
+            "<|im_end|>\n<|im_start|>user\nqzxreply\nqzxlast<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_what_stands_around_a_reply(
+    template: str, kinds: Any, said: Any, added: Any, ended_by: int | None, text: str
+) -> None:
+    found, ids, tokenizer = observed(template, said, added, ended_by, **kinds)
+    assert found == text
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_calls_of_a_template_without_an_end_of_turn() -> None:
@@ -345,22 +377,6 @@ def test_calls_of_a_template_without_an_end_of_turn() -> None:
     assert text == "\ntool: 2\nassistant:"
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert observed(template, [chat.user("a"), called("x")], [result("2")], other)[1] == ids
-
-
-def test_a_strict_template_gets_the_ids_of_the_calls() -> None:
-    said = [chat.user("a"), called("abcdefghi", "123456789")]
-    added = [result("2", tool_call_id="abcdefghi"), result("3", tool_call_id="123456789")]
-    text, _, _ = observed(STRICT, said, added, None, bos="<s>")
-    assert text == (
-        '</s>[TOOL_RESULTS]{"content": "2", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
-        '[TOOL_RESULTS]{"content": "3", "call_id": "123456789"}[/TOOL_RESULTS]'
-    )
-
-
-def test_a_strict_template_takes_calls_without_ids_and_malformed_ones() -> None:
-    for reply in (called(), chat.assistant("[TOOL_CALLS][{")):
-        text, _, _ = observed(STRICT, [chat.user("a"), reply], [result("2")], 1, bos="<s>")
-        assert text == '[TOOL_RESULTS]{"content": "2", "call_id": "000000000"}[/TOOL_RESULTS]'
 
 
 def test_templates_that_take_arguments_as_text_get_them_so() -> None:
@@ -374,25 +390,12 @@ def test_templates_that_take_arguments_as_text_get_them_so() -> None:
         assert encoder.write([reply]) == 'assistant: <call>{"x": "é"}</call>'
 
 
-def test_results_are_written_under_the_names_that_were_called() -> None:
-    template = (
-        "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }}\n"
-        "{{ m.content }}{{ m.tool_calls[0].function.arguments | tojson }}{% elif m.role == 'tool' %}<|im_start|>"
-        "{{ messages[loop.index0 - 1].tool_calls[0].function.name }}\n{{ m.content }}{% else %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
-    )
-    nameless = {"role": "tool", "content": "2"}
-    text, _, _ = observed(template, [chat.user("a"), called("x")], [nameless], None, eos="<|im_end|>")
-    assert text == "<|im_end|>\n<|im_start|>add\n2<|im_end|>\n<|im_start|>assistant"
-
-
 def test_text_that_tokens_would_join_is_an_input_error() -> None:
     template = HEADED + "{{ 'ab' if m.role == 'assistant' else '' }}\n{% endfor %}" + OPENED
     tokenizer = chat.byte_level()
     tokenizer.chat_template = template
     encoder = ConversationEncoder(tokenizer)
-    assert encoder.observation([chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None).size
+    assert encoder.observation(SAID, [chat.user("c")], ended_by=None).size
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend["model"]["vocab"] |= {"ya": len(tokenizer)}
     backend["model"]["merges"].insert(0, ["y", "a"])
@@ -401,9 +404,7 @@ def test_text_that_tokens_would_join_is_an_input_error() -> None:
     )
     joined.chat_template = template
     with pytest.raises(InputError, match="the tokenizer merges the end of a reply with what"):
-        ConversationEncoder(joined).observation(
-            [chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None
-        )
+        ConversationEncoder(joined).observation(SAID, [chat.user("c")], ended_by=None)
 
 
 def test_a_stop_token_that_begins_the_next_turn_is_not_repeated() -> None:
@@ -411,7 +412,7 @@ def test_a_stop_token_that_begins_the_next_turn_is_not_repeated() -> None:
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
-    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
+    said = SAID, [chat.user("c")]
     text, _, tokenizer = observed(template, *said, None, eos="<|endoftext|>")
     assert text == "<|user|>\nc<|assistant|>\n"
     ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|endoftext|>")]
@@ -462,9 +463,6 @@ def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None
     ]
     said = [chat.assistant("b"), chat.user("c"), result("2"), result("3")]
     assert [m["tool_call_id"] for m in encoder.with_call_ids(said)[2:]] == ["000000000", "000000001"]
-
-
-SAID = [chat.user("a"), chat.assistant("b")]
 
 
 def test_the_first_and_longest_token_after_a_reply_ends_it() -> None:

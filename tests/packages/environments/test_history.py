@@ -37,8 +37,7 @@ PUBLISHED = {
     "qwen3_5_think": (OPENS, FINE, FINE),
     "qwen3_instruct_2507": (FINE, FINE, FINE),
 }
-PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "What."}}}
-TOOL = {"type": "function", "function": {"name": "qzxtool", "description": "Do.", "parameters": PARAMETERS}}
+TOOL = chat.tool("qzxtool", x="string")
 ALIKE = ("llama3_1", "phi3_5", "qwen2_5", "qwen3_5_think")
 """Each does as llama3_2, phi3, qwen3_instruct_2507 or nemotron_3_nano."""
 

@@ -12,6 +12,7 @@ import pytest
 from rlhf_core.environments import CallParser, ConversationEncoder, ToolEnvironment
 from rlhf_core.environments.parsing import FORMATS, call_format
 from rlhf_core.errors import InputError
+from tests.shared import chat_cases as chat
 
 TYPES = {
     "s": "string",
@@ -22,20 +23,7 @@ TYPES = {
     "l": "array",
     "text": "string",
 }
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "It does things.",
-            "parameters": {
-                "type": "object",
-                "properties": {key: {"type": kind, "description": "It."} for key, kind in TYPES.items()},
-            },
-        },
-    }
-    for name in ("add", "look_up", "mail.send-2")
-]
+TOOLS = [chat.tool(name, **TYPES) for name in ("add", "look_up", "mail.send-2")]
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}{% if m.tool_calls %}"
 HEAD_ALONE = HEAD.replace("(m.content or '')", "(m.content if not m.tool_calls else '')")
 TAIL = (

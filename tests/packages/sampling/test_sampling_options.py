@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
 from tests.shared import samplers
 
@@ -174,19 +173,6 @@ def test_further_stop_tokens(further: int, model: Any) -> None:
     written = np.arange(NEW) < lengths[:, None]
     cut = Rollouts(np.where(written, plain.tokens, 0), lengths, np.where(written, plain.logps, 0), finished)
     samplers.assert_same(out, cut)
-
-
-@pytest.mark.long
-def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
-    prompts = make_prompts(model, "a b", "c d e f", "g", "a a a", "z")
-    (word,) = {decoded(model, row[1:3]) for row in make_sampler(model)(model.params, prompts, KEY).tokens[:1]}
-    options = {"repetition_penalty": 1.5, "stop_strings": (word, "k", "e"), "num_generations": 2}
-    expected = make_sampler(model, **options)(model.params, prompts, KEY)
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    params = jax.device_put(model.params, model.definition.shardings(mesh))
-    samplers.assert_same(make_sampler(model, mesh=mesh, **options)(params, prompts, KEY), expected)
-    assert expected.finished.any()
-    assert not expected.finished.all()
 
 
 def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:

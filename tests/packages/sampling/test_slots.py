@@ -85,9 +85,9 @@ def test_the_number_of_slots_changes_nothing(
 )
 def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
-    expected = ask(model, monkeypatch, ALL)
+    expected = ask(model, monkeypatch, ALL, **OPTIONS["strings"])
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    samplers.assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
+    samplers.assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh, **OPTIONS["strings"]), expected)
 
 
 @pytest.mark.parametrize(

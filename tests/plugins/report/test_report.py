@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,26 @@ def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str
     ]
 
 
+def evaluated(directory: Path, values: Mapping[int, Iterable[float]], group: int = 1) -> Path:
+    """Make a run whose fixed prompts had these rewards, by the update."""
+    run: Path = runs.make_policy_run(directory)
+    for step, rewards in values.items():
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, rewards, group))
+    return run
+
+
+def changed(directory: Path, change: Callable[[int, dict[str, Any]], object]) -> Path:
+    """Make a run with one fixed prompt before and after; `change` gets each update and its row."""
+    run: Path = runs.make_policy_run(directory)
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        change(step, rows[0])
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    return run
+
+
 def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
+    run = evaluated(tmp_path / "first", {0: (1.0, 2.0), 10: (5.0, 5.0), 20: (7.0, 9.0)}, group=3)
     page = runs.page(run)
     assert "at update 0 and at update 20, each with the completion of median reward among its 3" in page.text
     for i in range(2):
@@ -135,9 +151,7 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
 
 
 def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    for step in (0, 10, 20):
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, [1.0]))
+    run = evaluated(tmp_path / "first", {step: [1.0] for step in (0, 10, 20)})
     (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
     page = runs.page(run)
     assert "answer 0 of 10, 0" in page.text
@@ -145,9 +159,7 @@ def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
 
 
 def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
-    page = runs.page(run)
+    page = runs.page(evaluated(tmp_path / "first", {0: [1.0]}))
     assert "Update 0, the only one that was stored." in page.text
     assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
 
@@ -263,9 +275,7 @@ def test_histograms_need_values(tmp_path: Path) -> None:
 
 
 def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judges(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    for step, values in ((0, (3.0, 2.0)), (20, (2.0, 2.0))):
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values))
+    run = evaluated(tmp_path / "first", {0: (3.0, 2.0), 20: (2.0, 2.0)})
     page = runs.page(run)
     assert page.text.count("▼ lower") == 1  # of the first prompt
     assert "▲ higher" not in page.text
@@ -314,24 +324,16 @@ def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
 
 
 def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    for step in (0, 20):
-        rows = answers(step, (3.0,))
-        rows[0]["columns"] = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    page = runs.page(run)
+    columns = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
+    page = runs.page(changed(tmp_path / "first", lambda step, row: row.update(columns=columns)))
     assert f"answer 42 note see {runs.EVIL} long {'x' * 300}… (1,000 characters)" in page.text
     assert page.text.count("answer 42") == 1
     assert page.of("img") == []
 
 
 def test_control_characters_and_marks_that_reorder_text_are_escapes(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    for step in (0, 20):
-        rows = answers(step, (3.0,))
-        rows[0] |= {"completion": "\x1b[31mred", "columns": {"note\x9b": "gnp\u202e.exe"}}
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    page = runs.page(run)
+    marks: dict[str, Any] = {"completion": "\x1b[31mred", "columns": {"note\x9b": "gnp\u202e.exe"}}
+    page = runs.page(changed(tmp_path / "first", lambda step, row: row.update(marks)))
     assert all(shown in page.text for shown in ("\\x1b[31mred", "note\\x9b", "gnp\\u202e.exe"))
     assert not set("\x1b\x9b\u202e") & set(page.html)
 
@@ -376,13 +378,11 @@ def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
 
 
 def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    for step in (0, 20):
-        rows = answers(step, (3.0,))
-        rows[0]["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
-        rows[0]["rewards"] = {"model": rows[0]["reward"]}
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    text = runs.page(run).text
+    def say(step: int, row: dict[str, Any]) -> None:
+        row["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
+        row["rewards"] = {"model": row["reward"]}
+
+    text = runs.page(changed(tmp_path / "first", say)).text
     assert "said at 20" in text
     assert "assistant: said" not in text
     assert "Bold: the reward." in text

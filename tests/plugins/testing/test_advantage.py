@@ -41,35 +41,15 @@ class EqualToItselfOnly:
         return centred(inputs)
 
 
-def flat(inputs: AdvantageInputs) -> np.ndarray:
-    return centred(inputs).reshape(-1)
-
-
-def double(inputs: AdvantageInputs) -> np.ndarray:
-    return centred(inputs).astype(np.float64)
-
-
 def divided_by_zero(inputs: AdvantageInputs) -> np.ndarray:
     out = centred(inputs)
     with np.errstate(invalid="ignore"):
         return out / np.abs(out).max(-1, keepdims=True)
 
 
-def unscored_is_bad(inputs: AdvantageInputs) -> np.ndarray:
-    return centred(inputs, -1.0)
-
-
 def first_is_best(inputs: AdvantageInputs) -> np.ndarray:
     out = centred(inputs)
     return np.where(out == 0, 0, out - 0.01 * np.arange(out.shape[1])).astype(np.float32)
-
-
-def low_is_high(inputs: AdvantageInputs) -> np.ndarray:
-    return -centred(inputs)
-
-
-def nothing(inputs: AdvantageInputs) -> np.ndarray:
-    return np.zeros(np.shape(inputs.rewards), np.float32)
 
 
 def numpy_only(inputs: AdvantageInputs) -> np.ndarray:
@@ -84,27 +64,23 @@ def writes(inputs: AdvantageInputs) -> np.ndarray:
     return centred(inputs)
 
 
-def noisy(inputs: AdvantageInputs) -> np.ndarray:
-    return (centred(inputs) * (1 + 1e-5 * (next(CALLS) % 2))).astype(np.float32)
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "not frozen": ("component", NotFrozen),
+    "equal to itself only": ("hash", EqualToItselfOnly),
+    "flat": ("output", lambda inputs: centred(inputs).reshape(-1)),
+    "double": ("output", lambda inputs: centred(inputs).astype(np.float64)),
+    "divided by zero": ("finite", divided_by_zero),
+    "unscored is bad": ("unscored", lambda inputs: centred(inputs, -1.0)),
+    "first is best": ("order", first_is_best),
+    "low is high": ("direction", lambda inputs: -centred(inputs)),
+    "nothing": ("direction", lambda inputs: np.zeros(np.shape(inputs.rewards), np.float32)),
+    "NumPy alone": ("arrays", numpy_only),
+    "writes": ("inputs", writes),
+    "noisy": ("repeatable", lambda inputs: centred(inputs) * np.float32(1 + 1e-5 * (next(CALLS) % 2))),
+}
 
 
-MUTANTS: list[tuple[str, Callable[..., Any]]] = [
-    ("component", NotFrozen),
-    ("hash", EqualToItselfOnly),
-    ("output", flat),
-    ("output", double),
-    ("finite", divided_by_zero),
-    ("unscored", unscored_is_bad),
-    ("order", first_is_best),
-    ("direction", low_is_high),
-    ("direction", nothing),
-    ("arrays", numpy_only),
-    ("inputs", writes),
-    ("repeatable", noisy),
-]
-
-
-@pytest.mark.parametrize(("name", "advantage"), MUTANTS, ids=[each.__name__ for _, each in MUTANTS])
+@pytest.mark.parametrize(("name", "advantage"), MUTANTS.values(), ids=MUTANTS)
 def test_the_defect_is_found(name: str, advantage: Any, failures: Any) -> None:
     assert set(found := failures(check_advantage, advantage)) == {name}, found
 

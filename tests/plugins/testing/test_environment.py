@@ -173,56 +173,6 @@ def the_same() -> Guess:
     return ONE
 
 
-class TextAtFirst(Guess):
-    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        return super().reset(row, seed)[0]["content"]
-
-
-class NoRole(Guess):
-    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        return [{"content": "Guess."}]
-
-
-class SpeaksForThePolicy(Guess):
-    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        return [*super().reset(row, seed), {"role": "assistant", "content": "1"}]
-
-
-class NeedsAColumn(Guess):
-    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        return [{"role": "user", "content": row["question"]}]
-
-
-class NoTurn(Guess):
-    def answer(self, right: bool, done: bool) -> Any:
-        return [{"role": "user", "content": "No."}], 0.0, done
-
-
-class NotFinite(Guess):
-    def answer(self, right: bool, done: bool) -> Turn:
-        return Turn([{"role": "user", "content": "No."}], math.nan, done)
-
-
-class TextAsMetric(Guess):
-    def answer(self, right: bool, done: bool) -> Turn:
-        return super().answer(right, done)._replace(metrics={"mood": "bad"})  # type: ignore[dict-item]
-
-
-class SaysNothing(Guess):
-    def answer(self, right: bool, done: bool) -> Turn:
-        return Turn(done=done)
-
-
-class Parts(Guess):
-    def answer(self, right: bool, done: bool) -> Turn:
-        return Turn([{"role": "user", "content": [{"type": "image"}]}], 0.0, done)
-
-
-class Endless(Loose):
-    def answer(self, right: bool, done: bool) -> Turn:
-        return super().answer(right, False)
-
-
 class TakesTheHint(Loose):
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         row["hints"].append("more")
@@ -357,22 +307,77 @@ class TrustsParsing(Loose):
         return super().step(completion)
 
 
+PARTS = [{"role": "user", "content": [{"type": "image"}]}]
+
+
+def resetting(reset: Callable[..., Any]) -> type[Guess]:
+    return type(
+        "Changed", (Guess,), {"reset": lambda self, row, seed: reset(Guess.reset(self, row, seed), row)}
+    )
+
+
+def answering(answer: Callable[..., Any]) -> type[Guess]:
+    """An environment whose turns are `answer` of the turn of Guess."""
+    methods = {"answer": lambda self, right, done: answer(Guess.answer(self, right, done))}
+    return type("Changed", (Guess,), {**methods, "deterministic": False})
+
+
 MUTANTS: list[tuple[str, Any, str]] = [
     ("component", NoStep, "makes NoStep, which has no step"),
     ("component", NotAnEnvironment, "limit: missing; it has no default"),
     ("component", BadTools, "`tools` has 'double'; a tool is a JSON schema"),
     ("component", the_same, "gives the same object twice; make a new one for each episode"),
     ("component", ONE, "it is an object of Guess; give the class"),
-    ("reset", TextAtFirst, "for row 0 it returned str, not a list of messages"),
-    ("reset", NoRole, "message 1 has no role (its keys: content)"),
-    ("reset", SpeaksForThePolicy, "an assistant's message last"),
-    ("reset", NeedsAColumn, "in row 0 it raised KeyError: 'question'"),
-    ("step", NoTurn, "in turn 1 it returned tuple; it returns rlhf_core.Turn("),
-    ("step", NotFinite, "in turn 1 it returned reward=nan; expected a finite number"),
-    ("step", TextAsMetric, "returned metrics['mood']='bad'; expected a finite number"),
-    ("step", SaysNothing, "no messages and done=False: there is nothing to reply to"),
-    ("step", Parts, "message 1: part 1 of its content is of type 'image'"),
-    ("end", Endless, "the episode of row 0 is not over after 32 turns; return Turn(done=True)"),
+    (
+        "reset",
+        resetting(lambda said, row: said[0]["content"]),
+        "for row 0 it returned str, not a list of messages",
+    ),
+    (
+        "reset",
+        resetting(lambda said, row: [{"content": "Guess."}]),
+        "message 1 has no role (its keys: content)",
+    ),
+    (
+        "reset",
+        resetting(lambda said, row: [*said, {"role": "assistant", "content": "1"}]),
+        "an assistant's message last",
+    ),
+    (
+        "reset",
+        resetting(lambda said, row: [{"role": "user", "content": row["question"]}]),
+        "in row 0 it raised KeyError: 'question'",
+    ),
+    (
+        "step",
+        answering(lambda turn: (turn.messages, 0.0, turn.done)),
+        "in turn 1 it returned tuple; it returns rlhf_core.Turn(",
+    ),
+    (
+        "step",
+        answering(lambda turn: turn._replace(reward=math.nan)),
+        "in turn 1 it returned reward=nan; expected a finite number",
+    ),
+    (
+        "step",
+        answering(lambda turn: turn._replace(metrics={"mood": "bad"})),
+        "returned metrics['mood']='bad'; expected a finite number",
+    ),
+    (
+        "step",
+        answering(lambda turn: Turn(done=turn.done)),
+        "no messages and done=False: there is nothing to reply to",
+    ),
+    (
+        "step",
+        answering(lambda turn: turn._replace(messages=PARTS)),
+        "message 1: part 1 of its content is of type 'image'",
+    ),
+    (
+        "end",
+        answering(lambda turn: turn._replace(done=False)),
+        "the episode of row 0 is not over after 32 turns; return Turn(done=True)",
+    ),
     ("inputs", TakesTheHint, "reset changes the row it was given; copy what you change"),
     ("inputs", KeepsTheRow, "step changes the row it was given"),
     ("inputs", Signs, "step changes the completion it was given; copy what you change"),
@@ -414,7 +419,7 @@ SECOND = (Hashes,)
 @pytest.mark.parametrize(
     ("name", "environment", "words"),
     [pytest.param(*each, marks=pytest.mark.long) if each[1] in SECOND else each for each in MUTANTS],
-    ids=[getattr(each, "__name__", type(each).__name__) for _, each, _ in MUTANTS],
+    ids=[words[:40] for _, _, words in MUTANTS],
 )
 def test_the_defect_is_found(name: str, environment: Any, words: str, failures: Callable[..., Any]) -> None:
     found = failures(check_environment, environment, ROWS)

@@ -40,43 +40,15 @@ def wants_a_column(completions: Sequence[str], solution: Sequence[str]) -> list[
     return lengths(completions)
 
 
-def one_number(completions: Sequence[str]) -> Any:
-    return 1.0
-
-
-def one_less(completions: Sequence[str]) -> list[float]:
-    return lengths(completions)[1:]
-
-
-def not_a_number(completions: Sequence[str]) -> list[float]:
-    return [float("nan") for _ in completions]
-
-
-def text(completions: Sequence[str]) -> Any:
-    return ["good" for _ in completions]
-
-
-def first_above_last(completions: Sequence[str]) -> list[float]:
-    return [x + (completions[0] > completions[-1]) for x in lengths(completions)]
-
-
 def less_the_mean(completions: Sequence[str]) -> list[float]:
     values = lengths(completions)
     return [x - sum(values) / len(values) for x in values]
-
-
-def first_word(completions: Sequence[str]) -> list[float]:
-    return [float(len(text.split()[0])) for text in completions]
 
 
 def strips_in_place(completions: list[str]) -> list[float]:
     values = lengths(completions)
     completions[:] = [text.strip() for text in completions]
     return values
-
-
-def noisy(completions: Sequence[str]) -> list[float]:
-    return [x + 1e-7 * random.random() for x in lengths(completions)]
 
 
 class ChecksByList:
@@ -95,26 +67,27 @@ class ChecksRowsFromOne:
         return lengths(completions)
 
 
-MUTANTS: list[tuple[str, Callable[..., Any]]] = [
-    ("component", NoDataclass),
-    ("columns", wants_a_column),
-    ("check", ChecksByList()),
-    ("check", ChecksRowsFromOne()),
-    ("values", one_number),
-    ("values", one_less),
-    ("values", not_a_number),
-    ("values", text),
-    ("order", first_above_last),
-    ("split", less_the_mean),
-    ("odd completions", first_word),
-    ("inputs", strips_in_place),
-    ("repeatable", noisy),
-]
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "no dataclass": ("component", NoDataclass),
+    "wants a column": ("columns", wants_a_column),
+    "checks by a list": ("check", ChecksByList()),
+    "checks rows from one": ("check", ChecksRowsFromOne()),
+    "one number": ("values", lambda completions: 1.0),
+    "one less": ("values", lambda completions: lengths(completions)[1:]),
+    "not a number": ("values", lambda completions: [float("nan") for _ in completions]),
+    "texts": ("values", lambda completions: ["good" for _ in completions]),
+    "first above last": (
+        "order",
+        lambda completions: [x + (completions[0] > completions[-1]) for x in lengths(completions)],
+    ),
+    "less the mean": ("split", less_the_mean),
+    "first word": ("odd completions", lambda completions: [len(text.split()[0]) for text in completions]),
+    "strips in place": ("inputs", strips_in_place),
+    "noisy": ("repeatable", lambda completions: [x + 1e-7 * random.random() for x in lengths(completions)]),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "reward"), MUTANTS, ids=[getattr(each, "__name__", type(each).__name__) for _, each in MUTANTS]
-)
+@pytest.mark.parametrize(("name", "reward"), MUTANTS.values(), ids=MUTANTS)
 def test_the_defect_is_found(name: str, reward: Any, failures: Any) -> None:
     assert set(found := failures(check_reward, reward)) == {name}, found
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -157,37 +156,6 @@ def test_an_export_says_what_it_leaves_out(rlhf: Any, tiny: ModuleType, tmp_path
     save_file(tensors, tmp_path / "rm" / "model.safetensors", metadata={"format": "pt"})
     ended = rlhf("export", str(tmp_path / "rm"), str(tmp_path / "out"))
     assert ended.out.endswith(": a reward model; left out: rlhf_artifact.json, lm_head.weight\n")
-
-
-def test_a_relative_base_model_is_found_from_a_copy(adapter: Path, tmp_path: Path) -> None:
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../base"}))
-    model = load_model(adapter)
-    (tmp_path / "far" / "away").mkdir(parents=True)
-    model.save(tmp_path / "far" / "away" / "copy")
-    again = load_model(tmp_path / "far" / "away" / "copy")
-    assert again.adapter is not None
-    assert again.adapter["base_model_name_or_path"] == str((tmp_path / "base").resolve())
-    np.testing.assert_array_equal(again.logits(IDS, MASK), model.logits(IDS, MASK))
-
-
-def test_the_revision_of_a_base_model_is_fetched_and_kept(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[tuple[str, str | None]] = []
-
-    def snapshot(name: str, *, revision: str | None = None, **_: Any) -> str:
-        fetched.append((name, revision))
-        return str(tmp_path / "base")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    file = adapter / "adapter_config.json"
-    named = {"base_model_name_or_path": "some-owner/base", "revision": "v2"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | named))
-    load_model(adapter).save(tmp_path / "copy")
-    assert fetched == [("some-owner/base", "v2")]
-    saved = json.loads((tmp_path / "copy" / "adapter_config.json").read_text())
-    assert {name: saved[name] for name in named} == named
 
 
 def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(

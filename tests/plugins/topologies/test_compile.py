@@ -72,6 +72,10 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return directory
 
 
+def job_of(on: str, pipeline: str) -> dict[str, Any]:
+    return {"on": on, "pipeline": pipeline, "sets": [], "dir": None, "plugins": []}
+
+
 def planned(name: str) -> tuple[Any, Any]:
     host = plugins.load()
     return plan(read(name), host), host
@@ -144,7 +148,7 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     place.write("chain.toml", f"{CHAIN}num_iterations = 2\n")  # two policies read every rollout
     for file in (place.path / "model").glob("*.safetensors"):
         file.unlink()
-    job = {"on": "h100:8", "pipeline": "chain.toml", "sets": [], "dir": None, "plugins": []}
+    job = job_of("h100:8", "chain.toml")
     said: list[str] = []
     results = compile_pipeline(job, devices=jax.devices(), say=said.append)
     assert devices.planned() is None
@@ -183,7 +187,7 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
 def test_what_lies_beside_a_program_with_adapters_is_counted_once(place: Any) -> None:
     """Two policies read every rollout; they share the frozen parameters, which are given twice."""
     place.settings("policy.toml", "num_iterations = 2\nlora = { rank = 2 }")
-    job = {"on": "h100:8", "pipeline": "policy.toml", "sets": [], "dir": None, "plugins": []}
+    job = job_of("h100:8", "policy.toml")
     stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
     assert "frozen parameters" in stage["resident"]
     assert_counted_once(stage)
@@ -298,7 +302,7 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     place.settings(
         "base.toml", f'model = {{ model_type = "llama", {table}, tokenizer = "model" }}\nremat = "none"'
     )
-    job = {"on": "h100:1", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []}
+    job = job_of("h100:1", "base.toml")
     results = compile_pipeline(job, devices=jax.devices()[:1], say=lambda _: None)
     stage = results["stages"]["base"]
     accumulate = stage["programs"][0]
@@ -357,7 +361,7 @@ def test_what_the_other_environment_finds_wrong_is_said(place: Any) -> None:
     with pytest.raises(interpreters.InputError, match="--on h100:8: the compiler does not know"):
         interpreters.run(
             Path(sys.executable),
-            {"on": "h100:8", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []},
+            job_of("h100:8", "base.toml"),
         )
 
 
