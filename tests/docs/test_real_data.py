@@ -13,10 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import plugins
 from rlhf_core.models import fresh_model
-from rlhf_core.pipeline import plan, read
-from rlhf_core.pipeline.forecast import stage_forecasts
 
 NAMES = ("Tom", "Lily", "Ben", "Sue", "Max", "Amy", "Tim", "Mia", "Sam", "Ann")
 
@@ -98,7 +95,7 @@ def test_rewards_of_degenerate_texts_are_low(rewards: SimpleNamespace) -> None:
 
 @pytest.mark.long
 def test_the_stories_pipeline_can_be_planned(
-    repository: Path, prepared: Path, tiny: ModuleType, tmp_path: Path
+    repository: Path, prepared: Path, tiny: ModuleType, tmp_path: Path, rlhf: Any
 ) -> None:
     words = {word for i in range(40) for word in re.findall(r"\w+|[^\w\s]+", story(i))}
     tokenizer = tiny.make_tokenizer()
@@ -113,21 +110,20 @@ def test_the_stories_pipeline_can_be_planned(
         "policy.eval_data": "prompts.heldout.jsonl",
     }
     sets = [f"{field}={prepared / name}" for field, name in data.items()]
-    lines = planned(
-        repository / "examples/stories.toml", [*sets, f"base.model={tmp_path / 'model'}"], tmp_path
-    )
-    assert lines["rm"][0].startswith("72 pairs: ")
+    sets.append(f"base.model={tmp_path / 'model'}")
+    assert "72 pairs: " in checked(rlhf, repository / "examples/stories.toml", sets, tmp_path)
 
 
 @pytest.mark.data
 @pytest.mark.long
-def test_the_conversations_pipeline_can_be_planned(repository: Path, shared: Path, tmp_path: Path) -> None:
+def test_the_conversations_pipeline_can_be_planned(
+    repository: Path, shared: Path, tmp_path: Path, rlhf: Any
+) -> None:
     data = shared / "data"
     sets = [f"{stage}.model={data / 'models/stories260K'}" for stage in ("rm", "policy")]
     sets += [f"{stage}.train_data={data / 'prefs/hh_harmless.train.jsonl'}" for stage in ("rm", "policy")]
     sets += [f"{stage}.eval_data={data / 'prefs/hh_harmless.eval.jsonl'}" for stage in ("rm", "policy")]
-    lines = planned(repository / "examples/hh_rlhf.toml", sets, tmp_path)
-    assert lines["rm"][0].startswith("1,843 pairs: 1,289 kept, ")
+    assert "1,843 pairs: 1,289 kept, " in checked(rlhf, repository / "examples/hh_rlhf.toml", sets, tmp_path)
 
 
 def test_the_reward_in_the_document_works(repository: Path) -> None:
@@ -140,7 +136,8 @@ def test_the_reward_in_the_document_works(repository: Path) -> None:
     assert names["short"](said, preferred, rejected=preferred) == [1.0, 0.0]
 
 
-def planned(path: Path, sets: list[str], directory: Path) -> dict[str, Any]:
-    host = plugins.load()
-    forecasts = stage_forecasts(plan(read(path, sets=sets, dir=directory / "run"), host), host)
-    return {name: forecast.printed() for name, forecast in forecasts.items()}
+def checked(rlhf: Any, path: Path, sets: list[str], directory: Path) -> str:
+    given = [word for each in sets for word in ("--set", each)]
+    ended = rlhf("check", str(path), "--dir", str(directory / "run"), *given)
+    assert ended.code == 0, ended.message
+    return " ".join(ended.out.split())
