@@ -8,12 +8,10 @@ import json
 import re
 import runpy
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from rlhf_core.models import fresh_model
 
 NAMES = ("Tom", "Lily", "Ben", "Sue", "Max", "Amy", "Tim", "Mia", "Sam", "Ann")
 
@@ -91,27 +89,6 @@ def test_rewards_of_degenerate_texts_are_low(rewards: SimpleNamespace) -> None:
     assert rewards.mentions_once(texts) == [1.0, 0.0, 0.0, 0.0]
     assert rewards.mentions_once(texts, word="Tom") == [1.0, 0.0, 0.0, 1.0]
     assert rewards.variety(texts) == [1.0, pytest.approx(1 / 3), 0.0, 1.0]
-
-
-@pytest.mark.long
-def test_the_stories_pipeline_can_be_planned(
-    repository: Path, prepared: Path, tiny: ModuleType, tmp_path: Path, rlhf: Any
-) -> None:
-    words = {word for i in range(40) for word in re.findall(r"\w+|[^\w\s]+", story(i))}
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.add_tokens(sorted(words - set(tiny.WORDS)))
-    fresh_model(tiny.SIZES | {"max_position_embeddings": 512}, tokenizer=tokenizer).save(tmp_path / "model")
-    data = {
-        "base.train_data": "corpus.jsonl",
-        "base.eval_data": "corpus.heldout.jsonl",
-        "rm.train_data": "pairs.jsonl",
-        "rm.eval_data": "pairs.heldout.jsonl",
-        "policy.train_data": "prompts.jsonl",
-        "policy.eval_data": "prompts.heldout.jsonl",
-    }
-    sets = [f"{field}={prepared / name}" for field, name in data.items()]
-    sets.append(f"base.model={tmp_path / 'model'}")
-    assert "72 pairs: " in checked(rlhf, repository / "examples/stories.toml", sets, tmp_path)
 
 
 @pytest.mark.data
