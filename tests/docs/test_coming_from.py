@@ -93,50 +93,6 @@ def test_every_field_of_easydel_is_there_once() -> None:
     assert sum(here == NOT_DONE for here, _ in found.values()) <= 20
 
 
-SHOWN_BY = {
-    "tests/packages/rollouts/test_previews.py": """generation_config_overrides generation_dataset_prompt_field
-        generation_do_sample generation_extra_kwargs generation_interval generation_log_to_wandb
-        generation_max_new_tokens generation_num_prompts generation_num_return_sequences
-        generation_preview_print generation_prompts
-        generation_seed generation_temperature generation_top_k generation_top_p generation_use_train_prompts""",
-    "tests/invariants/test_fields_that_act.py": """custom_scheduler do_eval do_last_save do_train force_step_start_point
-        ids_to_pop_from_dataset log_grad_norms log_steps max_length model_name remove_ckpt_after_load
-        report_steps resume_if_possible save_optimizer_state step_start_point trainer_prefix tx_mu_dtype""",
-    "tests/packages/data/test_data_pairs.py": "max_sequence_length",
-    "tests/packages/fit/test_weights.py": "weight_distribution_log_steps weight_distribution_pattern",
-    "tests/packages/fit/test_lazy_updates.py": "dataloader_num_workers dataset_num_proc",
-    "tests/packages/config/test_options_seed.py": """attn_mechanism aux_loss_enabled model_parameters
-        per_epoch_evaluation_steps per_epoch_training_steps performance_mode process_zero_is_admin
-        report_metrics verbose""",
-    "tests/packages/config/test_options.py": "extra_optimizer_kwargs use_wandb wandb_entity wandb_name",
-    "tests/packages/loggers/test_loggers.py": "log_all_workers",
-    "tests/packages/core/test_optimizers.py": "clip_grad optimizer weight_decay",
-    "tests/invariants/test_loop.py": """eval_batch_size frozen_parameters gradient_accumulation_steps learning_rate
-        max_evaluation_steps num_train_epochs save_total_limit scheduler total_batch_size training_time_limit
-        warmup_steps""",
-    "tests/invariants/test_trainer_fields.py": """backend evaluation_steps
-        max_training_steps metrics_to_show_in_rich_pbar progress_bar_type save_interval_minutes save_steps
-        track_memory""",
-    "tests/mistakes/test_advice.py": "learning_rate_end",
-    "tests/invariants/test_same_experiment.py": "save_directory",
-    "tests/packages/rollouts/test_prompt_order.py": "shuffle_seed_train shuffle_train_dataset",
-    "tests/packages/data/test_data_texts.py": "truncation_mode",
-    "tests/plugins/reward/test_pairwise_loss.py": "center_rewards_coefficient",
-}
-"""{file of tests: the fields of EasyDeL that one of them gives a value to, under their name or ours}."""
-
-
-def test_every_field_that_works_is_shown_by_a_test() -> None:
-    works = rows(EASYDEL_WORKS)
-    assert sorted(field for fields in SHOWN_BY.values() for field in fields.split()) == sorted(works)
-    for file, fields in SHOWN_BY.items():
-        text = (REPOSITORY / file).read_text(encoding="utf-8")
-        for field in fields.split():
-            path = RewardConfig.aliases().get(field, works[field][0])
-            names = {field, works[field][0], path.rpartition(".")[2]}
-            assert any(re.search(rf"\b{name}\b", text) for name in names), (file, field)
-
-
 @pytest.mark.parametrize("field", rows(EASYDEL_WORKS))
 def test_a_field_of_easydel_is_ours_or_another_name_of_one(field: str) -> None:
     ours, _ = rows(EASYDEL_WORKS)[field]

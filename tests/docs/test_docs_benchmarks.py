@@ -1,4 +1,4 @@
-"""docs/results/benchmarks.md holds the figures that were measured."""
+"""The pages of docs/results hold the figures that were measured."""
 
 from __future__ import annotations
 
@@ -12,18 +12,31 @@ import pytest
 from rlhf_core.plugins import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs/results/benchmarks.md"
-SPEED = REPOSITORY / "benchmarks" / "speed"
+SCRIPTS = {
+    "speed/table.py": "benchmarks.md",
+    "growth/tables.py": "benchmarks.md",
+    "smollm2/table.py": "learning.md",
+    "trust/table.py": "reward_benchmark.md",
+}
+"""{script below benchmarks: the page of docs/results whose tables it writes}."""
+OF_SEVERAL = ("task", "rewards", "judge", "measure", "pairs", "tasks", "topics", "calc")
+"""Modules that more than one benchmark, or its example, has."""
 
 
-def test_the_tables_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SPEED))
-    table: Any = load_file(SPEED / "table.py")
-    assert table.RESULTS.is_file()
-    page = tmp_path / "benchmarks.md"
-    shutil.copy(PAGE, page)
-    monkeypatch.setattr(table, "FILE", page)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_tables_are_those_of_the_results(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in OF_SEVERAL:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    file = REPOSITORY / "benchmarks" / script
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples" / "smollm2"))
+    monkeypatch.syspath_prepend(str(file.parent))
+    table: Any = load_file(file)
+    page, copy = REPOSITORY / "docs/results" / SCRIPTS[script], tmp_path / "page.md"
+    shutil.copy(page, copy)
+    monkeypatch.setattr(table, "FILE", copy)
     table.main()
-    assert page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), (
-        f"run {Path(sys.executable).name} benchmarks/speed/table.py"
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
+        f"run {Path(sys.executable).name} benchmarks/{script}"
     )

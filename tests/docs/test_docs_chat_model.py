@@ -8,9 +8,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from rlhf_sft import SFTConfig
 
 from rlhf_core import load_model
-from rlhf_core.config.trainer import LoraOptions
 from rlhf_core.models import fresh_model
 from rlhf_core.plugins import load_file
 
@@ -53,7 +53,7 @@ def test_the_page_can_be_followed(tiny: ModuleType, tmp_path: Path, monkeypatch:
 def test_the_table_is_of_the_options() -> None:
     page = PAGE.read_text(encoding="utf-8").partition("\n## Adapters")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", page, re.MULTILINE)
-    defaults = LoraOptions().to_dict()
+    defaults = SFTConfig(lora={}).lora.to_dict()
     assert {name for name, _ in rows} == set(defaults)
     for name, shown in rows:
         value = defaults[name]

@@ -10,12 +10,12 @@ import tomllib
 from dataclasses import fields
 
 import pytest
-from rlhf_report.data_profile import Characters
 
 from rlhf_core import data
 from rlhf_core.data.report import Report
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.tokenizer import Encoder
+from tests.shared import chat_cases
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_each_row_is_a_layout(title, encode, limit, page):
         "chat_template": "{{ tools or '' }}{% for m in messages %}{{ m | tojson }}{% endfor %}",
     }
     for row in map(json.loads, block.splitlines()):
-        encoded = encode(data.load([row]), Characters(), **options)
+        encoded = encode(data.load([row]), chat_cases.byte_level(eos="<eos>", pad="<pad>"), **options)
         assert (len(encoded), encoded.report.doubled) == (1, [])
 
 

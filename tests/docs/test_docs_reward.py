@@ -16,18 +16,6 @@ SCORES = {"margin", "mean_reward", "reward", ":"}
 """Names of numbers in reward units, which differ more from machine to machine than shares of pairs do."""
 
 
-def test_options_of_the_page_are_the_trainer_s() -> None:
-    from rlhf_reward import RewardConfig
-
-    from rlhf_core import plugins
-    from rlhf_core.config import build
-
-    tables = documents.stage_tables(PAGE)
-    for table in tables:
-        build(RewardConfig, table, where=PAGE.name, registry=plugins.load().registry)
-    assert tables
-
-
 @pytest.mark.long
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

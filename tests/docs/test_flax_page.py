@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from safetensors import safe_open
 
-from rlhf_core.models.safetensors import Reader
 from tests.shared import documents
 
 
@@ -19,5 +19,5 @@ def test_the_page_can_be_followed(tiny: ModuleType, tmp_path: Path, monkeypatch:
     tiny.make_model().save(tmp_path / "MODEL")
     tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(8))
     documents.follow(documents.REPOSITORY / "examples/flax/README.md")
-    reader = Reader(tmp_path / "runs/small/base/artifacts/model/model.safetensors")
-    assert "layers.0.query.kernel" in reader.header
+    with safe_open(tmp_path / "runs/small/base/artifacts/model/model.safetensors", "numpy") as file:
+        assert "layers.0.query.kernel" in set(file.keys())

@@ -44,18 +44,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory where everything is that the documents name: small, but the real thing."""
-    from rlhf_tools.demo.generate import write_tokenizer
-
     from rlhf_core.models import fresh_model
-    from rlhf_core.tokenizer import load_tokenizer
 
     directory = tmp_path_factory.mktemp("documents")
-    write_tokenizer(directory / "words")
     table = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     table |= {"intermediate_size": 24, "max_position_embeddings": 64}
-    tokenizer = load_tokenizer(directory / "words")
+    tokenizer = tiny.make_tokenizer()
     for place, head in (
         ("path/to/model", "lm"),
         ("path/to/reward_model", "score"),
@@ -71,17 +67,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("block", blocks(REPOSITORY, "toml"))
-def test_pipelines_in_documents_can_be_planned(block: str, workplace: Path) -> None:
-    from rlhf_core import plugins
-    from rlhf_core.pipeline import plan, read
-
+def test_pipelines_in_documents_can_be_checked(
+    block: str, workplace: Path, rlhf: Any, tmp_path: Path
+) -> None:
     table = tomllib.loads(block)
     if "stage" not in table:  # a line or two that belong into a stage
         return
     file = workplace / "pipeline.toml"
     file.write_text(block if "dir" in table else f'dir = "runs/first"\n{block}')
-    planned = plan(read(file, dir=workplace / "runs/first"), plugins.load())
-    assert [stage.name for stage in planned.stages] == [stage["name"] for stage in table["stage"]]
+    ended = rlhf("check", str(file), "--dir", str(tmp_path / "run"))
+    assert ended.code == 0, ended.message
+    assert all(stage["name"] in ended.out for stage in table["stage"])
 
 
 @pytest.mark.long
@@ -100,12 +96,8 @@ def test_python_in_documents_runs(block: str, workplace: Path, monkeypatch: pyte
         assert registry.names(POLICY_LOSS) == ["tanh"]
 
 
-def test_commands_in_documents_exist() -> None:
-    from rlhf_core.cli import app, extensions
-
-    commands = app.registered_commands
-    known = {command.name or command.callback.__name__ for command in commands if command.callback}
-    known |= extensions.find().keys()
+def test_commands_in_documents_exist(rlhf: Any) -> None:
+    known = set(re.findall(r"^[^\w\n]*(\w+)  ", rlhf("--help").out, re.MULTILINE))
     others = [
         "docs/index.md",
         "docs/how-to/real-data.md",

@@ -100,8 +100,7 @@ def test_a_recorded_seed_gives_its_own_values_again(code: Any, tmp_path: Path) -
 
 def test_every_recipe_has_intervals_and_a_pipeline_that_the_suite_accepts(code: Any, tmp_path: Path) -> None:
     from rlhf_core import plugins
-    from rlhf_core.pipeline.file import read
-    from rlhf_core.pipeline.plan import plan
+    from rlhf_core.pipeline import plan, read
 
     host = plugins.load()
     for name, recipe in code.recipes.RECIPES.items():

@@ -160,14 +160,6 @@ def test_commands_in_documents_exist(repository: Path, document: str) -> None:
     )
     named = set(re.findall(r"(?:`|^|\$ )make ([a-z]+)", text, re.MULTILINE))
     assert named <= targets
-    for path in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
-        assert (repository / document).parent.joinpath(path).exists(), f"{document} links to {path}"
-
-
-def test_the_readme_names_demo_and_test(repository: Path) -> None:
-    text = (repository / "README.md").read_text(encoding="utf-8")
-    assert "make demo" in text
-    assert "make test" in text
 
 
 def test_the_main_module_is_kept_where_scripts_are_forgotten(

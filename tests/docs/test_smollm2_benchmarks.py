@@ -1,8 +1,7 @@
-"""benchmarks/smollm2 and benchmarks/trust: the estimate of best-of-n, the gold grades, and the tables of the pages."""
+"""benchmarks/trust: the estimate of best-of-n, and the gold grades."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from itertools import combinations
@@ -16,7 +15,6 @@ from rlhf_core.plugins import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRUST = REPOSITORY / "benchmarks" / "trust"
-PAGES = {"smollm2": "learning.md", "trust": "reward_benchmark.md"}
 MODULES = ("task", "rewards", "judge", "measure", "pairs", "tasks", "topics", "calc")
 
 
@@ -66,20 +64,3 @@ def test_grades_are_the_share_of_the_parts_that_hold() -> None:
     grades = task.gold(said, **columns)
     assert grades == [1.0, 0.75]
     assert task.right(said, **columns) == [1.0, 0.0]
-
-
-@pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize("name", PAGES)
-def test_the_tables_are_those_of_the_results(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    benchmark, page = REPOSITORY / "benchmarks" / name, REPOSITORY / "docs/results" / PAGES[name]
-    monkeypatch.syspath_prepend(str(benchmark))
-    table: Any = load_file(benchmark / "table.py")
-    copy = tmp_path / "page.md"
-    shutil.copy(page, copy)
-    monkeypatch.setattr(table, "FILE", copy)
-    table.main()
-    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
-        f"run python benchmarks/{name}/table.py"
-    )

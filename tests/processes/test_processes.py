@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import signal
 import time
 from pathlib import Path
@@ -257,8 +256,6 @@ def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) ->
     [
         ("SIGKILL step 3", 0),  # the process that the others have joined, which cannot say anything
         ("raise step 3", 1),
-        pytest.param("SIGKILL step 3", 1, marks=pytest.mark.exhaustive),
-        pytest.param("raise step 3", 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_one_fails_in_training(place: Path, event: str, process: int) -> None:
@@ -273,19 +270,3 @@ def test_one_fails_in_training(place: Path, event: str, process: int) -> None:
     assert "Traceback" not in said
     if not killed:
         assert "plugin 'signals.py' raised OSError: the disk is gone" in ended[process][1]
-
-
-@pytest.mark.long  # in use: tests/packages/runtime/test_directory_lock.py; not shared: test_processes_agree.py
-def test_a_directory_that_is_in_use_or_not_shared(place: Path) -> None:
-    (place / "run").mkdir()
-    with open(place / "run/.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        ended = job(place, ("run", "run"))
-    assert [code for code, _ in ended] == [2, 2], ended
-    assert "".join(said for _, said in ended).count("is in use by another run") == 1
-    ended = job(place, ("run", "other"))
-    assert [code for code, _ in ended] == [2, 2], ended
-    told = "".join(said for _, said in ended)
-    assert told.count(f"process 1 does not find in {place / 'other'} on ") == 1
-    assert "Traceback" not in told
-    assert not (place / "other").exists()

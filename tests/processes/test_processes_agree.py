@@ -80,11 +80,6 @@ def one_message(ended: list[tuple[int, str]], *said: str) -> None:
     ("second", "said"),
     [
         (arguments("p.toml", "--set", "rm.size=5"), "process 1: stage 'rm'.size is 5, and 3 on process 0"),
-        pytest.param(
-            arguments("p.toml", "--set", "base.log_steps=3"),
-            "process 1: stage 'base'.log_steps is 3, and 10",
-            marks=pytest.mark.long,
-        ),
         pytest.param(arguments("q.toml"), "process 1: stage 'base'.train_data is ", marks=pytest.mark.long),
     ],
 )
@@ -113,12 +108,6 @@ def test_a_run_directory_that_is_not_shared_is_said_of_a_finished_run(place: Pat
         "dir: process 1 does not find in",
         "give a run directory that all processes share",
     )
-
-
-@pytest.mark.long  # as two that fail apart: tests/packages/runtime/test_job.py
-def test_a_problem_of_one_process_ends_both(place: Path) -> None:
-    (place / "bad.toml").write_text(PIPELINE.replace("train.jsonl", "missing.jsonl"))
-    one_message(both(COMMAND, place, arguments(), arguments("bad.toml")), "train_data: no such file")
 
 
 def test_trainers_that_are_run_from_python_agree_too(tiny: ModuleType, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ FAULTS = (
         "mean = jax.lax.stop_gradient(inputs.sequence_mean(difference))",
         "mean = inputs.sequence_mean(difference)",
         ("gspo_token",),
-        ("tests/plugins/grpo/test_losses.py", "tests/plugins/grpo/test_published.py"),
+        ("tests/plugins/grpo/test_losses.py",),
     ),
     Fault(
         "cispo-gradient",
@@ -614,7 +614,7 @@ FAULTS = (
         "ends = jnp.maximum(batch.last, 0)",
         "ends = jnp.maximum(batch.last - 1, 0)",
         ("reward", "quickstart"),
-        ("tests/plugins/reward/test_scores.py", "tests/plugins/reward/test_one_text_one_score.py"),
+        ("tests/plugins/reward/test_one_text_one_score.py",),
     ),
     Fault(
         "score-of-padding",
@@ -623,7 +623,7 @@ FAULTS = (
         "ends = jnp.maximum(batch.last, 0)",
         "ends = jnp.clip(batch.last + 1, 0, rows.tokens.shape[1] - 1)",
         ("reward", "quickstart"),
-        ("tests/plugins/reward/test_scores.py", "tests/plugins/reward/test_one_text_one_score.py"),
+        ("tests/plugins/reward/test_one_text_one_score.py",),
     ),
     Fault(
         "end-twice",
@@ -632,7 +632,7 @@ FAULTS = (
         "sequences = self.encoder.whole(prompts, completions, row_tools, row_kwargs)",
         "sequences = [np.append(ids, ids[-1]) for ids in self.encoder.whole(prompts, completions, row_tools, row_kwargs)]",  # noqa: E501
         ("quickstart",),
-        ("tests/plugins/reward/test_one_text_one_score.py", "tests/plugins/reward/test_scores.py"),
+        ("tests/plugins/reward/test_one_text_one_score.py",),
     ),
     Fault(
         "margin-sign",

@@ -1,20 +1,16 @@
-"""The pages on distillation: what they show runs, and their tables are the code's."""
+"""The page on distillation can be followed."""
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_distill import DIVERGENCE, DistillConfig
 
-from rlhf_core import installed_registry
-from rlhf_core.config import build
 from tests.shared import documents
 
-PAGE, README = "docs/reference/trainers/distill.md", "plugins/distill/README.md"
+PAGE = "docs/reference/trainers/distill.md"
 UNIQUE = ("completions/", "rollout/", "time/rollout", "time/update")
 """Beginnings of the metrics that the page lists; the others are every trainer's."""
 
@@ -45,19 +41,3 @@ def test_the_page_can_be_followed(repository: Path, place: Path, tiny: ModuleTyp
     assert {name for name in named if name.startswith(UNIQUE)} <= listed
     assert {name for name in listed if "terminated" not in name} <= named
     assert not any(name.startswith("completions/") for name in logged["supervised"][-1])
-
-
-@pytest.mark.parametrize("page", [PAGE, README])
-def test_every_divergence_is_in_the_table(repository: Path, page: str) -> None:
-    text = (repository / page).read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith(("| `", "| divergence | `"))]
-    for name in installed_registry().names(DIVERGENCE):
-        assert any(f"`{name}` |" in row for row in rows), name
-
-
-def test_the_readme_shows_fields(repository: Path) -> None:
-    """Unknown fields would be an error."""
-    (text,) = [text for language, text in documents.blocks(repository / README) if language == "toml"]
-    (stage,) = tomllib.loads(text)["stage"]
-    fields = {key: value for key, value in stage.items() if key not in ("name", "trainer")}
-    build(DistillConfig, fields, where=README, registry=installed_registry())

@@ -196,19 +196,13 @@ def test_trained_tokens_are_those_that_were_sampled(collect, model):
     assert np.array_equal(trees[0].prefix, encoder.prompt(rollout.inputs.prompts[0]))
 
 
-def test_completions_of_an_async_environment_are_the_same(collect):
+@pytest.mark.parametrize(("name", "options"), [("Slow", {}), ("Talk", {"processes": 1, "timeout": 30})])
+def test_an_environment_that_waits_or_is_elsewhere_answers_alike(collect, name, options):
     _, plain = collect()
-    _, slow = collect("Slow")
-    for name in ("tokens", "lengths", "logps", "mask", "finished"):
-        assert np.array_equal(getattr(plain.samples, name), getattr(slow.samples, name)), name
-    assert np.array_equal(plain.total, slow.total)
-
-
-def test_an_environment_in_worker_processes_answers_alike(collect):
-    _, plain = collect()
-    _, apart = collect(options={"processes": 1, "timeout": 30})
-    assert np.array_equal(plain.samples.tokens, apart.samples.tokens)
-    assert np.array_equal(plain.total, apart.total)
+    _, other = collect(name, options)
+    for field in ("tokens", "lengths", "logps", "mask", "finished"):
+        assert np.array_equal(getattr(plain.samples, field), getattr(other.samples, field)), field
+    assert np.array_equal(plain.total, other.total)
 
 
 def test_an_episode_that_fails_is_reported_and_left_out(collect):

@@ -1,9 +1,11 @@
 """One text, one score: every door reads a text to the token ids it was trained on, and none gives it another score."""
 
+import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig
@@ -11,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, load_model, plugins
+from rlhf_core import REWARD, cli, data, installed_registry, load_model, plugins
 from rlhf_core.fit import batches
+from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -272,3 +275,33 @@ def test_the_cases_are_what_they_say(trained):
     if "tools" in case.rows[0]:
         assert all(each[0] == WORDS.index("<tool>") for each in trained.ids)
     assert WORDS.index("<unk>") not in {i for each in trained.ids for i in each}
+
+
+def reward_of(directory):
+    return installed_registry().get(REWARD, "model", model=str(directory))
+
+
+def test_a_reward_is_set_up_before_it_is_called(tiny, tmp_path):
+    tiny.make_model("score", scale=6.0).save(tmp_path)
+    with pytest.raises(RuntimeError, match="setup"):
+        reward_of(tmp_path)(["a"], [" b"])
+
+
+def test_a_resumed_run_scores_in_the_same_shapes(tiny, tmp_path):
+    """Others would change the last bits, and with them everything that follows."""
+    tiny.make_model("score", scale=6.0).save(tmp_path)
+    few, many = ["a b c"], ["d e f g h i j k l m"] * 40
+    meshes = [tiny.one_device(), tiny.one_device(), make_mesh(devices=jax.devices()[:4])]
+    first, again, elsewhere = (reward_of(tmp_path) for _ in meshes)
+    for reward, mesh in zip((first, again, elsewhere), meshes, strict=True):
+        reward.setup(SimpleNamespace(devices=lambda mesh=mesh: mesh, registry=None))
+    assert first.snapshot() == {}
+    again.restore({})
+    first(few, [" x"])
+    kept = json.loads(json.dumps(first.snapshot()))
+    for reward in (again, elsewhere):
+        reward.restore(kept)
+    assert again.snapshot() == first.snapshot()
+    assert again(many, [" x y"] * 40) == first(many, [" x y"] * 40)
+    assert len(elsewhere(few, [" x"])) == 1  # its mesh takes rows by four: shapes of its own
+    assert elsewhere.snapshot() != first.snapshot()

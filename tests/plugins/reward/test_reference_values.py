@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rlhf_reward import evaluation_step, training_step
+from rlhf_reward import evaluation_step, pairwise_loss, training_step
 
 from rlhf_core import create_state
 from rlhf_core.mesh import make_mesh
@@ -162,3 +162,31 @@ def test_a_run_of_several_updates(coefficient: float | None, splits: int) -> Non
             gradient_accumulation_steps=splits,
         )
         assert {name: float(metrics[name]) for name in right} == pytest.approx(right, rel=2e-5, abs=2e-5)
+
+
+def test_the_loss_is_that_of_the_models_scores(tiny: Any) -> None:
+    """Of a whole model; what is no margin is one of 0."""
+    model = tiny.make_model("score", scale=4.0, num_hidden_layers=1)
+    last = np.random.default_rng(3).integers(3, 48, (8, 2))
+    batch, state = make_batch(last), create_state(model, optax.sgd(1.0))
+    scores = [
+        model.scores(batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
+        for side in ("chosen", "rejected")
+    ]
+    assert np.std(scores) > 0.01
+    loss, expected = pairwise_loss(*scores, center_rewards_coefficient=0.1)
+    evaluated = numbers(evaluation_step(state, batch))
+    assert evaluated == pytest.approx({**numbers(expected), "loss": float(loss)}, rel=1e-5, abs=1e-6)
+    stepped = numbers(training_step(state, make_batch(last, margin=np.zeros(8)))[1])
+    assert {k: v for k, v in stepped.items() if k != "grad_norm"} == pytest.approx(
+        evaluated, rel=1e-5, abs=1e-6
+    )
+
+
+def test_a_nonfinite_update_is_not_applied() -> None:
+    state = make_state(np.arange(6.0), optax.sgd(1.0))
+    batch = make_batch(np.arange(6).reshape(3, 2), margin=np.array([0.0, np.nan, 0.0]))
+    poisoned, metrics = training_step(state, batch)
+    assert np.isnan(float(metrics["loss"]))
+    assert int(poisoned.guard) == 0
+    np.testing.assert_array_equal(poisoned.params["table"], state.params["table"])

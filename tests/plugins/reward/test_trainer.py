@@ -92,28 +92,6 @@ def test_other_spellings_and_objects(tiny, tmp_path):
     assert again.artifact.path != result.artifact.path
 
 
-@pytest.mark.long
-def test_the_reward_model_learns_which_letter_comes_first(tiny, tmp_path):
-    """The chosen side ends in a letter before the rejected side's."""
-    draw = np.random.default_rng(0)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    rows = []
-    for _ in range(64):
-        low, high = sorted(draw.choice(26, 2, replace=False))
-        rows.append({"prompt": "A B", "chosen": f" {letters[low]}", "rejected": f" {letters[high]}"})
-    config = RewardConfig(learning_rate=5e-3, total_batch_size=32, max_training_steps=100)
-    artifact = tiny.run(
-        "reward",
-        config,
-        tmp_path,
-        model=tiny.make_model("score"),
-        train_dataset=rows,
-        eval_dataset=rows,
-    )
-    # 0.92 to 0.94 over seeds, rates and schedules: what so small a model can do. Chance is a half.
-    assert artifact.metadata["contract"]["evaluation"]["accuracy"] > 0.85
-
-
 def test_config_round_trips():
     config = RewardConfig(
         max_sequence_length=2048,

@@ -55,27 +55,6 @@ def test_text_rows_are_trained_on_whole(tiny, model, tmp_path):
     assert result.metrics["loss"] == pytest.approx(mean_loss(model, tiny.make_tokenizer(), rows), rel=1e-5)
 
 
-@pytest.mark.long
-def test_a_fresh_model_from_a_table_learns_a_text_by_heart(tiny, tmp_path):
-    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    table = {**tiny.SIZES, "tokenizer": str(tmp_path / "tokenizer")}
-    config = SFTConfig(
-        model=table,
-        learning_rate=3e-2,
-        total_batch_size=4,
-        max_training_steps=60,
-        save_directory=tmp_path / "run",
-    )
-    rows = [{"prompt": "a b", "completion": " c d e f"}]
-    trainer = SFTTrainer(args=config, train_dataset=rows, processing_class=tiny.make_tokenizer())
-    result = trainer.train()
-    assert result.metrics["loss"] < 0.1
-    trained = load_model(result.artifact.path)
-    ids = trained.tokenizer("a b c d e f")["input_ids"]
-    likeliest = np.asarray(trained.logits([ids], [[1] * len(ids)])).argmax(-1)[0]
-    assert likeliest[1:].tolist() == [*ids[2:], 1]
-
-
 def test_config():
     config = SFTConfig(learning_rate=1e-4, clip_grad=2.0, training_time_limit="1h")
     assert (config.max_grad_norm, config.training_time_limit) == (2.0, 3600.0)

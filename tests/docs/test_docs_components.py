@@ -1,0 +1,66 @@
+"""Tables of losses and divergences on the pages: complete, with the options that there are, each with its section."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_distill import DIVERGENCE
+from rlhf_dpo import DPO_LOSS
+
+from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, Registry, installed_registry
+
+REFERENCE = "docs/reference"
+ROW = re.compile(r"^\| \[?`(\w+)`(?:\]\(#(\w+)\))? \| ?(.*?) ?\|.*$", re.MULTILINE)
+"""The name of a component, the anchor of its section, and the next cell."""
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return installed_registry()
+
+
+def documented(text: str, kind: Any, registry: Registry) -> dict[str, re.Match[str]]:
+    found = {row[1]: row for row in ROW.finditer(text) if row[1] in registry.names(kind)}
+    assert sorted(found) == registry.names(kind)
+    for row in found.values():
+        assert row[2] is None or re.search(rf"^##+ {row[2]}$", text, re.MULTILINE), row[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [("reward.md", PAIRWISE_LOSS), ("dpo.md", DPO_LOSS), ("distill.md", DIVERGENCE)],
+    ids=["reward", "dpo", "distill"],
+)
+def test_the_options_of_a_table_are_those_of_the_code(
+    page: str, kind: Any, repository: Path, registry: Registry
+) -> None:
+    """With the defaults that it names each component is what it is without options."""
+    text = (repository / REFERENCE / "trainers" / page).read_text(encoding="utf-8")
+    for name, row in documented(text, kind, registry).items():
+        options = tomllib.loads("\n".join(re.findall(r"`(.*?)`", row[3])))
+        assert sorted(options) == registry.options(kind, name), name
+        assert registry.get(kind, name, **options) == registry.get(kind, name), name
+
+
+def test_policy_losses_have_a_row_a_section_and_settings(repository: Path, registry: Registry) -> None:
+    text = (repository / REFERENCE / "losses/policy.md").read_text(encoding="utf-8")
+    blocks = [tomllib.loads(block) for block in re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)]
+    shown = {table["loss"]["name"] for table in blocks if "loss" in table}
+    for name, row in documented(text, POLICY_LOSS, registry).items():
+        loss = registry.get(POLICY_LOSS, name)
+        assert row[2] is not None
+        assert f"| `{POLICY_LOSS.attribute(loss, 'aggregation')}` |" in row[0]
+        assert name in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("dpo", DPO_LOSS), ("distill", DIVERGENCE)], ids=["dpo", "distill"]
+)
+def test_a_readme_names_every_component(name: str, kind: Any, repository: Path, registry: Registry) -> None:
+    text = (repository / "plugins" / name / "README.md").read_text(encoding="utf-8")
+    assert set(registry.names(kind)) <= set(re.findall(r"^\| [\w ]+ \| `(\w+)` \|", text, re.MULTILINE))
