@@ -230,6 +230,18 @@ def test_a_failure_can_end_the_run(collect):
         collect(options={"fails_at": 1, "on_error": "stop"})
 
 
+WRITTEN = 4
+"""Tokens that the chat template adds to a prompt."""
+
+
+def test_where_all_fail_the_run_ends(collect):
+    rows = [{"prompt": " ".join(["a"] * (41 - WRITTEN)), "number": i} for i in range(4)]
+    with pytest.raises(
+        RunError, match=r"every episode of the rollout failed; the first: .* row 1.*a prompt of 41 tokens"
+    ):
+        collect(rows=rows)
+
+
 def test_an_episode_has_no_more_tokens_than_it_may(collect):
     _, rollout = collect(options={"max_tokens": 16})
     assert rollout.samples.tokens.shape == (16, 16)
