@@ -28,6 +28,8 @@ PASSING = re.compile(
 """Names of metrics and of fields in files that tell how long something took, or how much memory a process had."""
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 MASKS = (
+    # A date with its time stands before a time alone, which is a part of it.
+    (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d[\d:.+Z-]*|run-\d{8}_\d{6}-\w+"), "DATE"),
     # A time left, a duration, a rate: the machine's.
     (re.compile(rf"\b{NUMBER}[kM]? tok/s( +\d+:\d\d(:\d\d)? left)?"), "N tok/s"),
     (re.compile(r"\b\d+:\d\d(:\d\d)?\b"), "TIME"),
@@ -41,7 +43,6 @@ MASKS = (
     # What only this process is called, or depends on where it runs.
     (re.compile(r"127\.0\.0\.1:\d+"), "ADDRESS"),
     (re.compile(r"\bpid \d+"), "pid N"),
-    (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d\S*|run-\d{8}_\d{6}-\w+"), "DATE"),
     (re.compile(r"\b[0-9a-f]{12,64}\b"), "HASH"),
 )
 BARS = re.compile(r"\[\w+\] compiling, for .*|.*Programs compile for.*|\[transformers\] .*")
