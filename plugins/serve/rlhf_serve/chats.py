@@ -1,4 +1,4 @@
-"""Chats: messages to a prompt by the chat template, and a completion to a message with its tool calls."""
+"""Chats: prompts made from messages by the chat template, and messages with tool calls read from completions."""
 
 from __future__ import annotations
 

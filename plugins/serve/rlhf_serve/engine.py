@@ -1,6 +1,6 @@
 """The thread in which everything is computed: it samples for all requests together, and scores, and changes weights.
 
-The event loop hands it completions and calls, and gets tokens back, all that arrived in a step together.
+The event loop hands it completions and calls; after each step, it gets back all tokens of that step together.
 """
 
 from __future__ import annotations

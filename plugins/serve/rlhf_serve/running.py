@@ -1,4 +1,4 @@
-"""The server in this process, until it is told to stop."""
+"""Running a server in this process until it is told to stop."""
 
 from __future__ import annotations
 
