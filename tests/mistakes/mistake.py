@@ -21,6 +21,7 @@ NUMBERS_THAT_DIFFER = (
     (re.compile(r"[^\s(]*/(rlhf_\w+/\S+\.py) line \d+"), r"\1 line N"),
     (re.compile(r"\b(rlhf_file_\w+)_[0-9a-f]{8}\b"), r"\1_HASH"),
 )
+LONG_WORD = re.compile(r"\S{1000,}")
 
 
 class Mistake(NamedTuple):
@@ -119,7 +120,11 @@ def _called(function: Callable[[Any], object], place: Any) -> list[str]:
 
 
 def masked(line: str, directory: Path) -> str:
-    """Replace what differs between machines and runs: directories, hashes, addresses, times and sizes."""
+    """Replace what differs between machines and runs: directories, hashes, addresses, times and sizes.
+
+    A word that no reader would read to its end is cut.
+    """
+    line = LONG_WORD.sub(lambda word: f"{word[0][:20]}[and {len(word[0]) - 20} characters]", line)
     line = line.replace(str(directory.resolve()), "DIR").replace(str(directory), "DIR")
     for pattern, word in NUMBERS_THAT_DIFFER:
         line = pattern.sub(word, line)
