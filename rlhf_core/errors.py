@@ -263,7 +263,13 @@ def library_words(error: BaseException) -> str:
         return (
             f"not valid JSON: {error}" if isinstance(error, json.JSONDecodeError) else "it is not UTF-8 text"
         )
+    if isinstance(error, UnicodeEncodeError):
+        return "a text in it has an unpaired surrogate"
     if isinstance(error, KeyError):
         return f"it has no {error}"
+    if isinstance(error, TypeError | AttributeError):
+        return "it is not of the expected form"
+    if "integer string conversion" in str(error):
+        return "a number in it has thousands of digits"
     lines = scrub(str(error)).strip().splitlines()
     return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, counted
 
 __all__ = ["over_pieces", "put_rows"]
 
@@ -76,13 +76,15 @@ def _sizes(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
         raise InputError(f"mesh: sizes are positive, one may be -1; got {', '.join(each)}")
     known = math.prod(s for s in sizes if s != -1)
     if -1 not in sizes and known != count:
-        raise InputError(f"mesh: {' × '.join(each)} does not fit {count} device(s); set one of them to -1")
+        raise InputError(
+            f"mesh: {' × '.join(each)} does not fit {counted(count, 'devices')}; set one of them to -1"
+        )
     left = count
     for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
         if size != -1 and left % size:
             fits = max(d for d in range(1, size) if left % d == 0)
             raise InputError(
-                f"mesh.{axis}: {size} does not fit {count} device(s), it must divide {left}; "
+                f"mesh.{axis}: {size} does not fit {counted(count, 'devices')}: it must divide {left}; "
                 f"set mesh.{axis} = {fits}"
             )
         left //= 1 if size == -1 else size

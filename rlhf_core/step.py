@@ -484,7 +484,7 @@ def split_step(
     def part(x: jax.Array) -> jax.Array:
         if x.shape[0] % splits:
             raise ValueError(
-                f"gradient_accumulation_steps={splits} does not divide a batch leaf with {x.shape[0]} rows"
+                f"gradient_accumulation_steps={splits} does not divide the {x.shape[0]} rows of the batch"
             )
         return x.reshape(splits, x.shape[0] // splits, *x.shape[1:])
 

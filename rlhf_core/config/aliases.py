@@ -137,7 +137,9 @@ def _replace_parts(fields: dict[str, Any], cls: type[Options], base: Options | N
         epochs = fields.get("num_train_epochs", _default(cls, base, "num_train_epochs"))
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             problems.append(
-                Problem("per_epoch_training_steps", f"expected a number ≥ 1, got {format_value(steps)}")
+                Problem(
+                    "per_epoch_training_steps", f"expected a number of at least 1, got {format_value(steps)}"
+                )
             )
         elif isinstance(epochs, int | float):
             total, limit = max(1, round(steps * epochs)), fields.get("max_training_steps")

@@ -236,7 +236,7 @@ def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any])
     for path, wants in expected.items():
         if "a number" in wants and "a whole number" in wants:
             wants.remove("a whole number")
-        message = f"expected {' or '.join(wants)}, got {format_value(inputs[path])}"
+        message = f"expected {_either(wants)}, got {format_value(inputs[path])}"
         if isinstance(inputs[path], str):
             choices = [word.strip("'") for want in wants for word in want.split() if word.startswith("'")]
             message += (
@@ -246,6 +246,11 @@ def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any])
         problems.append(Problem(path, message))
     # A problem inside a table says more than that the table fitted no arm of a union.
     return [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
+
+
+def _either(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _locate(cls: type[Options], loc: Sequence[str | int], data: Any) -> tuple[str, type[Options]]:
@@ -276,6 +281,8 @@ def _wanted(item: Any, table: type[Options]) -> str | None:
         return f"a number {words} {bound_text(item['ctx'][key])}"
     if kind == "model_type" and table.model_config.get("extra") == "allow":
         return "a name or a table"  # a component
+    if kind == "string_too_short" and item["ctx"]["min_length"] == 1:
+        return "text that is not empty"
     return _EXPECTED.get(kind)
 
 

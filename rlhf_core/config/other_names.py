@@ -115,7 +115,7 @@ def _balance(value: Any) -> Any:
 def _steps(value: Any) -> int | None:
     """Return a number of steps, as it is. Raises ValueError for anything else but none."""
     if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 0):
-        raise ValueError(f"expected a whole number ≥ 0, got {value!r}")
+        raise ValueError(f"expected a whole number of at least 0, got {value!r}")
     return value
 
 

@@ -21,7 +21,7 @@ from rlhf_core.data.source import (
     mapped,
     parse_conversation,
 )
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, library_words, suggest
 from rlhf_core.tokenizer.calls import arguments_problem, with_parsed_parameters
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.options import is_parts, kwargs_problem, parts_problem, with_joined_parts
@@ -305,7 +305,7 @@ def message_problem(value: Any) -> str | None:
             return f"message {i}'s content is {type_name(content)}, not text"
         calls = message.get("tool_calls")
         if calls is not None and not _is_object_list(calls):
-            return f"message {i}'s tool_calls is {type_name(calls)}, not a list of objects"
+            return f"message {i}'s tool_calls must be a list of objects"
         if problem := arguments_problem(message):
             return f"message {i}: {problem}"
     return None
@@ -325,13 +325,11 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
                 f"'tools' is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
             ) from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
-            raise InputError(
-                "'tools' cannot be read: it is nested too deeply, or a number is too long"
-            ) from error
+            raise InputError(f"'tools' cannot be read: {library_words(error)}") from error
     if tools is None or isinstance(tools, str):
         return None
     if not _is_object_list(tools):
-        raise InputError(f"'tools' is {type_name(tools)}, not a list of objects")
+        raise InputError("'tools' must be a list of objects")
     try:
         return with_parsed_parameters(tools) or None
     except InputError as error:
@@ -362,7 +360,7 @@ def _is_object_list(value: Any) -> bool:
 
 def type_name(value: Any) -> str:
     """Name a value's type in the terms of a data file."""
-    names = {type(None): "null", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    names = {type(None): "null", str: "text", bool: "a boolean", int: "a number", float: "a number"}
     if isinstance(value, Mapping):
         return "an object"
     return names.get(type(value), "a list" if isinstance(value, list | tuple) else type(value).__name__)
@@ -432,7 +430,11 @@ def missing_columns(
     """Make the error for missing columns. accepted: the formats that would work. formats: as in `mapping_hint`."""
     columns = source.columns
     absent = [column for column in wanted if column not in columns]
-    hints = mapping_hint(source, *formats) or "".join(suggest(column, columns) for column in absent)
+    hints = mapping_hint(source, *formats)
+    close = {column: difflib.get_close_matches(column, columns, n=1) for column in absent}
+    if not hints and any(close.values()):
+        misspelt = {column: found[0] for column, found in close.items() if found}
+        hints = f" In a stage write columns = {_as_toml(misspelt)}, or rename the column."
     listed = ", ".join(f"'{column}'" for column in absent)
     return InputError(
         f"{source.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"

@@ -202,7 +202,7 @@ def as_row(value: Any) -> Row:
 
 
 def _json_kind(value: Any) -> str:
-    kinds = {list: "an array", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    kinds = {list: "an array", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
 

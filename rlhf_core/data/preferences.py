@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.config.options import format_value
 from rlhf_core.data import columns as cells
 from rlhf_core.data.best_of_n import list_problem, mixture
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
@@ -44,7 +45,8 @@ def read_number(row: Mapping[str, Any], column: str, place: str, problems: Probl
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) < 3e38:  # float32's largest; NaN too
-        problems.add(f"{place}: '{column}' is {value!r}, not a finite number")
+        shown = "null" if value is None else format_value(value)
+        problems.add(f"{place}: '{column}' is {shown}, not a finite number")
     return number
 
 

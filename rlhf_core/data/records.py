@@ -276,7 +276,7 @@ def _rows_in_field(source: Source, field: Any) -> Source:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         raise InputError(
             f"field '{field}' of {source.name}: the file is not one object with a list of rows in it."
-            f"{suggest(str(field), source.columns)}"
+            f"{suggest(str(field), set(source.columns) - {field})}"
         )
     return Source(source.name, rows, range(1, len(rows) + 1), digest(source.fingerprint, "field", field))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.config.options import format_value
 from rlhf_core.data import columns as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
@@ -251,7 +252,9 @@ def require_weights(turns: Sequence[Message]) -> None:
     for number, turn in enumerate(turns, 1):
         weight = turn.get("weight")
         if weight is not None and (isinstance(weight, bool | str) or weight not in (0, 1)):
-            raise InputError(f"message {number}'s weight is {weight!r}; a reply is learned (1) or not (0)")
+            raise InputError(
+                f"message {number}'s weight is {format_value(weight)}; a reply is learned (1) or not (0)"
+            )
 
 
 def _learned_from(tokens: Ints, first: int) -> Text:

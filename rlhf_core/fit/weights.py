@@ -42,7 +42,7 @@ def chosen(state: TrainState, pattern: str, stage: str) -> tuple[dict[str, dict[
         }
         layers |= {".".join(path): trained} if trained else {}
     if not layers:
-        raise InputError(f"stage '{stage}'.log_weights.pattern: {pattern!r} matches no trained parameter")
+        raise InputError(f"stage '{stage}'.log_weights.pattern: '{pattern}' matches no trained parameter")
     return layers, absent_lines(found.absent, "trained parameter")
 
 

@@ -6,10 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import pluggy
-
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.plugins import hookimpl, unknown_arguments
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
@@ -45,12 +43,12 @@ def listen(host: Host, callbacks: Sequence[Any]) -> None:
             raise InputError(f"{at}: {kind} has none of the event methods: {', '.join(EVENTS)}")
         for name in methods:
             method = getattr(callback, name)
+            if wrong := unknown_arguments(name, method):
+                raise InputError(*(f"{at}: {each}" for each in wrong))
             function = getattr(method, "__func__", method)
             if host.pm.parse_hookimpl_opts(callback, name) is None:
                 hookimpl(function)
         try:
             host.pm.register(callback, name=f"logger '{kind}' ({at})")
-        except pluggy.PluginValidationError as error:
-            raise InputError(f"{at}: {' '.join(str(error).split())}") from error
         except ValueError as error:
             raise InputError(f"{at}: the same object is given twice") from error

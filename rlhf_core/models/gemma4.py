@@ -136,7 +136,7 @@ def _per_layer(read: Fields) -> tuple[int, int]:
         return 0, 0
     words = read.whole("vocab_size_per_layer_input")
     if words < read.whole("vocab_size"):
-        read.problem(f"vocab_size_per_layer_input {words} is less than vocab_size: some words have no input")
+        read.problem(f"vocab_size_per_layer_input {words} is less than vocab_size: some tokens have no input")
     return words, size
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core.contracts import ModelFamily
 from rlhf_core.contracts.models import Head
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, counted, suggest
 from rlhf_core.models.config import DecoderConfig, Rope, RopeKind
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, rotated_layers
@@ -458,7 +458,8 @@ def parse(
         config = replace(config, **rules.details(read, layers))
     if config.experts_per_token > config.experts:
         read.problem(
-            f"num_experts_per_tok {config.experts_per_token} is more than there are experts, {config.experts}"
+            f"num_experts_per_tok {config.experts_per_token} is more than the "
+            f"{counted(config.experts, 'experts')} of a layer"
         )
     read.check_unknown(model_type)
     if read.problems:

@@ -100,11 +100,11 @@ def resolve(targets: str | Sequence[str], names: Mapping[str, Sequence[tuple[str
         try:
             found, lost = search(target, partial(_named, names))
         except re.error as error:
-            raise InputError(f"lora.targets: {target!r} is not a regular expression: {error}") from None
+            raise InputError(f"lora.targets: '{target}' is not a regular expression: {error}") from None
         if not found:
             last = [module.rpartition(".")[2] for module in names]
             raise InputError(
-                f"lora.targets: {target!r} names no linear layer.{suggest(target, last)} "
+                f"lora.targets: '{target}' names no linear layer.{suggest(target, last)} "
                 f"The model has {', '.join(last)}"
             )
         absent += absent_lines([(part, target) for part in lost], "linear layer")

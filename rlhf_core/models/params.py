@@ -75,7 +75,7 @@ def named(
             words = {word for path, *_ in parts for word in path}
             names = [name for *_, name in parts]
             raise InputError(
-                f"{field}: {pattern!r} matches no {what}.{suggest(pattern, words)} "
+                f"{field}: '{pattern}' matches no {what}.{suggest(pattern, words)} "
                 f"The model has {', '.join(names[:3])}, …, {names[-1]}"
             )
         absent += [(each, pattern) for each in lost]
@@ -123,7 +123,7 @@ def has_number(expression: str) -> bool:
 
 def absent_lines(absent: Sequence[tuple[str, str]], what: str = "parameter") -> list[str]:
     """Describe the alternatives that name nothing, in a line each."""
-    return [f"{part!r} in {pattern!r} matches no {what}" for part, pattern in absent]
+    return [f"'{part}' in '{pattern}' matches no {what}" for part, pattern in absent]
 
 
 def alternatives(pattern: str) -> list[str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.data.report import short_path
-from rlhf_core.errors import InputError, collected
+from rlhf_core.errors import InputError, collected, counted
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
 from rlhf_core.pipeline.file import read
@@ -57,7 +57,7 @@ class Target(NamedTuple):
         count, check_on = answer
         if self.devices is not None and (self.suggest or self.devices != count):
             raise InputError(
-                f"rlhf check: --on {self.on} has {count} devices; leave out --devices {self.devices}"
+                f"rlhf check: --on {self.on} has {counted(count, 'devices')}; leave out --devices {self.devices}"
             )
         return count, check_on
 

@@ -168,8 +168,11 @@ def _parse(path: Path) -> dict[str, Any]:
         except tomllib.TOMLDecodeError as error:
             message, _, at = str(error).partition(" (at ")
             line = f" {at.rstrip(')')}" if at else ""
-            fix = "; write [[stage]], with two brackets" if "('stage',) twice" in message else ""
-            raise InputError(f"{path}{line}: not valid TOML: {message}{fix}") from None
+            if message.startswith("Cannot declare (") and message.endswith(") twice"):
+                name = ".".join(re.findall(r"'([^']*)'", message))
+                fix = "; write [[stage]], with two brackets" if name == "stage" else ""
+                message = f"the table [{name}] is there twice{fix}"
+            raise InputError(f"{path}{line}: not valid TOML: {message}") from None
 
 
 def _stage_tables(table: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:

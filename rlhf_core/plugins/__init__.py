@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -137,15 +137,10 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
         with host.registry.transaction(owner):
             # Named for messages; pluggy's default is a number.
             host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
-    except BaseException as error:
+    except BaseException:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:
                 host.pm.unregister(name=registered)
-        if isinstance(error, pluggy.PluginValidationError):
-            message = " ".join(str(error).split())
-            raise InputError(
-                f"{message}; a hook's arguments are called as in rlhf_register(registry)"
-            ) from error
         raise
 
 
@@ -159,6 +154,8 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
             hook = options.get("specname") or name
             if hook not in HOOKS and not options.get("optionalhook"):
                 problems.append(f"unknown hook '{hook}'.{suggest(hook, HOOKS)} Hooks: {', '.join(HOOKS)}")
+            elif hook in HOOKS:
+                problems += unknown_arguments(hook, getattr(plugin, name))
         elif name.startswith("rlhf_") and inspect.isroutine(getattr(plugin, name)):
             problems.append(
                 f"{name} would never be called, since it has no @hookimpl; add it or rename {name}"
@@ -167,6 +164,17 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
         problems.append("it has no hook; define rlhf_register(registry) with @hookimpl")
     if problems:
         raise InputError(*problems)
+
+
+def unknown_arguments(hook: str, implementation: Callable[..., object]) -> list[str]:
+    """Describe the arguments of an implementation that its hook is not called with."""
+    known = list(inspect.signature(getattr(hooks, hook)).parameters)
+    asked = inspect.signature(implementation).parameters.values()
+    return [
+        f"{hook} is not called with '{each.name}'.{suggest(each.name, known)} Its arguments: {', '.join(known)}"
+        for each in asked
+        if each.name not in known and each.default is each.empty
+    ]
 
 
 def _check_pin(point: EntryPoint) -> None:

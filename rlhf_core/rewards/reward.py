@@ -22,7 +22,7 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import REWARD, RewardInputs
-from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
+from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 from rlhf_core.hidden import remember_attributes, scrub
 from rlhf_core.rewards.values import LOG, Call, Scored
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
@@ -223,7 +223,8 @@ def open_rewards(
         if len(weights) != len(rewards):
             own = "" if environment is None else "; the environment has its own, environment.weight"
             raise InputError(
-                f"{where}.reward_weights: {len(weights)} weights for {len(rewards)} rewards{own}"
+                f"{where}.reward_weights: {counted(len(weights), 'weights')} for "
+                f"{counted(len(rewards), 'rewards')}{own}"
             )
         for reward, weight in zip(rewards, weights, strict=True):
             reward.weight = weight

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rlhf_core.contracts import LARGEST_REWARD
-from rlhf_core.errors import RunError
+from rlhf_core.errors import RunError, counted
 from rlhf_core.hidden import scrub
 from rlhf_core.workers import awaited, run_async
 
@@ -92,8 +92,8 @@ def checked_values(reward: str, values: Any, count: int) -> list[float | None]:
     values = list(values)
     if len(values) != count:
         raise RunError(
-            f"{reward} returned {len(values)} values for {count} completions; it must return one each, None "
-            "where it does not apply"
+            f"{reward} returned {counted(len(values), 'values')} for {count} completions; it must return one "
+            "each, None where it does not apply"
         )
     return [_checked_value(reward, value, i) for i, value in enumerate(values)]
 

@@ -480,7 +480,7 @@ def stops_of(inputs: SamplerInputs) -> tuple[tuple[int, ...], np.ndarray | None]
     options, vocab_size = inputs.options, inputs.definition.vocab_size
     if unknown := [i for i in options.stop_token_ids if i >= vocab_size]:
         raise InputError(
-            f"sampling.stop_token_ids: the model has no token {', '.join(map(str, unknown))}; its ids end at "
+            f"sampling.stop_token_ids: no tokens of the model: {', '.join(map(str, unknown))}; its ids end at "
             f"{vocab_size - 1}"
         )
     ids = tuple(int(i) for i in (*inputs.stop_ids, *options.stop_token_ids))

@@ -110,12 +110,7 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
                 f"rewards[{number}]: a model in memory; save it, model.save(DIR), and give its directory"
             )
     if unknown := sorted(set(inputs) - set(INPUTS)):
-        raise InputError(
-            *(
-                f"{name}: unknown argument of the trainer of {cls.__name__}{_hint(name, cls)}"
-                for name in unknown
-            )
-        )
+        raise InputError(*(f"{name}: unknown argument of a trainer{_hint(name, cls)}" for name in unknown))
     return config, inputs
 
 

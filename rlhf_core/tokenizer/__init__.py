@@ -6,12 +6,11 @@ import copy
 import hashlib
 import json
 import os
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from rlhf_core import hub
-from rlhf_core.errors import InputError, is_library_error, suggest, suggest_model
+from rlhf_core.errors import InputError, is_library_error, library_words, suggest, suggest_model
 from rlhf_core.tokenizer.chat_template import templates_of
 from rlhf_core.tokenizer.encoding import (
     PLAIN,
@@ -129,13 +128,13 @@ def _try_tokenizer(tokenizer: Any) -> None:
 def _load_problem(path: Path, error: BaseException) -> str:
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         try:
-            json.loads((path / name).read_text(encoding="utf-8"))
+            content = json.loads((path / name).read_text(encoding="utf-8"))
         except OSError:
             continue
-        except RecursionError:
-            return f"{path / name} is nested too deeply: fetch it again"
-        except ValueError as damage:
-            return f"{path / name} is not JSON ({damage}): fetch it again"
+        except (ValueError, RecursionError) as damage:
+            return f"{path / name} cannot be read: {library_words(damage)}; fetch it again"
+        if not isinstance(content, dict):
+            return f"{path / name} must hold a JSON object; fetch it again"
     if "trust_remote_code" in str(error):
         return (
             f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use "
@@ -143,7 +142,7 @@ def _load_problem(path: Path, error: BaseException) -> str:
         )
     if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
         return f"{path / 'config.json'}: {error.__cause__ or error}"
-    reason = textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300, placeholder=" …")
+    reason = library_words(error)
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         reason = "it has no tokenizer.json; put it there"
     return f"the tokenizer in {path} cannot be read: {reason}"

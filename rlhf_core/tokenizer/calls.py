@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, library_words
 from rlhf_core.tokenizer.options import text_problem
 
 
@@ -60,13 +60,14 @@ def _object(value: Any, what: str) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_constant=_refuse_constant)
-            problem = text_problem(json.dumps(value, ensure_ascii=False)) or problem
+            unpaired = text_problem(json.dumps(value, ensure_ascii=False))
+            problem = f"cannot be read: its text {unpaired}" if unpaired else problem
         except json.JSONDecodeError as error:
             problem = f"are not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}"
         except RecursionError:
             problem = "are nested too deeply"
         except ValueError as error:
-            problem = f"cannot be read: {error}"
+            problem = f"cannot be read: {library_words(error)}"
     if problem != "are not an object" or not isinstance(value, Mapping):
         raise InputError(f'{what} {problem}; give an object such as {{"x": 1}}, or its JSON text')
     return value

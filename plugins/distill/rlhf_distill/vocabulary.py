@@ -82,7 +82,9 @@ def token_divergences(
         shapes = f"{(rows, length)}, {teacher.hidden.shape[:2]}"
         raise ValueError(f"student and teacher differ in rows and tokens: {shapes}")
     if min(temperature, *(x for x in (top_k, chunk) if x is not None), 1) <= 0:
-        raise ValueError(f"temperature {temperature}, top_k {top_k} and chunk {chunk} must be positive")
+        raise ValueError(
+            f"temperature, top_k and chunk must be positive; got {temperature}, {top_k} and {chunk}"
+        )
     if not rows * length:
         return jnp.zeros((rows, length))
     ids = min(student.kernel.shape[1], teacher.kernel.shape[1])

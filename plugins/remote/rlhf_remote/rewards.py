@@ -89,7 +89,7 @@ class Http:
     def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
         """Raise InputError for columns that there are not, and where the service cannot be reached; it gets no data."""
         problems = [
-            f"columns: there is no column '{name}'.{suggest(name, columns)} There are {', '.join(columns) or 'none'}"
+            f"columns: there is no column '{name}'.{suggest(name, columns)} Columns: {', '.join(columns) or 'none'}"
             for name in self.columns
             if name not in columns
         ]
@@ -200,7 +200,7 @@ class Judge:
         try:
             pattern = None if self.pattern is None else re.compile(self.pattern)
         except re.error as error:
-            raise ValueError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"pattern: '{self.pattern}' is not a regular expression: {error}") from None
         schema = None if self.schema_file is None else read_schema(self.schema_file, self.score_field)
         self._scale = Scale(low, high, self.words, pattern, schema, self.score_field)
         self._rubric = Rubric.read(self.rubric_file)

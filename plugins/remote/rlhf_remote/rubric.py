@@ -60,7 +60,7 @@ class Rubric:
         """Raise InputError, with the line of each, for names that are no columns."""
         known = [*OWN, *columns]
         problems = [
-            f"{self.path} line {line}: {{{name}}}: there is no such column.{suggest(name, known)} There are "
+            f"{self.path} line {line}: {{{name}}}: there is no such column.{suggest(name, known)} Columns: "
             f"{', '.join(known)}; write {{{{{name}}}}} for the text itself"
             for name, line in self.names().items()
             if name not in known

@@ -46,7 +46,7 @@ def address_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.host:
         return f"url: {url!r} is not an address such as http://127.0.0.1:8000/v1"
     if parts.userinfo:
-        return 'url: has a password in it, which would be written to files; give api_key = { env = "NAME" }'
+        return 'url: the address has a password in it, which would be written to files; give api_key = { env = "NAME" }'
     return None
 
 

@@ -33,7 +33,7 @@ class Regex:
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"pattern: '{self.pattern}' is not a regular expression: {error}") from None
 
     def __call__(self, completions: Sequence[Any]) -> list[float]:
         pattern = re.compile(self.pattern, re.DOTALL)

@@ -218,7 +218,7 @@ def prepare_completions(body: Completion, target: Target, most: int) -> Prepared
     refuse_ignored(body)
     n = body.n or 1
     if body.best_of not in (None, n):
-        raise BadRequest("best_of: is not supported, except as large as n", param="best_of")
+        raise BadRequest("best_of: only the value of n is supported; leave the field out", param="best_of")
     prompts = encode_prompts(body, target, most)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:

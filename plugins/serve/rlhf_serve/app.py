@@ -88,7 +88,7 @@ class Server:
             if adapter := policy.adapters.get(name):
                 return Target(name, policy, adapter.weights)
         raise BadRequest(
-            f"model: there is no '{name}'.{suggest(name, self.names())} There are {', '.join(self.names())}",
+            f"model: there is no '{name}'.{suggest(name, self.names())} Models: {', '.join(self.names())}",
             param="model",
             status=404,
             kind="NotFoundError",
@@ -554,7 +554,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     known = sorted({getattr(route, "path", "") for route in request.app.routes})
     if error.status_code == 404:
         path = request.url.path
-        message = f"there is no {path}.{suggest(path, known)} There are {', '.join(known)}"
+        message = f"there is no {path}.{suggest(path, known)} Routes: {', '.join(known)}"
         return error_answer(message, 404, "NotFoundError")
     answer = error_answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
     answer.headers.update(error.headers or {})

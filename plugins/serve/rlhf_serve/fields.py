@@ -210,7 +210,7 @@ def read(kind: type[Body], content: bytes) -> Body:
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise BadRequest(f"the body is {type(data).__name__}, not a JSON object")
+        raise BadRequest("the body must be a JSON object")
     if problem := next((found for text in texts_in(data) if (found := text_problem(text))), None):
         raise BadRequest(f"a text of the body {problem}")
     try:
@@ -241,10 +241,12 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
         name = ".".join(path) or "the body"
         if unknown:
             line = f"there is no such field.{suggest(path[-1], kind.model_fields)}"
+        elif each["type"] == "missing":
+            line = "missing"
         else:
             line = str(each["msg"])
             given = each["input"]
-            if isinstance(given, str | int | float | bool | None) and each["type"] != "missing":
+            if isinstance(given, str | int | float | bool | None):
                 line += f"; it is {json.dumps(given)[:80]}"
         lines.setdefault(name, line)
     first = next(iter(lines))
