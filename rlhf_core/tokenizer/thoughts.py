@@ -10,7 +10,7 @@ _CLOSING = rf"</(?:{'|'.join(_NAMES)})>|\[/THINK\]"
 _MARK = re.compile(f"(?P<opening>{_OPENING})|(?P<closing>{_CLOSING})")
 
 
-def said_spans(text: str) -> list[tuple[int, int]]:
+def spoken_spans(text: str) -> list[tuple[int, int]]:
     """Return the spans of a text that are outside of thoughts.
 
     A thought that is never closed reaches to the end, and one that is closed but never opened, as chat templates open
@@ -33,4 +33,4 @@ def said_spans(text: str) -> list[tuple[int, int]]:
 
 def without_thoughts(text: str) -> str:
     """Remove the thoughts from a text."""
-    return "".join(text[start:end] for start, end in said_spans(text))
+    return "".join(text[start:end] for start, end in spoken_spans(text))

@@ -21,7 +21,7 @@ from rlhf_core.runtime.files import append_line
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
 from rlhf_core.workers import run_async
 from rlhf_remote.models import Remote, room
-from rlhf_remote.service import json_bytes, what_it_said
+from rlhf_remote.service import describe_answer, json_bytes
 from rlhf_remote.transport import Answer, shorten, words
 
 STEPS = 8
@@ -119,7 +119,7 @@ class Streamed:
             ) as answer:
                 if answer.status_code != 200:
                     start = b"".join(islice(answer.iter_bytes(), CHUNKS_SHOWN))
-                    message = what_it_said(Answer(url, answer.status_code, answer.headers, start))
+                    message = describe_answer(Answer(url, answer.status_code, answer.headers, start))
                     refused = 400 <= answer.status_code < 500
                     raise (InputError if refused else RunError)(f"{url}: {message}")
                 for line in _lines(url, answer.iter_bytes()):
@@ -277,7 +277,7 @@ class Local:
         try:
             while self.over == "":
                 self.schedule.step()
-                for is_thought, text in self._said().items():
+                for is_thought, text in self._text_so_far().items():
                     before, shown[is_thought] = shown[is_thought], text
                     if more := text[len(before) * text.startswith(before) :]:
                         yield Part(more, is_thought)
@@ -287,7 +287,7 @@ class Local:
             self.incoming.append(Continuation(number, None))
             self.schedule.step()  # the slot is free for the next reply
 
-    def _said(self) -> dict[bool, str]:
+    def _text_so_far(self) -> dict[bool, str]:
         """Return what was thought (True) and said (False) so far."""
         from rlhf_core.tokenizer.encoding import continuations
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_core import RunError
 from rlhf_core.errors import UNREADABLE
-from rlhf_remote.service import WRONG_SETUP, headers, is_number, json_bytes, what_it_said
+from rlhf_remote.service import WRONG_SETUP, describe_answer, headers, is_number, json_bytes
 from rlhf_remote.transport import Answer, AnswerError, Client, shorten
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class HttpEngine:
         answer = self._exchange(method, path, body, seconds or self.timeout, most_bytes)
         if answer.status_code == 200:
             return answer
-        problem = f"{answer.url}: {what_it_said(answer)}"
+        problem = f"{answer.url}: {describe_answer(answer)}"
         if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
             raise EngineDownError(problem)
         if answer.status_code in WRONG_SETUP and path not in SAMPLING_ROUTES:
@@ -467,16 +467,16 @@ def _served(answer: Any) -> dict[str, Served]:
 
 def _facts(answer: Any) -> Facts:
     """Read the answer of vLLM's /server_info."""
-    told = answer["vllm_config"]
-    if not isinstance(told, Mapping):  # a text, of versions that do not know config_format
+    config = answer["vllm_config"]
+    if not isinstance(config, Mapping):  # a text, of versions that do not know config_format
         return Facts()
-    dtype = told.get("model_config", {}).get("dtype")
-    adapters = told.get("lora_config", {})
+    dtype = config.get("model_config", {}).get("dtype")
+    adapters = config.get("lora_config", {})
     adapters = {"max_loras": 0} if adapters is None else adapters
     most, rank = adapters.get("max_loras"), adapters.get("max_lora_rank")
     if not isinstance(most, int | None) or not isinstance(rank, int | None):
         raise TypeError
-    on_cpu = told.get("device_config", {}).get("device") == "cpu"
+    on_cpu = config.get("device_config", {}).get("device") == "cpu"
     return Facts(None if dtype is None else _text(dtype).removeprefix("torch."), most, rank, on_cpu)
 
 
@@ -601,7 +601,7 @@ def lora_rank(rank: int) -> int:
 def _config(root: str | None) -> Mapping[str, Any]:
     """Read the config of the model that an engine was started with; {} where its files are elsewhere."""
     try:
-        told = json.loads((Path(root or "") / "config.json").read_bytes())
+        config = json.loads((Path(root or "") / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return {**told, **(told.get("text_config") or {})}
+    return {**config, **(config.get("text_config") or {})}

@@ -26,6 +26,7 @@ from rlhf_remote.service import (
     address_problem,
     all_of,
     api_root,
+    describe_answer,
     headers,
     json_bytes,
     listed,
@@ -33,7 +34,6 @@ from rlhf_remote.service import (
     reach,
     row_scores,
     score_request,
-    what_it_said,
 )
 from rlhf_remote.transport import AnswerError, send_once
 
@@ -92,12 +92,12 @@ class Remote:
             raise InputError(f"{answer}; start the server, or correct the address")
         if answer.status_code in (401, 403):
             hint = "the key is not accepted; correct" if key else "export the key as"
-            raise InputError(f"{api}: {what_it_said(answer)}; {hint} {KEY}")
+            raise InputError(f"{api}: {describe_answer(answer)}; {hint} {KEY}")
         cards = model_cards(answer)
         names = [str(card["id"]) for card in cards]
         fitting = [str(card["id"]) for card in cards if card.get("kind", kind) == kind]
         if not names and not wanted:
-            raise InputError(f"{api}: lists no models ({what_it_said(answer)}); name one: {url}#NAME")
+            raise InputError(f"{api}: lists no models ({describe_answer(answer)}); name one: {url}#NAME")
         if wanted and names and wanted not in names:
             raise InputError(f"{api} has no model '{wanted}'.{suggest(wanted, names)} It has {listed(names)}")
         if wanted in names and wanted not in fitting:
@@ -192,7 +192,7 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
                 f"{remote.api}/{route}", body, lambda answer: _choices(answer, given.num_generations)
             )
         except RequestError as error:
-            raise _said_of(read.where(i), error) from None
+            raise _at_place(read.where(i), error) from None
         return [{**records[i], **choice} for choice in choices]
 
     async def ask_all() -> list[list[dict[str, Any]]]:
@@ -266,7 +266,7 @@ def _choices(answer: Any, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _said_of(place: str, error: RequestError) -> Exception:
+def _at_place(place: str, error: RequestError) -> Exception:
     """Make the error that ends a command: of bad input where the server refused it."""
     message = f"{place}: {error}"
     return InputError(message) if error.refused else RunError(f"{message}; rerun the command once it answers")
@@ -312,7 +312,7 @@ class RemoteScorer:
             try:
                 scores, _ = run_async(self.remote.service.post(url, body, partial(row_scores, len(rows))))
             except RequestError as error:
-                raise _said_of(
+                raise _at_place(
                     f"{places[0]} and the next {len(rows) - 1}" if rows[1:] else places[0], error
                 ) from None
             table = {name: np.array(values, np.float64) for name, values in scores.items()}

@@ -27,13 +27,13 @@ from rlhf_remote.service import (
     address_problem,
     all_of,
     api_root,
+    describe_answer,
     is_number,
     listed,
     model_cards,
     reach,
     row_scores,
     score_request,
-    what_it_said,
 )
 from rlhf_remote.transport import LONGEST_SHOWN, MOST_BYTES, shorten
 
@@ -98,7 +98,7 @@ class Http:
             if isinstance(answer, str):
                 problems.append(f"url: {answer}; start the service, or correct the address")
             elif answer.status_code in (401, 403):
-                problems.append(f"url: {self.url}: {what_it_said(answer)}; {_key_hint(self.api_key)}")
+                problems.append(f"url: {self.url}: {describe_answer(answer)}; {_key_hint(self.api_key)}")
             else:  # it need not answer a GET
                 self._reached = True
         if problems:
@@ -255,7 +255,7 @@ class Judge:
         if isinstance(answer, str):
             return f"url: {answer}; start the server, or correct the address", False
         if answer.status_code in (401, 403):
-            return f"url: {root}: {what_it_said(answer)}; {_key_hint(self.api_key)}", True
+            return f"url: {root}: {describe_answer(answer)}; {_key_hint(self.api_key)}", True
         known = [str(card["id"]) for card in model_cards(answer)]
         if not known or self.model in known or any(name.endswith(f"/{self.model}") for name in known):
             return None, True  # some APIs list no models

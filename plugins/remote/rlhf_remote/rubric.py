@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_core import InputError
 from rlhf_core.errors import reading, suggest
-from rlhf_core.tokenizer.thoughts import said_spans, without_thoughts
+from rlhf_core.tokenizer.thoughts import spoken_spans, without_thoughts
 from rlhf_remote.scores import as_number, stated_score
 
 PLACE = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
@@ -89,8 +89,8 @@ def as_text(value: Any) -> str:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     calls = message.get("tool_calls")
-    said = "" if content is None else as_text(content)
-    return f"{said}\n{json.dumps(calls, ensure_ascii=False, default=str)}".strip() if calls else said
+    text = "" if content is None else as_text(content)
+    return f"{text}\n{json.dumps(calls, ensure_ascii=False, default=str)}".strip() if calls else text
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class Scale:
     def _matched(self, answer: str, pattern: re.Pattern[str]) -> str | None:
         """Return the last match of a pattern, or its first group; None if it is part of a longer number."""
         group = 1 if pattern.groups else 0
-        said = said_spans(answer)
+        spoken = spoken_spans(answer)
         last = None
         for match in pattern.finditer(answer):
-            if any(start <= match.end(group) <= end for start, end in said) or match[group] is None:
+            if any(start <= match.end(group) <= end for start, end in spoken) or match[group] is None:
                 last = match
         if last is None or last[group] is None:
             return None

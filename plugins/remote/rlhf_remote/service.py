@@ -69,7 +69,7 @@ def json_bytes(value: Any) -> bytes:
     return json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
 
 
-def what_it_said(answer: Answer) -> str:
+def describe_answer(answer: Answer) -> str:
     """Describe an answer that is an error: its status, and the message in it."""
     try:
         message = answer.json()
@@ -191,7 +191,7 @@ class Service:
                     )
                     if answer.status_code == 200:
                         return read(answer.json()), failures - 1
-                    problem = f"{url}: {what_it_said(answer)}"
+                    problem = f"{url}: {describe_answer(answer)}"
                     if answer.status_code in WRONG_SETUP:
                         raise RunError(problem)
                     if answer.status_code < 500 and answer.status_code not in (408, 425, 429):

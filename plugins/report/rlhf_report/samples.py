@@ -412,17 +412,17 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Text` that only an episode has."""
     turns = row["turns"]
     asked = [_message(message) for message in row["prompt"]]
-    said = [_message(message) for message in row["completion"]]
-    assistant = [i for i, message in enumerate(said) if message.role == "assistant"]
+    replies = [_message(message) for message in row["completion"]]
+    assistant = [i for i, message in enumerate(replies) if message.role == "assistant"]
     recorded = [turn["message"] for turn in turns if turn.get("message") in assistant]
     written = recorded if len(recorded) == len(turns) else assistant
     if len(written) == len(turns):  # else it is not known which of them the environment added
         for place, (i, turn) in enumerate(zip(written, turns, strict=True), 1):
             tokens, reward = _optional(int, turn.get("tokens")), _optional(float, turn.get("reward"))
-            said[i] = replace(said[i], turn=place, tokens=tokens, reward=reward)
+            replies[i] = replace(replies[i], turn=place, tokens=tokens, reward=reward)
         for i in set(assistant) - set(written):
-            said[i] = replace(said[i], added=True)
-    shown = [*asked, *said]
+            replies[i] = replace(replies[i], added=True)
+    shown = [*asked, *replies]
     return {
         "messages": tuple(shown[:MOST_MESSAGES]),
         "asked": len(asked),

@@ -281,8 +281,8 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
             message = tools.message(pending)
             whole = message["content"] or ""
             # A message with calls has no white space before its content, which may have been sent.
-            said = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
-            delta = {"content": whole[len(said) :]}
+            written = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
+            delta = {"content": whole[len(written) :]}
             thought = message.get("reasoning_content", "")
             if rest := thought[len(thought_before) * thought.startswith(thought_before) :]:
                 delta["reasoning_content"] = rest
