@@ -1,10 +1,12 @@
-"""Sampling, previews and environments that cannot be."""
+"""Sampling, previews, logged weights and environments that cannot be."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.mistakes.mistake import Mistake, setting, typed
+from rlhf_core.config import TrainerConfig
+from rlhf_core.sampling import token_bytes
+from tests.mistakes.mistake import Mistake, call, setting, typed
 
 POLICY, BASE = "check policy.toml", "check base.toml"
 TOOLS = '''
@@ -90,10 +92,20 @@ SECTIONS = {
         sampling(stop_token_ids="[-1]"),
         sampling("run policy.toml", stop_token_ids="[30, 998, 999]"),
     ],
-    "Previews": [
+    "Previews and logged weights": [
         setting("previews = { from_data = false }", command=BASE),
         setting("previews = { sampling = { min_q = 0.1 } }", command=BASE),
         typed(BASE, "previews of rows without a prompt", without_prompts),
+        call("generation_temperature alone", lambda place: TrainerConfig(generation_temperature=0.5)),
+        setting('log_weights = { pattern = "mpl", every = 1 }'),
+        call("log_weights = {pattern: '['}", lambda place: TrainerConfig(log_weights={"pattern": "["})),
+        call(
+            "weight_distribution_pattern alone",
+            lambda place: TrainerConfig(weight_distribution_pattern="mlp"),
+        ),
+    ],
+    "Tokenizers that cannot sample": [
+        call("token_bytes of what is no fast tokenizer", lambda place: token_bytes(object())),
     ],
     "Tools of an environment": [
         tools("silent"),
