@@ -9,7 +9,7 @@
     python tests/recipes/mutants.py --record            write them to mutants.found.toml
     python tests/recipes/mutants.py --draw 40 --seed 3  print other changes, drawn by lines, as entries of mutants.toml
 
-mutants.toml has the list. A mutant's first tests are those of its own package; where all of them pass, the tests that
+mutants.toml has the list. A mutant's first tests are those of its own package. Where all of them pass, the tests that
 execute the changed statement follow: those of `make test`, then those that `make test-long` adds. One run of all tests
 with a probe in each of these statements finds them.
 """
@@ -26,8 +26,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -37,8 +38,10 @@ from plant import ROOT, copy, environment, git, version
 HERE = Path(__file__).parent
 LIST, FOUND = HERE / "mutants.toml", HERE / "mutants.found.toml"
 RESULTS, PROBED = ROOT / ".cache/recipes/mutants.json", ROOT / ".cache/recipes/probed.json"
+PROGRAMS = ROOT / ".cache/recipes/programs"
 PRODUCT = ("rlhf_core/", "plugins/")
 OWN, ANY, LONG, SURVIVED = "its own package", "another's tests", "make test-long alone", "no test"
+PENDING = "not its own package; another's tests are to follow"
 SHORT = "not exhaustive and not long and not launchers and not engines"
 MARKS = {ANY: SHORT, LONG: "long and not exhaustive"}
 LONGEST = 900.0
@@ -115,7 +118,8 @@ def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
         arguments = Path(directory) / "tests.txt"
         arguments.write_text("\n".join(tests), encoding="utf-8")
         command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, f"@{arguments}"]
-        own = {**environment(root), "TMPDIR": directory}
+        # Programs are found by what they compute, so that no mutant gets another's.
+        own = {**environment(root), "TMPDIR": directory, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=root,
@@ -138,19 +142,29 @@ def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
     return (lines or out.splitlines()[-1:] or ["ended without a word"])[0]
 
 
-def try_out(mutant: Mutant, reached: dict[str, list[str]]) -> tuple[str, str]:
-    """Return which tests find a mutant, and what the first of them says."""
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[Path]:
+    """Make a copy of the repository with the mutant in it."""
     with copy(None) as root:
         (root / mutant.file).write_text(mutant.planted(), encoding="utf-8")
-        own = package_tests(mutant.file)
-        said = run_tests(own, SHORT, root) if own else None
-        if said is not None:
-            return OWN, said
+        yield root
+
+
+def try_own(mutant: Mutant) -> tuple[str, str]:
+    """Return whether the tests of its package find a mutant, and what the first of them says."""
+    tests = package_tests(mutant.file)
+    with planted(mutant) as root:
+        message = run_tests(tests, SHORT, root) if tests else None
+    return (PENDING, "") if message is None else (OWN, message)
+
+
+def try_others(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+    """Return which of the tests that execute its statement find a mutant, and what the first of them says."""
+    with planted(mutant) as root:
         for where, marks in MARKS.items():
-            tests = reached[mutant.name]
-            said = run_tests(tests, marks, root) if tests else None
-            if said is not None:
-                return where, said
+            message = run_tests(tests, marks, root) if tests else None
+            if message is not None:
+                return where, message
     return SURVIVED, ""
 
 
@@ -264,7 +278,7 @@ def table(found: dict[str, list[str]]) -> str:
         if each == SURVIVED and before.get(name, SURVIVED) != SURVIVED
     ]
     lines += [f"found before, and not any more: {', '.join(lost)}"] if lost else []
-    without = [mutant.name for mutant in mutants() if mutant.name not in found]
+    without = [each.name for each in mutants() if found.get(each.name, [PENDING])[0] == PENDING]
     lines += [f"not run yet: {len(without)}"] if without else []
     return "\n".join(lines)
 
@@ -292,24 +306,32 @@ def main() -> None:
         raise SystemExit(1 if problems else 0)
     results = Results()
     if options.record:
-        lines = [f'{json.dumps(name)} = "{where}"' for name, (where, _) in sorted(results.found.items())]
+        lines = [
+            f'{json.dumps(name)} = "{where}"'
+            for name, (where, _) in sorted(results.found.items())
+            if where != PENDING
+        ]
         FOUND.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if options.table or options.record:
         print(table(results.found))
         return
     until = time.monotonic() + 60 * options.budget
-    reached = probe()
+    chosen = [each for each in mutants() if each.name in options.names or not options.names]
+    random.Random(0).shuffle(chosen)
 
-    def go_on(mutant: Mutant) -> None:
-        if time.monotonic() < until:
-            results.keep(mutant.name, try_out(mutant, reached))
+    def run(try_out: Callable[[Mutant], tuple[str, str]], todo: list[Mutant]) -> None:
+        def go_on(mutant: Mutant) -> None:
+            if time.monotonic() < until:
+                results.keep(mutant.name, try_out(mutant))
 
-    todo = [each for each in mutants() if each.name not in results.found or each.name in options.names]
-    if options.names:
-        todo = [each for each in todo if each.name in options.names]
-    random.Random(0).shuffle(todo)
-    with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(go_on, todo))
+        with ThreadPoolExecutor(options.workers) as pool:
+            list(pool.map(go_on, todo))
+
+    run(try_own, [each for each in chosen if each.name not in results.found or options.names])
+    pending = [each for each in chosen if results.found.get(each.name, [""])[0] == PENDING]
+    if pending and time.monotonic() < until:
+        reached = probe()
+        run(lambda mutant: try_others(mutant, reached[mutant.name]), pending)
     print(table(results.found))
 
 
