@@ -17,7 +17,6 @@ from urllib.parse import unquote
 import pytest
 from huggingface_hub import snapshot_download
 from rlhf_reward import RewardConfig
-from rlhf_sft import SFTConfig, SFTTrainer
 from rlhf_tools import commands
 
 from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline
@@ -251,18 +250,6 @@ def test_the_card_of_a_reward_model(hub: tuple[Hub, str], tiny: ModuleType, tmp_
     assert str(tmp_path) not in card
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "give DIR, a new directory, or --push"),
-        ({"directory": Path("x"), "private": True}, "need --push"),
-    ],
-)
-def test_flags_that_do_not_fit(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        commands.export("MODEL", **given)
-
-
 PIPELINE = """
 dir = "runs/hub"
 
@@ -340,28 +327,6 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(
     card = there.models["me/policy"]["branches"]["main"]["README.md"].decode()
     assert 'base_model: "me/orders"' in card
     assert data in card
-
-
-@pytest.mark.long
-def test_trainers_from_python_keep_to_commits(
-    hub: tuple[Hub, str], tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, _ = hub
-    monkeypatch.chdir(tmp_path)
-    tiny.make_model().save("model")
-    put(there, "me/orders", files_of(Path("model")))
-    put(there, "datasets/me/texts", {"train.jsonl": rows(*"cdef")})
-    for updates in (1, 2):
-        config = SFTConfig(
-            model="hf://me/orders", total_batch_size=4, max_training_steps=updates, save_directory="run"
-        )
-        SFTTrainer(config, train_dataset="hf://datasets/me/texts/train.jsonl").train()
-        record = json.loads(Path("run/stage.json").read_text())
-        pinned = record["hub"]["hf://me/orders"]
-        assert there.kept[pinned.partition("@")[2]] == files_of(Path("model"))
-        assert record["config"]["model"] == pinned
-        assert record["config"]["train_data"] == record["hub"]["hf://datasets/me/texts/train.jsonl"]
-        put(there, "me/orders", {})  # has moved
 
 
 def test_names_of_the_hub_in_python(hub: tuple[Hub, str], tiny: ModuleType, tmp_path: Path) -> None:

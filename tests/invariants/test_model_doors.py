@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_reward.model_reward import ModelReward
-from rlhf_testing.fixtures import a_stage
 from typer.testing import CliRunner
 
 from rlhf_core import cli, plugins
@@ -74,16 +72,6 @@ def test_a_command_opens_a_family_given_as_a_file(
     assert result.exit_code == 0, (result.output, result.exception)
     if command != "data":  # which reads its tokenizer alone
         assert isinstance(CliRunner().invoke(cli.app, typed).exception, InputError)
-
-
-@pytest.mark.long  # the last test here finds every door
-def test_the_reward_model_of_a_stage_is_opened_with_its_plugins(
-    made: dict[str, Path], plugin: Path, tmp_path: Path
-) -> None:
-    stage = a_stage(tmp_path / "stage", host=plugins.load(files=[plugin]))
-    reward = ModelReward(str(made["score"]))
-    reward.setup(stage)
-    assert len(reward(["a b"], ["c d"])) == 1
 
 
 @pytest.fixture

@@ -163,15 +163,6 @@ def test_an_uninterrupted_run_logs_every_step_once(whole: Path) -> None:
     assert weights(whole, "base") != weights(whole, "policy")
 
 
-def test_the_best_evaluation_ends_training_early_and_is_the_model(whole: Path) -> None:
-    found = best(whole)
-    assert (found["metric"], found["step"], found["model"], found["updates"]) == ("eval_loss", 0, 0, 8)
-    losses = {row["step"]: row["eval_loss"] for row in logged(whole, "rm") if "eval_loss" in row}
-    assert found["value"] < min(losses[2], losses[4], losses[6], losses[8])
-    kept = {path.name for path in (whole / "rm" / "checkpoints").iterdir() if path.name.isdecimal()}
-    assert kept == {"0", "8"}  # one checkpoint was asked for, and the best
-
-
 @pytest.mark.parametrize(
     "events",
     [
@@ -219,25 +210,3 @@ def test_sigterm_saves_the_state_and_the_same_command_goes_on(
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "policy" / "plan.json").read_text())["start"] == 5
     assert_same(tmp_path, whole)
-
-
-def test_a_stage_is_trained_again_from_its_journal(pipeline: Path, whole: Path, tmp_path: Path) -> None:
-    """As far as it came: a run that finished, and one that was killed in its fifth update."""
-    unfinished(whole, tmp_path, "policy")
-    assert run(pipeline, tmp_path, "SIGKILL policy step 5").returncode == -9
-    for directory, updates in ((whole, 7), (tmp_path, 5)):
-        done = rlhf("replay", str(directory))
-        assert done.returncode == 0, done.stderr
-        told = f"stage 'policy': {updates} updates trained again from the journal: every logged metric"
-        assert done.stdout.startswith(told)
-        assert ("and the saved weights are the same" in done.stdout) == (directory == whole)
-
-
-def test_a_finished_pipeline_says_so_and_trains_nothing(pipeline: Path, whole: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
-    again = run(pipeline, whole, "SIGKILL base step 1")
-    assert again.returncode == 0, again.stderr
-    assert "every stage is done, nothing to run" in again.stdout
-    after = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
-    changed = {path.name for path in after if after[path] != before.get(path)}
-    assert changed <= {"pipeline.resolved.toml", ".lock"}

@@ -189,31 +189,6 @@ def test_data_that_were_mended_are_accepted_while_they_are_as_many(finished: Any
 
 
 @pytest.mark.long
-def test_a_reward_that_was_fixed_continues_where_it_is_accepted(finished: Any, tmp_path: Path) -> None:
-    run = finished("grpo")
-    stopped_at(run, 1, tmp_path)
-
-    def fixed(completions: list[str]) -> list[float]:
-        return [1.0 + len(text) for text in completions]
-
-    fixed.__name__ = "brief"
-    with pytest.raises(
-        InputError, match=r"the code of 'brief' has changed since; .*accept=\[\"rewards.brief\"\]"
-    ):
-        run.train({"save_directory": tmp_path}, rewards=[fixed])
-    with pytest.warns(
-        UserWarning, match=r"'grpo' continues after update 1 with what was accepted: rewards\[0\]"
-    ):
-        result = run.train({"save_directory": tmp_path}, rewards=[fixed], accept=["rewards.brief"])
-    assert result.metrics["reward"] > 0 > run.train().metrics["reward"]
-    accepted = unseal((tmp_path / "stage.json").read_bytes())["accepted"]
-    assert [(each["field"], each["after_update"]) for each in accepted] == [("rewards[0]", 1)]
-    assert (
-        run.train({"save_directory": tmp_path}, rewards=[fixed]).metrics["reward"] == result.metrics["reward"]
-    )
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
