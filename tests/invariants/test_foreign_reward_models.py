@@ -12,7 +12,6 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
-from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_rewards.commands import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -78,48 +77,6 @@ def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: 
     np.testing.assert_allclose(
         scorer.score_completions(["a "], ["b"]), [score_of(foreign, [7, 8, 3])], rtol=1e-5
     )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("read_at", "kept"), [(None, "template"), ("eos", "eos")])
-def test_training_it_on_keeps_where_it_is_read(
-    foreign: Path, tmp_path: Path, read_at: Any, kept: str
-) -> None:
-    rows = [
-        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": letter}]}
-        for letter in "defgh"
-    ]
-    config = RewardConfig(
-        max_training_steps=1, total_batch_size=4, save_directory=str(tmp_path / "run"), read_at=read_at
-    )
-    trained = RewardTrainer(config, model=str(foreign), train_dataset=rows).train().artifact
-    assert trained.metadata["contract"]["read_at"] == kept
-    scorer = Scorer.load(trained.path)
-    ids = IDS if kept == "template" else IDS[:-1]
-    np.testing.assert_allclose(
-        scorer.score_completions([CHAT[:1]], ["c"]), [score_of(trained.path, ids)], rtol=1e-5
-    )
-    # And once more, from our artifact: its contract says it.
-    config = config.replace(save_directory=str(tmp_path / "again"), read_at=None)
-    again = RewardTrainer(config, model=str(trained.path), train_dataset=rows).train().artifact
-    assert again.metadata["contract"]["read_at"] == kept
-
-
-def test_a_model_that_starts_as_a_language_model_is_read_at_its_templates_end(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "lm"
-    model = tiny.make_model("lm")
-    dataclasses.replace(model, tokenizer=make_tokenizer()).save(path)
-    rows = [{"prompt": CHAT[:1], "chosen": "c", "rejected": "d"}]
-    rows = [
-        {**row, **{s: [{"role": "assistant", "content": row[s]}] for s in ("chosen", "rejected")}}
-        for row in rows
-    ]
-    config = RewardConfig(max_training_steps=1, total_batch_size=1, save_directory=str(tmp_path / "run"))
-    trained = RewardTrainer(config, model=str(path), train_dataset=rows).train().artifact
-    assert trained.metadata["contract"]["read_at"] == "template"
-    assert f"{path} is a language model: its reward head is new" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], []])

@@ -329,6 +329,28 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(
     assert data in card
 
 
+@pytest.mark.long
+def test_trainers_from_python_keep_to_commits(
+    hub: tuple[Hub, str], tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, _ = hub
+    monkeypatch.chdir(tmp_path)
+    tiny.make_model().save("model")
+    put(there, "me/orders", files_of(Path("model")))
+    put(there, "datasets/me/texts", {"train.jsonl": rows(*"cdef")})
+    for updates in (1, 2):
+        config = SFTConfig(
+            model="hf://me/orders", total_batch_size=4, max_training_steps=updates, save_directory="run"
+        )
+        SFTTrainer(config, train_dataset="hf://datasets/me/texts/train.jsonl").train()
+        record = json.loads(Path("run/stage.json").read_text())
+        pinned = record["hub"]["hf://me/orders"]
+        assert there.kept[pinned.partition("@")[2]] == files_of(Path("model"))
+        assert record["config"]["model"] == pinned
+        assert record["config"]["train_data"] == record["hub"]["hf://datasets/me/texts/train.jsonl"]
+        put(there, "me/orders", {})  # has moved
+
+
 def test_names_of_the_hub_in_python(hub: tuple[Hub, str], tiny: ModuleType, tmp_path: Path) -> None:
     there, _ = hub
     tiny.make_model().save(tmp_path / "MODEL")

@@ -78,15 +78,15 @@ def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8)])
+@pytest.mark.parametrize(("first", "then", "context"), [(8, 1, 1), (1, 8, 1), (4, 4, 2)])  # 2: rows that are cut
 def test_a_run_resumes_within_a_rollout_on_another_mesh(
-    first: int, then: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
+    first: int, then: int, context: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises((StopError, RunError)) as stopped:
-        trained(tiny, model, tmp_path, first, stop=2)
+        trained(tiny, model, tmp_path, first, stop=2, context=context)
     assert "StopError" in repr(stopped.getrepr())
     assert [path.name for path in (tmp_path / "checkpoints").glob("*1")]
-    params, rows = trained(tiny, model, tmp_path, then)
+    params, rows = trained(tiny, model, tmp_path, then, context=context)
     assert sorted(rows) == [2, 3, 4]
     expected, logged = whole
     for name in ("loss", "kl", "entropy", "reward"):

@@ -11,42 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import fit, hookimpl, plugins
-from rlhf_core.contracts import TRAINER
+from rlhf_core import fit, hookimpl
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.pipeline.settings import settings_lines
-
-RATES = {"adafactor": 3e-2, "lion": 3e-3, "muon": 3e-2, "sgd": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("trainer", "defaults"),
-    [
-        ("sft", ()),
-        ("reward", ("loss bradley_terry", "center_rewards_coefficient 0.1")),
-        (
-            "grpo",
-            ("loss dapo (epsilon 0.2, ", "advantage group (scale group, ", "kl k3 (beta 0.04, place loss)"),
-        ),
-        ("dpo", ("loss sigmoid", "beta 0.1")),
-        ("distill", ("divergence jsd (beta 0.5)",)),
-    ],
-)
-def test_a_plan_names_the_defaults_that_decide_what_each_trainer_learns(
-    trainer: str, defaults: tuple[str, ...]
-) -> None:
-    registry = plugins.load().registry
-    (line,) = settings_lines(registry.get(TRAINER, trainer).config(), registry)
-    shared = (
-        "optimizer adamw",
-        "learning_rate ",
-        "scheduler constant",
-        "num_train_epochs ",
-        "max_grad_norm 1",
-    )
-    for expected in (*defaults, *shared):
-        assert expected in line
 
 
 class Interrupt:
@@ -67,16 +34,9 @@ def checkpoints(directory: Path) -> list[int]:
 
 # The formulas: tests/packages/core; how states are sharded: tests/packages/training/test_memory_devices.py.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adafactor",
-        "muon",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd")),
-    ],
-)
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_every_optimizer_learns_sharded_and_resumes_from_its_checkpoint(short: Any, name: str) -> None:
-    given: dict[str, Any] = {"optimizer": name, "learning_rate": RATES[name], "save_steps": 3}
+    given: dict[str, Any] = {"optimizer": name, "learning_rate": 3e-2, "save_steps": 3}
     given["inputs"] = {"mesh": make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])}
     whole, watch = short.train("sft", at="whole", **given)
     losses = [row["loss"] for row in watch.rows]
@@ -126,9 +86,6 @@ def test_the_console_shows_the_metrics_asked_for(
     assert all("grad_norm" in line and "loss" not in line for line in lines)
 
 
-# Comparing evaluations
-
-
 def test_an_unknown_metric_is_refused_before_the_first_update(short: Any) -> None:
     with pytest.raises(InputError, match=r"does not report entrpy\. Did you mean 'eval_entropy'\?"):
         short.train(
@@ -140,30 +97,13 @@ def test_an_unknown_metric_is_refused_before_the_first_update(short: Any) -> Non
         )
 
 
-def test_what_is_compared_needs_held_out_data(short: Any) -> None:
-    with pytest.raises(InputError, match=r"'reward'\.eval_data: missing; load_best_model_at_end compares"):
-        short.train("reward", evaluation_steps=2, load_best_model_at_end=True)
-
-
-# Values that are taken and said to do nothing
-
-
 def test_a_stage_that_needs_other_devices_is_refused(short: Any) -> None:
     with pytest.raises(InputError, match=r"'sft'\.platform: the stage needs tpu, and jax runs on cpu here"):
         short.train("sft", max_training_steps=1, backend="tpu")
     assert short.train("sft", max_training_steps=1, backend="cpu")
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"evaluation_steps": 2}, r"'sft'\.evaluation_steps: nothing is evaluated without eval_data"),
-        (
-            {"disable_dropout": False},
-            r"disable_dropout: has no effect here: models are trained without dropout",
-        ),
-    ],
-)
-def test_what_has_no_effect_is_said(short: Any, given: dict[str, Any], told: str) -> None:
+def test_evaluations_without_their_data_are_a_warning(short: Any) -> None:
+    told = r"'sft'\.evaluation_steps: nothing is evaluated without eval_data"
     with pytest.warns(UserWarning, match=told):
-        short.train("sft", max_training_steps=1, **given)
+        short.train("sft", max_training_steps=1, evaluation_steps=2)
