@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import pytest
 from huggingface_hub import snapshot_download
 from rlhf_reward import RewardConfig
+from rlhf_sft import SFTConfig, SFTTrainer
 from rlhf_tools import commands
 
 from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline

@@ -90,15 +90,6 @@ class Interrupt:
             raise InterruptedError
 
 
-@pytest.mark.long
-def test_the_reference_of_a_policy_is_the_base_without_its_adapters(based: Any) -> None:
-    """Adapters begin without effect, so that the policy is the reference until it has moved."""
-    _, watch = based("grpo", max_training_steps=2, num_iterations=1)
-    first, second = (row["kl"] for row in watch.rows)
-    assert first == 0
-    assert second > 0
-
-
 def test_the_next_stage_trains_the_adapter_on_or_merges_it(
     based: Any, short: Any, tiny: ModuleType, tmp_path: Path
 ) -> None:

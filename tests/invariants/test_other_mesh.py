@@ -78,7 +78,9 @@ def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("first", "then", "context"), [(8, 1, 1), (1, 8, 1), (4, 4, 2)])  # 2: rows that are cut
+@pytest.mark.parametrize(
+    ("first", "then", "context"), [(8, 1, 1), (1, 8, 1), (4, 4, 2)]
+)  # 2: rows that are cut
 def test_a_run_resumes_within_a_rollout_on_another_mesh(
     first: int, then: int, context: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:

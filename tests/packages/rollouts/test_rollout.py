@@ -20,8 +20,6 @@ from tests.shared import collectors
 
 G, C = 3, 4
 
-G, C = 3, 4
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny):
@@ -59,14 +57,6 @@ def test_reward_functions_get_prompts_completions_and_columns_in_step(prompts, s
         " q",
         " u v w x",
     ]  # they continue their prompts
-
-
-def test_chat_prompts_get_message_lists(tokenizer, samples):
-    rows = [{"prompt": [{"role": "user", "content": "a b"}]}, {"prompt": [{"role": "user", "content": "c"}]}]
-    chat = data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=16, chat_template="plain")
-    inputs = collectors.scored(chat, [1, 0], samples, tokenizer).inputs
-    assert inputs.prompts[0] == [{"role": "user", "content": "c"}]
-    assert inputs.completions[1] == [{"role": "assistant", "content": "e f g h"}]
 
 
 def metrics(rollout, functions=(), **changes):
@@ -148,15 +138,6 @@ def test_where_nothing_ended_there_is_no_length_of_it(rollout):
     found = metrics(rollout, samples=samples, rewards=np.ones((6, 0)), total=np.arange(6.0))
     assert not [name for name in found if "terminated" in name]
     assert found["completions/max_length"] == 4
-
-
-def test_weighted_sum(prompts, samples, tokenizer):
-    rewards = [
-        Reward("f1", 0.7, lambda completions: np.ones(6)),
-        Reward("f2", 0.3, lambda completions: np.zeros(6)),
-    ]
-    total = collectors.scored(prompts, [4, 2], samples, tokenizer, rewards).total
-    assert total.tolist() == pytest.approx([0.7] * 6)
 
 
 def test_samples_file(prompts, rollout, tokenizer, tmp_path):
