@@ -101,9 +101,3 @@ def test_a_stage_that_needs_other_devices_is_refused(short: Any) -> None:
     with pytest.raises(InputError, match=r"'sft'\.platform: the stage needs tpu, and jax runs on cpu here"):
         short.train("sft", max_training_steps=1, backend="tpu")
     assert short.train("sft", max_training_steps=1, backend="cpu")
-
-
-def test_evaluations_without_their_data_are_a_warning(short: Any) -> None:
-    told = r"'sft'\.evaluation_steps: nothing is evaluated without eval_data"
-    with pytest.warns(UserWarning, match=told):
-        short.train("sft", max_training_steps=1, evaluation_steps=2)

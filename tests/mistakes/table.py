@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mistakes import (
+    arguments,
     components,
     files,
     functions,
@@ -28,6 +29,7 @@ SECTIONS: dict[str, list[Mistake]] = {
     **pairs.SECTIONS,
     **files.SECTIONS,
     **trainers.SECTIONS,
+    **arguments.SECTIONS,
     **reward_options.SECTIONS,
     **model_files.SECTIONS,
     **models.SECTIONS,
