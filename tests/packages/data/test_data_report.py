@@ -146,7 +146,7 @@ def test_tools_and_tool_calls_reach_the_template(tokenizer, tmp_path):
     assert texts.texts[0].tokens.tolist() == wanted
 
 
-def test_the_fingerprint_is_of_every_element_and_of_the_order_of_keys():
+def test_the_fingerprint_is_of_every_element_of_the_order_of_keys_and_of_how_it_was_read(tmp_path):
     ids = np.arange(5000)
     other = np.where(ids == 2500, 0, ids)  # str() of the arrays shows no difference
     prints = {data.load([{"chosen_ids": each, "rejected_ids": [1]}]).fingerprint for each in (ids, other)}
@@ -156,8 +156,6 @@ def test_the_fingerprint_is_of_every_element_and_of_the_order_of_keys():
     }
     assert len(prints) == 4
 
-
-def test_the_fingerprint_is_of_what_was_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     specs = [{"name": kind, "path": str(tmp_path / "a.jsonl")} for kind in ("jsonl", "txt")]
     assert len({data.load(spec).fingerprint for spec in specs}) == 2

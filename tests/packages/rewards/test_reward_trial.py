@@ -190,11 +190,17 @@ def test_an_option_of_the_pipeline_wins_over_a_column_of_its_name(registry: Regi
     assert score([offered], inputs).tolist() == [[19.0]]
     assert not forecast_rewards([offered], table, STAGE).lines
 
-
-def test_a_column_that_an_option_hides_is_reported_when_a_run_begins(registry: Registry) -> None:
     chosen = rewards(registry, {"name": "length", "target": 40})
     with pytest.warns(UserWarning, match="its option target = 40 is used, and the column 'target' is not"):
         set_up(chosen, prompts(target=[[1, 2]]), STAGE)
+
+    def every(completions: Any, *, scale: float = 1.0, **columns: Any) -> list[float]:
+        assert set(columns) == {"answer", "prompts", "completion_ids"}
+        return [scale] * len(completions)
+
+    inputs = RewardInputs(["a"], ["x"], [[1]], {"scale": [7.0], "answer": [1]})
+    reward = Reward("every", 1.0, functools.partial(every, scale=3.0))
+    assert score([reward], inputs).tolist() == [[3.0]]
 
 
 def test_a_default_in_place_of_a_misspelt_column_is_a_warning(registry: Registry, recwarn: Any) -> None:
@@ -218,13 +224,3 @@ def test_a_default_in_place_of_a_misspelt_column_is_a_warning(registry: Registry
         rewards(registry, {"name": "length"})[0],
     ):
         assert not forecast_rewards([fine], prompts(answer=["4"], targets=[1]), STAGE).warnings
-
-
-def test_an_option_wins_where_every_column_is_taken() -> None:
-    def every(completions: Any, *, scale: float = 1.0, **columns: Any) -> list[float]:
-        assert set(columns) == {"answer", "prompts", "completion_ids"}
-        return [scale] * len(completions)
-
-    inputs = RewardInputs(["a"], ["x"], [[1]], {"scale": [7.0], "answer": [1]})
-    reward = Reward("every", 1.0, functools.partial(every, scale=3.0))
-    assert score([reward], inputs).tolist() == [[3.0]]

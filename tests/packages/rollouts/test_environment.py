@@ -117,14 +117,12 @@ def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monke
     assert seen == [[2, 3]]
 
 
-def test_a_group_has_the_prompt_of_an_episode_that_began():
+def test_conversations_of_episodes_that_did_not_begin_or_were_not_answered():
     empty, prompt = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
     every = [Episode({}, 0, "", prompt=each) for each in (empty, prompt, empty, empty)]
     said = Conversations.of(SimpleNamespace(episodes=every), 2, one_row_per_turn=False)
     assert [each.tolist() for each in said.prompts] == [[0, 1, 2], [0]]
 
-
-def test_a_turn_without_an_answer_is_described_without_a_reward():
     said = Conversations(
         [], [[TurnRecord(0, 2, message=0), TurnRecord(5, 6, message=2)]], [[0.5]], ["failed"]
     )

@@ -110,16 +110,18 @@ def test_a_reward_that_leaves_completions_unscored_is_reported_once(rollout, rec
     assert [str(each.message).startswith(said) for each in recwarn] == ([] if count is None else [True])
 
 
-def test_metrics_of_a_function_that_applies_to_nothing_are_no_numbers(rollout):
+def test_metrics_without_a_value(rollout):
     each = np.column_stack([np.full(6, np.nan), np.ones(6)])
     rewards = [Reward("never", 1.0, None), Reward("always", 1.0, None)]
     found = metrics(rollout, rewards, rewards=each, total=np.ones(6))
     assert np.isnan(found["rewards/never/mean"])
     assert found["frac_reward_zero_std"] == 1.0
 
+    samples = rollout.samples._replace(finished=np.zeros(6, bool))
+    found = metrics(rollout, samples=samples, rewards=np.ones((6, 0)), total=np.arange(6.0))
+    assert not [name for name in found if "terminated" in name]
+    assert found["completions/max_length"] == 4
 
-def test_groups_of_one_have_no_spread(rollout):
-    """Neither 0 nor 1: a completion alone is compared with nothing."""
     rollout = replace(rollout, rewards=np.ones((6, 0)))
     found = metrics(rollout, prompts=np.arange(6), total=np.arange(6.0))
     assert found["reward"] == 2.5
@@ -131,13 +133,6 @@ def test_groups_of_one_have_no_spread(rollout):
     one_of_two = np.array([2.0, np.nan, np.nan, 4.0, 3.0, np.nan])
     found = metrics(rollout, total=one_of_two)
     assert (found["reward_std"], found["frac_reward_zero_std"]) == (pytest.approx(np.sqrt(0.5)), 0.0)
-
-
-def test_where_nothing_ended_there_is_no_length_of_it(rollout):
-    samples = rollout.samples._replace(finished=np.zeros(6, bool))
-    found = metrics(rollout, samples=samples, rewards=np.ones((6, 0)), total=np.arange(6.0))
-    assert not [name for name in found if "terminated" in name]
-    assert found["completions/max_length"] == 4
 
 
 def test_samples_file(prompts, rollout, tokenizer, tmp_path):
@@ -242,18 +237,16 @@ def test_a_group_is_a_tree_with_its_prompt_once(prompts, rollout, finished_only)
     assert [x.tolist() for x in only.token_values["advantages"]] == [[12, 13, 14], [16, 17], [20, 21, 22, 23]]
 
 
-def test_tokens_that_the_policy_did_not_write_are_not_trained_on(prompts, rollout):
-    mask = rollout.samples.mask.copy()
-    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
-    (tree,) = replace(rollout, samples=rollout.samples._replace(mask=mask)).trees(prompts, 0, 1)
-    assert [weight.tolist() for weight in tree.weights] == [[1, 1], [1, 0, 0, 1], [1]]
-
-
-def test_a_reward_of_none_is_zero_in_a_tree_and_advantages_may_be_missing(prompts, rollout):
+def test_trees_of_missing_rewards_and_of_tokens_that_the_policy_did_not_write(prompts, rollout):
     (tree,) = replace(rollout, advantages=np.zeros(0, np.float32)).trees(prompts, 1)
     assert tree.sequence_values["reward"].tolist() == [3, 3, 0]
     assert set(tree.token_values) == {"sampling_logps", "old_logps"}
     assert [len(rollout.trees(prompts, *part)) for part in ((), (0, 1), (2,), (0, 9))] == [2, 1, 0, 2]
+
+    mask = rollout.samples.mask.copy()
+    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
+    (tree,) = replace(rollout, samples=rollout.samples._replace(mask=mask)).trees(prompts, 0, 1)
+    assert [weight.tolist() for weight in tree.weights] == [[1, 1], [1, 0, 0, 1], [1]]
 
 
 TURNS = [
@@ -278,7 +271,7 @@ def talks(rollout):
     return talks
 
 
-def test_an_episode_whose_history_is_kept_is_one_branch(talks):
+def test_an_episode_is_a_branch_or_each_turn_with_its_own_context_a_tree(talks):
     rollout = talks(False)
     assert rollout.tree_groups() == [0, 1]
     assert rollout.tree_groups(1) == rollout.tree_groups(1, 2) == [1]
@@ -286,8 +279,6 @@ def test_an_episode_whose_history_is_kept_is_one_branch(talks):
     assert (first.prefix.tolist(), second.prefix.tolist()) == ([0, 1, 2], [5, 6])
     assert [len(branch) for branch in second.branches] == [3, 2, 4]
 
-
-def test_each_turn_with_a_context_of_its_own_is_a_tree(talks):
     rollout = talks(True)
     assert rollout.tree_groups() == [0, 0, 0, 0, 1, 1]
     assert rollout.tree_groups(0, 1) == [0] * 4
@@ -296,14 +287,10 @@ def test_each_turn_with_a_context_of_its_own_is_a_tree(talks):
     assert [tree.branches[0].tolist() for tree in trees[:4]] == [[3, 1], [7], [10], [1]]
     assert [len(rollout.trees(None, *part)) for part in ((0, 1), (1,), (1, 2))] == [4, 2, 2]
 
-
-def test_rounds_are_joined_with_their_conversations(talks):
     inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {})
     rounds = [replace(talks(True), inputs=inputs)] * 2
     assert Rollout.join(rounds).tree_groups() == [0] * 4 + [1] * 2 + [2] * 4 + [3] * 2
 
-
-def test_groups_are_taken_and_restored_with_their_conversations(talks):
     plain = replace(talks(True), advantages=np.zeros(0, np.float32), token_values={})
     taken = plain.take(np.array([1]))
     assert taken.conversations.prompts[0].tolist() == [5, 6]
@@ -353,8 +340,6 @@ def test_failures_of_rounds_add_up_and_other_metrics_are_averaged(rollout):
     rounds = [replace(rollout, inputs=inputs, metrics=each) for each in metrics]
     assert Rollout.join(rounds).metrics == {"reward": 1.5, "episodes/failed": 5.0, "rare": 5.0}
 
-
-def test_without_a_token_there_is_no_speed():
     assert Timing(1.0, 2.0).metrics() == {"time/rollout": 1.0, "time/reward": 2.0}
     assert "rollout/tokens_per_second" in Timing(1.0, 2.0, 1).metrics()
 

@@ -26,7 +26,7 @@ def shown(rollout, labels, count):
     return list(completion_lines(rollout, [SimpleNamespace(label=label) for label in labels], count))
 
 
-def test_printed_completions_are_evenly_spread_and_a_lone_reward_is_named_once():
+def test_printed_completions_are_evenly_spread_with_their_rewards_and_roles():
     many = rollout(["p"] * 7, [f"c{i}" for i in range(7)], [[i / 2] for i in range(7)])
     texts = shown(many, ["right"], 3)
     assert [text.splitlines()[0] for text in texts] == [
@@ -41,14 +41,10 @@ def test_printed_completions_are_evenly_spread_and_a_lone_reward_is_named_once()
         "completion 7 of 7  reward 3  advantage 6  3 tokens\n"
     )
 
-
-def test_several_rewards_are_named_and_none_is_needed():
     two = rollout(["p"], ["c"], [[1.0, np.nan]])
     assert shown(two, ["right", "short"], 1)[0].startswith("completion 1 of 1  reward 1  right 1  short –  3")
     assert shown(rollout(["p"], ["c"], [[1.0]]), [], 1)[0].startswith("completion 1 of 1  3 tokens")
 
-
-def test_messages_are_shown_with_their_roles():
     ask = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?\nSay."}]
     call = {"function": {"name": "add", "arguments": "{}"}}
     said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]

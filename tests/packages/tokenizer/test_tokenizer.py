@@ -73,7 +73,7 @@ def test_generation_marks_say_what_the_assistant_wrote():
     assert not Encoder(small_tokenizer(template=CHATML)).chat.marks()
 
 
-def test_a_template_may_come_from_a_file(tmp_path):
+def test_templates_and_special_ids_come_from_files_and_hashes_tell_tokenizers_apart(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(CHATML, encoding="utf-8")
     tokenizer = small_tokenizer()
@@ -81,8 +81,6 @@ def test_a_template_may_come_from_a_file(tmp_path):
     assert template_hash(tokenizer, str(path)) == template_hash(small_tokenizer(template=CHATML))
     assert template_hash(tokenizer) is None
 
-
-def test_special_ids_include_the_generation_config(tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     assert special_ids(load_tokenizer(tmp_path)).eos == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1, 99999]}')
@@ -91,8 +89,6 @@ def test_special_ids_include_the_generation_config(tmp_path):
     assert special.eos == (1, 5)  # the tokenizer's own comes first; ids outside its vocabulary are dropped
     assert special.pad is None
 
-
-def test_hashes_tell_tokenizers_apart(tmp_path):
     tokenizer = small_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer_hash(load_tokenizer(tmp_path)) == tokenizer_hash(tokenizer)
