@@ -97,15 +97,3 @@ def test_every_field_is_read(
     )
     assert unread <= ignored  # which are warnings
     assert ignored - unread <= {"prompt_repeated"}  # read with the other settings of texts by every trainer
-
-
-def test_what_a_trainer_does_not_use_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="no effect") as said:
-        config = GRPOConfig(max_length=64)
-    assert [str(each.message) for each in said] == [
-        "GRPOConfig.max_length (here max_sequence_length): has no effect here: max_prompt_length limits prompts, "
-        "max_completion_length completions"
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert GRPOConfig.from_dict(config.to_dict()).replace(seed=1).max_sequence_length == 1024

@@ -127,6 +127,7 @@ SECTIONS = {
         call("several sets for a trainer of one", two_sets),
         setting("evaluation_steps = 2"),
         setting("disable_dropout = false"),
+        setting("max_length = 64", command="check policy.toml"),
         endless("base.toml", "corpus.jsonl"),
         endless("policy.toml", "prompts.jsonl"),
         *(typed(command, f"no end-of-sequence token: {command}", other_end(None)) for command in NO_END),

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core import data
-from rlhf_core.errors import InputError
 
 TOOLED = (
     "{% for t in tools or [] %}{{ t.name }} {{ t.parameters | length }} {% endfor %}{% for m in messages %}"
@@ -119,13 +118,6 @@ def test_texts_and_prompts_are_counted_alike(tokenizer):
 
 def conversation(role="assistant", **message):
     return [{"role": "user", "content": "a"}, {"role": role, "content": "b", **message}]
-
-
-def test_a_wrong_first_row_does_not_decide_the_format(tokenizer):
-    talks = [{"chosen": conversation(content="c"), "rejected": conversation()} for _ in range(3)]
-    with pytest.raises(InputError) as error:
-        pairs([{**talks[0], "chosen": "a c"}, *talks], tokenizer, chat_template="plain")
-    assert error.value.problems == ("dataset row 1: 'chosen' is text, not a list of messages",)
 
 
 TOOLS = [{"name": "f", "parameters": {"x": 1, "y": 2}}, {"name": "g", "parameters": {"z": 1}}]

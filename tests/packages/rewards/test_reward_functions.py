@@ -103,13 +103,8 @@ def test_objects_are_set_up_once_and_called():
 def test_a_missing_column_is_reported_at_set_up_before_anything_is_loaded():
     judge = Judge()
     rewards = [reward(judge), reward(lambda completions, gold, key: None, "exact")]
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"needs the column 'gold'[\s\S]*needs the column 'key'"):
         set_up(rewards, PROMPTS, STAGE)
-    assert caught.value.problems == tuple(
-        f"stage 'policy'.rewards: reward 'exact' needs the column '{name}', which train_data does not have; "
-        "it has answer, number"
-        for name in ("gold", "key")
-    )
     assert judge.stages == []
 
 
@@ -213,13 +208,3 @@ def test_rewards_by_name_or_as_functions_with_their_labels_and_weights(registry)
         InputError, match=r"3 weights for 1 rewards; the environment has its own, environment\.weight"
     ):
         build([{"name": "scaled"}], weights=[1.0, 2.0, 3.0], registry=registry, environment=environment)
-
-
-def test_a_function_of_a_file(registry, tmp_path):
-    (tmp_path / "mine.py").write_text("def shout(completions, number):\n    return [2 * n for n in number]\n")
-    name = f"{tmp_path}/mine.py:shout"
-    for made in (
-        build([{"name": name, "label": "shout"}], registry=registry),
-        build(given=[name], registry=registry),
-    ):
-        assert score(made, INPUTS)[:, 0].tolist() == [2, 2, 4]
