@@ -15,21 +15,9 @@ import optax
 import pytest
 from rlhf_sft import SFTConfig
 
-from rlhf_core import hookimpl
 from rlhf_core.errors import InputError
 from rlhf_core.step import layer_norms
-
-
-class Interrupt:
-    """A logger that interrupts after an update."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
+from tests.shared.interrupts import interrupt
 
 
 def checkpoints(directory: Path) -> list[int]:
@@ -38,7 +26,7 @@ def checkpoints(directory: Path) -> list[int]:
 
 def interrupted(short: Any, at: str, step: int = 4, **given: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
-        short.train("sft", at=at, listeners=(Interrupt(step),), save_steps=2, **given)
+        short.train("sft", at=at, listeners=(interrupt(step),), save_steps=2, **given)
 
 
 def equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
@@ -123,20 +111,7 @@ def test_moments_in_bfloat16(short: Any, tmp_path: Path) -> None:
 
 
 def test_loggers_hear_of_every_third_update(short: Any) -> None:
-    from rlhf_core.loggers.every import every
-
-    class Heard:
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        @hookimpl
-        def rlhf_step_end(self, step: int) -> None:
-            self.steps.append(step)
-
-    heard = Heard()
-    short.train("sft", listeners=(every(heard, 4),), log_steps=2, report_steps=4)
-    assert heard.steps == [4, 6]
-    _, watch = short.train("sft", at="both", log_steps=4, report_steps=3)
+    _, watch = short.train("sft", log_steps=4, report_steps=3)
     assert watch.steps() == [3, 4, 6]
 
 

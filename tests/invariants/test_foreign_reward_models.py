@@ -9,15 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
-import jax
 import numpy as np
 import pytest
-from rlhf_rewards.commands import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import REWARD, artifacts, data, plugins
-from rlhf_core.cli.generate import generate
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.scoring import Scorer, ScoringContract
@@ -56,7 +53,9 @@ def score_of(path: Path, ids: list[int]) -> float:
     return float(load_model(path, "score").scores(np.array([ids]), np.ones((1, len(ids)), int))[0])
 
 
-def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: Any, tmp_path: Path) -> None:
+def test_a_foreign_model_is_scored_where_its_template_ends(
+    foreign: Path, tiny: Any, tmp_path: Path, rlhf: Any
+) -> None:
     wanted, at_stop = score_of(foreign, IDS), score_of(foreign, IDS[:-1])
     assert abs(wanted - at_stop) > 1e-3
     assert make_tokenizer().apply_chat_template(CHAT, return_dict=False) == IDS
@@ -71,7 +70,7 @@ def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: 
     judge.setup(SimpleNamespace(devices=tiny.one_device, registry=host.registry))
     np.testing.assert_allclose(judge([CHAT[:1]], [CHAT[1:]]), [wanted], rtol=1e-5)
     source, target = tiny.write_rows(tmp_path / "rows.jsonl", rows[0]), tmp_path / "scored.jsonl"
-    score(str(foreign), source, target)
+    assert rlhf("score", str(foreign), str(source), "-o", str(target)).code == 0
     np.testing.assert_allclose([row["score"] for row in tiny.read_rows(target)], [wanted], rtol=1e-5)
     # A text has no template to end it, and gets EOS as ever.
     np.testing.assert_allclose(
@@ -81,7 +80,7 @@ def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], []])
 def test_a_language_model_is_refused_at_every_door(
-    architectures: list[str], tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architectures: list[str], tiny: Any, tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a hub name as by a path, and where config.json does not say what it is."""
     snapshot = tmp_path / "snapshot"
@@ -103,23 +102,24 @@ def test_a_language_model_is_refused_at_every_door(
         stage = SimpleNamespace(devices=tiny.one_device, registry=host.registry)
         doors = (
             lambda name=name: Scorer.load(name),
-            lambda name=name: score(name, rows, None),
             lambda judge=judge, stage=stage: judge.setup(stage),
         )
         for door in doors:
             with pytest.raises(InputError, match=f"{name} is a language model, without a reward head"):
                 door()
+        said = f"{name} is a language model, without a reward head"
+        assert said in rlhf("score", name, str(rows)).message
     assert artifacts.MANIFEST in asked[0]  # else a model of ours would lose its contract on the hub
 
 
 def test_a_reward_model_of_the_hub_writes_nothing(
-    foreign: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    foreign: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(foreign))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="is a reward model, which does not generate"):
-        generate(model="owner/model", prompt=["a"])
-    assert jax.process_count() == 1
+    ended = rlhf("generate", "owner/model", "--prompt", "a")
+    assert ended.code == 2
+    assert "is a reward model, which does not generate" in ended.message
 
 
 @pytest.mark.parametrize(

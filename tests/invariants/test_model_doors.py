@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 from rlhf_core import cli, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model, load_model
-from rlhf_core.runtime import distributions
 from rlhf_core.scoring import Scorer
 
 PLUGIN = """
@@ -78,10 +76,11 @@ def test_a_command_opens_a_family_given_as_a_file(
 def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stranger's family as an installed distribution has it, beside models that were made before."""
     assert made
-    known = distributions.find_points
-    point = importlib.metadata.EntryPoint("strange", plugin.stem, plugins.GROUP)
+    info = plugin.parent / "strange-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nstrange = {plugin.stem}\n")
     monkeypatch.syspath_prepend(plugin.parent)
-    monkeypatch.setattr(distributions, "find_points", lambda group: [*known(group), point])
     monkeypatch.setenv(plugins.DISABLE, " ")  # asks for them again
     yield
     sys.modules.pop(plugin.stem, None)

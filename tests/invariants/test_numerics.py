@@ -11,11 +11,10 @@ from typing import ClassVar
 import jax
 import numpy as np
 import pytest
-from rlhf_reward.losses import BradleyTerry
-from rlhf_reward.objective import objective as reward_objective
-from rlhf_reward.objective import pair_loss
+from rlhf_reward import objective as reward
 from rlhf_sft.train import objective as sft_objective
 
+from rlhf_core import PAIRWISE_LOSS, plugins
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.packing import Layout, Tree, pack, tree
@@ -78,8 +77,9 @@ class Reward:
         ]
         self.pairs = list(zip(*sides, rng.random(16).astype(np.float32), strict=True))
         self.head, self.model = "score", definition("score")
-        measure = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
-        self.objective = partial(reward_objective, self.model, measure)
+        loss = plugins.load().registry.get(PAIRWISE_LOSS, "bradley_terry")
+        measure = partial(reward.pair_loss, loss, coefficient=0.1, name="bradley_terry")
+        self.objective = partial(reward.objective, self.model, measure)
 
     def trees(self, shared: bool) -> list[Tree]:
         margins = [{"margin": np.full(2, m, np.float32)} for _, _, m in self.pairs]

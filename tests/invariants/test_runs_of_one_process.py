@@ -26,7 +26,6 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Decoder
 from rlhf_core.plugins import load_file
 from rlhf_core.runtime import caches, devices
-from rlhf_core.runtime.caches import Exact, cached, own_run
 from rlhf_core.state import TrainState
 from rlhf_core.training import PaddedObjective
 
@@ -195,8 +194,8 @@ def test_a_run_leaves_nothing_of_its_files_and_warns_as_the_first_one_did() -> N
 def test_a_run_within_a_run_is_part_of_it() -> None:
     ended: list[str] = []
     caches.at_run_end(lambda: ended.append("outside"))
-    with own_run():
-        with own_run():
+    with caches.own_run():
+        with caches.own_run():
             caches.at_run_end(lambda: ended.append("inside"))
         assert not ended
     assert ended == ["inside"]
@@ -217,10 +216,10 @@ NUMBERS = (1, 1.0, True, np.float32(1), 0.0, -0.0)
 )
 def test_values_that_compare_equal_are_told_apart_by_type_and_sign(made: Callable[[Any], Any]) -> None:
     calls: list[Any] = []
-    recall = cached(lambda value: calls.append(value) or len(calls))
+    recall = caches.cached(lambda value: calls.append(value) or len(calls))
     assert [recall(made(number)) for number in NUMBERS] == [1, 2, 3, 4, 5, 6]
     assert [recall(made(number)) for number in NUMBERS] == [1, 2, 3, 4, 5, 6]
-    assert Exact(Options(1, note=[])) == Exact(Options(1, note={}))
+    assert caches.Exact(Options(1, note=[])) == caches.Exact(Options(1, note={}))
 
 
 def test_definitions_of_models_are_told_apart_by_type(tiny: Any) -> None:

@@ -17,8 +17,9 @@ from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig
 
-from rlhf_core import InputError, hookimpl, load_model
+from rlhf_core import InputError, load_model
 from rlhf_core.sampling import Sampler
+from tests.shared.interrupts import interrupt
 
 SETTINGS: dict[str, Any] = {
     "total_batch_size": 4,
@@ -27,16 +28,6 @@ SETTINGS: dict[str, Any] = {
     "log_steps": 1,
     "shuffle_buffer": 8,
 }
-
-
-class StopAt:
-    def __init__(self, step: int = 3) -> None:
-        self.step = step
-
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["stream", pytest.param("large file", marks=pytest.mark.long)])
@@ -52,7 +43,7 @@ def test_an_interrupted_stage_ends_as_one_that_was_not(
     config = SFTConfig(train_data=spec, max_training_steps=6, **evaluated, **SETTINGS)
     straight = tiny.run("sft", config, tmp_path / "a", model=tiny.make_model())
     with pytest.raises(KeyboardInterrupt):
-        tiny.run("sft", config, tmp_path / "b", model=tiny.make_model(), listeners=[StopAt()])
+        tiny.run("sft", config, tmp_path / "b", model=tiny.make_model(), listeners=[interrupt(3)])
     found = tiny.run("sft", config, tmp_path / "b", model=tiny.make_model())
     one, other = (tiny.leaves(load_model(each.path).params) for each in (straight, found))
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -84,7 +75,7 @@ def test_dpo_on_a_stream_is_dpo_on_the_rows(adapters: bool, tiny: ModuleType, tm
     if adapters:
         return
     with pytest.raises(KeyboardInterrupt):
-        run("parts", stream, StopAt())
+        run("parts", stream, interrupt(3))
     parts = run("parts", stream)
     assert all(np.array_equal(parts[name], straight[name]) for name in whole)
 
@@ -141,7 +132,7 @@ def test_rollouts_take_the_next_prompts_of_a_stream(
     straight = run("straight")
     for stop in (5, 6):
         with pytest.raises(KeyboardInterrupt):
-            run(f"parts {stop}", StopAt(stop))
+            run(f"parts {stop}", interrupt(stop))
         parts = run(f"parts {stop}")
         assert all(np.array_equal(parts[name], straight[name]) for name in straight)
     files = sorted((tmp_path / "straight/samples").glob("update-*.jsonl"))

@@ -11,21 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import fit, hookimpl
+from rlhf_core import fit
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-
-
-class Interrupt:
-    """A logger that interrupts after one update."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
+from tests.shared.interrupts import interrupt
 
 
 def checkpoints(directory: Path) -> list[int]:
@@ -43,7 +32,7 @@ def test_every_optimizer_learns_sharded_and_resumes_from_its_checkpoint(short: A
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
     with pytest.raises(KeyboardInterrupt):
-        short.train("sft", at="again", listeners=(Interrupt(4),), **given)
+        short.train("sft", at="again", listeners=(interrupt(4),), **given)
     again, later = short.train("sft", at="again", **given)
     assert later.steps() == [4, 5, 6]
     for path, leaf in whole.items():
@@ -93,7 +82,7 @@ def test_an_unknown_metric_is_refused_before_the_first_update(short: Any) -> Non
             inputs={"eval_dataset": short.rows["sft"]},
             evaluation_steps=2,
             metric_for_best_model="entrpy",
-            listeners=(Interrupt(1),),
+            listeners=(interrupt(1),),
         )
 
 
