@@ -12,10 +12,12 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.environments import TurnRecord
+from rlhf_core.environments import Episode, TurnRecord
 from rlhf_core.metrics import Mean
 from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
-from rlhf_core.rollouts.rollout import Conversations, Timing
+from rlhf_core.rollouts.rollout import Conversations, Timing, completion_lines
+from rlhf_core.runtime.terminal import escape_control
+from rlhf_core.sampling import Rollouts
 from tests.shared import collectors
 
 G, C = 3, 4
@@ -371,3 +373,94 @@ def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) 
     else:
         assert judged == [(0, 0.5), (2, 4.0)]
         assert found == [None, None, None, "off", None, None]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("context", [None, np.arange(6, dtype=np.int32)])
+def test_a_checkpoint_keeps_turns_and_whether_each_is_a_row(again, context):
+    """Also of episodes of one turn, which has no context in either case."""
+    turns = [[TurnRecord(0, 2), TurnRecord(5, 7, context)], [], [TurnRecord(0, 1)], [TurnRecord(0, 3)]]
+    prompts = [np.arange(3, dtype=np.int32), np.arange(1, dtype=np.int32)]
+    arrays = Conversations(prompts, turns, one_row_per_turn=again).arrays("e/")
+    kept = Conversations.from_arrays(arrays, "e/")
+    assert kept.one_row_per_turn is again
+    assert [[(t.start, t.end) for t in each] for each in kept.turns] == [
+        [(t.start, t.end) for t in each] for each in turns
+    ]
+    assert (kept.turns[0][1].context is None) is (context is None)
+    assert [prompt.tolist() for prompt in kept.prompts] == [[0, 1, 2], [0]]
+    assert Conversations.from_arrays(arrays, "another/") is None
+
+
+def test_conversations_of_episodes_that_did_not_begin_or_were_not_answered():
+    empty, prompt = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
+    every = [Episode({}, 0, "", prompt=each) for each in (empty, prompt, empty, empty)]
+    said = Conversations.of(SimpleNamespace(episodes=every), 2, one_row_per_turn=False)
+    assert [each.tolist() for each in said.prompts] == [[0, 1, 2], [0]]
+
+    said = Conversations(
+        [], [[TurnRecord(0, 2, message=0), TurnRecord(5, 6, message=2)]], [[0.5]], ["failed"]
+    )
+    assert said.described(0) == {
+        "turns": [{"message": 0, "tokens": 2, "reward": 0.5}, {"message": 2, "tokens": 1, "reward": None}],
+        "failure": "failed",
+    }
+
+
+# Completions of a rollout in the terminal
+
+
+def of(prompts, completions, rewards):
+    n = len(completions)
+    samples = Rollouts(
+        np.ones((n, 3), np.int32), np.full(n, 3, np.int32), np.zeros((n, 3), np.float32), np.arange(n) > 0
+    )
+    inputs = RewardInputs(prompts, completions, [[1] * 3] * n, {})
+    rewards = np.array(rewards, np.float64)
+    return Rollout(np.arange(n), samples, rewards, np.nansum(rewards, 1), inputs)
+
+
+def shown(rollout, labels, count):
+    return list(completion_lines(rollout, [SimpleNamespace(label=label) for label in labels], count))
+
+
+def test_printed_completions_are_evenly_spread_with_their_rewards_and_roles():
+    many = of(["p"] * 7, [f"c{i}" for i in range(7)], [[i / 2] for i in range(7)])
+    texts = shown(many, ["right"], 3)
+    assert [text.splitlines()[0] for text in texts] == [
+        "completion 1 of 7  reward 0  3 tokens, cut",
+        "completion 4 of 7  reward 1.5  3 tokens",
+        "completion 7 of 7  reward 3  3 tokens",
+    ]
+    assert len(shown(many, ["right"], 100)) == 7
+    assert shown(many, ["right"], 0) == []
+    advantaged = replace(many, advantages=np.arange(7, dtype=np.float32))
+    assert shown(advantaged, ["right"], 2)[1].startswith(
+        "completion 7 of 7  reward 3  advantage 6  3 tokens\n"
+    )
+
+    two = of(["p"], ["c"], [[1.0, np.nan]])
+    assert shown(two, ["right", "short"], 1)[0].startswith("completion 1 of 1  reward 1  right 1  short –  3")
+    assert shown(of(["p"], ["c"], [[1.0]]), [], 1)[0].startswith("completion 1 of 1  3 tokens")
+
+    ask = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?\nSay."}]
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    one, several = shown(
+        of([ask, ask], [[{"role": "assistant", "content": "So."}], said], [[1], [1]]), ["r"], 2
+    )
+    assert one.splitlines()[1:] == ["  after system: Be brief. user: Why? Say.", "  │ So."]
+    assert several.splitlines()[2:] == [f"  │ assistant: {[call]}", "  │ tool: 3"]
+
+
+def test_no_line_of_a_completion_can_pass_for_another_and_none_drives_the_terminal():
+    evil = "\x1b[2Jok\r[policy] done\n[policy] saved model\u2028x\n\n"
+    text = escape_control(shown(of(["a" * 300], [evil + "b" * 2000], [[1]]), ["r"], 1)[0])
+    first, prompt, *lines = text.split("\n")
+    assert first.startswith("completion 1 of 1")
+    assert prompt == "  after …" + "a" * 199
+    assert all(line.startswith("  │ ") for line in lines)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert text.endswith(f"… ({2000 + len(evil):,} characters)")
+    assert shown(of(["p"], [""], [[1]]), ["r"], 1)[0].endswith("  │ (nothing)")
