@@ -12,21 +12,20 @@ from typing import Any
 import jax
 import pydantic
 import pytest
-from rlhf_dpo import DPOConfig
-from rlhf_grpo import GRPOConfig
-from rlhf_reward import RewardConfig
-from rlhf_sft import SFTConfig
+from rlhf_dpo import DPOConfig, DPOTrainer
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import config
 from rlhf_core.config import Ignored, TrainerConfig
 from rlhf_core.mesh import make_mesh
-from rlhf_core.stage.alone import run_alone
 
-CONFIGS: dict[str, type[TrainerConfig]] = {
-    "sft": SFTConfig,
-    "reward": RewardConfig,
-    "grpo": GRPOConfig,
-    "dpo": DPOConfig,
+CLASSES_OF: dict[str, tuple[type[TrainerConfig], Any]] = {
+    "sft": (SFTConfig, SFTTrainer),
+    "reward": (RewardConfig, RewardTrainer),
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
 }
 CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (config, pydantic))
 
@@ -76,19 +75,19 @@ def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "trainer", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+    "trainer", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.long) for name in CLASSES_OF]
 )
 def test_every_field_is_read(
     trainer: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: set[str] = set()
-    cls = CONFIGS[trainer]
+    cls, made = CLASSES_OF[trainer]
     config = recording(cls, read)(**everything(trainer, tiny, tmp_path))
     read.clear()  # what validation looked at
     monkeypatch.setattr("rlhf_core.stage.alone.make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run_alone(trainer, config)
+        made(config).train()
     unread = set(cls.model_fields) - read
     unread -= {"dataloader_num_workers", "dataset_num_proc", "shuffle_buffer"}  # of streams and large data
     unread -= {"router_bias_rate"}  # of models with experts
@@ -97,15 +96,3 @@ def test_every_field_is_read(
     )
     assert unread <= ignored  # which are warnings
     assert ignored - unread <= {"prompt_repeated"}  # read with the other settings of texts by every trainer
-
-
-def test_what_a_trainer_does_not_use_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="no effect") as said:
-        config = GRPOConfig(max_length=64)
-    assert [str(each.message) for each in said] == [
-        "GRPOConfig.max_length (here max_sequence_length): has no effect here: max_prompt_length limits prompts, "
-        "max_completion_length completions"
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert GRPOConfig.from_dict(config.to_dict()).replace(seed=1).max_sequence_length == 1024

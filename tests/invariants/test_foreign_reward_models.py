@@ -9,16 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
-import jax
 import numpy as np
 import pytest
-from rlhf_reward import RewardConfig, RewardTrainer
-from rlhf_rewards.commands import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import REWARD, artifacts, data, plugins
-from rlhf_core.cli.generate import generate
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.scoring import Scorer, ScoringContract
@@ -57,7 +53,9 @@ def score_of(path: Path, ids: list[int]) -> float:
     return float(load_model(path, "score").scores(np.array([ids]), np.ones((1, len(ids)), int))[0])
 
 
-def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: Any, tmp_path: Path) -> None:
+def test_a_foreign_model_is_scored_where_its_template_ends(
+    foreign: Path, tiny: Any, tmp_path: Path, rlhf: Any
+) -> None:
     wanted, at_stop = score_of(foreign, IDS), score_of(foreign, IDS[:-1])
     assert abs(wanted - at_stop) > 1e-3
     assert make_tokenizer().apply_chat_template(CHAT, return_dict=False) == IDS
@@ -72,7 +70,7 @@ def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: 
     judge.setup(SimpleNamespace(devices=tiny.one_device, registry=host.registry))
     np.testing.assert_allclose(judge([CHAT[:1]], [CHAT[1:]]), [wanted], rtol=1e-5)
     source, target = tiny.write_rows(tmp_path / "rows.jsonl", rows[0]), tmp_path / "scored.jsonl"
-    score(str(foreign), source, target)
+    assert rlhf("score", str(foreign), str(source), "-o", str(target)).code == 0
     np.testing.assert_allclose([row["score"] for row in tiny.read_rows(target)], [wanted], rtol=1e-5)
     # A text has no template to end it, and gets EOS as ever.
     np.testing.assert_allclose(
@@ -80,51 +78,9 @@ def test_a_foreign_model_is_scored_where_its_template_ends(foreign: Path, tiny: 
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("read_at", "kept"), [(None, "template"), ("eos", "eos")])
-def test_training_it_on_keeps_where_it_is_read(
-    foreign: Path, tmp_path: Path, read_at: Any, kept: str
-) -> None:
-    rows = [
-        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": letter}]}
-        for letter in "defgh"
-    ]
-    config = RewardConfig(
-        max_training_steps=1, total_batch_size=4, save_directory=str(tmp_path / "run"), read_at=read_at
-    )
-    trained = RewardTrainer(config, model=str(foreign), train_dataset=rows).train().artifact
-    assert trained.metadata["contract"]["read_at"] == kept
-    scorer = Scorer.load(trained.path)
-    ids = IDS if kept == "template" else IDS[:-1]
-    np.testing.assert_allclose(
-        scorer.score_completions([CHAT[:1]], ["c"]), [score_of(trained.path, ids)], rtol=1e-5
-    )
-    # And once more, from our artifact: its contract says it.
-    config = config.replace(save_directory=str(tmp_path / "again"), read_at=None)
-    again = RewardTrainer(config, model=str(trained.path), train_dataset=rows).train().artifact
-    assert again.metadata["contract"]["read_at"] == kept
-
-
-def test_a_model_that_starts_as_a_language_model_is_read_at_its_templates_end(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "lm"
-    model = tiny.make_model("lm")
-    dataclasses.replace(model, tokenizer=make_tokenizer()).save(path)
-    rows = [{"prompt": CHAT[:1], "chosen": "c", "rejected": "d"}]
-    rows = [
-        {**row, **{s: [{"role": "assistant", "content": row[s]}] for s in ("chosen", "rejected")}}
-        for row in rows
-    ]
-    config = RewardConfig(max_training_steps=1, total_batch_size=1, save_directory=str(tmp_path / "run"))
-    trained = RewardTrainer(config, model=str(path), train_dataset=rows).train().artifact
-    assert trained.metadata["contract"]["read_at"] == "template"
-    assert f"{path} is a language model: its reward head is new" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], []])
 def test_a_language_model_is_refused_at_every_door(
-    architectures: list[str], tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architectures: list[str], tiny: Any, tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a hub name as by a path, and where config.json does not say what it is."""
     snapshot = tmp_path / "snapshot"
@@ -146,23 +102,24 @@ def test_a_language_model_is_refused_at_every_door(
         stage = SimpleNamespace(devices=tiny.one_device, registry=host.registry)
         doors = (
             lambda name=name: Scorer.load(name),
-            lambda name=name: score(name, rows, None),
             lambda judge=judge, stage=stage: judge.setup(stage),
         )
         for door in doors:
             with pytest.raises(InputError, match=f"{name} is a language model, without a reward head"):
                 door()
+        said = f"{name} is a language model, without a reward head"
+        assert said in rlhf("score", name, str(rows)).message
     assert artifacts.MANIFEST in asked[0]  # else a model of ours would lose its contract on the hub
 
 
 def test_a_reward_model_of_the_hub_writes_nothing(
-    foreign: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    foreign: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(foreign))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="is a reward model, which does not generate"):
-        generate(model="owner/model", prompt=["a"])
-    assert jax.process_count() == 1
+    ended = rlhf("generate", "owner/model", "--prompt", "a")
+    assert ended.code == 2
+    assert "is a reward model, which does not generate" in ended.message
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from rlhf_tools import commands
 from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline
 from rlhf_core.data import load
 from rlhf_core.data.streams import open_streams
-from rlhf_core.hub import parse
 from rlhf_core.tokenizer import load_tokenizer
 from tests.shared.plans import forecast_of, plan_of
 
@@ -251,18 +250,6 @@ def test_the_card_of_a_reward_model(hub: tuple[Hub, str], tiny: ModuleType, tmp_
     assert str(tmp_path) not in card
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "give DIR, a new directory, or --push"),
-        ({"directory": Path("x"), "private": True}, "need --push"),
-    ],
-)
-def test_flags_that_do_not_fit(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        commands.export("MODEL", **given)
-
-
 PIPELINE = """
 dir = "runs/hub"
 
@@ -371,6 +358,9 @@ def test_names_of_the_hub_in_python(hub: tuple[Hub, str], tiny: ModuleType, tmp_
     put(there, "datasets/me/texts", {"a.jsonl": rows(*"cd")})
     assert load_model("hf://me/orders@new%2Fbranch").hf_config == load_model(tmp_path / "MODEL").hf_config
     assert len(load_tokenizer("hf://me/orders@new%2Fbranch")) == len(tiny.make_tokenizer())
+    assert load_model("hf://models/me/orders@new%2Fbranch/").hf_config["hidden_size"] == 16
+    put(there, "datasets/me/texts", {"parts/b.jsonl": rows("e")}, "refs/pr/3")
+    assert [row["completion"] for row in load("hf://datasets/me/texts@refs/pr/3/parts/b.jsonl")] == [" e"]
     whole = load({"name": "jsonl", "path": "hf://datasets/me/texts/a.jsonl", "split": "train[:1]"})
     assert [row["completion"] for row in whole] == [" c"]
     (stream,) = open_streams({"path": "hf://datasets/me/texts@main/a.jsonl", "streaming": True})
@@ -409,17 +399,3 @@ def test_names_that_the_hub_does_not_have(
     put(hub[0], "datasets/me/texts", {"a.jsonl": rows("c")})
     with pytest.raises(InputError, match=said):
         call()
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("hf://me/x", ("me/x", "model", None, None)),
-        ("hf://models/me/x@v1.0/", ("me/x", "model", "v1.0", None)),
-        ("hf://datasets/me/x@refs/pr/3/a/b.jsonl", ("me/x", "dataset", "refs/pr/3", "a/b.jsonl")),
-        ("hf://datasets/me/x@a%2Fb/c.jsonl", ("me/x", "dataset", "a/b", "c.jsonl")),
-    ],
-)
-def test_parts_of_a_name(name: str, parts: tuple[str, ...]) -> None:
-    assert parse(name) == parts
-    assert parse(str(parse(name))) == parts

@@ -13,11 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from rlhf_reward import evaluation_step
 
-from rlhf_core import create_state, fit, load_model, optimizers
+from rlhf_core import fit, optimizers
 from rlhf_core.step import Programs
 
 ADAPTERS = {"rank": 2, "dropout": 0.1}
@@ -86,60 +84,6 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     assert calls["accumulate"] >= 6
     updates = [name for name in short_runs.COMPILED[before:] if "accumulate" in name or "apply" in name]
     assert 2 <= len(updates) <= 5, updates
-
-
-def padded(tiny: ModuleType, tokenizer: Any, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    batch = {"margin": np.array([row["margin"] for row in rows])}
-    for side in ("chosen", "rejected"):
-        ids = [[*tokenizer(row["prompt"] + row[side])["input_ids"], tokenizer.eos_token_id] for row in rows]
-        width = max(map(len, ids))
-        batch[f"input_ids_{side}"] = np.array([i + [0] * (width - len(i)) for i in ids])
-        batch[f"attention_mask_{side}"] = np.array([[1] * len(i) + [0] * (width - len(i)) for i in ids])
-    return batch
-
-
-# The rows: tests/packages/training/test_held_out.py; the metrics: tests/plugins/reward/test_evaluation.py.
-@pytest.mark.long
-@pytest.mark.parametrize("limit", [None, 2])
-def test_evaluation_reads_every_row_once(
-    tiny: ModuleType, short: Any, tmp_path: Path, limit: int | None
-) -> None:
-    """Seven rows in batches of three; with a limit, the first two batches."""
-    held_out = tiny.pairs(7, seed=5)
-    _, watch = short.train(
-        "reward",
-        inputs={"eval_dataset": held_out},
-        eval_batch_size=3,
-        evaluation_steps=4,
-        max_evaluation_steps=limit,
-    )
-    assert watch.steps("eval_loss") == [4, 6]
-    assert watch.steps("loss") == [1, 2, 3, 4, 5, 6]
-    trained = load_model(tmp_path / "reward" / "artifacts" / "model", "score", mesh=tiny.one_device())
-    seen = held_out if limit is None else held_out[:6]
-    expected = evaluation_step(
-        create_state(trained, optax.identity()), padded(tiny, trained.tokenizer, seen), 0.1
-    )
-    found = {name: watch.last(f"eval_{name}") for name in expected}
-    assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.long  # as in test_order.py
-def test_the_time_limit_ends_training_and_keeps_the_model(short: Any, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="training_time_limit .* after update 1 of 6"):
-        _, watch = short.train("sft", training_time_limit=1e-3, log_steps=10)
-    assert watch.steps() == [1]
-    assert (tmp_path / "sft" / "artifacts" / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.long  # test_trainer_fields.py has runs that keep all, and one
-@pytest.mark.parametrize(("keep", "steps"), [(None, [1, 2, 3, 4, 5, 6]), (2, [5, 6])])
-def test_as_many_checkpoints_stay_as_asked_for(
-    short: Any, tmp_path: Path, keep: int | None, steps: list[int]
-) -> None:
-    short.train("sft", save_steps=1, save_total_limit=keep)
-    directory = tmp_path / "sft" / "checkpoints"
-    assert sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal()) == steps
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core import hookimpl, load_model
+from rlhf_core import load_model
 from rlhf_core.errors import InputError
+from tests.shared.interrupts import interrupt
 
 LORA = {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 TRAINERS = ["sft", "reward", "grpo", "dpo"]
@@ -70,33 +71,12 @@ def test_a_resumed_run_ends_with_the_same_bits(based: Any, tiny: ModuleType, tra
     lora = {**LORA, "dropout": 0.3}
     given = {"lora": lora, "max_training_steps": 4}
     whole, _ = based(trainer, at="whole", **given)
-    with pytest.raises(InterruptedError):
-        based(trainer, at="parts", save_steps=1, listeners=[Interrupt(3)], **given)
+    with pytest.raises(KeyboardInterrupt):
+        based(trainer, at="parts", save_steps=1, listeners=[interrupt(3)], **given)
     parts, watch = based(trainer, at="parts", save_steps=1, **given)
     assert watch.steps()[0] > 1
     for name, leaf in whole.items():
         np.testing.assert_array_equal(parts[name], leaf, err_msg=name)
-
-
-class Interrupt:
-    """A logger that raises after an update, as a crash would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == self.step:
-            raise InterruptedError
-
-
-@pytest.mark.long
-def test_the_reference_of_a_policy_is_the_base_without_its_adapters(based: Any) -> None:
-    """Adapters begin without effect, so that the policy is the reference until it has moved."""
-    _, watch = based("grpo", max_training_steps=2, num_iterations=1)
-    first, second = (row["kl"] for row in watch.rows)
-    assert first == 0
-    assert second > 0
 
 
 def test_the_next_stage_trains_the_adapter_on_or_merges_it(

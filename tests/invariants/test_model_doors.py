@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_reward.model_reward import ModelReward
-from rlhf_testing.fixtures import a_stage
 from typer.testing import CliRunner
 
 from rlhf_core import cli, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model, load_model
-from rlhf_core.runtime import distributions
 from rlhf_core.scoring import Scorer
 
 PLUGIN = """
@@ -76,24 +72,15 @@ def test_a_command_opens_a_family_given_as_a_file(
         assert isinstance(CliRunner().invoke(cli.app, typed).exception, InputError)
 
 
-@pytest.mark.long  # the last test here finds every door
-def test_the_reward_model_of_a_stage_is_opened_with_its_plugins(
-    made: dict[str, Path], plugin: Path, tmp_path: Path
-) -> None:
-    stage = a_stage(tmp_path / "stage", host=plugins.load(files=[plugin]))
-    reward = ModelReward(str(made["score"]))
-    reward.setup(stage)
-    assert len(reward(["a b"], ["c d"])) == 1
-
-
 @pytest.fixture
 def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stranger's family as an installed distribution has it, beside models that were made before."""
     assert made
-    known = distributions.find_points
-    point = importlib.metadata.EntryPoint("strange", plugin.stem, plugins.GROUP)
+    info = plugin.parent / "strange-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nstrange = {plugin.stem}\n")
     monkeypatch.syspath_prepend(plugin.parent)
-    monkeypatch.setattr(distributions, "find_points", lambda group: [*known(group), point])
     monkeypatch.setenv(plugins.DISABLE, " ")  # asks for them again
     yield
     sys.modules.pop(plugin.stem, None)

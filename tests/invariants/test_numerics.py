@@ -1,4 +1,7 @@
-"""Loss and gradient of the three trainers: equal to float64 NumPy, and to themselves however an update is laid out."""
+"""Loss and gradient of two trainers: equal to float64 NumPy, and to themselves however an update is laid out.
+
+Those of GRPO: test_grpo.py; of DPO: tests/plugins/dpo/test_numerics.py.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,10 @@ from typing import ClassVar
 import jax
 import numpy as np
 import pytest
-from rlhf_grpo.losses import GRPO, Clipped, DrGRPO
-from rlhf_grpo.objective import Terms
-from rlhf_grpo.objective import objective as grpo_objective
-from rlhf_reward.losses import BradleyTerry
-from rlhf_reward.objective import objective as reward_objective
-from rlhf_reward.objective import pair_loss
+from rlhf_reward import objective as reward
 from rlhf_sft.train import objective as sft_objective
 
+from rlhf_core import PAIRWISE_LOSS, plugins
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.packing import Layout, Tree, pack, tree
@@ -78,8 +77,9 @@ class Reward:
         ]
         self.pairs = list(zip(*sides, rng.random(16).astype(np.float32), strict=True))
         self.head, self.model = "score", definition("score")
-        measure = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
-        self.objective = partial(reward_objective, self.model, measure)
+        loss = plugins.load().registry.get(PAIRWISE_LOSS, "bradley_terry")
+        measure = partial(reward.pair_loss, loss, coefficient=0.1, name="bradley_terry")
+        self.objective = partial(reward.objective, self.model, measure)
 
     def trees(self, shared: bool) -> list[Tree]:
         margins = [{"margin": np.full(2, m, np.float32)} for _, _, m in self.pairs]
@@ -94,72 +94,7 @@ class Reward:
         return reference.reward_loss(params, CONFIG, self.pairs, 0.1)
 
 
-class GRPOCase:
-    """Groups of three with old and reference log-probabilities near the policy's own."""
-
-    names: ClassVar[dict] = {
-        "token_names": ("old_logps", "ref_logps", "sampling_logps", "advantages"),
-    }
-    group = 1
-
-    def __init__(self, kind: str) -> None:
-        rng = np.random.default_rng(2)
-        self.kind = kind
-        own = reference.as_float64(weights("lm"))
-        self.groups = []
-        for prompt in sequences(rng, 10, 2, 8):
-            completions = sequences(rng, 3, 2, 10)
-            near = [
-                reference.logps(own, CONFIG, np.concatenate([prompt, c]), 0.7)[len(prompt) - 1 :]
-                for c in completions
-            ]
-            self.groups.append(
-                {
-                    "prompt": prompt,
-                    "completions": completions,
-                    "advantages": rng.normal(size=3).astype(np.float32),
-                    "old": [(x + 0.3 * rng.normal(size=len(x))).astype(np.float32) for x in near],
-                    "ref": [(x + 0.3 * rng.normal(size=len(x))).astype(np.float32) for x in near],
-                }
-            )
-        self.head, self.model = "lm", definition("lm")
-        loss = {"dapo": Clipped(), "grpo": GRPO(), "dr_grpo": DrGRPO()}[kind]
-        terms = Terms(name=kind, beta=0.1, max_completion_length=12)
-        self.objective = partial(grpo_objective, self.model, loss, terms, temperature=0.7)
-
-    def trees(self, shared: bool) -> list[Tree]:
-        out = []
-        for g in self.groups:
-            members = [[0, 1, 2]] if shared else [[0], [1], [2]]
-            for chosen in members:
-                pick = lambda values, chosen=chosen: tuple(values[i] for i in chosen)  # noqa: E731
-                out.append(
-                    Tree(
-                        prefix=g["prompt"],
-                        branches=pick(g["completions"]),
-                        token_values={
-                            "old_logps": pick(g["old"]),
-                            "ref_logps": pick(g["ref"]),
-                            "sampling_logps": pick(g["old"]),
-                            "advantages": tuple(
-                                np.full(len(g["completions"][i]), g["advantages"][i]) for i in chosen
-                            ),
-                        },
-                    )
-                )
-        return out
-
-    def expected(self, params: dict) -> float:
-        return reference.grpo_loss(params, CONFIG, self.groups, kind=self.kind, beta=0.1, length=12)
-
-
-CASES = {
-    "sft": SFT,
-    "reward": Reward,
-    "dapo": lambda: GRPOCase("dapo"),
-    "grpo": lambda: GRPOCase("grpo"),
-    "dr_grpo": lambda: GRPOCase("dr_grpo"),
-}
+CASES = {"sft": SFT, "reward": Reward}
 
 
 VARIANTS = {
@@ -172,7 +107,7 @@ VARIANTS = {
 KEPT = [
     ("sft", "packed otherwise, reversed"),
     ("reward", "packed otherwise, reversed"),
-    ("grpo", "8 devices, unshared, reversed"),
+    ("reward", "8 devices, unshared, reversed"),
 ]
 
 
@@ -188,12 +123,7 @@ def made(name):
     return CASES[name]()
 
 
-@pytest.fixture(
-    params=[
-        *(name for name in CASES if name != "dr_grpo"),
-        pytest.param("dr_grpo", marks=pytest.mark.long),  # its values: tests/plugins/grpo/test_losses.py
-    ]
-)
+@pytest.fixture(params=CASES)
 def case(request):
     return made(request.param)
 

@@ -15,29 +15,14 @@ import numpy as np
 import pytest
 
 import rlhf_core.training.define
-from rlhf_core import artifacts, checkpoint, fit, hookimpl
+from rlhf_core import artifacts, checkpoint, fit
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime import files
 from rlhf_core.step import Programs
 from rlhf_core.training import HeldOut
+from tests.shared.interrupts import At, interrupt
 
 HELD_OUT = 3
-
-
-class At:
-    """A hook that does something after a logged step."""
-
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self.step, self.act = step, act
-
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == self.step:
-            self.act()
-
-
-def killed() -> None:
-    raise KeyboardInterrupt
 
 
 def asked_to_stop() -> None:
@@ -258,7 +243,7 @@ def test_no_step_twice_after_a_kill_before_anything_was_saved(train: Any, tmp_pa
     for name in ("update-000000.jsonl", "evaluation-000001.jsonl", "notes.jsonl"):
         (samples / name).write_text("{}\n")
     with pytest.raises(KeyboardInterrupt):
-        train(listeners=(At(1, killed),), eval_on_start=True)
+        train(listeners=(interrupt(1),), eval_on_start=True)
     assert rows(tmp_path, "step") == [0, 1]
     train(eval_on_start=True, log_steps=3)
     assert rows(tmp_path, "step") == [0, 3, 6]

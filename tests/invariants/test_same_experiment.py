@@ -13,9 +13,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.directory_lock import lock
-from rlhf_core.runtime.files import unseal
-from rlhf_core.stage import alone, record
+from tests.shared.interrupts import At, interrupt
 
 BASE: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -66,7 +64,7 @@ class Run:
 def _one_device(tiny: ModuleType) -> Iterator[None]:
     """Whose programs take less time to compile."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(alone, "make_mesh", tiny.one_device)
+        patches.setattr("rlhf_core.stage.alone.make_mesh", tiny.one_device)
         yield
 
 
@@ -153,17 +151,16 @@ def test_a_checkpoint_names_its_experiment_where_the_record_is_gone(
     assert run.train({"save_directory": tmp_path}).metrics["loss"]
 
 
-def test_two_trainers_do_not_share_a_directory(tiny: ModuleType, tmp_path: Path) -> None:
-    run = Run("sft", tiny, tmp_path)
-    with lock(tmp_path), pytest.raises(InputError, match=r"^save_directory: .* is in use by another run"):
-        run.train()
+def test_two_trainers_do_not_share_a_directory(finished: Any, tmp_path: Path) -> None:
+    run = finished("sft")
 
+    def again() -> None:
+        with pytest.raises(InputError, match=r"^save_directory: .* is in use by another run"):
+            run.train({"save_directory": tmp_path})
+        raise KeyboardInterrupt
 
-def stopped_at(run: Run, step: int, directory: Path) -> None:
-    """A directory as it is after a run that was killed once update `step` was saved."""
-    shutil.copytree(run.directory / "checkpoints" / str(step), directory / "checkpoints" / str(step))
-    kept_record = unseal((run.directory / "stage.json").read_bytes())
-    record.write(directory, {**kept_record, "state": "running"})
+    with pytest.raises(KeyboardInterrupt):
+        run.train({"save_directory": tmp_path}, callbacks=[At(1, again)])
 
 
 def test_data_that_were_mended_are_accepted_while_they_are_as_many(finished: Any, tmp_path: Path) -> None:
@@ -172,7 +169,8 @@ def test_data_that_were_mended_are_accepted_while_they_are_as_many(finished: Any
     drawn = set(data.visited_rows(len(rows), 4, seed=0).tolist())
     late = min(set(range(len(rows))) - drawn)
     mended = [{**row, "completion": " q r"} if i == late else row for i, row in enumerate(rows)]
-    stopped_at(run, 1, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run.train({"save_directory": tmp_path / "run"}, callbacks=[interrupt(2)])
     with pytest.raises(InputError, match=r"train_data: the contents .*accept=\[\"train_data\"\]"):
         run.train({"save_directory": tmp_path / "run"}, train_dataset=mended)
     with pytest.raises(InputError, match=r"train_data: it had 6 rows for training and has 5 now"):
@@ -186,31 +184,6 @@ def test_data_that_were_mended_are_accepted_while_they_are_as_many(finished: Any
     fresh = run.train({"save_directory": tmp_path / "fresh"}, train_dataset=mended)
     assert result.metrics["loss"] == pytest.approx(fresh.metrics["loss"], rel=1e-6)
     assert result.metrics["loss"] != again.metrics["loss"]
-
-
-@pytest.mark.long
-def test_a_reward_that_was_fixed_continues_where_it_is_accepted(finished: Any, tmp_path: Path) -> None:
-    run = finished("grpo")
-    stopped_at(run, 1, tmp_path)
-
-    def fixed(completions: list[str]) -> list[float]:
-        return [1.0 + len(text) for text in completions]
-
-    fixed.__name__ = "brief"
-    with pytest.raises(
-        InputError, match=r"the code of 'brief' has changed since; .*accept=\[\"rewards.brief\"\]"
-    ):
-        run.train({"save_directory": tmp_path}, rewards=[fixed])
-    with pytest.warns(
-        UserWarning, match=r"'grpo' continues after update 1 with what was accepted: rewards\[0\]"
-    ):
-        result = run.train({"save_directory": tmp_path}, rewards=[fixed], accept=["rewards.brief"])
-    assert result.metrics["reward"] > 0 > run.train().metrics["reward"]
-    accepted = unseal((tmp_path / "stage.json").read_bytes())["accepted"]
-    assert [(each["field"], each["after_update"]) for each in accepted] == [("rewards[0]", 1)]
-    assert (
-        run.train({"save_directory": tmp_path}, rewards=[fixed]).metrics["reward"] == result.metrics["reward"]
-    )
 
 
 @pytest.mark.long

@@ -44,14 +44,6 @@ def closure(factor: float) -> Callable[[Any], Any]:
     return lambda x: x * factor
 
 
-def test_equal_functions_are_traced_once() -> None:
-    TRACED.clear()
-    for _ in range(3):
-        made = jax.jit(shared(partial(combine, Scale(3.5), power=2)))
-        assert float(made(jnp.float32(2.0))) == 49.0
-    assert len(TRACED) == 1
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -127,10 +119,3 @@ def test_results_are_shared_as_functions_are() -> None:
     assert shared_result(partial(numbered, "a")) is first
     assert shared_result(partial(numbered, "b")) is not first
     assert shared_result(lambda: [first]) is not shared_result(lambda: [first])
-
-
-def test_few_functions_are_kept() -> None:
-    first = shared(Scale("kept for a while"))
-    for number in range(sharing.MAX_SHARED):
-        shared(Scale(f"number {number}"))
-    assert shared(Scale("kept for a while")) is not first

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from rlhf_core import TrainerConfig, artifacts, data, plugins
-from rlhf_core.data.cache import TokenCache
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts.open_collector import system_prompt_warnings
 from rlhf_core.scoring import Scorer, ScoringContract
@@ -78,13 +77,6 @@ def test_a_template_that_cannot_write_it_is_refused(template: str, message: str)
     with pytest.raises(InputError, match=message):
         Encoder(tokenizer_with(template), OPTIONS)
     Encoder(tokenizer_with(template))
-
-
-def test_tokens_are_cached_apart() -> None:
-    hashes = {
-        TokenCache("texts", Encoder(tokenizer_with(), o))._settings_hash for o in (OPTIONS, TextOptions())
-    }
-    assert len(hashes) == 2
 
 
 def stage_of(rows: Any, tmp_path: Path) -> Any:

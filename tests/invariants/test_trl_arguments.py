@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -59,36 +58,24 @@ def test_metrics_of_implicit_rewards(tiny: ModuleType) -> None:
     assert result.metrics["eval_gap"] == pytest.approx(result.metrics["eval_rewards/margins"], rel=1e-4)
 
 
-def test_metrics_that_nothing_calls_or_that_fail(tiny: ModuleType, tmp_path: Path) -> None:
-    given = {"model": tiny.make_model("lm"), "train_dataset": tiny.texts(8)}
-    with pytest.raises(InputError, match=r"'sft'\.compute_metrics: nothing calls it"):
-        SFTTrainer(SFTConfig(**SHORT), compute_metrics=compute_metrics, **given).train()
+def test_metrics_that_fail_cost_nothing_and_names_are_kept(tiny: ModuleType, tmp_path: Path) -> None:
+    """What is said of them: tests/mistakes/arguments.py."""
 
-    def wrong(prediction: Any) -> dict[str, float]:
-        return {"x": "y"}  # type: ignore[dict-item]
-
-    def run(compute: Any, **fields: Any) -> Any:
+    def run(compute: Any) -> Any:
         return RewardTrainer(
-            RewardConfig(save_directory=tmp_path, **SHORT, **fields),
+            RewardConfig(save_directory=tmp_path, **SHORT),
             model=tiny.make_model("score"),
             train_dataset=tiny.pairs(8),
             eval_dataset=tiny.pairs(6),
             compute_metrics=compute,
         ).train()
 
-    here = rf" \({__file__} line \d+\) must return numbers"
-    with pytest.raises(InputError, match=rf"'reward'\.compute_metrics{here}; its 'x' is 'y'"):
-        run(wrong)
-    with pytest.raises(InputError, match=rf"'reward'\.compute_metrics{here} by name, .*; it returned 0\.5"):
-        run(lambda prediction: 0.5)
     with pytest.raises(
         InputError, match=rf"'reward'\.compute_metrics raised ZeroDivisionError: .*{__file__}"
     ):
         run(lambda prediction: 1 / 0)
     assert not (tmp_path / "metrics.jsonl").exists()
-    with pytest.raises(InputError, match="compute_metrics: expected a function, got 5"):
-        run(5)
-    with pytest.warns(UserWarning, match=r"compute_metrics: the evaluation has accuracy too; logged is what"):
+    with pytest.warns(UserWarning, match="the evaluation has accuracy too"):
         result = run(lambda prediction: {"eval_gap": np.float32(2), "accuracy": 0.25})
     assert (result.metrics["eval_gap"], result.metrics["eval_accuracy"]) == (2, 0.25)
     assert "eval_eval_gap" not in result.metrics
@@ -100,37 +87,16 @@ def test_metrics_of_a_file(tiny: ModuleType, tmp_path: Path) -> None:
         "def count(given):\n    return {'pairs': len(given.label_ids)}\n"
         "def twice(given):\n    return {'twice': 2 * len(given.label_ids), 'accuracy': 0.25}\n"
     )
-    config = RewardConfig(save_directory=tmp_path / "run", **SHORT, metrics=["own.py:count", f"{file}:twice"])
-
-    def run(config: RewardConfig) -> Any:
-        return RewardTrainer(
-            config,
-            model=tiny.make_model("score"),
-            train_dataset=tiny.pairs(8),
-            eval_dataset=tiny.pairs(6),
-        ).train()
-
-    with pytest.raises(InputError, match=r"'reward'\.metrics\[0\]: .*own\.py"):
-        run(config)
-    config = config.replace(metrics=[f"{file}:count", f"{file}:twice"])
+    config = RewardConfig(
+        save_directory=tmp_path / "run", **SHORT, metrics=[f"{file}:count", f"{file}:twice"]
+    )
+    rows = {"train_dataset": tiny.pairs(8), "eval_dataset": tiny.pairs(6)}
     with pytest.warns(UserWarning, match=r"metrics\[1\]: the evaluation has accuracy too; logged is what"):
-        metrics = run(config).metrics
+        metrics = RewardTrainer(config, model=tiny.make_model("score"), **rows).train().metrics
     assert (metrics["eval_pairs"], metrics["eval_twice"], metrics["eval_accuracy"]) == (6, 12, 0.25)
     file.write_text(file.read_text() + "# measured alike\n")
-    assert run(config).metrics["eval_pairs"] == 6  # finished: what measures is not compared
-    again = config.replace(metrics=[f"{file}:count"] * 2, save_directory=tmp_path / "again")
-    with pytest.raises(InputError, match=r"metrics\[1\] returned 'pairs', which another function"):
-        run(again)
-    with pytest.raises(
-        InputError, match=r"metrics.*: expected file\.py:function or module:function, got 'count'"
-    ):
-        RewardConfig(metrics=["count"])
-    with pytest.raises(InputError, match=r"'sft'\.metrics: nothing calls it: .* need eval_data"):
-        SFTTrainer(
-            SFTConfig(**SHORT, metrics=[f"{file}:count"]),
-            model=tiny.make_model("lm"),
-            train_dataset=tiny.texts(8),
-        ).train()
+    again = RewardTrainer(config, model=tiny.make_model("score"), **rows).train()
+    assert again.metrics["eval_pairs"] == 6  # finished: what measures is not compared
 
 
 @pytest.mark.parametrize("trainer", ["reward", pytest.param("dpo", marks=pytest.mark.long)])
@@ -177,20 +143,6 @@ def test_a_model_is_made_and_an_optimizer_is_given(tiny: ModuleType, tmp_path: P
         with pytest.raises(InputError, match=r"optimizer"):
             trained("given", (other, None), max_training_steps=3)
     assert trained("given", (optax.sgd(1e-2, momentum=0.5), None), max_training_steps=3)
-    with pytest.warns(
-        UserWarning, match=r"'sft'\.weight_decay: has no effect: the transformation of optimizers"
-    ):
-        trained("told", (optax.sgd(1e-2), None), weight_decay=0.5, max_training_steps=0)
-    with pytest.raises(InputError, match=r"optimizers: the learning rate of update 2 of 2 is -0\.01"):
-        trained("below", (None, lambda step: 0.01 - 0.02 * step))
-    with pytest.raises(
-        InputError, match=r"optimizers: its schedule must be a function from the update's number"
-    ):
-        trained("two", (None, lambda step: jnp.zeros(2)))
-    with pytest.raises(InputError, match=r"^optimizers: expected \(an optax transformation or None"):
-        trained("wrong", "adamw")
-    with pytest.raises(InputError, match="model_init: model is given, too"):
-        SFTTrainer(model="x", model_init=lambda: "x")
 
 
 @pytest.mark.parametrize(
@@ -218,9 +170,6 @@ def test_sets_of_rows_may_have_any_name(short: Any, tiny: ModuleType) -> None:
     sets = {"name": rows, "path": rows, "text": rows, "my-set 2": rows}
     _, found = short.train("sft", max_training_steps=1, inputs={"eval_dataset": sets})
     assert {f"eval_{name}_loss" for name in sets} <= set(found.rows[-1])
-    for wrong in (1, "", "a\nb"):
-        with pytest.raises(InputError, match=r"^eval_dataset: .* cannot begin the name of a metric"):
-            SFTTrainer(eval_dataset={wrong: rows, "easy": rows})
 
 
 def test_several_sets_in_a_file(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
@@ -238,19 +187,6 @@ def test_several_sets_in_a_file(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> 
     assert {"eval_easy_loss", "eval_hard_loss"} <= set(row)
     inputs = json.loads((tmp_path / "run/s/stage.json").read_text())["inputs"]
     assert {"eval_data.easy", "eval_data.hard.path"} <= set(inputs)
-
-
-def test_a_trainer_of_one_set_says_so(tiny: ModuleType, tmp_path: Path) -> None:
-    from rlhf_distill import DistillConfig, DistillTrainer
-
-    tiny.make_model("lm", seed=4).save(tmp_path / "teacher")
-    with pytest.raises(InputError, match=r"eval_data: several sets, a, b, and this trainer evaluates one"):
-        DistillTrainer(
-            DistillConfig(teacher_model=str(tmp_path / "teacher"), on_policy_fraction=0.0, **SHORT),
-            model=tiny.make_model("lm"),
-            train_dataset=tiny.texts(6),
-            eval_dataset={"a": tiny.texts(4), "b": tiny.texts(4)},
-        ).train()
 
 
 def test_a_finished_run_is_compared_with_its_sets(tiny: ModuleType, tmp_path: Path) -> None:

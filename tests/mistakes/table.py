@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mistakes import (
+    arguments,
     components,
     files,
     functions,
@@ -27,6 +28,7 @@ SECTIONS: dict[str, list[Mistake]] = {
     **pairs.SECTIONS,
     **files.SECTIONS,
     **trainers.SECTIONS,
+    **arguments.SECTIONS,
     **reward_options.SECTIONS,
     **model_files.SECTIONS,
     **models.SECTIONS,

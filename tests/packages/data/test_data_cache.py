@@ -206,8 +206,6 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
         found = cache.load_or_build("key", build)
     assert plain([found[name] for name in WHOLE]) == plain(list(WHOLE.values()))
 
-
-def test_the_directory_is_the_users(tmp_path, monkeypatch):
     monkeypatch.delenv("RLHF_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.cache_directory() == tmp_path / "rlhf" / "tokens"

@@ -81,8 +81,6 @@ def test_data_sets_of_one_name_are_told_apart(tokenizer):
     again = data.load([one, one])
     assert again.where(0) == again.where(2) == "dataset row 1"  # the same rows twice
 
-
-def test_a_column_goes_by_row_whatever_datasets_are_called(tokenizer):
     long = {**PAIR, "chosen": " b" * 40, "subset": "long"}
     one = [long, {**PAIR, "subset": "one"}]
     other = [{**PAIR, "chosen": " e", "subset": "other"}, {**PAIR, "chosen": " f", "subset": None}]

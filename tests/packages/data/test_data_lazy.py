@@ -10,7 +10,6 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data import cache, files, source
-from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import trained_per_branch
 
 
@@ -118,17 +117,6 @@ def test_raw_columns_are_read_when_they_are_asked_for(tiny, tokenizer, disk):
     assert prompts.columns["answer"] == [rows[i]["answer"] for i in kept]
     assert prompts.columns["number"][-1] == rows[kept[-1]]["number"]
     assert prompts.columns["number"][1:3] == [rows[i]["number"] for i in kept[1:3]]
-
-
-def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
-    rows = [{**row, "chosen": None if i % 5 == 0 else row["chosen"]} for i, row in enumerate(tiny.pairs(40))]
-    path = tiny.write_rows(disk / "rows.jsonl", rows)
-    with pytest.raises(InputError) as error:
-        data.encode_pairs(data.load(path), tokenizer, max_length=None)
-    assert [line.partition(" row ")[2] for line in error.value.problems[:5]] == [
-        f"{n}: 'chosen' is null" for n in (1, 6, 11, 16, 21)
-    ]
-    assert list(error.value.problems[5:]) == ["… and 3 more rows like these"]
 
 
 @pytest.mark.long

@@ -30,19 +30,27 @@ def test_the_order_is_that_of_a_grain_pipeline(few, monkeypatch):
     ]
 
 
-def test_every_epoch_is_complete_and_reshuffled():
+def test_epochs_are_complete_and_reshuffled_and_the_last_batch_takes_what_is_left():
     flat = np.concatenate([np.array(batch) for batch in take(10, 10, 3, seed=0)])
     epochs = flat.reshape(3, 10)
     assert (np.sort(epochs) == np.arange(10)).all()
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
     assert take(3, 10, 3, seed=1) != take(3, 10, 3, seed=0)
 
-
-def test_batches_run_across_epochs_and_the_last_takes_what_is_left():
     batches = take(99, 5, 4, seed=0, epochs=3)
     assert [len(batch) for batch in batches] == [4, 4, 4, 3]
     assert len(batches) == count_updates(5, 4, 3)
     assert sorted(itertools.chain(*batches)) == sorted([*range(5)] * 3)
+
+    assert take(3, 3, 2, seed=0, shuffle=False) == [[0, 1], [2, 0], [1, 2]]
+
+    assert count_updates(100, 32, 1) == 4
+    assert count_updates(96, 32, 10) == 30
+    assert count_updates(96, 32, 1, 7) == 7
+    assert count_updates(96, 32, 10, 50) == 50
+
+    with pytest.raises(ValueError, match="at least one example"):
+        next(batch_rows(0, 2, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -60,22 +68,6 @@ def test_a_fraction_of_an_epoch_has_as_many_updates_as_are_counted(size, batch, 
     batches = take(99, size, batch, seed=0, epochs=epochs)
     assert sum(map(len, batches)) == count_examples(size, batch, epochs) == examples
     assert len(batches) == count_updates(size, batch, epochs) == -(-examples // batch)
-
-
-def test_without_shuffling_the_order_is_that_of_the_file():
-    assert take(3, 3, 2, seed=0, shuffle=False) == [[0, 1], [2, 0], [1, 2]]
-
-
-def test_updates():
-    assert count_updates(100, 32, 1) == 4
-    assert count_updates(96, 32, 10) == 30
-    assert count_updates(96, 32, 1, 7) == 7
-    assert count_updates(96, 32, 10, 50) == 50
-
-
-def test_nothing_to_order():
-    with pytest.raises(ValueError, match="at least one example"):
-        next(batch_rows(0, 2, seed=0))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

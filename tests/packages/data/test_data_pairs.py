@@ -50,35 +50,6 @@ def test_text_layouts(row, tokenizer):
     assert encoded.pairs[0].chosen.dtype == np.int32
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [user("ask")], "chosen": [assistant("good")], "rejected": [assistant("bad")]},
-        {"prompt": [user("ask")], "chosen": "good", "rejected": "bad"},
-        {"prompt": "ask", "chosen": [assistant("good")], "rejected": [assistant("bad")]},
-        {
-            "prompt": "ask",
-            "chosen": [user("ask"), assistant("good")],
-            "rejected": [user("ask"), assistant("bad")],
-        },
-        {
-            "prompt": [user("ask")],
-            "chosen": [user("ask"), assistant("good")],
-            "rejected": [user("ask"), assistant("bad")],
-        },
-        {"chosen": [user("ask"), assistant("good")], "rejected": [user("ask"), assistant("bad")]},
-    ],
-)
-@pytest.mark.parametrize("template", ["plain", CHATML])
-def test_conversation_layouts(row, template, tokenizer):
-    wanted = tuple(
-        tokenizer.decode(encode_full(tokenizer, [user("ask")], answer, chat_template=template))
-        for answer in ("good", "bad")
-    )
-    assert decoded(pairs([row], tokenizer, chat_template=template), tokenizer) == [wanted]
-    assert wanted[0].endswith("assistant\ngood</s>" if template == CHATML else "assistant:\ngood</s>")
-
-
 def test_a_prompt_inside_a_longer_conversation(tokenizer):
     before = [{"role": "system", "content": "be kind"}, user("ask")]
     row = {"prompt": "ask", "chosen": [*before, assistant("good")], "rejected": [*before, assistant("bad")]}
@@ -126,19 +97,6 @@ def test_over_long_pairs(tokenizer):
     start = pairs(rows, tokenizer, max_length=8, overlong="truncate", truncation_mode="keep_start")
     assert len(start) == 2
     assert (start.report.identical, start.report.alike_once_cut) == ([], ["dataset row 2"])
-
-
-def test_empty_and_identical_pairs_are_counted(tokenizer):
-    rows = [
-        {"prompt": "p", "chosen": "good", "rejected": "bad"},
-        {"prompt": "p", "chosen": "  ", "rejected": "bad"},
-        {"prompt": "p", "chosen": "same", "rejected": "same"},
-    ]
-    report = pairs(rows, tokenizer).report
-    assert (report.empty, report.identical, report.kept) == (["dataset row 2"], ["dataset row 3"], 1)
-    assert str(report) == (
-        "3 pairs: 1 kept, 1 empty dropped (dataset row 2), 1 with chosen and rejected alike dropped (dataset row 3)"
-    )
 
 
 def test_several_files_may_have_several_layouts(tokenizer, tmp_path):

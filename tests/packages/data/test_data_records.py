@@ -63,19 +63,25 @@ def test_records_that_are_no_rows_are_named(tmp_path):
     ]
 
 
-def test_text_files_have_a_text_a_line(tmp_path):
+def test_rows_are_numbered_as_in_their_file(tmp_path):
     (tmp_path / "corpus.txt").write_bytes("one\r\n\n  two\u2028two\nthree".encode())
     records = data.load(tmp_path / "corpus.txt")
     assert [row["text"] for row in records] == ["one", "  two\u2028two", "three"]
     assert records.where(1).endswith("corpus.txt row 3")
 
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
+    assert [row["a"] for row in data.load(tmp_path / "a.json")] == [1, 2]
 
-def test_rows_are_numbered_as_in_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": "y"}\n')
     assert data.load(tmp_path / "a.jsonl").where(1) == f"{tmp_path / 'a.jsonl'} row 3"
     records = data.load(write(tmp_path / "b.csv"))
     assert records.where(0).endswith("b.csv row 2")  # the header is row 1
     assert records.where(1).endswith("b.csv row 4")  # the first record has two lines
+
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "prefs.jsonl")
+    assert len(data.load("prefs.jsonl", base=tmp_path / "sub")) == 4
+    assert data.load("prefs.jsonl", base=tmp_path / "sub").where(0) == "prefs.jsonl row 1"
 
 
 def test_memory_and_saved_datasets(tmp_path):
@@ -127,13 +133,6 @@ def test_lists_tables_weights_and_splits(tmp_path):
     assert data.load(path).fingerprint == data.load(path).fingerprint
 
 
-def test_paths_start_from_base(tmp_path):
-    (tmp_path / "sub").mkdir()
-    write(tmp_path / "sub" / "prefs.jsonl")
-    assert len(data.load("prefs.jsonl", base=tmp_path / "sub")) == 4
-    assert data.load("prefs.jsonl", base=tmp_path / "sub").where(0) == "prefs.jsonl row 1"
-
-
 def test_registered_datasets(tmp_path):
     path = str(write(tmp_path / "prefs.jsonl"))
 
@@ -148,11 +147,6 @@ def test_registered_datasets(tmp_path):
     assert list(data.load("mine", registry=Registry())) == ROWS
     assert list(data.load({"name": "mine", "count": 2, "weight": 2}, registry=Registry())) == ROWS[:2] * 2
     assert data.load("file", registry=Registry()).where(0).endswith("prefs.jsonl row 1")
-
-
-def test_a_byte_order_mark_and_json_lines_under_json_are_read(tmp_path):
-    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
-    assert [row["a"] for row in data.load(tmp_path / "a.json")] == [1, 2]
 
 
 def test_hub_names_without_network(monkeypatch, tmp_path):

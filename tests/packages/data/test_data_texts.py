@@ -89,8 +89,6 @@ def test_prompts_keep_the_other_columns(tokenizer):
     cut = data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=8, overlong="truncate")
     assert tokenizer.decode(cut.ids[1]) == "p" * 8
 
-
-def test_prompts_of_conversations(tokenizer):
     rows = [{"prompt": [user("ask")], "answer": "4"}]
     encoded = data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None, chat_template="plain")
     assert encoded.chat

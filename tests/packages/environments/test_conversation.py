@@ -52,8 +52,6 @@ TEMPLATES = {
 ALIKE = ("llama3_1", "phi3_5", "qwen2_5", "qwen3", "qwen3_5_think")
 """Each writes a conversation much as llama3_2, phi3, qwen3_instruct_2507 or nemotron_3_nano does."""
 OPTIONS = TextOptions(chat_template_kwargs={"date_string": "26 Jul 2024"})
-REFUSED = {"deepseek_r1_distill", "deepseekv3"}
-"""They leave out all thoughts, and the tag that their own generation prompt opens one with."""
 LETTERS = "abyZ09 \n\t<>|{}[]\"'\\/:.,éß漢字🙂👩‍🚀\u200d\u0301\u202e\xa0"
 
 
@@ -189,11 +187,6 @@ def test_tokens_around_replies_are_those_of_the_whole_text(
             check(encoder, template, np.random.default_rng([number, seed]))
 
 
-@pytest.mark.data
-def test_every_published_template_is_tried_or_refused(published: dict[str, Path]) -> None:
-    assert set(published) == set(TEMPLATES) | REFUSED
-
-
 CASES = {name: case for name, case in chat.cases().items() if name not in ("thinks", "forgets")}
 
 
@@ -234,14 +227,6 @@ def test_tokenizers_of_all_kinds(name: str, ending: str) -> None:
             wanted = wanted[1:]
         assert observation == wanted
     assert ids[: len(ids)] == encoder.encoder.prompts([case.prompt], [case.tools])[0].tolist()
-
-
-def test_a_template_that_rewrites_its_past_is_refused_at_run_time() -> None:
-    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
-    tokenizer.chat_template = chat.FORGETS
-    encoder = ConversationEncoder(tokenizer)
-    with pytest.raises(InputError, match=r"omits a reply's thought.*environment.history = \"encoded_again\""):
-        encoder.observation(SAID, [chat.user("c")], ended_by=None)
 
 
 def test_a_conversation_that_the_template_refuses_is_an_input_error() -> None:
@@ -513,6 +498,9 @@ def test_what_a_tail_cannot_be_made_of_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             encoder_of(template).tail(said, [added])
+    encoder = encoder_of(chat.FORGETS, eos="<|im_end|>", pad="<|endoftext|>")
+    with pytest.raises(InputError, match=r"omits a reply's thought.*environment.history = \"encoded_again\""):
+        encoder.observation(SAID, [chat.user("c")], ended_by=None)
 
 
 def test_a_changed_past_is_quoted_from_twenty_characters_before() -> None:

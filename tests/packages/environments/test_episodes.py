@@ -235,6 +235,11 @@ def test_an_episode_is_finished_where_its_last_turn_was_not_cut() -> None:
         assert held.episodes[0].finished == held.samples().finished[0] == finished
         assert not held.episodes[0].cut
 
+    held = episodes(lambda: Plain(lambda: Turn([USER], done=True)))
+    assert say(held, 2).tokens is None
+    assert [message["role"] for message in held.episodes[0].messages] == ["user", "assistant", "user"]
+    assert len(held.episodes[0].tokens) == 2
+
 
 @pytest.mark.parametrize(("length", "limit"), [(15, 2), (14, 1), (13, None), (12, None), (100, 50), (63, 50)])
 def test_a_turn_has_the_tokens_that_are_left_and_one_at_least(length: int, limit: int | None) -> None:
@@ -352,20 +357,11 @@ def test_a_failed_episode_has_no_trained_token_and_counts_in_no_mean() -> None:
     )
     assert measured["episodes/cut_ratio"] == 0
 
-
-def test_the_share_of_cut_episodes_is_of_those_that_did_not_fail() -> None:
     answers = iter(["no turn", Turn([USER])])
     held = episodes(lambda: Plain(lambda: next(answers)), count=2, max_turns=1)
     say(held, 2)
     say(held, 2, conversation=1)
     assert held.measure()["episodes/cut_ratio"] == 1.0
-
-
-def test_the_last_words_are_kept_for_readers_and_not_sent() -> None:
-    held = episodes(lambda: Plain(lambda: Turn([USER], done=True)))
-    assert say(held, 2).tokens is None
-    assert [message["role"] for message in held.episodes[0].messages] == ["user", "assistant", "user"]
-    assert len(held.episodes[0].tokens) == 2
 
 
 def test_an_episode_that_never_began_has_a_length_of_one() -> None:

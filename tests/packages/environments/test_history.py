@@ -201,7 +201,7 @@ def test_roles_are_tried_together() -> None:
         encoder.observation(said_first, [chat.user("d")], ended_by=None, tools=[TOOL])
 
 
-def test_a_template_that_keeps_its_past_is_accepted() -> None:
+def test_what_is_accepted_depends_on_the_roles_that_appear() -> None:
     encoder = encoder_for(WHOLE)
     assert encoder.problem(tools=[TOOL], roles=["user", "tool", "system"]) is None
     alone = template("{{ m.content or '' if not m.tool_calls }}", before=SCHEMA, call=CALL)
@@ -211,15 +211,11 @@ def test_a_template_that_keeps_its_past_is_accepted() -> None:
     assert encoder_for(None).problem(tools=None, roles=["user"]) is None
     assert encoder_for(chat.CHATML).problem(tools=None, roles=["user"]) is None
 
-
-def test_other_roles_and_messages_are_tried_when_they_appear() -> None:
     said = "{{ '' if m.role == 'developer' else m.content or '' }}"
     encoder = encoder_for(template(said, before=SCHEMA, call=CALL))
     assert encoder.problem(tools=None, roles=["user"]) is None
     assert "omits 'developer' messages" in str(encoder.problem(tools=None, roles=["user", "developer"]))
 
-
-def test_system_messages_that_are_refused_matter_only_in_a_conversation() -> None:
     said = "{{ raise_exception('no system') if m.role == 'system' else m.content }}"
     encoder = encoder_for(template(said))
     assert encoder.problem(tools=None, roles=["user"]) is None

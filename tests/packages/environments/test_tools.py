@@ -93,7 +93,7 @@ def answer(name: str, arguments: Any) -> str:
     return str(message["content"])
 
 
-def test_schemas_are_those_of_transformers() -> None:
+def test_schemas_are_those_of_transformers_and_an_episode_begins_with_the_prompt_of_its_row() -> None:
     function = ENVIRONMENT.tools[0]["function"]
     assert function["name"] == "add"
     assert function["description"] == "Add two numbers."
@@ -106,8 +106,6 @@ def test_schemas_are_those_of_transformers() -> None:
         "required": ["a"],
     }
 
-
-def test_an_episode_begins_with_the_prompt_of_the_row() -> None:
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert ENVIRONMENT.reset({"prompt": said}, 3) == said
     assert ENVIRONMENT.reset({"prompt": "u"}, 3) == said[1:]
@@ -115,7 +113,7 @@ def test_an_episode_begins_with_the_prompt_of_the_row() -> None:
         ENVIRONMENT.reset({"question": "u"}, 3)
 
 
-def test_calls_run_in_their_order() -> None:
+def test_calls_run_in_their_order_and_malformed_ones_are_answered() -> None:
     turn = step(
         call("add", {"a": 1, "b": 2.5}, id="x1"), call("look_up", {"word": "sky", "places": [{"a": 1}]})
     )
@@ -127,23 +125,17 @@ def test_calls_run_in_their_order() -> None:
         metrics={"calls": 2.0, "call_errors": 0.0},
     )
 
-
-def test_a_reply_without_calls_ends_the_episode() -> None:
     turn = step()
     assert turn.done
     assert turn.reward is None
     assert turn.metrics == {"calls": 0.0, "call_errors": 0.0}
     assert not turn.messages
 
-
-def test_malformed_calls_are_answered() -> None:
     turn = step(call("add", {"a": 1}), call_errors=["the call is not JSON: …"])
     assert [message["content"] for message in turn.messages] == ["2", "Error: the call is not JSON: …"]
     assert not turn.done
     assert turn.metrics == {"calls": 2.0, "call_errors": 1.0}
 
-
-def test_values_get_the_types_that_json_lacks() -> None:
     assert answer("measure", {"size": [2, 3], "unit": "mi"}) == '{"area": 6, "unit": "mi", "é": null}'
     assert answer("add", {"a": 1, "b": 2}) == "3.0"
 
@@ -196,16 +188,12 @@ def test_what_is_wrong_goes_back_to_the_policy(name: str, arguments: Any, said: 
     assert answer(name, arguments) == said
 
 
-def test_errors_are_short() -> None:
+def test_errors_are_short_and_secrets_are_hidden_before_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"tool 'fails' raised ValueError \(.*test_tools\.py line \d+\)"):
         content = answer("fails", {"how": "long"})
     assert content.startswith("Error: fails raised ValueError: first line second line xxx")
     assert len(content) < 330
 
-
-def test_a_secret_in_the_error_of_a_tool_is_hidden_before_the_error_is_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     secret = "canary-" + 15 * "0123456789" + "/etc/key"
     monkeypatch.setenv("MY_API_KEY", secret)
     with pytest.warns(UserWarning, match="tool 'fails' raised"):
@@ -228,5 +216,3 @@ def test_plain_and_async_functions_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert environment.tools[0]["function"]["name"] == "double"
     turn = environment.step({"role": "assistant", "tool_calls": [call("double", {"x": 21})]})
     assert turn.messages[0]["content"] == "42"
-    with pytest.raises(InputError, match=r"calc\.py has no 'doubel'\. Did you mean 'double'"):
-        ToolEnvironment(["calc.py:doubel"])

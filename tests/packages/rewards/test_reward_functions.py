@@ -30,7 +30,7 @@ def values(function):
     return score([reward(function)], INPUTS)[:, 0].tolist()
 
 
-def test_a_function_names_only_what_it_uses():
+def test_columns_arrive_by_name_and_all_of_them_where_asked_for():
     assert values(lambda completions: [len(c) for c in completions]) == [3, 1, 0]
     assert values(lambda completion_ids: [len(ids) for ids in completion_ids]) == [3, 2, 1]
     assert values(lambda number, prompts: [n + ord(p) for n, p in zip(number, prompts, strict=True)]) == [
@@ -40,8 +40,6 @@ def test_a_function_names_only_what_it_uses():
     ]
     assert values(lambda number, scale=10: [n * scale for n in number]) == [10, 10, 20]
 
-
-def test_columns_arrive_by_name_and_all_of_them_where_asked_for():
     seen = {}
 
     def every(prompts, completions, completion_ids, **columns):
@@ -53,6 +51,11 @@ def test_columns_arrive_by_name_and_all_of_them_where_asked_for():
         **INPUTS.columns,
         **{k: getattr(INPUTS, k) for k in ("prompts", "completions", "completion_ids")},
     }
+
+    async def notebook():
+        return values(lambda completions: [0.5] * 3)
+
+    assert asyncio.run(notebook()) == [0.5] * 3
 
 
 def test_asynchronous_functions_run_together():
@@ -71,13 +74,6 @@ def test_asynchronous_functions_run_together():
     table = score([reward(first, "a"), reward(second, "b")], INPUTS)
     assert table.tolist() == [[1, 4], [2, 5], [3, 6]]
     assert met == ["first begins", "second begins", "first ends"]
-
-
-def test_async_rewards_run_inside_a_running_event_loop():
-    async def notebook():
-        return values(lambda completions: [0.5] * 3)
-
-    assert asyncio.run(notebook()) == [0.5] * 3
 
 
 class Judge:
@@ -107,13 +103,8 @@ def test_objects_are_set_up_once_and_called():
 def test_a_missing_column_is_reported_at_set_up_before_anything_is_loaded():
     judge = Judge()
     rewards = [reward(judge), reward(lambda completions, gold, key: None, "exact")]
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"needs the column 'gold'[\s\S]*needs the column 'key'"):
         set_up(rewards, PROMPTS, STAGE)
-    assert caught.value.problems == tuple(
-        f"stage 'policy'.rewards: reward 'exact' needs the column '{name}', which train_data does not have; "
-        "it has answer, number"
-        for name in ("gold", "key")
-    )
     assert judge.stages == []
 
 
@@ -193,7 +184,7 @@ def build(components=(), given=None, weights=None, *, registry, environment=None
     return open_rewards(named, stage, weights=weights, environment=environment)
 
 
-def test_rewards_by_name_with_options_weight_and_label(registry):
+def test_rewards_by_name_or_as_functions_with_their_labels_and_weights(registry):
     one, two = build(
         [{"name": "scaled", "by": 3.0, "weight": 0.5}, {"name": "scaled", "label": "other"}],
         registry=registry,
@@ -202,30 +193,14 @@ def test_rewards_by_name_with_options_weight_and_label(registry):
     assert (two.label, two.weight) == ("other", 1.0)
     assert score([one, two], INPUTS)[0].tolist() == [3.0, 1.0]
 
-
-def test_callables_and_names_from_python(registry):
     made = build(given=[brevity, "scaled", Judge()], registry=registry)
     assert [each.label for each in made] == ["brevity", "scaled", "Judge"]
 
-
-def test_a_function_of_a_file(registry, tmp_path):
-    (tmp_path / "mine.py").write_text("def shout(completions, number):\n    return [2 * n for n in number]\n")
-    name = f"{tmp_path}/mine.py:shout"
-    for made in (
-        build([{"name": name, "label": "shout"}], registry=registry),
-        build(given=[name], registry=registry),
-    ):
-        assert score(made, INPUTS)[:, 0].tolist() == [2, 2, 4]
-
-
-def test_reward_weights_replace_the_weights(registry):
     made = build(
         [{"name": "brevity", "weight": 9.0}, {"name": "scaled"}], weights=[0.7, 0.3], registry=registry
     )
     assert [each.weight for each in made] == [0.7, 0.3]
 
-
-def test_reward_weights_leave_that_of_the_environment(registry):
     environment = EnvironmentOptions(weight=3.0)
     made = build([{"name": "scaled"}], [values], [0.7, 0.3], registry=registry, environment=environment)
     assert [each.weight for each in made] == [3.0, 0.7, 0.3]

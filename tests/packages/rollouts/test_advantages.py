@@ -34,7 +34,7 @@ def given_to_an_advantage(rollout):
 REWARDS = [Reward("f1", 0.7, None), Reward("f2", 0.3, None)]
 
 
-def test_inputs_are_grouped_by_prompt(rollout):
+def test_inputs_are_grouped_by_prompt_and_advantages_are_of_completions(rollout):
     inputs = given_to_an_advantage(rollout)
     np.testing.assert_array_equal(inputs.rewards, rollout.total.reshape(2, G).astype(np.float32))
     np.testing.assert_array_equal(inputs.rewards_by_function[..., 0], [[0, 1, 2], [3, 4, 5]])
@@ -45,6 +45,13 @@ def test_inputs_are_grouped_by_prompt(rollout):
     assert inputs.lengths.tolist() == [[2, 4, 1], [3, 2, 4]]
     assert inputs.labels == ("f1", "f2")
     assert inputs.columns == {"number": [4, 4, 4, 2, 2, 2]}
+
+    advantages = rollout.with_advantages(lambda inputs: inputs.rewards - 1, REWARDS, name="mine").advantages
+    np.testing.assert_allclose(advantages, rollout.total - 1, rtol=1e-6, atol=1e-6)
+    assert advantages.dtype == np.float32
+
+    rollout = replace(rollout, inputs=None)
+    assert given_to_an_advantage(rollout).columns == {}
 
 
 def test_differences_that_float32_loses_are_kept_and_told_once(rollout, tmp_path, recwarn):
@@ -111,24 +118,12 @@ def test_what_is_no_advantage(rollout, advantage, message):
         rollout.with_advantages(advantage, REWARDS, name="mine")
 
 
-def test_an_advantage_per_completion(rollout):
-    advantages = rollout.with_advantages(lambda inputs: inputs.rewards - 1, REWARDS, name="mine").advantages
-    np.testing.assert_allclose(advantages, rollout.total - 1, rtol=1e-6, atol=1e-6)
-    assert advantages.dtype == np.float32
-
-
 def test_an_error_of_the_advantage_itself_is_passed_on(rollout):
     def picky(inputs):
         raise InputError("advantage.pass_at: 9 of 3 completions")
 
     with pytest.raises(InputError, match=r"^advantage\.pass_at: 9 of 3 completions$"):
         rollout.with_advantages(picky, REWARDS, name="mine")
-
-
-def test_a_rollout_without_the_inputs_of_its_rewards_has_advantages(rollout):
-    """As after a restore."""
-    rollout = replace(rollout, inputs=None)
-    assert given_to_an_advantage(rollout).columns == {}
 
 
 @pytest.mark.parametrize(("width", "returned"), [(4, 6), (5, 6), (8, 6), (5, C)])

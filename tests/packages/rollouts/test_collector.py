@@ -56,11 +56,21 @@ def collect(tiny, prompts):
     return collect
 
 
-def test_one_round_keeps_everything(collect):
+def test_rounds_end_where_one_is_enough_or_with_the_bound(collect):
     rollout = collect([0, 1], 1)
     assert rollout.prompts.tolist() == [0, 1]
     assert (rollout.rounds, rollout.metrics["frac_reward_zero_std"]) == (1, 0.5)
     assert not any(name.startswith("dynamic_sampling") for name in rollout.metrics)
+
+    rollout = collect([4, 5, 0, 0], 2)
+    assert (rollout.prompts.tolist(), rollout.rounds) == ([4, 5], 1)
+    assert rollout.metrics["dynamic_sampling/dropped"] == 0
+
+    with pytest.warns(UserWarning, match="2 rounds of 2 prompts gave 1 groups whose rewards differ"):
+        rollout = collect([0, 2, 3, 6], 2)
+    assert rollout.prompts.tolist() == [0, 6]  # the first that was drawn fills the gap
+    assert rollout.metrics["dynamic_sampling/filled_up"] == 1
+    assert rollout.metrics["dynamic_sampling/dropped"] == 2
 
 
 def test_groups_without_a_difference_are_replaced(collect, prompts):
@@ -79,22 +89,6 @@ def test_groups_without_a_difference_are_replaced(collect, prompts):
     assert rollout.metrics["frac_reward_zero_std"] == 0.5
     assert rollout.metrics["reward"] == pytest.approx((3 * 0.5 + 3 * 2.0) / 6)
 
-
-def test_no_further_round_where_the_first_is_enough(collect):
-    rollout = collect([4, 5, 0, 0], 2)
-    assert (rollout.prompts.tolist(), rollout.rounds) == ([4, 5], 1)
-    assert rollout.metrics["dynamic_sampling/dropped"] == 0
-
-
-def test_the_bound_is_kept_and_told(collect):
-    with pytest.warns(UserWarning, match="2 rounds of 2 prompts gave 1 groups whose rewards differ"):
-        rollout = collect([0, 2, 3, 6], 2)
-    assert rollout.prompts.tolist() == [0, 6]  # the first that was drawn fills the gap
-    assert rollout.metrics["dynamic_sampling/filled_up"] == 1
-    assert rollout.metrics["dynamic_sampling/dropped"] == 2
-
-
-def test_what_drawing_took_is_of_all_rounds(collect):
     rollout = collect([0, 1, 2, 3, 4, 5], 5)
     timing = rollout.timing
     assert timing.tokens == 3 * 2 * G  # one token each, of the groups that were left out too

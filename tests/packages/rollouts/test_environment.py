@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, EpisodeSettings, TurnRecord
+from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, EpisodeSettings
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rollouts import Reward
-from rlhf_core.rollouts.rollout import Conversations
 from tests.shared import collectors
 
 G = 2
@@ -78,23 +77,6 @@ def test_rewards_of_failed_episodes_are_left_out_of_every_function(source):
     assert np.nan_to_num(rollout.total, nan=-1).tolist() == [1.0, 2.0, -1.0, 4.0]
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("context", [None, np.arange(6, dtype=np.int32)])
-def test_a_checkpoint_keeps_turns_and_whether_each_is_a_row(again, context):
-    """Also of episodes of one turn, which has no context in either case."""
-    turns = [[TurnRecord(0, 2), TurnRecord(5, 7, context)], [], [TurnRecord(0, 1)], [TurnRecord(0, 3)]]
-    prompts = [np.arange(3, dtype=np.int32), np.arange(1, dtype=np.int32)]
-    arrays = Conversations(prompts, turns, one_row_per_turn=again).arrays("e/")
-    kept = Conversations.from_arrays(arrays, "e/")
-    assert kept.one_row_per_turn is again
-    assert [[(t.start, t.end) for t in each] for each in kept.turns] == [
-        [(t.start, t.end) for t in each] for each in turns
-    ]
-    assert (kept.turns[0][1].context is None) is (context is None)
-    assert [prompt.tolist() for prompt in kept.prompts] == [[0, 1, 2], [0]]
-    assert Conversations.from_arrays(arrays, "another/") is None
-
-
 def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monkeypatch):
     """Where earlier episodes failed before their first turn."""
     seen = []
@@ -115,20 +97,3 @@ def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monke
     with pytest.raises(RunError, match=r"^row 9: the outputs are not finite"):
         collector.draw(None, np.array([5, 8]), jax.random.key(3), np.arange(4))
     assert seen == [[2, 3]]
-
-
-def test_a_group_has_the_prompt_of_an_episode_that_began():
-    empty, prompt = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
-    every = [Episode({}, 0, "", prompt=each) for each in (empty, prompt, empty, empty)]
-    said = Conversations.of(SimpleNamespace(episodes=every), 2, one_row_per_turn=False)
-    assert [each.tolist() for each in said.prompts] == [[0, 1, 2], [0]]
-
-
-def test_a_turn_without_an_answer_is_described_without_a_reward():
-    said = Conversations(
-        [], [[TurnRecord(0, 2, message=0), TurnRecord(5, 6, message=2)]], [[0.5]], ["failed"]
-    )
-    assert said.described(0) == {
-        "turns": [{"message": 0, "tokens": 2, "reward": 0.5}, {"message": 2, "tokens": 1, "reward": None}],
-        "failure": "failed",
-    }

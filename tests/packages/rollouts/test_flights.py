@@ -1,4 +1,4 @@
-"""Rollouts that are sampled in threads: what a thread asks of the collector, and whose rewards come first."""
+"""Rollouts that are sampled in threads: whose rewards come first."""
 
 from __future__ import annotations
 
@@ -20,29 +20,23 @@ PROMPTS = [np.array([4, 7, 9]), np.array([1, 2, 3])]
 class Collector:
     """Notes what it is asked for; `hold` makes the sampling of a rollout wait, and `fail` ends it."""
 
-    def __init__(self, *, collective: bool = False) -> None:
-        self.rewards = [SimpleNamespace(label="r", collective=collective, snapshot=None)]
-        self.options = SimpleNamespace(num_generations=4)
-        self.drawn, self.scored, self.rounds = list[Any](), list[int](), list[list[int]]()
+    def __init__(self) -> None:
+        self.rewards = [SimpleNamespace(label="r", collective=False, snapshot=None)]
+        self.scored, self.rounds = list[int](), list[list[int]]()
         self.hold: dict[int, threading.Event] = {}
         self.fail: set[int] = set()
 
-    def draw(self, policy: Any, chosen: Any, key: Any, ids: Any) -> str:
-        self.drawn.append((policy, chosen.tolist(), key, ids.tolist()))
-        return "drawn"
-
     def collect(
         self, policy: Any, key: Any, number: int, next_prompts: Callable[[], Any], **given: Any
-    ) -> tuple[int, Any]:
+    ) -> int:
         self.rounds.append(next_prompts().tolist())
-        drawn = None if given["drawn"] is None else given["drawn"]()
         if number in self.hold:
             self.hold[number].wait(20)
         given["may_score"]()
         self.scored.append(number)
         if number in self.fail:
             raise RunError(f"rollout {number} failed")
-        return number, drawn
+        return number
 
 
 @pytest.fixture(autouse=True)
@@ -54,15 +48,6 @@ def launch(collector: Any, number: int, before: Flight | None = None) -> Flight:
     journal: Any = SimpleNamespace(write=lambda entry, rewards: None)
     key: Any = f"key {number}"
     return Flight(collector, journal, Order(number, (number,), 0), "policy", key, PROMPTS, before)
-
-
-def test_completions_are_numbered_as_without_threads() -> None:
-    """Their random numbers go by these numbers: one for every completion of the first round."""
-    collector = Collector(collective=True)
-    rollout: Any = launch(collector, 5).land().rollout
-    assert rollout == (5, "drawn")
-    assert collector.drawn == [("policy", [4, 7, 9], "key 5", list(range(12)))]
-    assert collector.rounds == [[4, 7, 9]]
 
 
 def test_rewards_score_rollouts_in_their_order() -> None:
@@ -79,7 +64,7 @@ def test_rewards_score_rollouts_in_their_order() -> None:
     assert collector.scored == []
     collector.hold[0].set()
     landed: Any = second.land().rollout
-    assert landed == (1, None)
+    assert landed == 1
     assert collector.scored == [0, 1]
 
     collector.fail.add(2)

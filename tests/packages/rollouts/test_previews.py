@@ -40,7 +40,9 @@ def files(directory: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(directory.glob("samples/preview-*"))}
 
 
-@pytest.mark.parametrize("trainer", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize(
+    "trainer", ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "dpo"))]
+)
 def test_previews_are_written_printed_and_logged_and_change_nothing(
     short: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: str
 ) -> None:

@@ -12,13 +12,13 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.environments import TurnRecord
+from rlhf_core.environments import Episode, TurnRecord
 from rlhf_core.metrics import Mean
 from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
-from rlhf_core.rollouts.rollout import Conversations, Timing
+from rlhf_core.rollouts.rollout import Conversations, Timing, completion_lines
+from rlhf_core.runtime.terminal import escape_control
+from rlhf_core.sampling import Rollouts
 from tests.shared import collectors
-
-G, C = 3, 4
 
 G, C = 3, 4
 
@@ -59,14 +59,6 @@ def test_reward_functions_get_prompts_completions_and_columns_in_step(prompts, s
         " q",
         " u v w x",
     ]  # they continue their prompts
-
-
-def test_chat_prompts_get_message_lists(tokenizer, samples):
-    rows = [{"prompt": [{"role": "user", "content": "a b"}]}, {"prompt": [{"role": "user", "content": "c"}]}]
-    chat = data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=16, chat_template="plain")
-    inputs = collectors.scored(chat, [1, 0], samples, tokenizer).inputs
-    assert inputs.prompts[0] == [{"role": "user", "content": "c"}]
-    assert inputs.completions[1] == [{"role": "assistant", "content": "e f g h"}]
 
 
 def metrics(rollout, functions=(), **changes):
@@ -120,16 +112,18 @@ def test_a_reward_that_leaves_completions_unscored_is_reported_once(rollout, rec
     assert [str(each.message).startswith(said) for each in recwarn] == ([] if count is None else [True])
 
 
-def test_metrics_of_a_function_that_applies_to_nothing_are_no_numbers(rollout):
+def test_metrics_without_a_value(rollout):
     each = np.column_stack([np.full(6, np.nan), np.ones(6)])
     rewards = [Reward("never", 1.0, None), Reward("always", 1.0, None)]
     found = metrics(rollout, rewards, rewards=each, total=np.ones(6))
     assert np.isnan(found["rewards/never/mean"])
     assert found["frac_reward_zero_std"] == 1.0
 
+    samples = rollout.samples._replace(finished=np.zeros(6, bool))
+    found = metrics(rollout, samples=samples, rewards=np.ones((6, 0)), total=np.arange(6.0))
+    assert not [name for name in found if "terminated" in name]
+    assert found["completions/max_length"] == 4
 
-def test_groups_of_one_have_no_spread(rollout):
-    """Neither 0 nor 1: a completion alone is compared with nothing."""
     rollout = replace(rollout, rewards=np.ones((6, 0)))
     found = metrics(rollout, prompts=np.arange(6), total=np.arange(6.0))
     assert found["reward"] == 2.5
@@ -141,22 +135,6 @@ def test_groups_of_one_have_no_spread(rollout):
     one_of_two = np.array([2.0, np.nan, np.nan, 4.0, 3.0, np.nan])
     found = metrics(rollout, total=one_of_two)
     assert (found["reward_std"], found["frac_reward_zero_std"]) == (pytest.approx(np.sqrt(0.5)), 0.0)
-
-
-def test_where_nothing_ended_there_is_no_length_of_it(rollout):
-    samples = rollout.samples._replace(finished=np.zeros(6, bool))
-    found = metrics(rollout, samples=samples, rewards=np.ones((6, 0)), total=np.arange(6.0))
-    assert not [name for name in found if "terminated" in name]
-    assert found["completions/max_length"] == 4
-
-
-def test_weighted_sum(prompts, samples, tokenizer):
-    rewards = [
-        Reward("f1", 0.7, lambda completions: np.ones(6)),
-        Reward("f2", 0.3, lambda completions: np.zeros(6)),
-    ]
-    total = collectors.scored(prompts, [4, 2], samples, tokenizer, rewards).total
-    assert total.tolist() == pytest.approx([0.7] * 6)
 
 
 def test_samples_file(prompts, rollout, tokenizer, tmp_path):
@@ -261,18 +239,16 @@ def test_a_group_is_a_tree_with_its_prompt_once(prompts, rollout, finished_only)
     assert [x.tolist() for x in only.token_values["advantages"]] == [[12, 13, 14], [16, 17], [20, 21, 22, 23]]
 
 
-def test_tokens_that_the_policy_did_not_write_are_not_trained_on(prompts, rollout):
-    mask = rollout.samples.mask.copy()
-    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
-    (tree,) = replace(rollout, samples=rollout.samples._replace(mask=mask)).trees(prompts, 0, 1)
-    assert [weight.tolist() for weight in tree.weights] == [[1, 1], [1, 0, 0, 1], [1]]
-
-
-def test_a_reward_of_none_is_zero_in_a_tree_and_advantages_may_be_missing(prompts, rollout):
+def test_trees_of_missing_rewards_and_of_tokens_that_the_policy_did_not_write(prompts, rollout):
     (tree,) = replace(rollout, advantages=np.zeros(0, np.float32)).trees(prompts, 1)
     assert tree.sequence_values["reward"].tolist() == [3, 3, 0]
     assert set(tree.token_values) == {"sampling_logps", "old_logps"}
     assert [len(rollout.trees(prompts, *part)) for part in ((), (0, 1), (2,), (0, 9))] == [2, 1, 0, 2]
+
+    mask = rollout.samples.mask.copy()
+    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
+    (tree,) = replace(rollout, samples=rollout.samples._replace(mask=mask)).trees(prompts, 0, 1)
+    assert [weight.tolist() for weight in tree.weights] == [[1, 1], [1, 0, 0, 1], [1]]
 
 
 TURNS = [
@@ -297,7 +273,7 @@ def talks(rollout):
     return talks
 
 
-def test_an_episode_whose_history_is_kept_is_one_branch(talks):
+def test_an_episode_is_a_branch_or_each_turn_with_its_own_context_a_tree(talks):
     rollout = talks(False)
     assert rollout.tree_groups() == [0, 1]
     assert rollout.tree_groups(1) == rollout.tree_groups(1, 2) == [1]
@@ -305,8 +281,6 @@ def test_an_episode_whose_history_is_kept_is_one_branch(talks):
     assert (first.prefix.tolist(), second.prefix.tolist()) == ([0, 1, 2], [5, 6])
     assert [len(branch) for branch in second.branches] == [3, 2, 4]
 
-
-def test_each_turn_with_a_context_of_its_own_is_a_tree(talks):
     rollout = talks(True)
     assert rollout.tree_groups() == [0, 0, 0, 0, 1, 1]
     assert rollout.tree_groups(0, 1) == [0] * 4
@@ -315,14 +289,10 @@ def test_each_turn_with_a_context_of_its_own_is_a_tree(talks):
     assert [tree.branches[0].tolist() for tree in trees[:4]] == [[3, 1], [7], [10], [1]]
     assert [len(rollout.trees(None, *part)) for part in ((0, 1), (1,), (1, 2))] == [4, 2, 2]
 
-
-def test_rounds_are_joined_with_their_conversations(talks):
     inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {})
     rounds = [replace(talks(True), inputs=inputs)] * 2
     assert Rollout.join(rounds).tree_groups() == [0] * 4 + [1] * 2 + [2] * 4 + [3] * 2
 
-
-def test_groups_are_taken_and_restored_with_their_conversations(talks):
     plain = replace(talks(True), advantages=np.zeros(0, np.float32), token_values={})
     taken = plain.take(np.array([1]))
     assert taken.conversations.prompts[0].tolist() == [5, 6]
@@ -372,8 +342,6 @@ def test_failures_of_rounds_add_up_and_other_metrics_are_averaged(rollout):
     rounds = [replace(rollout, inputs=inputs, metrics=each) for each in metrics]
     assert Rollout.join(rounds).metrics == {"reward": 1.5, "episodes/failed": 5.0, "rare": 5.0}
 
-
-def test_without_a_token_there_is_no_speed():
     assert Timing(1.0, 2.0).metrics() == {"time/rollout": 1.0, "time/reward": 2.0}
     assert "rollout/tokens_per_second" in Timing(1.0, 2.0, 1).metrics()
 
@@ -405,3 +373,94 @@ def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) 
     else:
         assert judged == [(0, 0.5), (2, 4.0)]
         assert found == [None, None, None, "off", None, None]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("context", [None, np.arange(6, dtype=np.int32)])
+def test_a_checkpoint_keeps_turns_and_whether_each_is_a_row(again, context):
+    """Also of episodes of one turn, which has no context in either case."""
+    turns = [[TurnRecord(0, 2), TurnRecord(5, 7, context)], [], [TurnRecord(0, 1)], [TurnRecord(0, 3)]]
+    prompts = [np.arange(3, dtype=np.int32), np.arange(1, dtype=np.int32)]
+    arrays = Conversations(prompts, turns, one_row_per_turn=again).arrays("e/")
+    kept = Conversations.from_arrays(arrays, "e/")
+    assert kept.one_row_per_turn is again
+    assert [[(t.start, t.end) for t in each] for each in kept.turns] == [
+        [(t.start, t.end) for t in each] for each in turns
+    ]
+    assert (kept.turns[0][1].context is None) is (context is None)
+    assert [prompt.tolist() for prompt in kept.prompts] == [[0, 1, 2], [0]]
+    assert Conversations.from_arrays(arrays, "another/") is None
+
+
+def test_conversations_of_episodes_that_did_not_begin_or_were_not_answered():
+    empty, prompt = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
+    every = [Episode({}, 0, "", prompt=each) for each in (empty, prompt, empty, empty)]
+    said = Conversations.of(SimpleNamespace(episodes=every), 2, one_row_per_turn=False)
+    assert [each.tolist() for each in said.prompts] == [[0, 1, 2], [0]]
+
+    said = Conversations(
+        [], [[TurnRecord(0, 2, message=0), TurnRecord(5, 6, message=2)]], [[0.5]], ["failed"]
+    )
+    assert said.described(0) == {
+        "turns": [{"message": 0, "tokens": 2, "reward": 0.5}, {"message": 2, "tokens": 1, "reward": None}],
+        "failure": "failed",
+    }
+
+
+# Completions of a rollout in the terminal
+
+
+def of(prompts, completions, rewards):
+    n = len(completions)
+    samples = Rollouts(
+        np.ones((n, 3), np.int32), np.full(n, 3, np.int32), np.zeros((n, 3), np.float32), np.arange(n) > 0
+    )
+    inputs = RewardInputs(prompts, completions, [[1] * 3] * n, {})
+    rewards = np.array(rewards, np.float64)
+    return Rollout(np.arange(n), samples, rewards, np.nansum(rewards, 1), inputs)
+
+
+def shown(rollout, labels, count):
+    return list(completion_lines(rollout, [SimpleNamespace(label=label) for label in labels], count))
+
+
+def test_printed_completions_are_evenly_spread_with_their_rewards_and_roles():
+    many = of(["p"] * 7, [f"c{i}" for i in range(7)], [[i / 2] for i in range(7)])
+    texts = shown(many, ["right"], 3)
+    assert [text.splitlines()[0] for text in texts] == [
+        "completion 1 of 7  reward 0  3 tokens, cut",
+        "completion 4 of 7  reward 1.5  3 tokens",
+        "completion 7 of 7  reward 3  3 tokens",
+    ]
+    assert len(shown(many, ["right"], 100)) == 7
+    assert shown(many, ["right"], 0) == []
+    advantaged = replace(many, advantages=np.arange(7, dtype=np.float32))
+    assert shown(advantaged, ["right"], 2)[1].startswith(
+        "completion 7 of 7  reward 3  advantage 6  3 tokens\n"
+    )
+
+    two = of(["p"], ["c"], [[1.0, np.nan]])
+    assert shown(two, ["right", "short"], 1)[0].startswith("completion 1 of 1  reward 1  right 1  short –  3")
+    assert shown(of(["p"], ["c"], [[1.0]]), [], 1)[0].startswith("completion 1 of 1  3 tokens")
+
+    ask = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?\nSay."}]
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    one, several = shown(
+        of([ask, ask], [[{"role": "assistant", "content": "So."}], said], [[1], [1]]), ["r"], 2
+    )
+    assert one.splitlines()[1:] == ["  after system: Be brief. user: Why? Say.", "  │ So."]
+    assert several.splitlines()[2:] == [f"  │ assistant: {[call]}", "  │ tool: 3"]
+
+
+def test_no_line_of_a_completion_can_pass_for_another_and_none_drives_the_terminal():
+    evil = "\x1b[2Jok\r[policy] done\n[policy] saved model\u2028x\n\n"
+    text = escape_control(shown(of(["a" * 300], [evil + "b" * 2000], [[1]]), ["r"], 1)[0])
+    first, prompt, *lines = text.split("\n")
+    assert first.startswith("completion 1 of 1")
+    assert prompt == "  after …" + "a" * 199
+    assert all(line.startswith("  │ ") for line in lines)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert text.endswith(f"… ({2000 + len(evil):,} characters)")
+    assert shown(of(["p"], [""], [[1]]), ["r"], 1)[0].endswith("  │ (nothing)")

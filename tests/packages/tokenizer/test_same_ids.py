@@ -211,6 +211,7 @@ def test_stop_tokens(name):
 
 def test_a_text_that_has_its_bos_gets_no_second_one():
     tokenizer = chat.byte_level(bos="<s>", adds_bos=True)
+    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "")) == ["<s>"]
     for written in ("<s>ab", "ab"):
         assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, written)) == ["<s>", "ab"]
         row = [{"text": written}]
@@ -251,20 +252,6 @@ def test_what_stands_after_the_last_reply_is_read_nowhere(scorer):
     assert read == [wanted] * 2
     assert [ids.tolist() for ids in (pairs.pairs[0].chosen, texts.texts[0].tokens)] == [wanted] * 2
     assert pairs.report.after_reply == texts.report.after_reply == ["dataset row 1"]
-
-
-def test_the_tool_template_is_used_for_tools_unless_another_is_given():
-    case = CASES["tools"]
-    tokenizer = chat.byte_level(eos="<|im_end|>")
-    tokenizer.chat_template = {"default": chat.CHATML, "tool_use": chat.TOOLS}
-    turns = [chat.user("ab"), chat.assistant("b")]
-    for chosen, tools, wanted in (
-        (None, case.tools, chat.TOOLS),
-        (None, None, chat.CHATML),
-        (chat.STRIPS, case.tools, chat.STRIPS),
-    ):
-        text = tokenizer.apply_chat_template(turns, chat_template=wanted, tools=tools, tokenize=False)
-        assert Encoder(tokenizer, chosen).text(turns, tools=tools)[0] == text
 
 
 @pytest.mark.data

@@ -81,20 +81,13 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
             + whole[len(written(tokenizer, PROMPT)) - 2 : len(written(tokenizer, PROMPT))]
         )
     model = dataclasses.replace(tiny.make_model("score", vocab_size=512), tokenizer=tokenizer)
-    scorer = Scorer(model, ScoringContract.of(tokenizer, max_length=None, chat_template=options))
+    contract = ScoringContract.of(tokenizer, max_length=None, chat_template=options)
+    recorded = json.loads(json.dumps(contract.to_dict()))
+    scorer = Scorer(model, ScoringContract.from_dict(recorded, "here"))
     read = []
     monkeypatch.setattr(Scorer, "score_ids", lambda self, ids, group: read.extend(ids) or np.zeros(len(ids)))
     scorer.score_completions([PROMPT], [REPLY], None, None if column is None else [column])
     assert read[0].tolist() == whole
-
-
-def test_variables_are_recorded() -> None:
-    tokenizer = tokenizer_with(THINKING)
-    contract = ScoringContract.of(
-        tokenizer, max_length=None, chat_template=TextOptions(chat_template_kwargs=OFF)
-    )
-    again = ScoringContract.from_dict(json.loads(json.dumps(contract.to_dict())), "x")
-    assert again.text_options.chat_template_kwargs == OFF
 
 
 def test_tokens_of_other_options_are_not_taken_from_the_cache(
@@ -208,6 +201,8 @@ def test_tools_choose_the_template_as_in_transformers() -> None:
     )  # fmt: skip
     assert plain == written(tokenizer, PROMPT, add_generation_prompt=True)
     assert called == written(tokenizer, PROMPT, add_generation_prompt=True, tools=tools)
+    given = Encoder(tokenizer, chat.STRIPS).text(PROMPT, tools=tools)[0]
+    assert given == tokenizer.apply_chat_template(PROMPT, chat_template=chat.STRIPS, tokenize=False)
     # Without a default template, only conversations with tools have a template.
     tokenizer.chat_template = {"tool_use": chat.TOOLS}
     encoder = Encoder(tokenizer)
