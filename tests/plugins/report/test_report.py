@@ -150,14 +150,6 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
     assert "brevity –" in page.text
 
 
-def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
-    run = evaluated(tmp_path / "first", {step: [1.0] for step in (0, 10, 20)})
-    (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
-    page = runs.page(run)
-    assert "answer 0 of 10, 0" in page.text
-    assert "of 20" not in page.text
-
-
 def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     page = runs.page(evaluated(tmp_path / "first", {0: [1.0]}))
     assert "Update 0, the only one that was stored." in page.text
@@ -223,6 +215,9 @@ def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
     shutil.rmtree(both[1] / "policy")
     page = runs.Page(reporting.compare(both, tmp_path / "c.html").read_text(encoding="utf-8"))
     assert "policy" in page.text
+    twice = runs.Page(reporting.compare([both[0]] * 2, tmp_path / "c.html").read_text(encoding="utf-8"))
+    assert "a (1)" in twice.text
+    assert "a (2)" in twice.text
 
 
 def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +300,8 @@ def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
     words = runs.words(run)
     assert "was 1 before training and 3 after update 10" in words
     assert "at update 0 and at update 10" in words
+    assert "answer 0 of 10, 0" in words
+    assert "answer 0 of 20" not in words
 
 
 def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
