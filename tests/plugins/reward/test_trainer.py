@@ -92,19 +92,7 @@ def test_other_spellings_and_objects(tiny, tmp_path):
     assert again.artifact.path != result.artifact.path
 
 
-def test_config_round_trips():
-    config = RewardConfig(
-        max_sequence_length=2048,
-        center_rewards_coefficient=0.01,
-        learning_rate=2e-5,
-        num_train_epochs=1,
-        loss="hinge",
-    )
-    assert RewardConfig.from_dict(config.to_dict()) == config
-    assert RewardConfig.from_json(config.to_json()) == config
-    changed = config.replace(learning_rate=1e-6)
-    assert (changed.learning_rate, changed.max_sequence_length, config.learning_rate) == (1e-6, 2048, 2e-5)
-    assert config.to_dict()["loss"] == {"name": "hinge"}
-    assert RewardConfig(loss_type="hinge").loss == config.loss
+def test_the_loss_and_centring_of_a_config():
+    assert RewardConfig(loss_type="hinge").loss == RewardConfig(loss="hinge").loss
     assert RewardConfig().center_rewards_coefficient == 0.1
     assert RewardConfig(center_rewards_coefficient=None).center_rewards_coefficient is None
