@@ -14,6 +14,7 @@ from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import RolloutOptions, open_collector
 from rlhf_core.training import Context, open_rewards
+from tests.shared.short_runs import Watch
 
 WORLDS = '''
 import asyncio
@@ -96,17 +97,11 @@ def config(worlds):
 @pytest.fixture
 def train(tiny, model, tmp_path, config):
     def train(name="Talk", options=None, at="run", inputs=None, **changes):
-        seen = []
-
-        class Keep:
-            @hookimpl
-            def rlhf_step_end(self, step, metrics):
-                seen.append(dict(metrics))
-
+        watch = Watch()
         given = config(name, options, **changes)
         inputs = {"model": model, "train_dataset": tiny.prompts(4), **(inputs or {})}
-        run = tiny.run("grpo", given, tmp_path / at, listeners=[Keep()], **inputs)
-        return SimpleNamespace(rows=seen, directory=tmp_path / at, artifact=run)
+        run = tiny.run("grpo", given, tmp_path / at, listeners=[watch], **inputs)
+        return SimpleNamespace(rows=watch.rows, directory=tmp_path / at, artifact=run)
 
     return train
 

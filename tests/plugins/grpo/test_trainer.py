@@ -11,6 +11,7 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 
 from rlhf_core import SAMPLER, Rollouts, hookimpl, load_model
 from rlhf_core.errors import RunError
+from tests.shared.short_runs import Watch
 
 CONTRACT = {
     "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time",
@@ -48,24 +49,18 @@ def model(tiny):
 
 
 def trained(tiny, model, directory, rewards=(early,), rows=None, **changes):
-    seen = []
-
-    class Keep:
-        @hookimpl
-        def rlhf_step_end(self, step, metrics):
-            seen.append(dict(metrics))
-
+    watch = Watch()
     artifact = tiny.run(
         "grpo",
         GRPOConfig(**{**BASE, **changes}),
         directory,
-        listeners=[Keep()],
+        listeners=[watch],
         model=model,
         rewards=list(rewards),
         train_dataset=tiny.prompts(6) if rows is None else rows,
     )
     after = load_model(artifact.path, mesh=tiny.one_device())
-    return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=directory)
+    return SimpleNamespace(rows=watch.rows, params=tiny.leaves(after.params), directory=directory)
 
 
 @pytest.fixture
@@ -302,25 +297,19 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path
         def rlhf_register(self, registry):
             registry.add(SAMPLER, "off", off_by_a_bit)
 
-    seen = []
-
-    class Keep:
-        @hookimpl
-        def rlhf_step_end(self, step, metrics):
-            seen.append(dict(metrics))
-
+    watch = Watch()
     for correction in (None, {"level": "token", "mode": "truncate", "max": 1.05}):
         config = GRPOConfig(**{**BASE, "max_training_steps": 1}, sampler="off", sampler_correction=correction)
         tiny.run(
             "grpo",
             config,
             tmp_path / str(correction),
-            listeners=[Plugin(), Keep()],
+            listeners=[Plugin(), watch],
             model=model,
             rewards=[early],
             train_dataset=tiny.prompts(6),
         )
-    plain, corrected = seen
+    plain, corrected = watch.rows
     assert plain["sampling/logp_difference_mean"] == pytest.approx(0.1, abs=1e-4)
     # Every ratio is exp(0.1), cut at 1.05: the whole policy gradient is 1.05 times as large. The KL has none yet.
     assert corrected["sampling/importance_ratio_min"] == pytest.approx(1.05)

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_remote import engines, sampler, sampling, stations
-from rlhf_remote.transport import Answer
 
 from rlhf_core import InputError, RunError
 from rlhf_core.contracts import Forecast
@@ -359,11 +358,11 @@ class AsSglang:
         self.behind, self.paused = engines.Vllm(url, None, 60), False
         self.adapters, self.version = set[str](), "default"
 
-    def send(self, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+    def send(self, method: str, url: str, content: bytes | None = None, **limits: Any) -> engines.Answer:
         route = getattr(self, httpx.URL(url).path.strip("/").replace("/", "_"), None)
         body = json.loads(content or b"null")
         status, answer = (404, {"detail": "Not Found"}) if route is None else route(body)
-        return Answer(url, status, httpx.Headers(), json.dumps(answer).encode())
+        return engines.Answer(url, status, httpx.Headers(), json.dumps(answer).encode())
 
     def health(self, body: Any) -> tuple[int, Any]:
         return 200, {}
@@ -576,7 +575,7 @@ def test_a_prompt_whose_completions_are_too_few_is_named(
     """Three of one prompt and five of the other, eight in all."""
     honest, count = engines.Client.send, itertools.cycle([3, 5])
 
-    def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+    def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> engines.Answer:
         body = json.loads(content or b"{}")
         if not url.endswith("/v1/completions") or body["max_tokens"] != 6:
             return honest(self, method, url, content, **limits)

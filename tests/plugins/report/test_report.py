@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +111,6 @@ def evaluated(directory: Path, values: Mapping[int, Iterable[float]], group: int
     run: Path = runs.make_policy_run(directory)
     for step, rewards in values.items():
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, rewards, group))
-    return run
-
-
-def changed(directory: Path, change: Callable[[int, dict[str, Any]], object]) -> Path:
-    """Make a run with one fixed prompt before and after; `change` gets each update and its row."""
-    run: Path = runs.make_policy_run(directory)
-    for step in (0, 20):
-        rows = answers(step, (3.0,))
-        change(step, rows[0])
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
     return run
 
 
@@ -320,19 +310,23 @@ def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
     assert all('"start":0' in json.dumps(each.item, separators=(",", ":")) for each in (band, line))
 
 
-def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
-    columns = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
-    page = runs.page(changed(tmp_path / "first", lambda step, row: row.update(columns=columns)))
-    assert f"answer 42 note see {runs.EVIL} long {'x' * 300}… (1,000 characters)" in page.text
-    assert page.text.count("answer 42") == 1
+def test_a_row_stands_with_its_columns_and_without_its_role_as_text(tmp_path: Path) -> None:
+    """Control characters, and marks that reorder text, are escapes."""
+    run = runs.make_policy_run(tmp_path / "first")
+    columns = {"answer": 42, "note\x9b": f"see {runs.EVIL}", "name": "gnp\u202e.exe", "long": "x" * 1000}
+    for step in (0, 20):
+        said = [{"role": "assistant", "content": f"\x1b[31msaid at {step}"}]
+        row = {"prompt": "asked", "completion": said, "columns": columns, "reward": 3.0}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", [{**row, "rewards": {"model": 3.0}}])
+    page = runs.page(run)
+    shown = f"answer 42 note\\x9b see {runs.EVIL} name gnp\\u202e.exe long {'x' * 300}… (1,000 characters)"
+    assert page.text.count(shown) == 1
     assert page.of("img") == []
-
-
-def test_control_characters_and_marks_that_reorder_text_are_escapes(tmp_path: Path) -> None:
-    marks: dict[str, Any] = {"completion": "\x1b[31mred", "columns": {"note\x9b": "gnp\u202e.exe"}}
-    page = runs.page(changed(tmp_path / "first", lambda step, row: row.update(marks)))
-    assert all(shown in page.text for shown in ("\\x1b[31mred", "note\\x9b", "gnp\\u202e.exe"))
     assert not set("\x1b\x9b\u202e") & set(page.html)
+    assert "\\x1b[31msaid at 20" in page.text
+    assert "assistant:" not in page.text
+    assert "Bold: the reward." in page.text
+    assert "model 3" not in page.text
 
 
 def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
@@ -372,15 +366,3 @@ def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
     assert "pairs.jsonl row 7" in page.text
     assert "/far/away" not in page.text
     assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
-
-
-def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
-    def say(step: int, row: dict[str, Any]) -> None:
-        row["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
-        row["rewards"] = {"model": row["reward"]}
-
-    text = runs.page(changed(tmp_path / "first", say)).text
-    assert "said at 20" in text
-    assert "assistant: said" not in text
-    assert "Bold: the reward." in text
-    assert "model 3" not in text

@@ -8,8 +8,9 @@ import pytest
 from rlhf_reward import RewardConfig, pairwise_loss
 from rlhf_reward.metrics import accuracies, auc, calibration_error, measures, rank_correlation, ranks
 
-from rlhf_core import artifacts, data, hookimpl
+from rlhf_core import artifacts, data
 from rlhf_core.mesh import make_mesh
+from tests.shared.short_runs import Watch
 
 
 def draw_pairs(seed, size, *, coarse):
@@ -142,17 +143,12 @@ def train(tiny, model, tmp_path):
     """(directory, changes and inputs) → what was logged, and the artifact's contract."""
 
     def train(at, mesh=None, changes=None, **inputs):
-        logged = {}
-
-        class Keep:
-            @hookimpl
-            def rlhf_step_end(self, metrics):
-                logged.update(metrics)
-
+        watch = Watch()
         config = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 2, "loss": "hinge"}
         inputs = {"model": model, "train_dataset": tiny.pairs(9), **inputs}
         config = RewardConfig(**config | (changes or {}))
-        made = tiny.run("reward", config, tmp_path / at, listeners=[Keep()], mesh=mesh, **inputs)
+        made = tiny.run("reward", config, tmp_path / at, listeners=[watch], mesh=mesh, **inputs)
+        logged = {name: value for row in watch.rows for name, value in row.items()}
         return logged, artifacts.open_artifact(made.path).metadata["contract"]
 
     return train

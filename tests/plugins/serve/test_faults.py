@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,7 +22,6 @@ import pytest
 import uvicorn
 from rlhf_serve import app, commands, connections
 from rlhf_serve import running as closing
-from rlhf_serve.answers import Call, Target
 
 from tests.shared import serving
 
@@ -204,7 +204,11 @@ def test_a_stream_to_nobody_is_not_made() -> None:
     async def send(message: Any) -> None:
         pass  # as to a connection that is closed: nothing is waited for
 
-    call = Call("x", Target("policy", None, None), [], 1)  # type: ignore[arg-type]
+    class Call:
+        completions = prompts = ()
+        target, began = SimpleNamespace(name="policy"), 0.0
+
+    call: Any = Call()
     server = closing.make_server({}, closing.Settings(models=()))
     asyncio.run(app.Flow(server, call, parts())({}, receive, send))
     assert len(made) < 10
