@@ -73,11 +73,6 @@ BASE = {
 """Rollouts are of four prompts, as in `collect`, whose programs runs then have."""
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    return tiny.make_model("lm", scale=4.0)
-
-
 @pytest.fixture
 def worlds(tmp_path):
     path = tmp_path / "worlds.py"

@@ -36,11 +36,6 @@ def even(completions, number):
     return [float(len(text)) if n % 2 == 0 else None for text, n in zip(completions, number, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    return tiny.make_model("lm", scale=4.0)
-
-
 @pytest.fixture
 def train(tiny, model, tmp_path):
     """(name, rewards, changes) → the directory and the logged metrics, without what a clock says."""

@@ -135,14 +135,6 @@ def assert_close(tiny, params, others, tolerance=1e-5):
         np.testing.assert_allclose(leaf, theirs[name], atol=tolerance, err_msg=name)
 
 
-def test_a_prompt_may_be_given_once_a_group(tiny, model, batch):
-    once = {**batch, "prompt_ids": batch["prompt_ids"][::G], "prompt_mask": batch["prompt_mask"][::G]}
-    one, metrics = grpo_step(state_of(model), batch, num_generations=G)
-    other, others = grpo_step(state_of(model), once, num_generations=G)
-    assert numbers(metrics) == numbers(others)
-    assert_close(tiny, one.params, other.params, 0)
-
-
 def test_num_items_is_the_divisor_whatever_the_splits(model, batch):
     tokens = int(batch["completion_mask"].sum())
     state = state_of(model)

@@ -450,25 +450,23 @@ def test_sglang_s_routes(
         assert routes.version.endswith("-v1")
 
 
+@pytest.mark.parametrize("weights", ["adapter", pytest.param("disk", marks=pytest.mark.long)])
 def test_an_engine_that_was_started_again_is_given_its_policy_again(
-    train: Callable[..., Any], url: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], url: str, model: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two requests, so that none fails: it has no adapters, or its first weights, and says so."""
-    honest = engines.Vllm.complete
-    for weights in ("adapter", "disk"):
-        again = threading.Event()
+    honest, again = engines.Vllm.complete, threading.Event()
 
-        def complete(self: Any, *arguments: Any, again: threading.Event = again) -> Any:
-            if arguments[-1].max_tokens > 1 and not again.is_set():
-                again.set()
-                restore(url, model)
-            return honest(self, *arguments)
+    def complete(self: Any, *arguments: Any) -> Any:
+        if arguments[-1].max_tokens > 1 and not again.is_set():
+            again.set()
+            restore(url, model)
+        return honest(self, *arguments)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(engines.Vllm, "complete", complete)
-            _, rows = train(weights=weights, ahead=0, steps=2)
-        assert again.is_set()
-        assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    _, rows = train(weights=weights, ahead=0, steps=2)
+    assert again.is_set()
+    assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
 
 
 def test_a_run_leaves_no_adapters(

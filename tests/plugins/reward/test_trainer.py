@@ -8,9 +8,6 @@ from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer
 
-OVER_ALL = {f"{side}/{each}" for side in ("chosen", "rejected") for each in ("mean", "std", "min", "max")}
-OVER_ALL |= {"auc", "calibration_error", "length_correlation", "longer_wins_accuracy", "longer_wins_ties"}
-"""Metrics that need the scores of every held-out pair."""
 BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 2}
 
 
@@ -34,17 +31,6 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path, recw
     assert not [each for each in recwarn if "head" in str(each.message)]  # training is what gives it one
     assert (result.artifact.name, result.artifact.kind) == ("model", "reward_model")
     assert result.artifact.path == tmp_path / "artifacts" / "model"
-    names = {"loss", "accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward"}
-    train = names | {
-        "learning_rate",
-        "grad_norm",
-        "epoch",
-        "num_tokens",
-        "tokens_per_second",
-        "step_time",
-        "useful_fraction",
-    }
-    assert set(result.metrics) == train | {f"eval_{name}" for name in names | OVER_ALL}
     assert all(np.isfinite(x) for x in result.metrics.values())
     steps = [row["step"] for row in tiny.read_rows(tmp_path / "metrics.jsonl")]
     assert steps == [2, 4]
