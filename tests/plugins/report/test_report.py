@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 import shutil
@@ -161,28 +159,13 @@ def test_many_steps_stay_small_and_keep_their_extremes(tmp_path: Path, steps: in
     chart = next(
         c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
     )
-    drawn = np.concatenate([array for name, array in arrays(chart["item"]) if name == "y"])
+    drawn = np.concatenate([array for name, array in runs.arrays(chart["item"]) if name == "y"])
     assert drawn.max() == 100.0
     assert drawn.min() == -50.0
 
 
 def label(page: Any, id: str) -> str:
     return next(a["aria-label"] for a in page.of("figure") if a["id"] == id)
-
-
-def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
-    """Yield (column, array) of every array in a Bokeh document."""
-    if isinstance(value, dict) and value.get("type") == "ndarray":
-        raw = base64.b64decode(value["array"]["data"])
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        yield name, np.frombuffer(raw, value["dtype"])
-    elif isinstance(value, dict):
-        for inside in value.values():
-            yield from arrays(inside, name)
-    elif isinstance(value, list):
-        pair = len(value) == 2 and isinstance(value[0], str)
-        for inside in value[1:] if pair else value:
-            yield from arrays(inside, value[0] if pair else name)
 
 
 def test_compare(tmp_path: Path) -> None:
