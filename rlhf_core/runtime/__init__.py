@@ -14,7 +14,8 @@ from typing import Any
 
 from rlhf_core.runtime import job
 from rlhf_core.runtime.caches import own_run
-from rlhf_core.runtime.signals import stop_if_asked, stop_signals
+from rlhf_core.runtime.signals import stop_if_asked
+from rlhf_core.runtime.signals import stop_signals as stop_signals
 
 MIN_COMPILE_SECONDS = 0.05
 OPTIMIZATION = "--xla_backend_optimization_level"

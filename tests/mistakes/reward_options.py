@@ -57,7 +57,7 @@ def environment(value: str) -> Mistake:
     return policy(f'environment = {value}\nchat_template = "plain"', f"environment = {value}")
 
 
-def with_rows(name: str, lines: str, held_out: bool = False, **columns: Any) -> Mistake:
+def with_rows(name: str, lines: str) -> Mistake:
     """Chats, one of whose answers is no number."""
 
     def make(place: Any) -> None:
@@ -104,6 +104,10 @@ ROWS = [
     with_rows(
         "an answer, and a reward that takes messages for text",
         'rewards = ["mine.py:words", { name = "mine.py:last", target = 4 }, "numeric_answer"]',
+    ),
+    with_rows(
+        "an option of the name of a column, and an answer that is skipped",
+        'rewards = [{ name = "mine.py:last", target = 4 }, { name = "numeric_answer", on_error = "skip" }]',
     ),
     with_rows(
         "a column that held-out prompts lack", 'rewards = ["mine.py:needs"]\neval_data = "held_out.jsonl"'

@@ -92,6 +92,21 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
+    """Yield (column, array) of every array in a Bokeh document."""
+    if isinstance(value, dict) and value.get("type") == "ndarray":
+        raw = base64.b64decode(value["array"]["data"])
+        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        yield name, np.frombuffer(raw, value["dtype"])
+    elif isinstance(value, dict):
+        for inside in value.values():
+            yield from arrays(inside, name)
+    elif isinstance(value, list):
+        pair = len(value) == 2 and isinstance(value[0], str)
+        for inside in value[1:] if pair else value:
+            yield from arrays(inside, value[0] if pair else name)
+
+
 def make_policy_run(directory: Path) -> Path:
     """A run of the GRPO stage alone, without curves: they take most of a page's time."""
     run = make_run(directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -121,20 +120,6 @@ def test_values_and_gradients_equal_the_formula(beta: float, top_k: int | None) 
     assert_close(actual, reference(arrays, beta, softcaps=caps, **options))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "top_k"),
-    [
-        (1, 3),
-        pytest.param(1, None, marks=pytest.mark.long),
-        *(pytest.param(chunk, k, marks=pytest.mark.long) for chunk in (None, 5) for k in (None, 3)),
-    ],
-)
-def test_chunks_change_nothing(chunk: int | None, top_k: int | None) -> None:
-    arrays = problem()
-    expected = reference(arrays, 0.5, top_k=top_k)
-    assert_close(computed(arrays, jensen_shannon(0.5), chunk=chunk, top_k=top_k), expected)
-
-
 @pytest.mark.parametrize(("name", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0)])
 def test_the_ends_have_names(name: str, beta: float) -> None:
     arrays = problem()
@@ -231,15 +216,6 @@ def test_tiny_probabilities_stay_finite(beta: float, top_k: int | None) -> None:
         exact = top_k * 300.0 / (VOCAB - 1)
     np.testing.assert_allclose(value, exact, rtol=1e-3)
     assert np.isfinite(np.asarray(gradient)).all()
-
-
-def test_equal_models_do_not_diverge() -> None:
-    hidden, kernel, *_ = problem()
-    head = Head(hidden, kernel)
-    for beta, top_k in ((0.0, None), (0.5, None), (1.0, 4)):
-        diverge = jax.jit(partial(token_divergences, jensen_shannon(beta), top_k=top_k))
-        values = diverge(head, head)
-        np.testing.assert_allclose(values, 0, atol=1e-6)
 
 
 def test_no_tokens_no_divergences() -> None:

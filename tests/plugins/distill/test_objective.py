@@ -21,18 +21,6 @@ CONFIG = DistillConfig(temperature=1.5)
 ROWS = {"rows": (8,), "sequences": (4,), "trained": (24,)}
 WIDTH = 12
 """More tokens than any sequence has, so that one program computes all."""
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one micro-batch": {"layout": Layout((40,), **ROWS)},
-    "a text a micro-batch, reversed": {"layout": Layout((24,), **ROWS), "splits": 6, "reverse": True},
-    "long rows in halves": {"layout": Layout((64,), **ROWS), "splits": 2},
-}
-MESHES = {"one device": (1, 1, 1), "data": (8, 1, 1), "all axes": (2, 2, 2), "fsdp and tensor": (1, 4, 2)}
-COVERING = [("all axes", "a text a micro-batch, reversed")]
-REST = [
-    ("one device", "a text a micro-batch, reversed"),
-    *((mesh, "long rows in halves") for mesh in ("one device", "all axes")),
-    *((mesh, "one micro-batch") for mesh in MESHES if mesh != "one device"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +32,7 @@ def student(tiny: ModuleType) -> Any:
 def on_one_device(student: Any, teacher: Any, trees: list[Tree]) -> Any:
     """(loss, gradients of the student) in one micro-batch."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    return computed({"policy": student, "teacher": teacher}, trees, mesh, **LAYOUTS["one micro-batch"])
+    return computed({"policy": student, "teacher": teacher}, trees, mesh, Layout((40,), **ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +76,6 @@ def computed(
     mesh: Any,
     layout: Layout,
     splits: int = 1,
-    reverse: bool = False,
 ) -> Any:
     """(loss, gradients of the student) of one update."""
     models = {
@@ -102,10 +89,9 @@ def computed(
     compute = objective({name: model.definition for name, model in models.items()}, divergence, CONFIG)
     one = jax.jit(lambda params, batch, done: accumulate(compute, params, batch, done, fixed=state.fixed))
     done: Accumulated | None = None
-    chosen = trees[::-1] if reverse else trees
-    size = -(-len(chosen) // splits)
-    for start in range(0, len(chosen), size):
-        for batch in pack(chosen[start : start + size], layout):
+    size = -(-len(trees) // splits)
+    for start in range(0, len(trees), size):
+        for batch in pack(trees[start : start + size], layout):
             done = one(state.params, put_rows(mesh, batch), done)
     assert done is not None
     assert set(done.grads) == {"policy"}
@@ -113,21 +99,18 @@ def computed(
     return float(done.loss.total) / count, jax.tree.map(lambda g: np.asarray(g) / count, done.grads["policy"])
 
 
-@pytest.mark.parametrize("covering", [COVERING, pytest.param(REST, marks=pytest.mark.exhaustive)])
 def test_the_loss_is_the_formula_however_an_update_is_laid_out(
-    student: Any, teacher: Any, trees: list[Tree], on_one_device: Any, covering: list[tuple[str, str]]
+    student: Any, teacher: Any, trees: list[Tree], on_one_device: Any
 ) -> None:
+    """In one micro-batch, and on eight devices a text a micro-batch, in reverse."""
     models = {"policy": student, "teacher": teacher}
     reference = expected((student, teacher), trees)
     loss, first = on_one_device
     np.testing.assert_allclose(loss, reference, rtol=2e-5)
-    for mesh, layout in covering:
-        shape = MESHES[mesh]
-        devices = jax.devices()[: int(np.prod(shape))]
-        loss, gradients = computed(models, trees, make_mesh(*shape, devices=devices), **LAYOUTS[layout])
-        np.testing.assert_allclose(loss, reference, rtol=2e-5, err_msg=f"{mesh}, {layout}")
-        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(first), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6, err_msg=f"{mesh}, {layout}")
+    loss, gradients = computed(models, trees[::-1], make_mesh(2, 2, 2), Layout((24,), **ROWS), splits=6)
+    np.testing.assert_allclose(loss, reference, rtol=2e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(first), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6)
 
 
 def test_gradients_are_slopes_of_the_loss(

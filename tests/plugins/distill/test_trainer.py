@@ -15,6 +15,7 @@ from rlhf_distill import DistillConfig
 
 from rlhf_core import hookimpl, load_model
 from rlhf_core.testing import MODEL_TABLE, check_trainer, texts, tokenizer
+from tests.shared.short_runs import Watch
 
 SHORT: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -23,15 +24,6 @@ SHORT: dict[str, Any] = {
     "total_batch_size": 4,
     "max_completion_length": 6,
 }
-
-
-class Watch:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    @hookimpl
-    def rlhf_step_end(self, step: int, metrics: Any) -> None:
-        self.rows.append({"step": step, **metrics})
 
 
 @pytest.fixture(scope="module")

@@ -121,13 +121,6 @@ def test_other_losses_equal_the_definition(model, sequences, kind):
     assert found == pytest.approx(expected_loss(model, state.params, sequences, batch, kind, BETA), rel=1e-5)
 
 
-def test_evaluation_is_the_step_without_the_update(model, sequences):
-    batch, state = make_batch(sequences), make_state(model)
-    evaluated, (_, stepped) = (step(state, batch, beta=BETA) for step in (evaluation_step, training_step))
-    assert set(evaluated) == METRICS
-    assert numbers(evaluated) == pytest.approx({k: float(stepped[k]) for k in METRICS}, rel=1e-5, abs=1e-6)
-
-
 def test_the_reference_is_read_by_the_same_rule(model, sequences):
     """With the policy's own log-probabilities as reference every implicit reward is 0."""
     batch = make_batch(sequences)

@@ -1,4 +1,4 @@
-"""Importance sampling between sampler and trainer, against float64 NumPy, over padded and packed arrays."""
+"""Importance sampling between sampler and trainer, against float64 NumPy. Packed: tests/invariants/test_grpo.py."""
 
 import jax
 import jax.numpy as jnp
@@ -89,23 +89,6 @@ def test_correction_multiplies_the_policy_loss_and_not_the_kl_term(arrays, optio
         step[at] = 1e-6
         slope = (reference(a["logps"] + step) - reference(a["logps"] - step)) / 2e-6
         assert float(gradient[at]) == pytest.approx(slope, rel=1e-4, abs=1e-6)
-
-
-def test_packed_sequences_have_their_own_ratios(arrays):
-    """Two sequences in a row: the same ratios as in rows of their own."""
-    a = arrays
-    by_sequence = correction(level="sequence", mode="truncate", max=1.4)
-    sampling = jnp.asarray(a["sampling"], jnp.float32)
-    alone = importance(inputs_of(a, jnp.zeros((N, T))), sampling, by_sequence)
-    row = PolicyInputs(
-        *(jnp.asarray(np.concatenate([a[name][1], a[name][4]])[None], jnp.float32)
-          for name in ("logps", "old", "advantages", "mask")),
-        sequence=jnp.repeat(jnp.arange(2), T)[None],
-        sequences=2,
-    )  # fmt: skip
-    packed = importance(row, jnp.concatenate([sampling[1], sampling[4]])[None], by_sequence)
-    np.testing.assert_allclose(packed[0, :3], alone[1, :3], rtol=1e-6)
-    np.testing.assert_allclose(packed[0, T : T + 5], alone[4, :5], rtol=1e-6)
 
 
 def test_metrics(arrays):

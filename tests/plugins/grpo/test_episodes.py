@@ -13,8 +13,8 @@ from rlhf_grpo import GRPOConfig
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import RolloutOptions, open_collector
-from rlhf_core.rollouts.rollout_warnings import RolloutWarnings, empty_warning
 from rlhf_core.training import Context, open_rewards
+from tests.shared.short_runs import Watch
 
 WORLDS = '''
 import asyncio
@@ -73,11 +73,6 @@ BASE = {
 """Rollouts are of four prompts, as in `collect`, whose programs runs then have."""
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    return tiny.make_model("lm", scale=4.0)
-
-
 @pytest.fixture
 def worlds(tmp_path):
     path = tmp_path / "worlds.py"
@@ -97,17 +92,11 @@ def config(worlds):
 @pytest.fixture
 def train(tiny, model, tmp_path, config):
     def train(name="Talk", options=None, at="run", inputs=None, **changes):
-        seen = []
-
-        class Keep:
-            @hookimpl
-            def rlhf_step_end(self, step, metrics):
-                seen.append(dict(metrics))
-
+        watch = Watch()
         given = config(name, options, **changes)
         inputs = {"model": model, "train_dataset": tiny.prompts(4), **(inputs or {})}
-        run = tiny.run("grpo", given, tmp_path / at, listeners=[Keep()], **inputs)
-        return SimpleNamespace(rows=seen, directory=tmp_path / at, artifact=run)
+        run = tiny.run("grpo", given, tmp_path / at, listeners=[watch], **inputs)
+        return SimpleNamespace(rows=watch.rows, directory=tmp_path / at, artifact=run)
 
     return train
 
@@ -205,6 +194,12 @@ def test_an_environment_that_waits_or_is_elsewhere_answers_alike(collect, name, 
     assert np.array_equal(plain.total, other.total)
 
 
+def test_failed_episodes_do_not_count_as_empty_completions(train, recwarn):
+    run = train("Odd", max_training_steps=1)
+    assert run.rows[0]["episodes/failed"] == 12
+    assert not any("are empty" in str(each.message) for each in recwarn)
+
+
 def test_an_episode_that_fails_is_reported_and_left_out(collect):
     with pytest.warns(UserWarning, match="4 of 16 episodes failed and are dropped") as warned:
         _, rollout = collect(options={"fails_at": 1})
@@ -217,19 +212,6 @@ def test_an_episode_that_fails_is_reported_and_left_out(collect):
     assert rollout.metrics["episodes/failed"] == 4
 
 
-def test_failed_episodes_do_not_count_as_empty_completions(collect, recwarn):
-    _, rollout = collect("Odd")
-    assert rollout.metrics["episodes/failed"] == 12
-    assert empty_warning(rollout.inputs.completions) is not None
-    RolloutWarnings(SimpleNamespace(name="policy", is_main=True)).check(0, rollout)
-    assert not any("are empty" in str(each.message) for each in recwarn)
-
-
-def test_a_failure_can_end_the_run(collect):
-    with pytest.raises(RunError, match=r"row 2: environment 'worlds.py:Talk': step raised ValueError"):
-        collect(options={"fails_at": 1, "on_error": "stop"})
-
-
 WRITTEN = 4
 """Tokens that the chat template adds to a prompt."""
 
@@ -240,16 +222,6 @@ def test_where_all_fail_the_run_ends(collect):
         RunError, match=r"every episode of the rollout failed; the first: .* row 1.*a prompt of 41 tokens"
     ):
         collect(rows=rows)
-
-
-def test_an_episode_has_no_more_tokens_than_it_may(collect):
-    _, rollout = collect(options={"max_tokens": 16})
-    assert rollout.samples.tokens.shape == (16, 16)
-    assert rollout.samples.lengths.max() <= 16
-    assert 0 < rollout.metrics["episodes/cut_ratio"] <= 1
-    for turns, said in zip(rollout.conversations.turns, rollout.inputs.completions, strict=True):
-        assert len(turns) == sum(message["role"] == "assistant" for message in said)
-        assert said[-1]["role"] == "assistant"
 
 
 def test_a_history_that_is_encoded_again_is_a_row_per_turn(collect):

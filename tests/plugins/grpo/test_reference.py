@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
-from rlhf_grpo import GRPOConfig
-from rlhf_grpo.train import _reference_sync
 
 from rlhf_core.training import Reference
 
@@ -32,20 +30,16 @@ def test_compiling_its_move_does_not_move_it(tiny: ModuleType) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(str(about.get("fun_name")))
 
-    context = SimpleNamespace(ahead=lambda start, *given: start(*given))
-    move = _reference_sync(GRPOConfig(sync_ref_model=True, ref_model_mixup_alpha=0.9), context, reference)
+    reference.compile(0.9)
     assert arrays(reference.params) == before
     reference._compiler.wait("mix")
     jax.monitoring.register_event_duration_secs_listener(note)
-
-    class State:
-        params = jax.device_put({"w": np.zeros(1000, np.float32), "base": np.ones(3, np.float32)})
-
-    move(64, State())  # type: ignore[arg-type]
+    policy = jax.device_put({"w": np.zeros(1000, np.float32), "base": np.ones(3, np.float32)})
+    reference.move(policy, 0.9)
     assert compiled == []
     np.testing.assert_allclose(reference.params["w"], 0.1 * params["w"], rtol=1e-5)
     kept = reference.snapshot()
     moved = arrays(reference.params)
-    move(128, State())  # type: ignore[arg-type]
+    reference.move(policy, 0.9)
     reference.restore(kept)
     assert arrays(reference.params) == moved

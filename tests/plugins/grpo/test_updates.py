@@ -118,26 +118,6 @@ def test_advantages_are_those_of_whole_groups(make):
         assert [update[i][1] for i in range(first, first + G)] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-def test_the_kl_may_be_taken_from_the_rewards(make):
-    plain, taxed = (
-        content(
-            make(reference=2, kl={"beta": 0.5, "name": "k1", "place": place}, scale_rewards="none").update(
-                0, state(0)
-            )
-        )
-        for place in ("loss", "reward")
-    )
-    rewards = []
-    for i in range(3):
-        tokens, _, values = taxed[i]
-        kl = sum(s - r for s, r in zip(values["sampling_logps"], values["ref_logps"], strict=True))
-        rewards.append(len(tokens) - 0.5 * kl)
-    assert [taxed[i][1] for i in range(3)] == pytest.approx(
-        (np.array(rewards) - np.mean(rewards)).tolist(), abs=1e-5
-    )
-    assert [plain[i][1] for i in range(3)] != [taxed[i][1] for i in range(3)]
-
-
 def reference_values(update):
     return np.concatenate([batch.token_values["ref_logps"].ravel() for batch in update.batches])
 
@@ -208,28 +188,6 @@ def test_completions_masked_in_the_loss_have_their_whole_kl_in_the_reward(make, 
     assert trained == set(np.flatnonzero(samples.finished | (not masked)).tolist())
 
 
-def test_equal_kl_gives_no_advantage_whether_completions_finished_or_not(make):
-    """Two completions of a group end by themselves, one is cut; KL and reward of all are equal."""
-
-    def equal(params, prompts, key, ids):
-        n = len(prompts) * G
-        tokens = np.full((n, C), 7, np.int32)
-        return Rollouts(
-            tokens, np.full(n, C, np.int32), np.full((n, C), -1.0, np.float32), np.arange(n) % G > 0
-        )
-
-    feed = make(
-        reference=2,
-        kl={"beta": 0.2, "place": "reward"},
-        mask_truncated_completions=True,
-        scale_rewards="none",
-    )
-    feed.collector.rewards[0].function = lambda completions: [1.0] * len(completions)
-    feed.collector = replace(feed.collector, sampler=equal)
-    feed.update(0, state(0))
-    assert feed.rollout.advantages.tolist() == [0.0] * 6
-
-
 def test_epochs_count_the_prompts_that_dynamic_sampling_drew(make):
     """Eight prompts, two a round: with two rounds a rollout, two rollouts are an epoch."""
     feed = make(dynamic_sampling={"max_rounds": 2}, num_iterations=2, reward=flat_reward, num_train_epochs=2)
@@ -248,30 +206,6 @@ def test_epochs_count_the_prompts_that_dynamic_sampling_drew(make):
     for n in range(5):
         fixed.update(n, state(0))
     assert fixed.total == 5
-
-
-def test_epochs_rise_where_rollouts_take_different_rounds(make):
-    rounds = iter([2, 1, 2, 1, 1, 1])
-
-    def reward(completion_ids):
-        if not left:
-            left.append(next(rounds))
-        left[0] -= 1
-        differs = left[0] == 0
-        if differs:
-            left.clear()
-        return [float(i) if differs else 1.0 for i, _ in enumerate(completion_ids)]
-
-    left: list[int] = []
-    feed = make(dynamic_sampling={"max_rounds": 2}, num_iterations=4, reward=reward, num_train_epochs=2)
-    epochs = []
-    for n in range(24):
-        if n < feed.total:
-            feed.update(n, state(0))
-            epochs.append(feed.epochs(n + 1))
-    drawn = np.cumsum(np.repeat([2, 1, 2, 1, 1, 1], 4) / 4) * 2 / 8
-    assert epochs == pytest.approx(drawn[: len(epochs)].tolist())
-    assert (len(epochs), epochs[-1]) == (24, 2.0)
 
 
 def flat_reward(completion_ids):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
@@ -19,49 +18,30 @@ import httpx
 import jax
 import numpy as np
 import pytest
-import uvicorn
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_remote import engines, sampler, sampling, stations
-from rlhf_remote.transport import Answer
-from rlhf_serve.opening import Opening, open_model
-from rlhf_serve.running import Settings, application, make_server
 
 from rlhf_core import InputError, RunError
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import Stopped
 from rlhf_core.rollouts import RolloutOptions
 from rlhf_core.sampling import SamplingOptions
+from tests.shared import serving
 
 LORA = {"rank": 4, "alpha": 8}
 
 
-class Server:
-    """`rlhf serve policy=DIR --control --adapters DIRECTORY` in a thread."""
+def restore(url: str, model: Path) -> None:
+    """Give the server its first weights again, and no adapters."""
+    engine = engines.Vllm(url, None, 60)
+    for name in adapters_of(url):
+        engine.unload_adapter(name)
+    engine.load_weights(str(model), "0")
 
-    def __init__(self, tiny: ModuleType, model: Path, adapters: Path) -> None:
-        opening = Opening(slots=16, length=64, mesh=tiny.one_device())
-        settings = Settings(models=(), control=True, adapters=adapters)
-        served = make_server({"policy": open_model("policy", str(model), opening)}, settings)
-        config = uvicorn.Config(
-            application(served, settings, opening), port=0, log_config=None, lifespan="on"
-        )
-        self.web = uvicorn.Server(config)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.web.serve()), daemon=True)
-        self.thread.start()
-        while not self.web.started:
-            assert self.thread.is_alive()
-        self.url = f"http://127.0.0.1:{self.web.servers[0].sockets[0].getsockname()[1]}"
 
-    def restore(self, model: Path) -> None:
-        engine = engines.Vllm(self.url, None, 60)
-        for name, served in engine.models().items():
-            if served.parent is not None:
-                engine.unload_adapter(name)
-        engine.load_weights(str(model), "0")
-
-    def close(self) -> None:
-        self.web.should_exit = True
-        self.thread.join()
+def adapters_of(url: str) -> list[str]:
+    served = engines.Vllm(url, None, 60).models()
+    return [name for name, each in served.items() if each.parent is not None]
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +56,22 @@ def model(tiny: ModuleType, place: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tiny: ModuleType, model: Path, place: Path) -> Iterator[Server]:
-    running = Server(tiny, model, place)
-    yield running
+def url(tiny: ModuleType, model: Path, place: Path) -> Iterator[str]:
+    """The address of `rlhf serve policy=DIR --control --adapters DIRECTORY` in a thread."""
+    opening = {"slots": 16, "length": 64, "mesh": tiny.one_device()}
+    running = serving.serve({"policy": model}, opening=opening, control=True, adapters=place)
+    yield str(running.client.base_url).rstrip("/")
     running.close()
 
 
 @pytest.fixture(autouse=True)
-def as_started(server: Server, model: Path) -> Iterator[None]:
+def as_started(url: str, model: Path) -> Iterator[None]:
     yield
-    server.restore(model)
+    restore(url, model)
 
 
 @pytest.fixture
-def train(
-    tiny: ModuleType, model: Path, place: Path, tmp_path_factory: Any, server: Server
-) -> Callable[..., Any]:
+def train(tiny: ModuleType, model: Path, place: Path, tmp_path_factory: Any, url: str) -> Callable[..., Any]:
     def train(
         directory: Path | None = None, steps: int = 3, **options: Any
     ) -> tuple[Path, list[dict[str, Any]]]:
@@ -102,7 +82,7 @@ def train(
             place / options.pop("place", f"{directory.parent.name}-{directory.name}"),
         )
         lora = options.pop("lora", LORA if options["weights"] == "adapter" else None)
-        engine = {"name": "rlhf", "urls": [server.url], "directory": str(shared), **options}
+        engine = {"name": "rlhf", "urls": [url], "directory": str(shared), **options}
         config = GRPOConfig(
             total_batch_size=8,
             num_generations=4,
@@ -237,6 +217,22 @@ def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Pa
     sampling.Sampler._claim(moved)
 
 
+def test_a_directory_that_is_full(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    honest = Path.rename
+
+    def full(self: Path, target: Any) -> Any:
+        if str(target).endswith("policy-v1"):
+            raise OSError(28, "No space left on device")
+        return honest(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(RunError, match=r"sampler.directory: .*: No space left on device"):
+        train(tmp_path / "run", ahead=0)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
+
+
 DAMAGED = (b"", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b"9" * 5000, b"PK\x03\x04cut")
 
 
@@ -313,7 +309,7 @@ def test_probes_see_every_tensor(tiny: ModuleType) -> None:
         )
 
 
-def test_a_check_asks_the_engines(server: Server, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_asks_the_engines(url: str, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.make_model()
 
     def check(url: str, longest: int = 64, name: str | None = "policy", **options: Any) -> Forecast:
@@ -323,10 +319,10 @@ def test_a_check_asks_the_engines(server: Server, tiny: ModuleType, monkeypatch:
         forecast: Forecast = kind((url,), weights="disk", model=name).check(model, wanted, longest)
         return forecast
 
-    assert check(server.url, temperature=0.7) == Forecast(
+    assert check(url, temperature=0.7) == Forecast(
         ("sampled by 1 × rlhf, which read each policy (whole weights) from the stage's directory",)
     )
-    (warning,) = check(server.url, ahead=1).warnings
+    (warning,) = check(url, ahead=1).warnings
     assert "2 engines would not wait for each other" in warning
     (warning,) = check("http://127.0.0.1:9", kind=sampler.VllmSampler).warnings
     assert "http://127.0.0.1:9: " in warning
@@ -334,23 +330,23 @@ def test_a_check_asks_the_engines(server: Server, tiny: ModuleType, monkeypatch:
     assert "--port 9 --max-model-len 64 --dtype float32 --logprobs-mode processed_logprobs" in warning
     for wrong, said in (
         ({"top_p": 0.9}, "sampling.top_p: the log-probabilities of sampler 'rlhf' would contain it"),
-        ({"name": "other"}, f"{server.url} serves policy, and not 'other'"),
+        ({"name": "other"}, f"{url} serves policy, and not 'other'"),
         (
             {"longest": 65},
             "'policy' has a context of 64 tokens, and prompts with their completions have up to 65",
         ),
     ):
         with pytest.raises(InputError, match=re.escape(said)):
-            check(server.url, **wrong)  # type: ignore[arg-type]
+            check(url, **wrong)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
         with pytest.raises(InputError, match="sampler 'rlhf': the trainer must be one process"):
-            check(server.url)
+            check(url)
     with pytest.raises(InputError, match=r'weights = "adapter": the model is trained without adapters'):
-        sampler.RlhfSampler((server.url,)).check(model, RolloutOptions(32, 4, SamplingOptions(), 2), 8)
+        sampler.RlhfSampler((url,)).check(model, RolloutOptions(32, 4, SamplingOptions(), 2), 8)
     other = tiny.make_model(vocab_size=50)
     with pytest.raises(InputError, match="another model: its vocabulary is not the policy's, of 50 ids"):
-        sampler.RlhfSampler((server.url,), weights="disk").check(
+        sampler.RlhfSampler((url,), weights="disk").check(
             other, RolloutOptions(32, 4, SamplingOptions(max_completion_length=8), 2), 8
         )
 
@@ -362,11 +358,11 @@ class AsSglang:
         self.behind, self.paused = engines.Vllm(url, None, 60), False
         self.adapters, self.version = set[str](), "default"
 
-    def send(self, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+    def send(self, method: str, url: str, content: bytes | None = None, **limits: Any) -> engines.Answer:
         route = getattr(self, httpx.URL(url).path.strip("/").replace("/", "_"), None)
         body = json.loads(content or b"null")
         status, answer = (404, {"detail": "Not Found"}) if route is None else route(body)
-        return Answer(url, status, httpx.Headers(), json.dumps(answer).encode())
+        return engines.Answer(url, status, httpx.Headers(), json.dumps(answer).encode())
 
     def health(self, body: Any) -> tuple[int, Any]:
         return 200, {}
@@ -428,10 +424,10 @@ class AsSglang:
 
 @pytest.mark.parametrize("weights", ["adapter", "disk"])
 def test_sglang_s_routes(
-    train: Callable[..., Any], server: Server, weights: str, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], url: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sampler `rlhf` gives the same rollouts of groups, which have seeds of their own here."""
-    routes = AsSglang(server.url)
+    routes = AsSglang(url)
 
     def opened(url: str, key: str | None, timeout: float) -> engines.Sglang:
         engine = engines.Sglang(url, key, timeout)
@@ -454,34 +450,27 @@ def test_sglang_s_routes(
         assert routes.version.endswith("-v1")
 
 
+@pytest.mark.parametrize("weights", ["adapter", pytest.param("disk", marks=pytest.mark.long)])
 def test_an_engine_that_was_started_again_is_given_its_policy_again(
-    train: Callable[..., Any], server: Server, model: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], url: str, model: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two requests, so that none fails: it has no adapters, or its first weights, and says so."""
-    honest = engines.Vllm.complete
-    for weights in ("adapter", "disk"):
-        again = threading.Event()
+    honest, again = engines.Vllm.complete, threading.Event()
 
-        def complete(self: Any, *arguments: Any, again: threading.Event = again) -> Any:
-            if arguments[-1].max_tokens > 1 and not again.is_set():
-                again.set()
-                server.restore(model)
-            return honest(self, *arguments)
+    def complete(self: Any, *arguments: Any) -> Any:
+        if arguments[-1].max_tokens > 1 and not again.is_set():
+            again.set()
+            restore(url, model)
+        return honest(self, *arguments)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(engines.Vllm, "complete", complete)
-            _, rows = train(weights=weights, ahead=0, steps=2)
-        assert again.is_set()
-        assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
-
-
-def adapters_of(server: Server) -> list[str]:
-    served = engines.Vllm(server.url, None, 60).models()
-    return [name for name, each in served.items() if each.parent is not None]
+    monkeypatch.setattr(engines.Vllm, "complete", complete)
+    _, rows = train(weights=weights, ahead=0, steps=2)
+    assert again.is_set()
+    assert all(row["sampling/logp_difference_max"] < 1e-4 for row in rows)
 
 
 def test_a_run_leaves_no_adapters(
-    train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    train: Callable[..., Any], url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nor one that fails; of one that is killed the next start of it removes them, and no other's."""
     honest, names = engines.Vllm.complete, set[str]()
@@ -499,14 +488,14 @@ def test_a_run_leaves_no_adapters(
         with pytest.raises(RunError, match="a bad completion"):
             train(tmp_path / "run", ahead=0, steps=2)
     (left,) = {name.rpartition("-v")[0] for name in names}
-    assert sorted(adapters_of(server)) == [f"{left}-v0", f"{left}-v1"]
+    assert sorted(adapters_of(url)) == [f"{left}-v0", f"{left}-v1"]
     with pytest.raises(RunError, match="a bad completion"):
         train(tmp_path / "other", ahead=0, steps=2)
-    assert sorted(adapters_of(server)) == [f"{left}-v0", f"{left}-v1"]
+    assert sorted(adapters_of(url)) == [f"{left}-v0", f"{left}-v1"]
     sampling._STATIONS.clear()  # another process
     may_fail = False
     train(tmp_path / "run", ahead=0, steps=2)
-    assert adapters_of(server) == []
+    assert adapters_of(url) == []
     assert len({name.rpartition("-v")[0] for name in names}) == 2
 
 
@@ -531,9 +520,11 @@ LIES: dict[str, Callable[[list[float]], list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("lie", [*LIES, "another policy"])
+@pytest.mark.parametrize(
+    "lie", [*(pytest.param(lie, marks=pytest.mark.long) for lie in LIES), "another policy"]
+)
 def test_log_probabilities_of_rollouts_are_compared_with_the_trainer_s(
-    train: Callable[..., Any], server: Server, lie: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    train: Callable[..., Any], url: str, lie: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The probe and the token after it are right, and completions are not."""
     honest = engines.Vllm.complete
@@ -548,11 +539,9 @@ def test_log_probabilities_of_rollouts_are_compared_with_the_trainer_s(
 
     monkeypatch.setattr(engines.Vllm, "complete", complete)
     with (
-        pytest.warns(
-            UserWarning, match=f"sampler: {server.url}: .* for update [12] are on average .* nats off"
-        ),
+        pytest.warns(UserWarning, match=f"sampler: {url}: .* for update [12] are on average .* nats off"),
         pytest.raises(
-            RunError, match=f"sampler: {server.url}: .* for update [23] .* So were those for update [12]:"
+            RunError, match=f"sampler: {url}: .* for update [23] .* So were those for update [12]:"
         ),
     ):
         train(tmp_path / "run", ahead=0, steps=4, probe_tolerance=0.02)
@@ -579,12 +568,12 @@ def test_one_rollout_that_is_off_is_warned_of_once() -> None:
 
 
 def test_a_prompt_whose_completions_are_too_few_is_named(
-    train: Callable[..., Any], server: Server, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of one prompt and five of the other, eight in all."""
     honest, count = engines.Client.send, itertools.cycle([3, 5])
 
-    def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> Answer:
+    def send(self: Any, method: str, url: str, content: bytes | None = None, **limits: Any) -> engines.Answer:
         body = json.loads(content or b"{}")
         if not url.endswith("/v1/completions") or body["max_tokens"] != 6:
             return honest(self, method, url, content, **limits)
@@ -592,25 +581,9 @@ def test_a_prompt_whose_completions_are_too_few_is_named(
         return honest(self, method, url, content, **limits)
 
     monkeypatch.setattr(engines.Client, "send", send)
-    said = rf"row \d+: sampler 'rlhf': {server.url}: answered with \d completions of a prompt; asked for 4$"
+    said = rf"row \d+: sampler 'rlhf': {url}: answered with \d completions of a prompt; asked for 4$"
     with pytest.raises(RunError, match=said):
         train()
-
-
-@pytest.mark.parametrize(
-    ("drawn", "said"),
-    [
-        (engines.SampledCompletion([3, 4], [-1.0], True), "2 ids with 1 log-probabilities"),
-        (
-            engines.SampledCompletion([99], [-1.0], True),
-            r"token id 99 is out of range \(vocab_size 48\): it serves another model",
-        ),
-        (engines.SampledCompletion([3], [float("nan")], True), "nan is not a log-probability"),
-    ],
-)
-def test_impossible_completions_are_refused(drawn: engines.SampledCompletion, said: str) -> None:
-    with pytest.raises(RunError, match=said):
-        engines.require_logps(drawn, "http://engine", 48)
 
 
 @pytest.mark.parametrize(("share", "stale"), [(0.0, False), (0.6, False), (0.7, True), (1.0, True)])

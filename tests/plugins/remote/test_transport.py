@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 from rlhf_remote import service as sending
-from rlhf_remote.service import RequestError, Service, row_scores
 from rlhf_remote.transport import Answer, AnswerError, Client, send_once
 
 from tests.shared import services
@@ -106,7 +105,7 @@ def test_threads_share_a_client() -> None:
 @pytest.mark.parametrize("score", ["1.5", True, [1.0], {}, float("nan"), float("inf")])
 def test_scores_are_numbers(score: Any) -> None:
     with pytest.raises(ValueError, match="data with the scores of 2 rows"):
-        row_scores(2, {"data": [{"index": 0, "score": 1}, {"index": 1, "score": score}]})
+        sending.row_scores(2, {"data": [{"index": 0, "score": 1}, {"index": 1, "score": score}]})
 
 
 def test_a_failed_request_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +117,7 @@ def test_a_failed_request_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sending, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     monkeypatch.setattr(sending, "_jitter", SimpleNamespace(uniform=lambda least, most: most))
     with services.serve(lambda body: (503, {}, {})) as service:
-        asked = Service(retries=8).post(service.url, {}, lambda answer: answer)
-        with pytest.raises(RequestError, match=r"HTTP 503: .* \(9 requests\)$"):
+        asked = sending.Service(retries=8).post(service.url, {}, lambda answer: answer)
+        with pytest.raises(sending.RequestError, match=r"HTTP 503: .* \(9 requests\)$"):
             asyncio.run(asked)
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +112,6 @@ def evaluated(directory: Path, values: Mapping[int, Iterable[float]], group: int
     return run
 
 
-def changed(directory: Path, change: Callable[[int, dict[str, Any]], object]) -> Path:
-    """Make a run with one fixed prompt before and after; `change` gets each update and its row."""
-    run: Path = runs.make_policy_run(directory)
-    for step in (0, 20):
-        rows = answers(step, (3.0,))
-        change(step, rows[0])
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
-    return run
-
-
 def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
     run = evaluated(tmp_path / "first", {0: (1.0, 2.0), 10: (5.0, 5.0), 20: (7.0, 9.0)}, group=3)
     page = runs.page(run)
@@ -150,14 +138,6 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
     assert "brevity –" in page.text
 
 
-def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
-    run = evaluated(tmp_path / "first", {step: [1.0] for step in (0, 10, 20)})
-    (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
-    page = runs.page(run)
-    assert "answer 0 of 10, 0" in page.text
-    assert "of 20" not in page.text
-
-
 def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     page = runs.page(evaluated(tmp_path / "first", {0: [1.0]}))
     assert "Update 0, the only one that was stored." in page.text
@@ -179,28 +159,13 @@ def test_many_steps_stay_small_and_keep_their_extremes(tmp_path: Path, steps: in
     chart = next(
         c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
     )
-    drawn = np.concatenate([array for name, array in arrays(chart["item"]) if name == "y"])
+    drawn = np.concatenate([array for name, array in runs.arrays(chart["item"]) if name == "y"])
     assert drawn.max() == 100.0
     assert drawn.min() == -50.0
 
 
 def label(page: Any, id: str) -> str:
     return next(a["aria-label"] for a in page.of("figure") if a["id"] == id)
-
-
-def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
-    """Yield (column, array) of every array in a Bokeh document."""
-    if isinstance(value, dict) and value.get("type") == "ndarray":
-        raw = base64.b64decode(value["array"]["data"])
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        yield name, np.frombuffer(raw, value["dtype"])
-    elif isinstance(value, dict):
-        for inside in value.values():
-            yield from arrays(inside, name)
-    elif isinstance(value, list):
-        pair = len(value) == 2 and isinstance(value[0], str)
-        for inside in value[1:] if pair else value:
-            yield from arrays(inside, value[0] if pair else name)
 
 
 def test_compare(tmp_path: Path) -> None:
@@ -223,6 +188,9 @@ def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
     shutil.rmtree(both[1] / "policy")
     page = runs.Page(reporting.compare(both, tmp_path / "c.html").read_text(encoding="utf-8"))
     assert "policy" in page.text
+    twice = runs.Page(reporting.compare([both[0]] * 2, tmp_path / "c.html").read_text(encoding="utf-8"))
+    assert "a (1)" in twice.text
+    assert "a (2)" in twice.text
 
 
 def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +273,8 @@ def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
     words = runs.words(run)
     assert "was 1 before training and 3 after update 10" in words
     assert "at update 0 and at update 10" in words
+    assert "answer 0 of 10, 0" in words
+    assert "answer 0 of 20" not in words
 
 
 def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
@@ -323,19 +293,23 @@ def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
     assert all('"start":0' in json.dumps(each.item, separators=(",", ":")) for each in (band, line))
 
 
-def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
-    columns = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
-    page = runs.page(changed(tmp_path / "first", lambda step, row: row.update(columns=columns)))
-    assert f"answer 42 note see {runs.EVIL} long {'x' * 300}… (1,000 characters)" in page.text
-    assert page.text.count("answer 42") == 1
+def test_a_row_stands_with_its_columns_and_without_its_role_as_text(tmp_path: Path) -> None:
+    """Control characters, and marks that reorder text, are escapes."""
+    run = runs.make_policy_run(tmp_path / "first")
+    columns = {"answer": 42, "note\x9b": f"see {runs.EVIL}", "name": "gnp\u202e.exe", "long": "x" * 1000}
+    for step in (0, 20):
+        said = [{"role": "assistant", "content": f"\x1b[31msaid at {step}"}]
+        row = {"prompt": "asked", "completion": said, "columns": columns, "reward": 3.0}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", [{**row, "rewards": {"model": 3.0}}])
+    page = runs.page(run)
+    shown = f"answer 42 note\\x9b see {runs.EVIL} name gnp\\u202e.exe long {'x' * 300}… (1,000 characters)"
+    assert page.text.count(shown) == 1
     assert page.of("img") == []
-
-
-def test_control_characters_and_marks_that_reorder_text_are_escapes(tmp_path: Path) -> None:
-    marks: dict[str, Any] = {"completion": "\x1b[31mred", "columns": {"note\x9b": "gnp\u202e.exe"}}
-    page = runs.page(changed(tmp_path / "first", lambda step, row: row.update(marks)))
-    assert all(shown in page.text for shown in ("\\x1b[31mred", "note\\x9b", "gnp\\u202e.exe"))
     assert not set("\x1b\x9b\u202e") & set(page.html)
+    assert "\\x1b[31msaid at 20" in page.text
+    assert "assistant:" not in page.text
+    assert "Bold: the reward." in page.text
+    assert "model 3" not in page.text
 
 
 def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
@@ -375,15 +349,3 @@ def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
     assert "pairs.jsonl row 7" in page.text
     assert "/far/away" not in page.text
     assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
-
-
-def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
-    def say(step: int, row: dict[str, Any]) -> None:
-        row["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
-        row["rewards"] = {"model": row["reward"]}
-
-    text = runs.page(changed(tmp_path / "first", say)).text
-    assert "said at 20" in text
-    assert "assistant: said" not in text
-    assert "Bold: the reward." in text
-    assert "model 3" not in text

@@ -63,20 +63,13 @@ def test_the_prompt_is_part_of_the_conversation_where_prompts_differ(tmp_path: P
     assert "user And 2 + 2? assistant turn 1 12 tokens" in words(page)
 
 
-def test_nothing_of_a_conversation_is_markup(tmp_path: Path) -> None:
-    failed = episode(None, failure=f"rows.jsonl row 1: step raised {EVIL}")
-    page = page_of(tmp_path, [episode(1.0), failed])
+def test_a_failure_is_marked_and_no_markup(tmp_path: Path) -> None:
+    told = f"rows.jsonl row 1: environment 'x': step raised KeyError {EVIL}"
+    page = page_of(tmp_path, [episode(1.0), episode(None, failure=told, turns=[], completion=[])])
+    assert f"environment 'x': step raised KeyError {EVIL} user What is" in words(page)
+    assert "message failed" in [a.get("class") for a in page.of("p")]
     assert len(page.of("script")) == 3
     assert page.of("img") == []
-
-
-def test_a_failure_is_marked(tmp_path: Path) -> None:
-    failed = episode(
-        None, failure="rows.jsonl row 1: environment 'x': step raised KeyError", turns=[], completion=[]
-    )
-    page = page_of(tmp_path, [failed])
-    assert "environment 'x': step raised KeyError user What is" in words(page)
-    assert "message failed" in [a.get("class") for a in page.of("p")]
 
 
 def test_other_completions_are_no_conversations(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_report import charts
-from rlhf_report.diagram import picture, references
+from rlhf_report import charts, diagram
 from rlhf_report.run_reader import Points, draw, parts, read_run
 
 from tests.shared import report_runs as runs
@@ -147,8 +146,8 @@ def test_where_the_time_went(tmp_path: Path) -> None:
 
 def test_the_picture_shows_what_flows(tmp_path: Path) -> None:
     stages = read_run(make_run(tmp_path / "run")).stages
-    assert references(stages) == [("rm", "policy", "reward")]
-    drawn = picture(stages)
+    assert diagram.references(stages) == [("rm", "policy", "reward")]
+    drawn = diagram.picture(stages)
     assert [box.name for box in drawn.boxes] == ["rm", "policy"]
     assert all(0 <= box.x < drawn.width and 0 <= box.y < drawn.height for box in drawn.boxes)
     assert drawn.boxes[1].x > drawn.boxes[0].x
@@ -164,7 +163,7 @@ def test_a_pipeline_with_a_line_past_a_stage() -> None:
         SimpleNamespace(name=n, trainer="t", state="done", config=c, updates=1, seconds=1.0)
         for n, c in configs.items()
     ]
-    drawn = picture(stages)
+    drawn = diagram.picture(stages)
     assert sorted(arrow.label for arrow in drawn.arrows) == ["model", "model", "reward"]
     assert [box.y for box in drawn.boxes] == [1.0, 1.0, 1.0]
     assert all(arrow.x < drawn.width and arrow.y < drawn.height for arrow in drawn.arrows)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rlhf_report.weights import MOST, _counts, weight_charts
 
 from tests.shared import report_runs as runs
 
@@ -23,33 +22,26 @@ def weights(scale: float, ratio: float) -> dict[str, Any]:
 
 
 def test_weights_are_drawn_those_that_move_most(tmp_path: Path) -> None:
-    run = runs.make_run(tmp_path / "first")
-    names = [f"layers.{i}.kernel" for i in range(MOST + 2)]
+    run = runs.make_policy_run(tmp_path / "first")
+    names = [f"layers.{i}.kernel" for i in range(20)]
     rows: list[Any] = [
         {"step": step, "weights": {name: weights(step, i / 100) for i, name in enumerate(names)}}
         for step in (10, 20)
     ]
     runs.write(run / "policy/weights.jsonl", [*rows, {"step": 30, "weights": {"x": {"norm": None}}}])
     page = runs.page(run)
-    for text in (
-        f"Norm of parameters ({MOST} of {MOST + 2})",
-        names[-1],
-        "weights.jsonl: 1 row of another form",
-    ):
+    drawn = [id.rpartition("-")[2] for id in page.charts() if "-weights-" in id]
+    assert drawn[:2] == ["norm", "update_ratio"]  # zeros are all 0
+    most = len(drawn) - 2
+    assert 0 < most < len(names)
+    for text in (f"Norm of parameters ({most} of 20)", names[-1], "weights.jsonl: 1 row of another form"):
         assert text in page.text
     assert names[0] not in page.text
-    problems: list[str] = []
-    drawn = list(weight_charts("w", runs.stages(run)["policy"], problems, 10))
-    assert [chart.id for chart in drawn[:2]] == [
-        "w-weights-norm",
-        "w-weights-update_ratio",
-    ]  # zeros are all 0
-    assert len(drawn) == 2 + MOST
-
-
-def test_counts_in_other_bins_keep_their_number() -> None:
-    found = _counts(weights(1.0, 0.0), np.linspace(-2, 2, 9))
-    np.testing.assert_allclose(found, [0, 0, 1, 2, 3, 2, 0, 0])
+    (chart,) = (each for id, each in page.charts().items() if id.endswith("-weights-0"))
+    first, last = (array for name, array in runs.arrays(chart["item"]) if name == "top")
+    counts = np.repeat([1, 2, 3, 2], 10) / 80  # in 40 bins from -20 to 20
+    np.testing.assert_allclose(last, counts, atol=1e-12)
+    np.testing.assert_allclose(first, [*[0] * 10, *2 * counts[::2], *[0] * 10], atol=1e-12)
 
 
 def test_previews_stand_before_and_after(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -44,14 +44,12 @@ TEMPLATE = """\
 """
 
 
-def words(*, pad: str = "<pad>", bos: bool = False) -> Any:
+def words(*, pad: str = "<pad>") -> Any:
     """A word a token, with a chat template that ends every turn, and a blank after that."""
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    if bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", pad_token=pad, unk_token="<unk>", bos_token="<s>"
+        tokenizer_object=backend, eos_token="</s>", pad_token=pad, unk_token="<unk>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<tool>"]})
     tokenizer.chat_template = TEMPLATE
@@ -70,19 +68,16 @@ def texts() -> list[dict[str, Any]]:
     ]
 
 
-def chats(*, tools: bool = False, longest: int = 4) -> list[dict[str, Any]]:
-    """Turns before the last end in EOS too."""
+def chats() -> list[dict[str, Any]]:
+    """With a tool each; turns before the last end in EOS too."""
     draw = np.random.default_rng(1)
     rows = []
     for i in range(6):
         roles = ["user"] if i % 2 else ["user", "assistant", "user"]
-        row: dict[str, Any] = {
-            "prompt": [{"role": role, "content": _text(draw, 1, longest)} for role in roles]
-        }
+        row: dict[str, Any] = {"prompt": [{"role": role, "content": _text(draw, 1, 4)} for role in roles]}
         for side in ("chosen", "rejected"):
             row[side] = [{"role": "assistant", "content": _text(draw, 1, 6)}]
-        if tools:
-            row["tools"] = [{"name": _text(draw, 1, 2)}]
+        row["tools"] = [{"name": _text(draw, 1, 2)}]
         rows.append(row)
     return rows
 
@@ -94,19 +89,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def cut(mode: str, length: int = 7) -> dict[str, Any]:
-    return {"max_sequence_length": length, "overlong": "truncate", "truncation_mode": mode}
-
-
+CUT = {"max_sequence_length": 7, "overlong": "truncate", "truncation_mode": "keep_end"}
 CASES = {
-    "texts": Case(texts(), words(), cut("keep_end")),
-    "texts, BOS, pad is EOS": Case(texts(), words(pad="</s>", bos=True)),
-    "chat, tools, pad is EOS": Case(chats(tools=True), words(pad="</s>")),
-    "chat, cut at its end": Case(
-        chats(longest=2), words(pad="</s>"), cut("keep_start", 11)
-    ),  # no two sides are equal
-    "chat, plain, BOS": Case(chats(), words(bos=True), {"chat_template": "plain"}),
+    "texts": Case(texts(), words(), CUT),
+    "chat, tools, pad is EOS": Case(chats(), words(pad="</s>")),
 }
+"""Others are tried without training in tests/packages: tokenizer/test_same_ids.py and core/test_scoring.py."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +109,7 @@ class Trained:
     scorer: Scorer
 
 
-KEPT = ("texts", "chat, tools, pad is EOS")
-"""What the others have besides is tried without training in tokenizer/test_same_ids.py and core/test_scoring.py."""
-
-
-@pytest.fixture(
-    scope="module",
-    params=[name if name in KEPT else pytest.param(name, marks=pytest.mark.long) for name in CASES],
-)
+@pytest.fixture(scope="module", params=CASES)
 def trained(request, tiny, tmp_path_factory):
     case, seen = CASES[request.param], []
     inner = batches.DatasetUpdates.__init__
@@ -247,32 +228,16 @@ def test_padding_by_eos_is_no_token(trained, tiny, side):
     assert_same(np.asarray(model.scores(ids, mask), np.float64), trained.alone)
 
 
-@pytest.mark.parametrize(
-    "group", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
-)
-def test_order_and_neighbours_change_nothing(trained, group):
-    order = np.random.default_rng(2).permutation(len(trained.ids))
-    scorer = trained.scorer
-    found = scorer.score_ids([np.array(trained.ids[i]) for i in order], group=group)
-    assert_same(found[np.argsort(order)].astype(np.float64), trained.alone)
-    few = [scorer.score_ids([np.array(trained.ids[i])])[0] for i in (0, 3)]
-    assert_same(np.array(few, np.float64), trained.alone[[0, 3]])
-
-
 def test_the_cases_are_what_they_say(trained):
-    """Cut where they should be, EOS inside of conversations, and a BOS in front."""
+    """Texts are cut, at their beginning; conversations begin with a tool and have an EOS inside."""
     case, eos = trained.case, 1
     longest = max(map(len, trained.ids))
-    if "overlong" in case.options:
-        assert longest == case.options["max_sequence_length"]
-        ends = [each[-1] == eos for each in trained.ids]
-        assert all(ends) if case.options["truncation_mode"] == "keep_end" else not all(ends)
+    assert all(each[-1] == eos for each in trained.ids)
+    if case.options:
+        assert longest == 7
     else:
         assert longest > 9
-        assert all(each[-1] == eos for each in trained.ids)
-    if isinstance(case.rows[0]["prompt"], list):
         assert any(eos in each[:-1] for each in trained.ids)
-    if "tools" in case.rows[0]:
         assert all(each[0] == WORDS.index("<tool>") for each in trained.ids)
     assert WORDS.index("<unk>") not in {i for each in trained.ids for i in each}
 

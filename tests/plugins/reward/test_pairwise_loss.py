@@ -38,16 +38,6 @@ def test_published_values(margin, coefficient, expected):
     assert {name: float(x) for name, x in metrics.items()} == pytest.approx(expected_metrics, abs=1e-7)
 
 
-def test_a_second_published_case():
-    chosen, rejected, margin = [1, 0.2, -0.5], [0.5, 0.4, -1], [0.1, 0, 1]
-    plain, metrics = pairwise_loss(chosen, rejected)
-    assert float(plain) == pytest.approx(0.58210, abs=1e-5)
-    assert float(pairwise_loss(chosen, rejected, margin)[0]) == pytest.approx(0.76174, abs=1e-5)
-    centred = pairwise_loss(chosen, rejected, center_rewards_coefficient=0.1)[0]
-    assert float(centred - plain) == pytest.approx(0.1620, abs=1e-4)
-    assert float(metrics["accuracy"]) == pytest.approx(2 / 3)
-
-
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 

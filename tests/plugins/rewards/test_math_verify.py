@@ -15,7 +15,6 @@ import pytest
 from rlhf_rewards import MathVerify, math
 
 from rlhf_core.errors import InputError
-from rlhf_core.workers import DiedError
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: rlhf-rewards[math]"
@@ -94,10 +93,10 @@ def test_processes_that_die_each_time_are_an_error_and_not_a_wrong_answer(
         closed = False
 
         def outcomes(self, calls: Any, **limits: Any) -> list[Any]:
-            return [DiedError("its process was ended by SIGKILL") for _ in calls]
+            return [math.DiedError("its process was ended by SIGKILL") for _ in calls]
 
     monkeypatch.setattr(math, "_pools", [Dies()])
-    with pytest.raises(DiedError, match=r"ended by SIGKILL, whenever it compared '5' with '5'"):
+    with pytest.raises(math.DiedError, match=r"ended by SIGKILL, whenever it compared '5' with '5'"):
         reward(["5"], ["5"])
 
 

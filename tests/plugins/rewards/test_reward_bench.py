@@ -70,19 +70,6 @@ def expected_ties(rows: dict[tuple[str, int], tuple[list[float], list[float]]]) 
     return 0.3 * accuracies[1] + 0.3 * accuracies[0] + 0.2 * preferred + 0.2 * hard + 0.01 * order
 
 
-def test_ties_by_hand() -> None:
-    """Correct answers 3 and 2 apart from 0.5 by 1.5, and a reference answer 1.2 above: all five terms are there."""
-    scores = ties_score([row("ref", 4, [1.2], [0.0]), row("tied", 4, [3.0, 2.0], [0.5, 0.1])])
-    assert scores.score == pytest.approx(1.0 + 0.01 * math.tanh(1.2 - 1), abs=1e-12)
-    assert scores[1:] == (1.0, 1.0, 1.0, 1.0, 1)
-    # The reference answer is 0.9 above, less than the 1.0 between correct answers.
-    scores = ties_score([row("ref", 4, [0.9], [0.0]), row("tied", 4, [3.0, 2.0], [0.5])])
-    assert scores.score == pytest.approx(0.8 + 0.01 * math.tanh(0.9 - 1), abs=1e-12)
-    # Correct and incorrect tie: neither accuracy nor margin.
-    scores = ties_score([row("ref", 4, [1.0], [1.0]), row("tied", 4, [2.0, 2.0], [2.0])])
-    assert scores.score == 0.0
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_ties_against_loops(seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_serve import chats
+from rlhf_serve import chats, fields
 from rlhf_serve.answers import Call, GenerationParams, PendingCompletion, Target, TextReader
-from rlhf_serve.fields import Chat, read
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -108,7 +107,7 @@ def test_the_prompt_has_arguments_as_objects(
     arguments: Any, parameters: Any, written: str, bytewise: Any
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = read(Chat, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode())
+    body = fields.read(fields.Chat, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode())
     served = SimpleNamespace(
         encoder=Encoder(bytewise), conversations=ConversationEncoder(bytewise), length=64
     )
@@ -134,7 +133,7 @@ def bytewise() -> Any:
 
 def answered(tokenizer: Any, reply: str, step: int, **more: Any) -> tuple[dict[str, Any], list[Any]]:
     """The message of a reply, and its streamed parts, of which each has at most `step` tokens."""
-    body = read(Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL], **more}).encode())
+    body = fields.read(fields.Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL], **more}).encode())
     parser = CallParser(ConversationEncoder(tokenizer), body.tools)
     tools = chats.Calling(parser, True)
     generation = GenerationParams(

@@ -212,11 +212,6 @@ def test_a_text_is_refused_before_it_is_tokenized(
     assert "characters are too many for a context of 96 tokens; at most 1,536 are read" in refusal
 
 
-def test_the_models_and_health(running: Any) -> None:
-    assert [each["id"] for each in running.client.get("/v1/models").json()["data"]] == ["policy", "rm"]
-    assert running.client.get("/health").status_code == 200
-
-
 def test_the_prompt_echoed_and_judged(running: Any, directory: Path, tiny: Any) -> None:
     model = load_model(directory / "policy", mesh=tiny.one_device())
     prompt = [*range(4, 40), 7, 7, 9]

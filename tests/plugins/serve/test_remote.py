@@ -13,9 +13,7 @@ from rlhf_remote import Http
 from typer.testing import CliRunner
 
 from rlhf_core import RewardInputs, cli, installed_registry, workers
-from rlhf_core.rewards.checks import set_up
-from rlhf_core.rewards.reward import score
-from rlhf_core.rollouts import Reward
+from rlhf_core.rollouts import Reward, score, set_up
 from rlhf_core.scoring import Scorer
 
 GREEDY = ("--temperature", 0, "--max_completion_length", 12)
@@ -68,20 +66,27 @@ def test_chat_says_the_same(running: Any, directory: Path) -> None:
     assert len(local.split()) > 4
 
 
-def test_score_writes_the_same_bits(running: Any, directory: Path, tmp_path: Path) -> None:
+SCORED = {
+    "texts": [{"prompt": "a b", "completion": " c d"}, {"prompt": "f", "completion": ""}],
+    "chats": [
+        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": f"{word} d"}]}
+        for word in "efghi"
+    ],
+    "pairs": [{"prompt": "a b", "chosen": f" {x} c", "rejected": f" {x}"} for x in "defgh"],
+}
+
+
+@pytest.mark.parametrize("kind", SCORED)
+def test_score_writes_the_same_bits(kind: str, running: Any, directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
-    file.write_text(
-        "".join(
-            json.dumps({"prompt": "a b", "chosen": f" {x} c", "rejected": f" {x}"}) + "\n" for x in "defgh"
-        )
-    )
+    file.write_text("".join(json.dumps(row) + "\n" for row in SCORED[kind]))
     said, written = [], []
     for model in (directory / "rm", address(running)):
         said.append(say("score", model, file, "-o", tmp_path / "out.jsonl").splitlines())
         written.append((tmp_path / "out.jsonl").read_text())
     assert written[0] == written[1]
     assert said[0] == said[1]
-    assert any(line.startswith("accuracy") for line in said[0])
+    assert any(line.startswith("accuracy") for line in said[0]) == (kind == "pairs")
 
 
 def test_the_reward_http_asks_for_the_same_scores(

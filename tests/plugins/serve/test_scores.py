@@ -1,43 +1,13 @@
-"""Scores: those of `rlhf score`, for rows, and for what vLLM's clients send."""
+"""Scores for what vLLM's clients send, and of any number of rows; those of `rlhf score`: test_remote.py."""
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import jax
-import pytest
 
-TEXTS = [
-    {"prompt": "a b", "completion": " c d"},
-    {"prompt": "a b c d", "completion": " e"},
-    {"prompt": "f", "completion": ""},
-]
-CHATS = [
-    {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": f"{word} d"}]}
-    for word in "efghi"
-]
-PAIRS = [{"prompt": f"a {word}", "chosen": " b c", "rejected": f" {word}"} for word in "xyz"]
-
-
-@pytest.mark.parametrize("rows", [TEXTS, CHATS, PAIRS], ids=["texts", "chats", "pairs"])
-def test_to_the_last_bit_what_the_command_writes(
-    rows: list[dict[str, Any]], running: Any, directory: Path, rlhf: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ran = rlhf(
-        "score", str(directory / "rm"), str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "out.jsonl")
-    )
-    assert ran.code == 0, ran.message
-    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    names = ("chosen_score", "rejected_score") if rows is PAIRS else ("score",)
-    answer = running.post("/score", {"model": "rm", "rows": rows})
-    assert [each["index"] for each in answer["data"]] == list(range(len(rows)))
-    assert [[each[name] for name in names] for each in answer["data"]] == [
-        [row[name] for name in names] for row in written
-    ]
+CHAT = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "e d"}]
 
 
 def test_nothing_compiles_after_requests_of_every_size(running: Any, opened: dict[str, Any]) -> None:
@@ -70,8 +40,7 @@ def test_forms_of_vllm(running: Any) -> None:
         answer = running.post("/score", {"model": "rm", first: "a b", second: ["c", "d e"]})
         assert [each["score"] for each in answer["data"]] == expected
     chat = running.post("/score", {"rows": [{"prompt": "a b", "completion": "e d"}], "chat": True})
-    asked = {"messages": CHATS[0]["messages"]}
-    for body in (asked, {"input": [CHATS[0]["messages"]]}):
+    for body in ({"messages": CHAT}, {"input": [CHAT]}):
         answer = running.post("/classify", {"model": "rm", **body})
         assert answer["data"][0]["probs"] == [chat["data"][0]["score"]]
     ids = running.post("/tokenize", {"model": "rm", "prompt": "a b c"})["tokens"]

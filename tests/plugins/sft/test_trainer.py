@@ -53,9 +53,3 @@ def test_text_rows_are_trained_on_whole(tiny, model, tmp_path):
         train_dataset=rows,
     ).train()
     assert result.metrics["loss"] == pytest.approx(mean_loss(model, tiny.make_tokenizer(), rows), rel=1e-5)
-
-
-def test_config():
-    config = SFTConfig(learning_rate=1e-4, clip_grad=2.0, training_time_limit="1h")
-    assert (config.max_grad_norm, config.training_time_limit) == (2.0, 3600.0)
-    assert SFTConfig.from_json(config.to_json()) == config

@@ -99,10 +99,6 @@ def make_guess(turns: int = 2) -> Guess:
 @pytest.mark.parametrize(
     "environment",
     [
-        pytest.param(
-            Guess, marks=pytest.mark.long
-        ),  # see test_the_clock_and_random_numbers_are_left_as_they_were
-        pytest.param(Tool, marks=pytest.mark.long),  # see test_a_call_of_every_tool_is_made_up
         Awaited,
         Rude,
         pytest.param(make_guess, marks=pytest.mark.long),
@@ -117,17 +113,6 @@ def test_one_row_completions_and_options() -> None:
     check_environment(Awaited, ROWS[:1], completions=SAYS, turns=4)
     with pytest.raises(AssertionError, match="the episode of row 0 is not over after 3 turns"):
         check_environment(Awaited, ROWS[:1], completions=SAYS[:2], turns=4, max_turns=3)
-
-
-@pytest.mark.long  # test_a_sound_environment_passes gives another name
-def test_a_name(tmp_path: Path) -> None:
-    file = tmp_path / "made.py"
-    file.write_text(
-        "from rlhf_core import Turn\n\nclass One:\n    def reset(self, row, seed):\n"
-        "        return [{'role': 'user', 'content': row['q']}]\n\n"
-        "    def step(self, completion):\n        return Turn(reward=1.0, done=True)\n"
-    )
-    check_environment(f"{file}:One", [{"q": "Hello?"}])
 
 
 def test_a_sound_environment_passes(tmp_path: Path) -> None:

@@ -51,21 +51,13 @@ def listed(installed: Path) -> Mapping[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", new.KINDS)
-def test_a_scaffolded_component_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
-    name = name_of(kind).replace("-", "_")
-    plugin = listed[name]
-    assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
-    assert plugin["components"] == {new.KINDS[kind].name: [name]}
-
-
-@pytest.mark.long
-def test_several_scaffolded_components_are_listed(listed: Mapping[str, Any]) -> None:
+def test_scaffolds_and_examples_are_listed(listed: Mapping[str, Any]) -> None:
+    for kind in new.KINDS:
+        name = name_of(kind).replace("-", "_")
+        plugin = listed[name]
+        assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
+        assert plugin["components"] == {new.KINDS[kind].name: [name]}
     assert listed["tidy"]["components"] == {"reward": ["tidy"], "advantage": ["level"]}
-
-
-@pytest.mark.long
-def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
     assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
 
 

@@ -100,20 +100,13 @@ def test_groups_may_be_compared() -> None:
     check_reward(rank, group=2)
 
 
-def test_async_and_any_column() -> None:
-    async def reward(prompts: Sequence[str], **columns: Any) -> list[float]:
-        await asyncio.sleep(0)
-        return [float(len(a)) for a in columns["answer"]]
-
-    check_reward(reward, ROWS)
-
-
-def test_all_calls_share_an_event_loop_as_in_a_run() -> None:
+def test_async_calls_of_any_column_share_an_event_loop_as_in_a_run() -> None:
     made: list[Any] = []
 
-    async def reward(completions: Sequence[str]) -> list[float]:
+    async def reward(prompts: Sequence[str], **columns: Any) -> list[float]:
         made.append(asyncio.get_running_loop())
-        return lengths(completions)
+        await asyncio.sleep(0)
+        return [float(len(a)) for a in columns["answer"]]
 
     check_reward(reward, ROWS)
     assert len(made) > 3

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from rlhf_core import TRAINER, Stage, Trainer, TrainerConfig, artifacts, plugins
 from rlhf_core.errors import RunError, Stopped
-from rlhf_core.runtime.signals import stop_signals
+from rlhf_core.runtime import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
 from rlhf_core.training import Build, Context
 
