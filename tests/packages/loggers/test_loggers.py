@@ -269,15 +269,6 @@ def test_json_is_an_object_an_event(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (events[6]["how"], events[6]["step"]) == ("stopped", 20)
 
 
-@pytest.mark.parametrize(
-    "logger", [Console(), Console("json"), JSON_LINES, LOGGERS.get(LOGGER, "wandb", mode="offline")]
-)
-def test_only_the_main_process_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str], logger: Any) -> None:
-    play(logger, make_stage(tmp_path, is_main=False))
-    assert capfd.readouterr() == ("", "")
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
 def test_every_process_writes_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console stays the first process's; the others have files of their own, which a resumed run cuts, too."""
     stage = dataclasses.replace(make_stage(tmp_path, is_main=False), registry=plugins.load().registry)
@@ -303,13 +294,6 @@ def test_every_process_writes_where_it_is_asked_to(tmp_path: Path, monkeypatch: 
     loggers["logger 'wandb'"].rlhf_stage_start(stage=stage, config=config)
     assert started["name"].endswith("-2")
     assert (tmp_path / "wandb_run_id-2.txt").is_file()
-
-
-def test_nothing_is_shown_where_nothing_is_asked_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    play(Console("none"), make_stage(tmp_path))
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_console_without_a_plan_still_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,6 +341,7 @@ def test_jsonl_rows_are_strict(tmp_path: Path) -> None:
 
 
 def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
+    """Also one without its line end, and one in the middle, of which it tells."""
     path = tmp_path / "metrics.jsonl"
     JSON_LINES.cut(path, 5)
     assert not path.exists()
@@ -366,19 +351,8 @@ def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
     assert path.read_text() == "\n".join(rows[:3]) + "\n"
     JSON_LINES.cut(path, 0)
     assert path.read_text() == ""
-
-
-def test_cut_takes_a_row_without_its_line_end_for_torn(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 1, "loss": 12}')  # of 123, perhaps
-    JSON_LINES.cut(path, 9)
-    assert path.read_text() == '{"step": 1}\n'
-
-
-def test_cut_says_what_it_drops_from_the_middle(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl line 2"):
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3, "loss": 12}')  # of 123, perhaps
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl line 2 is not a JSON object with a step; dropped"):
         JSON_LINES.cut(path, 9)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -391,3 +365,21 @@ def test_what_is_printed_meanwhile_lands_above_the_bar(tmp_path: Path, terminal:
     console.rlhf_stage_end(error=None)
     assert sys.stderr is terminal.file
     assert "from a reward function" in terminal.text()
+
+
+@pytest.mark.parametrize(
+    ("logger", "is_main"),
+    [
+        (Console(), False),
+        (Console("json"), False),
+        (JSON_LINES, False),
+        (LOGGERS.get(LOGGER, "wandb", mode="offline"), False),
+        (Console("none"), True),
+    ],
+)
+def test_only_the_main_process_writes_and_only_what_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], logger: Any, is_main: bool
+) -> None:
+    play(logger, make_stage(tmp_path, is_main=is_main))
+    assert capfd.readouterr() == ("", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
