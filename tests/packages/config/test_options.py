@@ -125,8 +125,6 @@ def test_replace() -> None:
     assert (changed.max_grad_norm, changed.sampling) == (None, Sampling(temperature=3.0, stops=(1, 2)))
     assert changed.replace(epsilon=0.6).epsilon == 0.6
     assert changed.replace(loss_type="y").loss == Component(name="y")
-    with pytest.raises(InputError, match=r"the same as loss\.epsilon"):
-        config.replace(epsilon=0.1, loss={"name": "x", "epsilon": 0.2})
 
 
 # Lists of fields

@@ -18,13 +18,12 @@ from pydantic import SecretStr
 
 from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, plugins
 from rlhf_core.cli.exits import _Record
-from rlhf_core.config import Component, build
-from rlhf_core.config.secrets import public_table
+from rlhf_core.config import HIDDEN, Component, build, public_table, remember
 from rlhf_core.errors import InputError, error_line
-from rlhf_core.hidden import HIDDEN, hide_in_output, remember, scrub
-from rlhf_core.rewards.reward import open_rewards
+from rlhf_core.hidden import hide_in_output, scrub
 from rlhf_core.stage import events
 from rlhf_core.testing import check_reward
+from rlhf_core.training import open_rewards
 
 CANARY = "canary-3f9a77"
 

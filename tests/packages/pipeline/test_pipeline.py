@@ -176,7 +176,9 @@ def test_a_damaged_output_of_a_finished_stage_is_reported(pipeline: Path, fake: 
     with pytest.raises(InputError, match=r"stage 'policy': output 'model'.*delete .*runs/a/policy"):
         go(pipeline, fake)
     shutil.rmtree("runs/a/policy/artifacts")
-    with pytest.raises(InputError, match=r"stage 'policy': there is no output 'model'.*delete .*runs/a/policy"):
+    with pytest.raises(
+        InputError, match=r"stage 'policy': there is no output 'model'.*delete .*runs/a/policy"
+    ):
         go(pipeline, fake)
     go(pipeline, fake, "policy.size=4", dir="runs/b")
     shutil.copytree("runs/b/policy/artifacts", "runs/a/policy/artifacts")
