@@ -202,10 +202,14 @@ def test_usage_errors_are_shown_like_other_messages(rlhf: Callable[..., Any], ar
 def test_what_libraries_log_is_shown_like_other_messages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def fail() -> None:
+        try:
+            raise ValueError("canary-token")
+        except ValueError:
+            logging.getLogger("a").exception("%s\x1b[2J", "canary-token")
+
     monkeypatch.setenv("HF_TOKEN", "canary-token")
-    monkeypatch.setattr(
-        "rlhf_core.cli.program.app", lambda: logging.getLogger("a").warning("%s\x1b[2J", "canary-token")
-    )
+    monkeypatch.setattr("rlhf_core.cli.program.app", fail)
     before = logging.getLogRecordFactory()
     try:
         with pytest.raises(SystemExit):
@@ -213,6 +217,8 @@ def test_what_libraries_log_is_shown_like_other_messages(
     finally:
         logging.setLogRecordFactory(before)
     assert caplog.messages == [r"**********\x1b[2J"]
+    assert "ValueError: *" in caplog.text
+    assert "canary" not in caplog.text
 
 
 def test_a_reader_that_is_gone_gets_no_message(

@@ -288,16 +288,6 @@ def test_a_stage_that_runs_again_before_one_that_is_done(
         assert go(pipeline, fake).stages["policy"].skipped
 
 
-def test_a_secret_is_not_compared(pipeline: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONE", "model-a")
-    monkeypatch.setenv("TWO", "model-b")
-    go(pipeline, fake, 'policy.rewards=[{ name = "fake_model", model = { env = "ONE" } }]')
-    again = go(pipeline, fake, 'policy.rewards=[{ name = "fake_model", model = { env = "TWO" } }]')
-    assert again.stages["policy"].skipped
-    with pytest.raises(InputError, match=r"stage 'policy'.rewards\[0\].name"):
-        go(pipeline, fake, "policy.rewards=[]")
-
-
 @pytest.mark.parametrize("field", ["train_data", "model", "teacher_model", "replay_data", "words_file"])
 def test_the_fields_that_hold_paths_are_relative_to_the_file(field: str, tmp_path: Path) -> None:
     """Core's, and a trainer's own, which are known by their names; other texts are left alone."""
