@@ -18,8 +18,7 @@ from types import ModuleType
 import jax
 import pytest
 import yaml
-from rlhf_topologies import check, interpreters
-from rlhf_topologies.chips import CHIPS, USABLE, parse
+from rlhf_topologies import check, chips, interpreters
 
 from rlhf_core import runtime
 from rlhf_core.sampling import SamplingOptions
@@ -226,21 +225,23 @@ def test_every_name_is_read_and_every_chip_is_named() -> None:
     rows = BEFORE_RENTING.partition("### Names of devices")[2].partition("### ")[0]
     names = re.findall(r"`(\w+:[\dx]+)`", rows)
     assert len(names) == 6
-    assert all(parse(name).name == name for name in names)
-    assert set(CHIPS) == {name.partition(":")[0] for name in re.findall(r"`([a-z]\d\w+(?::[\dx]+)?)`", rows)}
+    assert all(chips.parse(name).name == name for name in names)
+    assert set(chips.CHIPS) == {
+        name.partition(":")[0] for name in re.findall(r"`([a-z]\d\w+(?::[\dx]+)?)`", rows)
+    }
 
 
 def test_columns_are_explained() -> None:
     explained = re.findall(r"^\| ([\w ]+) \| ", BEFORE_RENTING.partition("| column |")[2], re.MULTILINE)
     assert explained == list(check.COLUMNS[1:])
-    assert f"{USABLE:.0%}".replace("%", " %") in BEFORE_RENTING
+    assert f"{chips.USABLE:.0%}".replace("%", " %") in BEFORE_RENTING
 
 
 def test_the_error_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RLHF_GPU_PYTHON", raising=False)
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
     with pytest.raises(interpreters.InputError) as error:
-        interpreters.find(parse("h100:8"))
+        interpreters.find(chips.parse("h100:8"))
     (shown,) = (text for language, text in documents.blocks(PAGE) if "--on h100:8: XLA's" in text)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     said = str(error.value).replace(str(runtime.cache_root()), "~/.cache/rlhf")

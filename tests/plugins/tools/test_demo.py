@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_tools.demo import measure
-from rlhf_tools.demo.run import HERE, Sizes, demo
-from rlhf_tools.demo.table import closing_table
+from rlhf_tools.demo import measure, run, table
 
 from rlhf_core.errors import InputError
 
@@ -29,23 +27,23 @@ SETS = (
 )
 
 
-def run(directory: Path, **options: Any) -> dict[str, Any]:
-    sizes = Sizes(128, 96, 16, 16, 4, 16, 512)
-    found: dict[str, Any] = demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
+def taught(directory: Path, **options: Any) -> dict[str, Any]:
+    sizes = run.Sizes(128, 96, 16, 16, 4, 16, 512)
+    found: dict[str, Any] = run.demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
     return found
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = tmp_path_factory.mktemp("runs") / "quickstart-seed0"
-    return SimpleNamespace(summary=run(directory), directory=directory)
+    return SimpleNamespace(summary=taught(directory), directory=directory)
 
 
 def shown(summary: dict[str, Any], directory: Path) -> str:
     from rich.console import Console
 
     out = StringIO()
-    Console(file=out, width=80, highlight=False).print(closing_table(summary, directory))
+    Console(file=out, width=80, highlight=False).print(table.closing_table(summary, directory))
     return out.getvalue()
 
 
@@ -53,7 +51,7 @@ def shown(summary: dict[str, Any], directory: Path) -> str:
 def test_a_second_run_trains_nothing(finished: SimpleNamespace) -> None:
     assert finished.summary["found"] is False
     before = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
-    again = run(finished.directory)
+    again = taught(finished.directory)
     after = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
     rewritten = {p.name for p in after if after[p] != before.get(p)}
     assert rewritten <= {"quickstart.toml", "pipeline.resolved.toml", ".lock"}
@@ -100,7 +98,7 @@ def test_the_table_fits_80_columns_without_colour(finished: SimpleNamespace) -> 
 @pytest.mark.long
 def test_other_data_in_the_run_directory_is_refused(finished: SimpleNamespace) -> None:
     with pytest.raises(InputError, match="other settings"):
-        run(finished.directory, shuffle_labels=True)
+        taught(finished.directory, shuffle_labels=True)
 
 
 @pytest.mark.long
@@ -147,7 +145,7 @@ def test_the_stopwatch_adds_up_the_attempts(tmp_path: Path, monkeypatch: pytest.
     stage = SimpleNamespace(name="base", dir=tmp_path, is_main=True)
     now = iter([100.0, 103.0, 500.0, 501.5, 502.0])
     for attempt in ("killed", "finished"):
-        host = plugins.load(files=[HERE / "stopwatch.py"])
+        host = plugins.load(files=[run.HERE / "stopwatch.py"])
         with monkeypatch.context() as patch:
             patch.setattr("time.monotonic", lambda: next(now))
             host.hook.rlhf_stage_start(stage=stage, config=None)
