@@ -307,20 +307,18 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     assert least < accumulate["call"]["flops"] < 1.5 * (least + 6 * head * rows * time)
 
 
-@pytest.mark.parametrize(("on", "package"), [("h100:8", "jax[cuda13]"), ("v5e:2x4", "jax[tpu]")])
 def test_without_a_compiler_the_commands_that_install_it(
-    on: str, package: str, place: Any, rlhf: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, rlhf: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in WITHOUT_COMPILER.values():
-        monkeypatch.delenv(variable, raising=False)
-    ended = rlhf("check", "base.toml", "--on", on)
+    """Those for GPUs are on the page: tests/docs/test_docs_many_devices.py."""
+    monkeypatch.delenv("RLHF_TPU_PYTHON", raising=False)
+    ended = rlhf("check", "base.toml", "--on", "v5e:2x4")
     assert ended.code == cli.BAD_INPUT
-    platform = "tpu" if "tpu" in package else "gpu"
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    directory = cache / "compilers" / platform
+    directory = cache / "compilers" / "tpu"
     assert f"{python} -m venv {directory}" in ended.message
-    assert f"{directory}/bin/python -m pip install '{package}=={jax.__version__}'" in ended.message
-    assert f"or set RLHF_{platform.upper()}_PYTHON" in ended.message
+    assert f"{directory}/bin/python -m pip install 'jax[tpu]=={jax.__version__}'" in ended.message
+    assert "or set RLHF_TPU_PYTHON" in ended.message
 
 
 def fake_python(directory: Path, answer: str, *, error: str = "", code: int = 0) -> Path:
