@@ -94,29 +94,6 @@ def test_verbose_shows_every_metric(
     assert [(each.progress, each.verbose) for each in consoles] == expected
 
 
-@pytest.mark.usefixtures("fake")
-def test_run_check_and_skip(pipeline: Path, tmp_path: Path, wide: Callable[..., Any]) -> None:
-    plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a"]
-    checked = wide("check", "p.toml", *plugin)
-    assert checked.code == 0, checked.message
-    for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl", "rewards fake_model"):
-        assert expected in checked.out
-    default = "by default: optimizer adamw"
-    assert default in checked.out
-    assert not (tmp_path / "runs").exists()
-    ran = wide("run", "p.toml", *plugin)
-    assert ran.code == 0, ran.message
-    assert default in ran.out
-    assert (tmp_path / "runs/a/policy/artifacts/model/rlhf_artifact.json").is_file()
-    again = wide("run", "p.toml", *plugin)
-    assert again.code == 0
-    assert "every stage is done" in again.out
-    assert "done, skipped" in wide("check", "p.toml", *plugin).out
-    refused = wide("check", "p.toml", *plugin, "--set", "rm.size=9")
-    assert refused.code == 2
-    assert "stage 'rm'.size: then 3, now 9" in refused.message
-
-
 @pytest.mark.parametrize(
     ("fail", "code", "said"),
     [

@@ -109,23 +109,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
         found.text()
 
 
-def test_plain_lines_where_nobody_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = make_stage(tmp_path / "policy")
-    play(Console(), stage)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
-    lines = err.splitlines()
-    assert all(line.startswith("[policy] ") for line in lines)
-    lines = [line.removeprefix("[policy] ") for line in lines]
-    assert lines[0] == f"start  {stage.dir} · 2 × cpu · seed 3"
-    assert lines[1] == "10/40  loss 0.6931  reward 1.250  12.3k tok/s"
-    assert lines[2] == "eval 10  accuracy 0.9800"
-    assert re.fullmatch(r"20/40  loss 0\.3466  reward 1\.250  12\.3k tok/s  0:0\d left", lines[3])
-    assert lines[5] == f"saved model (language_model) in {stage.dir}/artifacts/model"
-    assert re.fullmatch(r"done  20 updates in 0:0\d", lines[6])
-
-
 EVALUATION = {
     "accuracy": 0.5, "loss": 0.25, "margin": 1.0, "max_reward": 9.0, "mean_reward": 2.0, "auc": 0.75, "step_time": 3.0
 }  # fmt: skip
@@ -320,6 +303,8 @@ def test_pace_is_of_the_recent_updates(tmp_path: Path, monkeypatch: pytest.Monke
     assert pace.left() == "7:55 left"
     assert pace.seconds() == 75.0
     assert pace.count() == " 520/1000"
+    now = 1000.0  # later than the last update was expected
+    assert pace.left() == "0:00 left"
 
 
 def test_numbers_and_times() -> None:

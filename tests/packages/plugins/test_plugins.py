@@ -264,23 +264,6 @@ def test_loading_twice_gives_two_registries(world: World) -> None:
     assert second.registry.names(POLICY_LOSS) == ["x"]
 
 
-def test_the_hooks_are_these(world: World) -> None:
-    host, _, _ = world.load()
-    signatures = {name: getattr(host.hook, name).spec.argnames for name in plugins.HOOKS}
-    assert signatures == {
-        "rlhf_register": ("registry",),
-        "rlhf_check_on": ("on", "suggest"),
-        "rlhf_stage_start": ("stage", "config"),
-        "rlhf_step_end": ("stage", "step", "metrics"),
-        "rlhf_samples": ("stage", "step", "name", "rows"),
-        "rlhf_weights": ("stage", "step", "weights"),
-        "rlhf_artifact_saved": ("stage", "artifact"),
-        "rlhf_stage_end": ("stage", "error"),
-    }
-    alone = [name for name in plugins.HOOKS if getattr(host.hook, name).spec.opts["firstresult"]]
-    assert alone == ["rlhf_check_on"]
-
-
 def test_a_distribution_that_has_lost_its_metadata_fails_alone(world: World) -> None:
     world.install("gone", REGISTER.format(name="gone"))
     world.install("mine", REGISTER.format(name="mine"))
