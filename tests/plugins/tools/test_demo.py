@@ -48,7 +48,7 @@ def shown(summary: dict[str, Any], directory: Path) -> str:
 
 
 @pytest.mark.long
-def test_a_second_run_trains_nothing(finished: SimpleNamespace) -> None:
+def test_a_second_run_trains_nothing_and_one_on_other_data_is_refused(finished: SimpleNamespace) -> None:
     assert finished.summary["found"] is False
     before = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
     again = taught(finished.directory)
@@ -56,36 +56,28 @@ def test_a_second_run_trains_nothing(finished: SimpleNamespace) -> None:
     rewritten = {p.name for p in after if after[p] != before.get(p)}
     assert rewritten <= {"quickstart.toml", "pipeline.resolved.toml", ".lock"}
     assert again == {**finished.summary, "found": True}
-    text = shown(again, finished.directory)
-    assert "nothing was trained" in " ".join(text.split())
+    assert "nothing was trained" in " ".join(shown(again, finished.directory).split())
+    with pytest.raises(InputError, match="other settings"):
+        taught(finished.directory, shuffle_labels=True)
 
 
 @pytest.mark.long
-def test_the_summary_is_complete(finished: SimpleNamespace) -> None:
+def test_the_summary_is_complete_and_its_table_fits_80_columns_without_colour(
+    finished: SimpleNamespace,
+) -> None:
     summary = json.loads((finished.directory / "summary.json").read_text())
     assert {**summary, "found": False} == finished.summary
     assert set(summary["pair_accuracy"]) == {"all", *measure.KINDS}
-    shares = [
-        *summary["pair_accuracy"].values(),
-        *(summary[s][k] for s in ("before", "after") for k in ("success", "best_of_8")),
-    ]
-    for share in shares:
+    before, after = summary["before"], summary["after"]
+    shares = [each[k] for each in (before, after) for k in ("success", "best_of_8")]
+    for share in (*shares, *summary["pair_accuracy"].values()):
         assert 0 <= share["low"] <= share["value"] <= share["high"] <= 1
-    for estimate in (
-        summary["kl"],
-        summary["good_reply_reward"],
-        summary["after"]["reward"],
-        summary["after"]["length"],
-    ):
+    for estimate in (summary["kl"], summary["good_reply_reward"], after["reward"], after["length"]):
         assert estimate["low"] <= estimate["value"] <= estimate["high"]
-    assert 1 <= summary["after"]["length"]["value"] <= measure.LONGEST_REPLY
+    assert 1 <= after["length"]["value"] <= measure.LONGEST_REPLY
     assert len(summary["examples"]) == 3
     assert set(summary["seconds"]) == {"base", "rm", "policy", "measuring"}
     assert all(seconds > 0 for seconds in summary["seconds"].values())
-
-
-@pytest.mark.long
-def test_the_table_fits_80_columns_without_colour(finished: SimpleNamespace) -> None:
     text = shown(finished.summary, finished.directory)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
@@ -93,12 +85,6 @@ def test_the_table_fits_80_columns_without_colour(finished: SimpleNamespace) -> 
         assert words in text
     for example in finished.summary["examples"]:
         assert example["prompt"] in text
-
-
-@pytest.mark.long
-def test_other_data_in_the_run_directory_is_refused(finished: SimpleNamespace) -> None:
-    with pytest.raises(InputError, match="other settings"):
-        taught(finished.directory, shuffle_labels=True)
 
 
 @pytest.mark.long
