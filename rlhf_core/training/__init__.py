@@ -7,6 +7,7 @@ from rlhf_core.training.context import Evaluate as Evaluate
 from rlhf_core.training.define import define_trainer as define_trainer
 from rlhf_core.training.define import forecast as forecast
 from rlhf_core.training.define import python_trainer as python_trainer
+from rlhf_core.training.expected import Expected as Expected
 from rlhf_core.training.expected import ModelNotHereError as ModelNotHereError
 from rlhf_core.training.held_out import HeldOut as HeldOut
 from rlhf_core.training.memory import device_bytes as device_bytes

@@ -14,9 +14,8 @@ from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 
 from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
-from rlhf_core.config import TrainerConfig, build
+from rlhf_core.config import Ignored, Refused, TrainerConfig, build
 from rlhf_core.config.aliases import PART_NAMES
-from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
 from rlhf_core.plugins import load_file
 from rlhf_core.stage.alone import INPUTS, REFUSED_INPUTS, SPELLINGS
 
@@ -27,7 +26,9 @@ TRL_REWARD_CONFIG = """learning_rate model_init_kwargs trust_remote_code chat_te
     activation_offloading pad_token logging_steps
     gradient_checkpointing bf16"""
 """The fields that TRL's RewardConfig has of its own, or sets anew."""
-REFUSED = {name: each.write for name, each in TRAINER_NAMES.items() if isinstance(each, Refused)}
+REFUSED = {
+    name: each.write for name, each in TrainerConfig.other_names().items() if isinstance(each, Refused)
+}
 TYPED = {
     name: REFUSED[name]
     for name in (

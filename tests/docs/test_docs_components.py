@@ -1,4 +1,4 @@
-"""Tables of losses and divergences on the pages: complete, with the options that there are, each with its section."""
+"""Tables of components, and of the properties that kits check, are complete, with the options that there are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rlhf_distill import DIVERGENCE
 from rlhf_dpo import DPO_LOSS
 
-from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, Registry, installed_registry
+from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, Registry, installed_registry, testing
 
 REFERENCE = "docs/reference"
 ROW = re.compile(r"^\| \[?`(\w+)`(?:\]\(#(\w+)\))? \| ?(.*?) ?\|.*$", re.MULTILINE)
@@ -64,3 +64,29 @@ def test_policy_losses_have_a_row_a_section_and_settings(repository: Path, regis
 def test_a_readme_names_every_component(name: str, kind: Any, repository: Path, registry: Registry) -> None:
     text = (repository / "plugins" / name / "README.md").read_text(encoding="utf-8")
     assert set(registry.names(kind)) <= set(re.findall(r"^\| [\w ]+ \| `(\w+)` \|", text, re.MULTILINE))
+
+
+KITS = {
+    ("write_a_loss", "property"): testing.check_policy_loss,
+    ("write_a_loss", "property of a pairwise loss"): testing.check_pairwise_loss,
+    ("write_a_loss", "property of an advantage"): testing.check_advantage,
+    ("write_a_reward", "property"): testing.check_reward,
+    ("write_a_reward", "property of a logger"): testing.check_logger,
+    ("write_a_trainer", "property"): testing.check_trainer,
+    ("write_an_environment", "property"): testing.check_environment,
+}
+"""{page of docs/how-to, heading of its table: the kit that checks these}."""
+
+
+@pytest.mark.parametrize(("page", "heading"), KITS)
+def test_the_properties_are_the_kits(page: str, heading: str, repository: Path) -> None:
+    text = (repository / f"docs/how-to/{page}.md").read_text(encoding="utf-8")
+    table = text.partition(f"| {heading} | what is tried |\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"`([a-z ]+)`", "".join(row.split("|")[1] for row in table.splitlines()))
+    said = (KITS[page, heading].__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[2]
+    told = [
+        name
+        for part in re.findall(r"(?:^|\. )\s*([a-z ,]+): ", said, re.MULTILINE)
+        for name in part.split(", ")
+    ]
+    assert sorted(listed) == sorted(told)

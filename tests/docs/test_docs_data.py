@@ -12,8 +12,6 @@ from dataclasses import fields
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data.report import Report
-from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.tokenizer import Encoder
 from tests.shared import chat_cases
 
@@ -55,7 +53,7 @@ def test_each_row_is_a_list_of_completions(page, tiny):
     (block,) = blocks(section(page, "Lists of completions"), "json")
     encoder = Encoder(tiny.make_tokenizer(), "plain")
     for row in map(json.loads, block.splitlines()):
-        [whole] = whole_parts(data.load([row]), encoder)
+        [whole] = data.whole_parts(data.load([row]), encoder)
         assert whole.chosen == [len(row["chosen"])]
         assert len(whole.sequences[0]) == len(row["chosen"]) + len(row["rejected"])
 
@@ -73,8 +71,8 @@ def test_everything_that_is_said_of_rows_is_in_the_table(page):
     rows = section(page, "What happened to the rows")
     documented = re.findall(r"^\| ([\w… ]+?) +\|", rows, re.MULTILINE)[1:]
     others = ("unit", "limit", "total", "kept", "read_as", "field_counts", "not_read")
-    lists = [f.name for f in fields(Report) if f.name not in others]
-    report = Report("pairs", 16, total=9, kept=1, **{name: ["x row 1"] for name in lists})
+    lists = [f.name for f in fields(data.Report) if f.name not in others]
+    report = data.Report("pairs", 16, total=9, kept=1, **{name: ["x row 1"] for name in lists})
     kept, *said = report.lines()
     assert kept.endswith(documented[0])
     assert [re.sub(r"over \d+ ", "over … ", line[2 : line.index(":")]) for line in said] == documented[1:]

@@ -19,22 +19,16 @@ PAGE = documents.REPOSITORY / "docs/how-to/hugging_face.md"
 IN_TORCH = "in_torch.py"
 
 
-@pytest.fixture(scope="module")
-def followed(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which the page was followed."""
-    place: Path = tmp_path_factory.mktemp("hugging_face")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        documents.on_one_device(patch)
-        tiny.make_model().save(place / "base")
-        tiny.write_rows(place / "texts.jsonl", tiny.texts(8))
-        tiny.write_rows(place / "prompts.jsonl", tiny.prompts(4))
-        documents.follow(PAGE)
-    return place
-
-
 @pytest.mark.long
-def test_what_is_exported_is_what_was_trained(followed: Path) -> None:
+def test_what_is_exported_is_what_was_trained_and_what_the_page_says(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    documents.on_one_device(monkeypatch)
+    tiny.make_model().save(tmp_path / "base")
+    tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(8))
+    tiny.write_rows(tmp_path / "prompts.jsonl", tiny.prompts(4))
+    documents.follow(PAGE)
     ids, mask = np.array([[3, 9, 4, 1]]), np.ones((1, 4), int)
     for name, artifact in (
         ("reward", "rm"),
@@ -43,17 +37,14 @@ def test_what_is_exported_is_what_was_trained(followed: Path) -> None:
         ("merged_too", "policy"),
     ):
         head = "score" if name == "reward" else "lm"
-        trained = load_model(followed / f"runs/hugging_face/{artifact}/artifacts/model", head)
-        out = load_model(followed / name, head)
+        trained = load_model(tmp_path / f"runs/hugging_face/{artifact}/artifacts/model", head)
+        out = load_model(tmp_path / name, head)
         one, two = ((m.scores if head == "score" else m.logits)(ids, mask) for m in (trained, out))
         np.testing.assert_allclose(two, one, atol=1e-5)
-        assert not (followed / name / "rlhf_artifact.json").exists()
+        assert not (tmp_path / name / "rlhf_artifact.json").exists()
 
-
-@pytest.mark.long
-def test_the_directories_hold_what_the_page_says(followed: Path) -> None:
     def tensors(name: str) -> dict[str, tuple[list[int], str]]:
-        with safe_open(followed / name, "numpy") as file:
+        with safe_open(tmp_path / name, "numpy") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
             return {key: (each.get_shape(), each.get_dtype()) for key, each in slices.items()}
 
@@ -61,18 +52,18 @@ def test_the_directories_hold_what_the_page_says(followed: Path) -> None:
     assert merged == base
     assert set(reward) - set(base) == {"score.weight"}
     configs = {
-        name: json.loads((followed / name / "config.json").read_text())
+        name: json.loads((tmp_path / name / "config.json").read_text())
         for name in ("base", "merged", "reward")
     }
     assert configs["merged"] == configs["base"]
     assert configs["reward"]["architectures"] == ["LlamaForSequenceClassification"]
-    assert configs["reward"]["pad_token_id"] == load_model(followed / "base").tokenizer.pad_token_id
-    adapter = json.loads((followed / "adapter/adapter_config.json").read_text())
-    assert Path(adapter["base_model_name_or_path"]) == (followed / "base").resolve()
-    reader = load_tokenizer(followed / "reward")  # it carries what the reward model was trained with
-    assert reader.get_vocab() == load_tokenizer(followed / "base").get_vocab()
-    assert (reader.truncation_side, (followed / "reward/README.md").is_file()) == ("left", True)
-    one, two = (tokenizer_hash(load_tokenizer(followed / name)) for name in ("base", "merged"))
+    assert configs["reward"]["pad_token_id"] == load_model(tmp_path / "base").tokenizer.pad_token_id
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert Path(adapter["base_model_name_or_path"]) == (tmp_path / "base").resolve()
+    reader = load_tokenizer(tmp_path / "reward")  # it carries what the reward model was trained with
+    assert reader.get_vocab() == load_tokenizer(tmp_path / "base").get_vocab()
+    assert (reader.truncation_side, (tmp_path / "reward/README.md").is_file()) == ("left", True)
+    one, two = (tokenizer_hash(load_tokenizer(tmp_path / name)) for name in ("base", "merged"))
     assert one == two
 
 

@@ -6,8 +6,8 @@ tests/processes runs the recipes with the real launchers.
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -15,14 +15,20 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import pytest
 import yaml
+from rlhf_topologies import check, chips, interpreters
 
+from rlhf_core import runtime
 from rlhf_core.sampling import SamplingOptions
-from tests.shared import documents
+from tests.shared import documents, processes
 
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
 SHOWN = {name: text for _, text in documents.blocks(PAGE) if (name := documents.named(text))}
+BEFORE_RENTING = (
+    PAGE.read_text(encoding="utf-8").partition("\n## Check before renting\n")[2].partition("\n## ")[0]
+)
 LAUNCH = documents.REPOSITORY / "examples/launch"
 FILES = {path.name: path.read_text(encoding="utf-8") for path in LAUNCH.iterdir() if path.is_file()}
 
@@ -42,18 +48,7 @@ STUBS = {
 command=${@: -1}
 exec bash -c "${command#--command=}"
 """,
-    "scontrol": "#!/bin/bash\nexit 0\n",
-    "srun": """#!/bin/bash
-while [[ $1 == -* ]]; do shift; done  # its own options
-for i in 0 1; do
-    SLURM_JOB_ID=$JOB SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$i \\
-        SLURM_LOCALID=$i SLURM_STEP_NUM_NODES=1 "$@" &
-done
-wait
-""",
 }
-SLURM_PORTS = range(61440, 65536)
-"""JAX takes the one whose number less the first is the job's, modulo their count."""
 
 
 @pytest.fixture
@@ -69,19 +64,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def free_port(among: range = range(1)) -> int:
-    for port in among:
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(listener.getsockname()[1])
-    raise RuntimeError("no port is free")
-
-
 def start(command: list[str], place: Path, **environment: str) -> subprocess.Popen[str]:
-    kept = {key: x for key, x in os.environ.items() if not key.startswith(("JAX_NUM_CPU", "SLURM"))}
+    kept = {key: x for key, x in os.environ.items() if not key.startswith("JAX_NUM_CPU")}
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         command,
@@ -118,21 +102,15 @@ def test_files_parse(file: str) -> None:
         subprocess.run(["bash", "-n", LAUNCH / file], check=True)
 
 
-@pytest.mark.long
-def test_slurm(place: Path) -> None:
-    """`found_each_other` has the assertions."""
-    job = str(free_port(SLURM_PORTS) - SLURM_PORTS.start)
-    (place / "job.sbatch").write_text(FILES["job.sbatch"])
-    found_each_other(start(["bash", "job.sbatch"], place, JOB=job, SLURM_JOB_ID=job))
-
-
 @pytest.mark.parametrize(
     ("file", "host"), [("hosts.sh", "node"), pytest.param("tpu.sh", "nothing", marks=pytest.mark.long)]
 )
 def test_scripts(file: str, host: str, place: Path) -> None:
     """The coordinator is this machine, on a free port; `found_each_other` has the assertions."""
     text = (
-        FILES[file].replace("8476", str(free_port())).replace(f"({host}1 {host}2)", "(127.0.0.1 127.0.0.1)")
+        FILES[file]
+        .replace("8476", str(processes.free_port()))
+        .replace(f"({host}1 {host}2)", "(127.0.0.1 127.0.0.1)")
     )
     text = text.replace("/path/to/venv/bin/", f"{place}/bin/")
     (place / file).write_text(text)
@@ -211,7 +189,7 @@ def test_kubernetes(place: Path) -> None:
         host == f"{job['metadata']['name']}-0.{pod['subdomain']}" == f"rlhf-0.{service['metadata']['name']}"
     )
     assert given.pop("JAX_PROCESS_ID") is None  # from the pod's annotation
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{processes.free_port()}"
     # As in a pod, and without the package that JAX would ask.
     inside = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JAX_COORDINATOR_ADDRESS": address, **given}
     jobs = [
@@ -234,10 +212,44 @@ def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.
     Path("pipeline.toml").write_text(SHOWN["pipeline.toml"])
     Path("other.toml").write_text(changed)
     said = "\n".join(text for language, text in documents.blocks(PAGE) if language == "console")
-    # `rlhf check` is in test_docs_check_on.py, launchers are in tests/launchers.
+    # Launchers are in tests/processes.
     first, pretended = [line for line in documents.commands(said) if "rlhf run " in line]
     assert pretended.endswith(f"{first} --dir runs/eight")  # which is the same, and run once
     for line in (pretended, "rlhf run other.toml --dir other"):
         arguments = line[line.index("rlhf ") :].split()[1:]
         ended = documents.rlhf([*arguments, "--set", "base.max_training_steps=1"])  # on eight devices
         assert ended.code == 0, ended.said
+
+
+def test_every_name_is_read_and_every_chip_is_named() -> None:
+    rows = BEFORE_RENTING.partition("### Names of devices")[2].partition("### ")[0]
+    names = re.findall(r"`(\w+:[\dx]+)`", rows)
+    assert len(names) == 6
+    assert all(chips.parse(name).name == name for name in names)
+    assert set(chips.CHIPS) == {
+        name.partition(":")[0] for name in re.findall(r"`([a-z]\d\w+(?::[\dx]+)?)`", rows)
+    }
+
+
+def test_columns_are_explained() -> None:
+    explained = re.findall(r"^\| ([\w ]+) \| ", BEFORE_RENTING.partition("| column |")[2], re.MULTILINE)
+    assert explained == list(check.COLUMNS[1:])
+    assert f"{chips.USABLE:.0%}".replace("%", " %") in BEFORE_RENTING
+
+
+def test_the_error_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RLHF_GPU_PYTHON", raising=False)
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
+    with pytest.raises(interpreters.InputError) as error:
+        interpreters.find(chips.parse("h100:8"))
+    (shown,) = (text for language, text in documents.blocks(PAGE) if "--on h100:8: XLA's" in text)
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    said = str(error.value).replace(str(runtime.cache_root()), "~/.cache/rlhf")
+    said = said.replace(python, "python3.11").replace(jax.__version__, "0.10.2")
+    assert shown.split() == said.split()
+
+
+def test_the_table_is_that_of_the_program() -> None:
+    """It is a real output; its heading is what is printed now."""
+    (heading,) = re.findall(r"^program +per update.*$", BEFORE_RENTING, re.MULTILINE)
+    assert re.split(r" {2,}", heading) == list(check.COLUMNS)

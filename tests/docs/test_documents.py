@@ -1,15 +1,23 @@
-"""The documents that are followed from top to bottom; the others have tests of their own, and every page is in one."""
+"""The documents that are followed from top to bottom; the others have tests of their own, and every page is in one.
+
+Most pages end after few updates; `edit=str` leaves a page as it is.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from safetensors import safe_open
 
 from rlhf_core import plugins
 from rlhf_core.config import build
@@ -35,6 +43,14 @@ PAGES = [
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
     Page("docs/how-to/add_a_model_family.md"),
+    Page(
+        "docs/how-to/write_a_loss.md",
+        ("rlhf check pipeline.toml --plugin bounded.py --set policy.loss.kk=2.0",),
+    ),
+    Page("docs/how-to/write_a_reward.md"),
+    Page("docs/how-to/write_a_trainer.md"),
+    Page("docs/how-to/write_a_trainer_that_samples.md"),
+    Page("docs/how-to/write_an_environment.md"),
 ]
 SHOWN = {
     **{page.path: None for page in PAGES},
@@ -52,20 +68,175 @@ SHOWN = {
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the model that pages call MODEL, one device, and the repository's examples."""
+def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the model that pages call MODEL, rows, one device, and the repository's examples.
+
+    What the pages import from it is forgotten again.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     documents.on_one_device(monkeypatch)
     tiny.make_model().save(tmp_path / "MODEL")
+    for name, rows in (("corpus", tiny.texts(12)), ("texts", tiny.texts(8)), ("prompts", tiny.prompts(8))):
+        tiny.write_rows(tmp_path / f"{name}.jsonl", rows)
     shutil.copy(REPOSITORY / "examples/make_data.py", tmp_path)
-    return tmp_path
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: Path(page.path).stem)
 def test_a_page_can_be_followed(page: Page, workplace: Path) -> None:
     documents.follow(REPOSITORY / page.path, fails=page.fails)
+
+
+@pytest.mark.long
+def test_the_page_on_the_report_can_be_followed(workplace: Path) -> None:
+    documents.follow(REPOSITORY / "docs/how-to/read_the_report.md", edit=str)
+    assert Path("both.html").stat().st_size < 2_000_000
+    page = Path("runs/rm/report.html").read_text(encoding="utf-8")
+    for told in (
+        "Calibration: accuracy over confidence",
+        "Scores of held-out pairs, update 6",
+        "Held-out pairs",
+    ):
+        assert told in page, told
+
+
+@pytest.mark.long  # `tests/packages/models/test_flax_modules.py` has what it shows
+def test_the_page_on_flax_can_be_followed(workplace: Path) -> None:
+    documents.follow(REPOSITORY / "examples/flax/README.md")
+    with safe_open("runs/small/base/artifacts/model/model.safetensors", "numpy") as file:
+        assert "layers.0.query.kernel" in set(file.keys())
+
+
+@pytest.mark.long
+def test_the_tutorial_on_grpo_can_be_followed(workplace: Path) -> None:
+    page = REPOSITORY / "docs/tutorial/grpo.md"
+    documents.follow(page, compare=lambda shown, said: None)  # what it shows is of the whole run
+    assert Path("runs/sort/policy/artifacts/model/config.json").is_file()
+
+
+@pytest.mark.long
+def test_python_of_the_page_on_policy_losses_runs() -> None:
+    """The blocks have their own assertions, or fail with an exception."""
+    for language, text in documents.blocks(REPOSITORY / "docs/reference/losses/policy.md"):
+        if language == "python":
+            documents.run_python(text)
+
+
+def test_the_picture_of_policy_losses_is_small_and_without_a_date() -> None:
+    text = (REPOSITORY / "docs/reference/losses/policy.svg").read_text(encoding="utf-8")
+    assert len(text) < 120_000
+    assert "<dc:date>" not in text
+
+
+@pytest.mark.long
+def test_the_tutorial_on_reward_models_prints_about_what_it_says(workplace: Path) -> None:
+    shown: list[int] = []
+    page = REPOSITORY / "docs/tutorial/reward.md"
+    documents.follow(page, edit=str, compare=lambda text, said: shown.append(about_the_same(text, said)))
+    assert sum(shown) > 30  # numbers that the page shows and the run confirms
+    assert Path("runs/policy/policy/artifacts/model/rlhf_artifact.json").is_file()
+
+
+NUMBER = r"[+-]?\d+\.\d+(?:e-\d+)?"
+SCORES = {"margin", "mean_reward", "reward", ":"}
+"""Names of numbers in reward units, which differ more from machine to machine than shares of pairs do."""
+
+
+def about_the_same(shown: str, said: str) -> int:
+    """Every line of the page is one of the output, whose numbers are about the same; returns how many numbers.
+
+    A line is found by its words up to the first number that has a name, and may leave parts out at "…".
+    """
+    count = 0
+    shown_lines, lines = ([" ".join(line.split()) for line in text.splitlines()] for text in (shown, said))
+    for line in shown_lines:
+        pairs = re.findall(rf"(\S+) ({NUMBER})", line)
+        start = f"{line[: line.index(' '.join(pairs[0]))]}{pairs[0][0]} "
+        matching = [each for each in lines if each.startswith(start)]
+        assert len(matching) == 1, f"{start!r} does not begin one line of\n{said}"
+        for name, value in pairs:
+            (found,) = re.findall(rf"(?<!\S){re.escape(name)} ({NUMBER})", matching[0])
+            near = pytest.approx(float(value), abs=0.6 if name in SCORES else 0.15)
+            assert float(found) == near, f"{line}\n{matching[0]}"
+            count += 1
+    return count
+
+
+@pytest.mark.long
+def test_the_page_on_dpo_can_be_followed(workplace: Path, tiny: ModuleType) -> None:
+    tiny.make_model(scale=4.0).save("base")
+    tiny.write_rows(Path("pairs.jsonl"), tiny.pairs(16))
+    tiny.write_rows(Path("heldout.jsonl"), tiny.pairs(6, seed=1))
+    documents.follow(REPOSITORY / "docs/reference/trainers/dpo.md", edit=str)
+    pairs, anchored = (
+        tiny.read_rows(Path(f"runs/{run}/policy/metrics.jsonl")) for run in ("pairs", "anchored")
+    )
+    assert [row["step"] for row in pairs if "eval_loss" in row] == [2, 4]
+    assert "anchored/likelihood" not in pairs[-1]
+    assert np.isfinite(anchored[-1]["eval_anchored/likelihood"])
+
+
+@pytest.mark.long
+def test_the_readme_of_dpo_runs(workplace: Path, tiny: ModuleType) -> None:
+    documents.write_what_pages_name(tiny)
+    page = REPOSITORY / "plugins/dpo/README.md"
+    (python,) = (text for language, text in documents.blocks(page) if language == "python")
+    scope: dict[str, Any] = {}
+    exec(python, scope)
+    assert scope["result"].metrics["loss"] < 0.7
+    (toml,) = (text for language, text in documents.blocks(page) if language == "toml")
+    Path("p.toml").write_text(f'dir = "runs"\n{toml}')
+    said = []
+    for more in ([], ["--set", "policy.loss=robust"]):
+        ended = documents.rlhf(["check", "p.toml", *more])
+        assert not ended.code
+        said.append(" ".join(ended.said.split()))  # lines break where the path ends them
+    assert ["which makes 'robust' the same as 'sigmoid'" in each for each in said] == [False, True]
+    assert "16 pairs" in said[0]
+
+
+SMALL = {
+    "total_batch_size = 128": "total_batch_size = 8",
+    "max_completion_length = 256": "max_completion_length = 4",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
+def test_the_stage_of_a_trainers_page_runs(name: str, workplace: Path, tiny: ModuleType) -> None:
+    """As it stands, with one small update."""
+    documents.write_what_pages_name(tiny)
+    blocks = documents.blocks(REPOSITORY / f"docs/reference/trainers/{name}.md")
+    text = next(text for language, text in blocks if language == "toml")
+    for large, small in SMALL.items():
+        text = text.replace(large, small)
+    Path("pipeline.toml").write_text(f'dir = "runs"\n{text}max_training_steps = 1\n')
+    ended = documents.rlhf(["run", "pipeline.toml"])
+    assert ended.code == 0, ended.said
+
+
+@pytest.mark.long
+def test_the_notebook_can_be_followed(workplace: Path) -> None:
+    """Its cells, with few updates, and its shell commands."""
+    cells = json.loads((REPOSITORY / "examples/first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in code), "clear its outputs"
+    settings, *rest = ("".join(cell["source"]) for cell in code)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for source in (re.sub(r": \d+", ": 2", settings), *rest):
+        if source.startswith("!"):
+            ended = documents.type_in(source.removeprefix("!"))
+            assert ended.code == 0, ended.said
+        else:
+            exec(compile(source, "first_steps.ipynb", "exec", dont_inherit=True), names)
+    assert 0 <= names["policy"].metrics["reward"] <= 1
+    assert len(names["rows"]) >= 1
 
 
 @pytest.mark.parametrize("page", SHOWN)
@@ -89,18 +260,14 @@ def test_fields_that_a_page_shows_are_those_of_a_trainer(
             build(config, fields, where=page, registry=registry)
 
 
-@pytest.mark.parametrize("page", EVERY, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in documents.links(page):
-        assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
-
-
 def test_docs_are_few() -> None:
     assert len(list((REPOSITORY / "docs").rglob("*.md"))) <= 46
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_anchors_are_headings(page: Path) -> None:
+def test_links_lead_to_files_and_anchors_to_headings(page: Path) -> None:
+    for target in documents.links(page):
+        assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         text = (
             (page.parent / target).read_text(encoding="utf-8") if target else page.read_text(encoding="utf-8")
@@ -148,14 +315,7 @@ def test_the_commands_of_the_readme_run(workplace: Path, tiny: ModuleType) -> No
     (pipeline,) = [text for language, text in blocks if language == "toml" and "[[stage]]" in text]
     small = re.sub(r"^(trainer = .*)$", r"\1\nmax_training_steps = 1", pipeline, flags=re.M)
     Path("pipeline.toml").write_text(small.replace("= 128 ", "= 16 ").replace("= 256", "= 8"))
-    Path("path/to").mkdir(parents=True)
-    Path("MODEL").rename("path/to/model")
-    makers = {"corpus": tiny.texts, "pairs": tiny.pairs, "pairs.heldout": tiny.pairs, "prompts": tiny.prompts}
-    for name, rows in makers.items():
-        tiny.write_rows(Path(f"{name}.jsonl"), rows(8))
-    Path("my_rewards.py").write_text(
-        "def brevity(completions, **columns):\n    return [-len(text) / 9 for text in completions]\n"
-    )
+    documents.write_what_pages_name(tiny)
     lines = [line for language, text in blocks if language == "console" for line in documents.commands(text)]
     typed = [
         line for line in lines if line.startswith("rlhf ") and "--dir" not in line and line != "rlhf demo"

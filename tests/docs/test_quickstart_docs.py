@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.shared import documents
 
 DOCUMENTS = (
     "README.md",
@@ -20,53 +21,31 @@ DOCUMENTS = (
     "docs/tutorial/first_run.md",
     "examples/plugins/rlhf-tanh-loss/README.md",
 )
-REPLY = " Dear Mia , here is your red kite . Thank you !"
-ROWS = {
-    "corpus.jsonl": {"prompt": "Mia wants a red kite .", "completion": REPLY},
-    "pairs.jsonl": {"prompt": "Mia wants a red kite .", "chosen": REPLY, "rejected": " Not my problem ."},
-    "pairs.heldout.jsonl": {"prompt": "Mia wants a red kite .", "chosen": REPLY, "rejected": " Dear Mia"},
-    "prompts.jsonl": {"prompt": "Mia wants a red kite ."},
-}
+REPOSITORY = documents.REPOSITORY
 
 
-def blocks(repository: Path, language: str) -> list[Any]:
-    found = []
-    for document in DOCUMENTS:
-        text = (repository / document).read_text(encoding="utf-8")
-        for index, block in enumerate(
-            re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-        ):
-            found.append(pytest.param(block, id=f"{document}-{index}"))
-    return found
-
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+def blocks(wanted: str) -> list[Any]:
+    return [
+        pytest.param(text, id=f"{document}-{index}")
+        for document in DOCUMENTS
+        for index, (language, text) in enumerate(documents.blocks(REPOSITORY / document))
+        if language == wanted
+    ]
 
 
 @pytest.fixture(scope="module")
 def workplace(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory where everything is that the documents name: small, but the real thing."""
-    from rlhf_core.models import fresh_model
-
-    directory = tmp_path_factory.mktemp("documents")
-    table = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    table |= {"intermediate_size": 24, "max_position_embeddings": 64}
-    tokenizer = tiny.make_tokenizer()
-    for place, head in (
-        ("path/to/model", "lm"),
-        ("path/to/reward_model", "score"),
-        ("runs/quickstart-seed0/base/artifacts/model", "lm"),
-    ):
-        fresh_model(table, head, tokenizer=tokenizer).save(directory / place)  # type: ignore[arg-type]
-    for name, row in ROWS.items():
-        (directory / name).write_text(json.dumps(row) + "\n")
-    (directory / "my_rewards.py").write_text(
-        "def brevity(completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
-    )
+    """A directory where everything is that the documents name."""
+    directory: Path = tmp_path_factory.mktemp("documents")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        documents.write_what_pages_name(tiny)
+    tiny.make_model("score").save(directory / "path/to/reward_model")
+    tiny.make_model().save(directory / "runs/quickstart-seed0/base/artifacts/model")
     return directory
 
 
-@pytest.mark.parametrize("block", blocks(REPOSITORY, "toml"))
+@pytest.mark.parametrize("block", blocks("toml"))
 def test_pipelines_in_documents_can_be_checked(
     block: str, workplace: Path, rlhf: Any, tmp_path: Path
 ) -> None:
@@ -81,7 +60,7 @@ def test_pipelines_in_documents_can_be_checked(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", blocks(REPOSITORY, "python"))
+@pytest.mark.parametrize("block", blocks("python"))
 def test_python_in_documents_runs(block: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.shared import pipelines
 
 MODULES = ("data", "rewards", "oracle", "intervals", "measures", "recipes", "reproduce")
 
@@ -99,16 +102,12 @@ def test_a_recorded_seed_gives_its_own_values_again(code: Any, tmp_path: Path) -
 
 
 def test_every_recipe_has_intervals_and_a_pipeline_that_the_suite_accepts(code: Any, tmp_path: Path) -> None:
-    from rlhf_core import plugins
-    from rlhf_core.pipeline import plan, read
-
-    host = plugins.load()
     for name, recipe in code.recipes.RECIPES.items():
         place = tmp_path / name
         place.mkdir()
         file = recipe.write(place, 0)
         tomllib.loads(file.read_text())
-        plan(read(file, sets=list(recipe.sets)), host)
+        pipelines.planned(file, *recipe.sets, dir=None)
         stored = code.intervals.read(code.reproduce.stored_file(name))
         stages = {metric.partition("/")[0] for metric in stored.intervals}
         assert stages == set(recipe.stages) | (set(recipe.compared) if recipe.again else set())
@@ -162,3 +161,11 @@ def test_rewards_and_data_agree(code: Any, tmp_path: Path) -> None:
     files = [path.relative_to(tmp_path) for path in tmp_path.glob("*.jsonl")]
     assert all((tmp_path / file).read_bytes() == (again / file).read_bytes() for file in files)
     assert json.loads((again / "tokenizer" / "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
+
+
+@pytest.mark.parametrize("script", ["plant.py", "mutants.py"])
+def test_everything_can_be_planted(repository: Path, script: str) -> None:
+    """Every fault of faults.py and every mutant of mutants.toml, where it says."""
+    command = [sys.executable, str(repository / "tests/recipes" / script), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

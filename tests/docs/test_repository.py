@@ -24,6 +24,7 @@ ADDRESS = re.compile(
     r"(?:https?|file)://[^\s\"'>)]*(?:simple|pypi|wheels)[^\s\"'>)]*|--(?:extra-)?index-url|--find-links"
 )
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|farm|home|root|Users|opt|mnt)/\w+")
+UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 
 
 @cache
@@ -59,20 +60,14 @@ def this_file() -> str:
     return "tests/docs/" + Path(__file__).name
 
 
-def test_no_address_of_a_package_index(repository: Path) -> None:
+@pytest.mark.parametrize("pattern", [ADDRESS, MACHINE_PATH, UNFINISHED], ids=["index", "path", "marker"])
+def test_no_address_of_a_package_index_no_path_of_a_machine_and_no_unfinished_work(
+    pattern: re.Pattern[str], repository: Path
+) -> None:
     found = {
-        name: match[0]
+        name: pattern.findall(text)
         for name, text in texts(repository).items()
-        if name != this_file() and (match := ADDRESS.search(text))
-    }
-    assert not found
-
-
-def test_no_path_of_somebodys_machine(repository: Path) -> None:
-    found = {
-        name: match[0]
-        for name, text in texts(repository).items()
-        if name != this_file() and (match := MACHINE_PATH.search(text))
+        if name != this_file() and pattern.search(text)
     }
     assert not found
 
@@ -80,12 +75,6 @@ def test_no_path_of_somebodys_machine(repository: Path) -> None:
 def test_no_large_file(repository: Path) -> None:
     large = {str(path): path.stat().st_size for path in files(repository) if path.stat().st_size > 2**20}
     assert not large
-
-
-def test_no_unfinished_work(repository: Path) -> None:
-    marker = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
-    found = [name for name, text in texts(repository).items() if name != this_file() and marker.search(text)]
-    assert not found
 
 
 def test_constraints_are_names_and_versions(repository: Path) -> None:

@@ -139,6 +139,17 @@ def follow(
             compare(text, said)
 
 
+def write_what_pages_name(tiny: Any) -> None:
+    """Write the model, rows and rewards that pages name and do not make into the current directory."""
+    tiny.make_model(scale=4.0).save(Path("path/to/model"))
+    rows = {"corpus": tiny.texts, "pairs": tiny.pairs, "pairs.heldout": tiny.pairs, "prompts": tiny.prompts}
+    for name, make in rows.items():
+        tiny.write_rows(Path(f"{name}.jsonl"), make(16))
+    Path("my_rewards.py").write_text(
+        "def brevity(completions, **columns):\n    return [-len(text) / 9 for text in completions]\n"
+    )
+
+
 def on_one_device(patch: Any) -> None:
     """Tests see eight devices; a reader of most pages has one, and it is faster."""
     import jax

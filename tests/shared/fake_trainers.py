@@ -27,7 +27,7 @@ from rlhf_core import (
 from rlhf_core.config import Component
 from rlhf_core.contracts import LossOutput, PairInputs
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.training.expected import Expected
+from rlhf_core.training import Expected
 
 EVENTS: list[tuple[str, Any]] = []
 

@@ -1,15 +1,13 @@
-"""A trainer's config as a plugin writes it, and what is said of a wrong one."""
+"""A trainer's config as a plugin writes it."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import pytest
 from pydantic import Field, model_validator
 
 from rlhf_core.config import Component, Options, TrainerConfig
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD
-from rlhf_core.errors import InputError
 
 
 class Sampling(Options):
@@ -53,13 +51,3 @@ class PolicyConfig(TrainerConfig):
         if self.total_batch_size % self.num_generations:
             raise ValueError(f"total_batch_size {self.total_batch_size} splits a group")
         return self
-
-
-def problems(**data: Any) -> list[str]:
-    """The lines of the error, each without the class's name."""
-    with pytest.raises(InputError) as caught:
-        PolicyConfig(**data)
-    lines = str(caught.value).split("\n")
-    assert tuple(lines) == caught.value.problems
-    assert all(line.startswith(("PolicyConfig.", "PolicyConfig:")) for line in lines)
-    return [line.removeprefix("PolicyConfig").removeprefix(".") for line in lines]

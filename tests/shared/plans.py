@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.pipeline import plan, read, stage_requests
-from rlhf_core.pipeline.forecast import stage_forecasts
+from rlhf_core.pipeline import plan, read, stage_forecasts, stage_requests
 
 __all__ = ["forecast_of", "plan_of", "requests_of"]
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from rlhf_grpo.config import SamplerCorrection
+from rlhf_grpo import GRPOConfig
 from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.objective import Terms, objective
 from rlhf_grpo.train import with_kept
@@ -136,7 +136,7 @@ class Case:
             entropy_coef=options["entropy_coef"],
             max_completion_length=LONGEST,
         )
-        correction = self.correction and SamplerCorrection(**self.correction)
+        correction = GRPOConfig(sampler_correction=self.correction).sampler_correction
         return partial(objective, model, self.loss, terms, temperature=1.0, correction=correction)
 
     def trees(self, *, shared: bool) -> list[Tree]:

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.advantages import Group
 from rlhf_grpo.train import GRPOSteps, PolicyReader, _sampled
 
-from rlhf_core import data
+from rlhf_core import ADVANTAGE, data, installed_registry
 from rlhf_core.packing import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
 from rlhf_core.sampling import Rollouts
@@ -83,8 +82,8 @@ def maker(tiny, tmp_path):
                 params=reference, apart=True, equals=lambda params: False, moves=False
             )
         policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
-        advantage = advantage or Group(config.scale_rewards)
-        steps = GRPOSteps(config, collector, advantage, policies, LAYOUT)
+        scaled = installed_registry().get(ADVANTAGE, "group", scale=config.scale_rewards)
+        steps = GRPOSteps(config, collector, advantage or scaled, policies, LAYOUT)
         context = Context(config, stage)
         updates = RolloutUpdates(context, collector, LAYOUT, steps, reference=reference)
         updates.config, updates.policies = config, policies

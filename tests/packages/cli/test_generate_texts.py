@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from rlhf_core import cli, data, sampling
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
-from rlhf_core.rollouts.rollout_warnings import empty_warning
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer import load_tokenizer
 
@@ -156,12 +155,6 @@ def test_texts_for_a_chat_model_and_empty_completions_are_warned_of(
     monkeypatch.setattr(sampling.Sampler, "said", [])
     with pytest.warns(UserWarning, match=r"1 of 1 completions are empty: .* write prompts as messages"):
         run(model, "--prompt", "c")
-
-
-def test_empty_completions_are_counted() -> None:
-    assert empty_warning(["a", ""]) is None
-    assert "2 of 3" in str(empty_warning(["a", "", " "]))
-    assert "1 of 1" in str(empty_warning([[{"role": "assistant", "content": ""}]]))
 
 
 @pytest.mark.parametrize("chat", [False, True])

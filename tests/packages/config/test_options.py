@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config import Component, FieldDoc, Options, TrainerConfig, build, fields
+from rlhf_core.config import Component, Options, build, fields
 from rlhf_core.contracts import Kind
 from rlhf_core.errors import InputError
 from tests.shared import option_tables as tables
@@ -125,27 +125,6 @@ def test_replace() -> None:
     assert (changed.max_grad_norm, changed.sampling) == (None, Sampling(temperature=3.0, stops=(1, 2)))
     assert changed.replace(epsilon=0.6).epsilon == 0.6
     assert changed.replace(loss_type="y").loss == Component(name="y")
-    with pytest.raises(InputError, match=r"the same as loss\.epsilon"):
-        config.replace(epsilon=0.1, loss={"name": "x", "epsilon": 0.2})
-
-
-# Lists of fields
-
-
-def test_fields() -> None:
-    rows = {row.name: row for row in fields(PolicyConfig)}
-    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "peak learning rate", ", ≥ 0")
-    assert rows["model"].type == "text | table | none"
-    assert rows["scheduler"].type == "text | function"
-    assert rows["overlong"].type == '"filter" | "truncate"'
-    assert (rows["loss"].type, rows["loss"].default) == ("policy loss", {"name": "dapo"})
-    assert (rows["rewards"].type, rows["advantage"].type) == ("list of reward", "advantage | none")
-    assert rows["shuffle_train_dataset"].type == "true or false"
-    short = FieldDoc("temperature", "number", 1.0, "short for sampling.temperature", ", > 0")
-    assert rows["temperature"] == short
-    assert rows["epsilon"] == FieldDoc("epsilon", "option", 0.2, "short for loss.epsilon")
-    assert rows["loss_type"].default == "dapo"
-    assert all(row.description for row in fields(TrainerConfig))
 
 
 def test_abstract_types_are_described() -> None:

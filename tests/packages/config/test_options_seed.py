@@ -8,8 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from rlhf_core.config import TrainerConfig, parse_value
-from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
+from rlhf_core.config import Ignored, Refused, TrainerConfig, parse_value
 from rlhf_core.errors import InputError
 
 EASYDEL: dict[str, Any] = {
@@ -158,8 +157,14 @@ TAKES_EFFECT: dict[str, tuple[Any, dict[str, Any]]] = {
 """{field: (a value of theirs, what it becomes)}."""
 
 
-IGNORED = {name: each for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
-REFUSED = {name: each.write for name, each in TRAINER_NAMES.items() if isinstance(each, Refused)}
+IGNORED = {
+    name: each
+    for name, each in TrainerConfig.other_names().items()
+    if isinstance(each, Ignored) and name not in TrainerConfig.model_fields
+}
+REFUSED = {
+    name: each.write for name, each in TrainerConfig.other_names().items() if isinstance(each, Refused)
+}
 
 
 def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:

@@ -11,57 +11,6 @@ import pytest
 from rlhf_core.config import Ignored, TrainerConfig
 
 
-def test_defaults_are_the_contract_s() -> None:
-    expected = {
-        "learning_rate": 5e-5,
-        "learning_rate_end": None,
-        "scheduler": "constant",
-        "warmup_steps": 0,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
-        "optimizer": {"name": "adamw"},
-        "num_train_epochs": 10,
-        "max_training_steps": None,
-        "total_batch_size": 32,
-        "gradient_accumulation_steps": 1,
-        "max_sequence_length": 1024,
-        "overlong": "filter",
-        "truncation_mode": "keep_end",
-        "shuffle_train_dataset": True,
-        "log_steps": 10,
-        "progress_bar_type": "rich",
-        "logger": [],
-        "disable_dropout": True,
-        "eval_on_start": False,
-        "load_best_model_at_end": False,
-        "track_memory": False,
-        "attention": {"name": "auto"},
-        "remat": "auto",
-        "offload": [],
-        "dataloader_num_workers": 0,
-        "shuffle_buffer": 4096,
-    }
-    unset = """dtype model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps
-        max_evaluation_steps save_interval_minutes save_total_limit save_directory training_time_limit
-        frozen_parameters dataset_num_proc seed lora chat_template early_stopping_patience
-        metric_for_best_model greater_is_better progress_metrics template_date prompt_repeated
-        columns model_revision stored_dtype system_prompt run_name trainer_prefix report_steps previews
-            log_weights platform router_aux_loss_coef"""
-    expected |= {"chat_template_kwargs": {}, "verify": True, "drop_columns": [], "metrics": []}
-    expected |= {"log_grad_norms": False, "router_bias_rate": 0.0, "log_all_workers": False}
-    expected |= {
-        "checkpoints": {
-            "resume": True,
-            "start": 0,
-            "last": True,
-            "optimizer_state": True,
-            "remove_loaded": False,
-        }
-    }
-    assert TrainerConfig().to_dict() == expected | dict.fromkeys(unset.split())
-    assert TrainerConfig().use_wandb is False
-
-
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,15 +14,13 @@ from urllib.parse import quote
 import pytest
 from pydantic import SecretStr
 
-from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, plugins
-from rlhf_core.cli.exits import _Record
-from rlhf_core.config import Component, build
-from rlhf_core.config.secrets import public_table
+from rlhf_core import REWARD, Registry, TrainerConfig, plugins
+from rlhf_core.config import HIDDEN, Component, build, public_table, remember
 from rlhf_core.errors import InputError, error_line
-from rlhf_core.hidden import HIDDEN, hide_in_output, remember, scrub
-from rlhf_core.rewards.reward import open_rewards
+from rlhf_core.hidden import hide_in_output, scrub
 from rlhf_core.stage import events
 from rlhf_core.testing import check_reward
+from rlhf_core.training import open_rewards
 
 CANARY = "canary-3f9a77"
 
@@ -58,13 +54,34 @@ def registry() -> Registry:
 def test_an_option_is_read_from_the_environment_when_the_component_is_made(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", CANARY)
+    """And messages are scrubbed of it."""
+    monkeypatch.setenv("JUDGE_KEY", "canary-scrub-51c2")
     env = {"env": "JUDGE_KEY"}
     judge = registry.get(REWARD, "grader", api_key=env, pin=env, headers={"Authorization": env}, anything=env)
-    assert judge.api_key == judge.anything == judge.headers["Authorization"] == CANARY
-    assert judge.pin.get_secret_value() == CANARY
+    assert judge.api_key == judge.anything == judge.headers["Authorization"] == "canary-scrub-51c2"
+    assert judge.pin.get_secret_value() == "canary-scrub-51c2"
+    assert scrub("401 for key canary-scrub-51c2.") == f"401 for key {HIDDEN}."
     # An option that takes such a table keeps it.
     assert registry.get(REWARD, "grader", table=env).table == env
+
+
+def test_threads_and_warnings_hide_secrets(capfd: pytest.CaptureFixture[str]) -> None:
+    remember(CANARY)
+
+    def fails() -> None:
+        raise ValueError(CANARY)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", threading.excepthook)
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)
+        hide_in_output()
+        thread = threading.Thread(target=fails)
+        thread.start()
+        thread.join()
+        assert CANARY not in warnings.formatwarning(CANARY, UserWarning, "a.py", 1, f"warn({CANARY})")
+    said = capfd.readouterr().err
+    assert "ValueError: *" in said
+    assert CANARY not in said
 
 
 def test_a_variable_that_is_not_set_is_named_with_its_place(
@@ -98,23 +115,6 @@ def test_written_configurations_hide_secrets_by_type_and_by_name(
     assert second["api_key"] == {"env": "JUDGE_KEY"}
     # The configuration itself keeps them, for the component.
     assert config.rewards[0].options["pin"] == CANARY
-
-
-def test_messages_are_scrubbed_of_secrets_that_were_used(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "canary-scrub-51c2")
-    registry.get(REWARD, "grader", api_key={"env": "JUDGE_KEY"})
-    assert scrub("401 for key canary-scrub-51c2.") == f"401 for key {HIDDEN}."
-
-
-def test_loggers_read_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry()
-    registry.add(LOGGER, "sink", dataclasses.make_dataclass("Sink", [("token", str)]))
-    monkeypatch.setenv("SINK_TOKEN", CANARY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert registry.get(LOGGER, "sink", token={"env": "SINK_TOKEN"}).token == CANARY
 
 
 def test_a_secret_with_a_quotation_mark_is_hidden_in_events(tmp_path: Path) -> None:
@@ -223,27 +223,3 @@ def test_secrets_of_objects_made_in_python_and_of_defaults_are_hidden() -> None:
         )
     registry.get(REWARD, "keyed")
     assert "canary" not in scrub("canary-own-54")
-
-
-def test_threads_and_logged_tracebacks_hide_secrets(capfd: pytest.CaptureFixture[str]) -> None:
-    remember(CANARY)
-
-    def fails() -> None:
-        raise ValueError(CANARY)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", threading.excepthook)
-        patch.setattr(warnings, "formatwarning", warnings.formatwarning)
-        hide_in_output()
-        thread = threading.Thread(target=fails)
-        thread.start()
-        thread.join()
-        assert CANARY not in warnings.formatwarning(CANARY, UserWarning, "a.py", 1, f"warn({CANARY})")
-    said = capfd.readouterr().err
-    try:
-        fails()
-    except ValueError:
-        record = _Record("lib", logging.ERROR, "a.py", 1, "failed", (), sys.exc_info())
-    said += logging.Formatter().format(record)
-    assert said.count("ValueError: *") == 2
-    assert CANARY not in said

@@ -109,23 +109,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
         found.text()
 
 
-def test_plain_lines_where_nobody_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = make_stage(tmp_path / "policy")
-    play(Console(), stage)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
-    lines = err.splitlines()
-    assert all(line.startswith("[policy] ") for line in lines)
-    lines = [line.removeprefix("[policy] ") for line in lines]
-    assert lines[0] == f"start  {stage.dir} · 2 × cpu · seed 3"
-    assert lines[1] == "10/40  loss 0.6931  reward 1.250  12.3k tok/s"
-    assert lines[2] == "eval 10  accuracy 0.9800"
-    assert re.fullmatch(r"20/40  loss 0\.3466  reward 1\.250  12\.3k tok/s  0:0\d left", lines[3])
-    assert lines[5] == f"saved model (language_model) in {stage.dir}/artifacts/model"
-    assert re.fullmatch(r"done  20 updates in 0:0\d", lines[6])
-
-
 EVALUATION = {
     "accuracy": 0.5, "loss": 0.25, "margin": 1.0, "max_reward": 9.0, "mean_reward": 2.0, "auc": 0.75, "step_time": 3.0
 }  # fmt: skip
@@ -269,15 +252,6 @@ def test_json_is_an_object_an_event(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (events[6]["how"], events[6]["step"]) == ("stopped", 20)
 
 
-@pytest.mark.parametrize(
-    "logger", [Console(), Console("json"), JSON_LINES, LOGGERS.get(LOGGER, "wandb", mode="offline")]
-)
-def test_only_the_main_process_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str], logger: Any) -> None:
-    play(logger, make_stage(tmp_path, is_main=False))
-    assert capfd.readouterr() == ("", "")
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
 def test_every_process_writes_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console stays the first process's; the others have files of their own, which a resumed run cuts, too."""
     stage = dataclasses.replace(make_stage(tmp_path, is_main=False), registry=plugins.load().registry)
@@ -305,13 +279,6 @@ def test_every_process_writes_where_it_is_asked_to(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "wandb_run_id-2.txt").is_file()
 
 
-def test_nothing_is_shown_where_nothing_is_asked_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    play(Console("none"), make_stage(tmp_path))
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_console_without_a_plan_still_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.rlhf_stage_start(stage=make_stage(tmp_path), config=TrainerConfig())
@@ -336,6 +303,8 @@ def test_pace_is_of_the_recent_updates(tmp_path: Path, monkeypatch: pytest.Monke
     assert pace.left() == "7:55 left"
     assert pace.seconds() == 75.0
     assert pace.count() == " 520/1000"
+    now = 1000.0  # later than the last update was expected
+    assert pace.left() == "0:00 left"
 
 
 def test_numbers_and_times() -> None:
@@ -357,6 +326,7 @@ def test_jsonl_rows_are_strict(tmp_path: Path) -> None:
 
 
 def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
+    """Also one without its line end, and one in the middle, of which it tells."""
     path = tmp_path / "metrics.jsonl"
     JSON_LINES.cut(path, 5)
     assert not path.exists()
@@ -366,19 +336,8 @@ def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
     assert path.read_text() == "\n".join(rows[:3]) + "\n"
     JSON_LINES.cut(path, 0)
     assert path.read_text() == ""
-
-
-def test_cut_takes_a_row_without_its_line_end_for_torn(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 1, "loss": 12}')  # of 123, perhaps
-    JSON_LINES.cut(path, 9)
-    assert path.read_text() == '{"step": 1}\n'
-
-
-def test_cut_says_what_it_drops_from_the_middle(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl line 2"):
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3, "loss": 12}')  # of 123, perhaps
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl line 2 is not a JSON object with a step; dropped"):
         JSON_LINES.cut(path, 9)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -391,3 +350,21 @@ def test_what_is_printed_meanwhile_lands_above_the_bar(tmp_path: Path, terminal:
     console.rlhf_stage_end(error=None)
     assert sys.stderr is terminal.file
     assert "from a reward function" in terminal.text()
+
+
+@pytest.mark.parametrize(
+    ("logger", "is_main"),
+    [
+        (Console(), False),
+        (Console("json"), False),
+        (JSON_LINES, False),
+        (LOGGERS.get(LOGGER, "wandb", mode="offline"), False),
+        (Console("none"), True),
+    ],
+)
+def test_only_the_main_process_writes_and_only_what_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], logger: Any, is_main: bool
+) -> None:
+    play(logger, make_stage(tmp_path, is_main=is_main))
+    assert capfd.readouterr() == ("", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

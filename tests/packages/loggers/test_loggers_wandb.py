@@ -111,6 +111,9 @@ def test_failing_to_start_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyP
         logger.rlhf_stage_start(stage=stage, config=CONFIG)
     logger.rlhf_step_end(step=1, metrics={"loss": 1.0})
     logger.rlhf_stage_end(error=None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.warns(UserWarning, match="wandb did not start"):
+        Wandb().rlhf_stage_start(stage=stage, config=CONFIG)
 
 
 def test_a_key_that_is_refused_goes_offline_and_says_so(
@@ -130,17 +133,6 @@ def test_a_key_that_is_refused_goes_offline_and_says_so(
     with pytest.warns(UserWarning, match=said):
         play(Wandb(), stage, range(1, 2))
     assert modes == ["online", "offline"]
-
-
-def test_a_disabled_wandb_says_nothing(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
-    play(Wandb(mode="disabled"), stage, range(1, 2))
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_missing_wandb_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.warns(UserWarning, match="wandb did not start"):
-        Wandb().rlhf_stage_start(stage=stage, config=CONFIG)
 
 
 def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
@@ -188,3 +180,8 @@ def test_completions_are_a_table_and_weights_histograms(stage: Stage) -> None:
     assert list(histogram.histogram) == [1, 2, 1]
     assert (histogram.bins[0], histogram.bins[-1]) == (-1.0, 1.0)
     assert histograms["weights/layers.0.kernel/update_ratio"] == 1e-3
+
+
+def test_a_disabled_wandb_says_nothing(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    play(Wandb(mode="disabled"), stage, range(1, 2))
+    assert capfd.readouterr() == ("", "")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.contracts import Forecast
-from rlhf_core.pipeline import read
 from tests.shared import pipelines
 
 
@@ -30,26 +29,18 @@ def test_whose_paths_are_relative_to_what(
         'model = "model"\neval_data = "org/dataset"\n'
     )
     monkeypatch.chdir(tmp_path / "here")
-    plain = read(file)
+    plain = pipelines.read(file)
     options = plain.stages[0].options
     beside = str(tmp_path / "pipelines" / "train.jsonl")
     assert options["train_data"] == [beside, {"name": "jsonl", "path": beside}]
     assert options["model"] == str(tmp_path / "pipelines" / "model")
     assert options["eval_data"] == "org/dataset"
     assert plain.dir == tmp_path / "here" / "runs" / "x"
-    changed = read(file, sets=["a.train_data=train.jsonl", "a.model=model", "dir=y"])
+    changed = pipelines.read(file, sets=["a.train_data=train.jsonl", "a.model=model", "dir=y"])
     assert changed.stages[0].options["train_data"] == str(tmp_path / "here" / "train.jsonl")
     assert changed.stages[0].options["model"] == str(tmp_path / "here" / "model")
     assert changed.dir == tmp_path / "here" / "y"
-    assert read(file, dir="z").dir == tmp_path / "here" / "z"
-    mistyped = read(file, sets=["a.model=../here/modle", "a.eval_data=none"])
-    assert [p for p in mistyped.problems if "model" in p] == [
-        f"stage 'a'.model: no such file: {tmp_path}/here/modle. Did you mean 'model'?"
-    ]
-    missing = read(file, sets=["a.train_data=tarin.jsonl"])
-    assert [p for p in missing.problems if "train_data" in p] == [
-        f"stage 'a'.train_data: no such file: {tmp_path}/here/tarin.jsonl. Did you mean 'train.jsonl'?"
-    ]
+    assert pipelines.read(file, dir="z").dir == tmp_path / "here" / "z"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +51,7 @@ def test_whose_paths_are_relative_to_what(
         ("a.loss.temperature=2.0", "loss", {"name": "fake_loss", "temperature": 2.0}),
         ("a.rewards[0].weight=2.5", "rewards", [{"name": "length", "weight": 2.5}, "exact_match"]),
         ("a.rewards[1].weight=2.5", "rewards", [{"name": "length"}, {"name": "exact_match", "weight": 2.5}]),
+        ("a.rewards.1.weight=2", "rewards", [{"name": "length"}, {"name": "exact_match", "weight": 2}]),
         ("a.fail=x=y", "fail", "x=y"),
         ("a.max_training_steps=none", "max_training_steps", None),
     ],
@@ -69,26 +61,10 @@ def test_set(fake: ModuleType, text: str, key: str, value: Any) -> None:
         'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nloss = "fake_loss"\n'
         'rewards = [{ name = "length" }, "exact_match"]'
     )
-    file = read("p.toml", sets=[text])
+    file = pipelines.read("p.toml", sets=[text, "seed=5", "mesh.fsdp=2"])
     assert not file.problems
     assert file.stages[0].options[key] == value
-
-
-def test_set_of_the_pipeline_itself(fake: ModuleType) -> None:
-    Path("p.toml").write_text('dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\n')
-    file = read("p.toml", sets=["seed=5", "mesh.fsdp=2"])
     assert (file.seed, file.mesh) == (5, {"fsdp": 2})
-
-
-@pytest.mark.parametrize("key", ["a.rewards[1].weight", "a.rewards.1.weight"])
-@pytest.mark.parametrize("entry", ['"brief"', '{ name = "brief", weight = 1 }'])
-def test_both_spellings_of_an_entry_of_a_list(fake: ModuleType, key: str, entry: str) -> None:
-    Path("p.toml").write_text(
-        f'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nrewards = ["length", {entry}]'
-    )
-    file = read("p.toml", sets=[f"{key}=2"])
-    assert not file.problems
-    assert file.stages[0].options["rewards"] == ["length", {"name": "brief", "weight": 2}]
 
 
 def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: ModuleType) -> None:

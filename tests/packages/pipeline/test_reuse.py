@@ -135,6 +135,8 @@ def test_check_says_what_run_would_do(go: Any, pipeline: Path, fake: ModuleType,
     ended = rlhf("run", str(pipeline), "--set", "policy.size=5", "--only", "policy", *flags)
     assert ended.code == 0, ended.message
     assert json.loads(Path("runs/b/policy/stage.json").read_text())["state"] == "done"
+    ended = rlhf("check", str(pipeline), "--set", "policy.size=5", *flags)
+    assert (ended.code, ended.out.count("done, skipped")) == (0, 3)
 
 
 def test_check_says_what_a_run_would_continue_with(

@@ -89,15 +89,13 @@ def test_a_plugin_registers_and_is_listed(world: World) -> None:
 
 BROKEN = {
     "import": ("import not_there_at_all", "ModuleNotFoundError: No module named 'not_there_at_all'"),
-    "exit": ("raise SystemExit(3)", "SystemExit: 3"),
-    "halfway": (REGISTER.format(name="half") + "    raise KeyError('gone')", "KeyError: 'gone'"),
+    "halfway": (
+        REGISTER.format(name="half") + "    raise KeyError('gone')",
+        "made_up_rlhf_brk.py line 9). Uninstall",
+    ),
     "late argument": (
         REGISTER.format(name="half") + "\n@hookimpl\ndef rlhf_stage_end(stage, result): ...",
         "{'result'} are declared in the hookimpl",
-    ),
-    "two problems": (
-        "from rlhf_core import hookimpl\ndef rlhf_one(): ...\n@hookimpl\ndef rlhf_two(): ...",
-        "rlhf_one would never be called",
     ),
 }
 
@@ -127,13 +125,6 @@ def test_a_broken_plugin_is_a_warning_and_leaves_nothing(world: World, case: str
     host.hook.rlhf_stage_end(stage=None, error=None)
     with pytest.raises(InputError, match="failed to load"):
         host.registry.get(POLICY_LOSS, "half")
-
-
-def test_where_a_plugin_failed_is_reported(world: World, tmp_path: Path) -> None:
-    world.install("brk", REGISTER.format(name="half") + "    raise KeyError('gone')")
-    _, _, said = world.load()
-    place = f"({tmp_path / 'made_up_rlhf_brk.py'} line 9)"
-    assert f"failed to load: it raised KeyError: 'gone' {place}. Uninstall it" in said[0]
 
 
 def test_an_optional_hook_may_be_unknown(world: World) -> None:
@@ -181,6 +172,8 @@ def test_two_owners_of_one_name(world: World) -> None:
         assert part in said[0]
     with pytest.raises(InputError, match=r"registered twice.*rlhf-a 1\.0.*rlhf-b 2\.0"):
         host.registry.get(POLICY_LOSS, "same")
+    ((field, message),) = host.registry.check(POLICY_LOSS, "same", {})
+    assert (field, "registered twice" in message) == ("name", True)
 
 
 def test_two_distributions_of_one_entry_point(world: World) -> None:
@@ -269,23 +262,6 @@ def test_loading_twice_gives_two_registries(world: World) -> None:
     (first, _, _), (second, _, _) = world.load(), world.load()
     first.registry.add(POLICY_LOSS, "only here", lambda inputs: inputs)
     assert second.registry.names(POLICY_LOSS) == ["x"]
-
-
-def test_the_hooks_are_these(world: World) -> None:
-    host, _, _ = world.load()
-    signatures = {name: getattr(host.hook, name).spec.argnames for name in plugins.HOOKS}
-    assert signatures == {
-        "rlhf_register": ("registry",),
-        "rlhf_check_on": ("on", "suggest"),
-        "rlhf_stage_start": ("stage", "config"),
-        "rlhf_step_end": ("stage", "step", "metrics"),
-        "rlhf_samples": ("stage", "step", "name", "rows"),
-        "rlhf_weights": ("stage", "step", "weights"),
-        "rlhf_artifact_saved": ("stage", "artifact"),
-        "rlhf_stage_end": ("stage", "error"),
-    }
-    alone = [name for name in plugins.HOOKS if getattr(host.hook, name).spec.opts["firstresult"]]
-    assert alone == ["rlhf_check_on"]
 
 
 def test_a_distribution_that_has_lost_its_metadata_fails_alone(world: World) -> None:

@@ -16,7 +16,6 @@ from rlhf_core.loggers.console import Pace
 from rlhf_core.mesh import abstract_rows, make_mesh, put_rows
 from rlhf_core.metrics import Max, Mean, Min, Sum
 from rlhf_core.runtime import background
-from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 
@@ -42,7 +41,7 @@ def test_a_call_finds_what_was_compiled_ahead(compiled: list[str]) -> None:
     def twice(batch: Any) -> Any:
         return {name: 2 * x for name, x in batch.items()}
 
-    ahead, batch = BackgroundCompiler(), {"x": np.arange(8 * 3, dtype=np.float32).reshape(8, 3)}
+    ahead, batch = background.BackgroundCompiler(), {"x": np.arange(8 * 3, dtype=np.float32).reshape(8, 3)}
     ahead.compile("twice", twice.lower(abstract_rows(mesh, batch)))
     ahead.wait("twice")
     ahead.wait("never asked for")
@@ -62,7 +61,7 @@ def test_programs_that_take_long_are_said_and_leave_no_time_left(
     pace.mark(1)
     pace.mark(2)
     assert pace.seconds_left() is not None
-    ahead = BackgroundCompiler()
+    ahead = background.BackgroundCompiler()
     ahead.compile("slow", SimpleNamespace(compile=finish.wait))
     assert background.compiling()
     assert pace.seconds_left() is None
@@ -77,7 +76,7 @@ def test_what_the_compiler_raises_reaches_the_caller() -> None:
     def fails() -> None:
         raise MemoryError("no room for the program")
 
-    ahead = BackgroundCompiler()
+    ahead = background.BackgroundCompiler()
     ahead.compile("large", SimpleNamespace(compile=fails))
     with pytest.raises(MemoryError, match="no room"):
         ahead.wait("large")

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +11,15 @@ from rich.table import Table
 
 from rlhf_core.loggers.console import Pace, PlainView, TqdmView
 from rlhf_core.runtime.terminal import SafeConsole, escape_control, indented_list
+from tests.torture.terminal import on_terminal
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g\u061c"
 SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g\u061c"
 
 
-def test_control_characters_are_shown_and_text_is_kept() -> None:
+def test_tables_and_lists_show_them() -> None:
     assert escape_control(HOSTILE) == SAFE
     assert escape_control("tabs\tand\nlines, ä 漢字 🙂 ✓") == "tabs\tand\nlines, ä 漢字 🙂 ✓"
-
-
-def test_tables_and_lists_show_them() -> None:
     table = Table("name")
     table.add_row(HOSTILE)
     out = io.StringIO()
@@ -49,11 +43,7 @@ def test_views_show_them(view: type[PlainView], tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["data", "pairs.jsonl"],
-        pytest.param(["check", "pipe.toml"], marks=pytest.mark.long),
-        pytest.param(["run", "pipe.toml"], marks=pytest.mark.long),
-    ],
+    [["data", "pairs.jsonl"], pytest.param(["check", "pipe.toml"], marks=pytest.mark.long)],
     ids=" ".join,
 )
 def test_a_terminal_never_gets_the_escapes_of_a_data_file(command: list[str], tmp_path: Path) -> None:
@@ -62,27 +52,7 @@ def test_a_terminal_never_gets_the_escapes_of_a_data_file(command: list[str], tm
     (tmp_path / "pipe.toml").write_text(
         'dir = "run"\n[[stage]]\nname = "rm"\ntrainer = "reward\\u001b[2J"\ntrain_data = "pairs.jsonl"\n'
     )
-    seen = _on_a_terminal([sys.executable, "-m", "rlhf_core.cli", *command], tmp_path)
+    _, seen = on_terminal(*command, cwd=tmp_path)
     assert rb"\x1b" in seen
     for forbidden in (b"\x1b]0", b"\x07", b"\x1b[2J"):
         assert forbidden not in seen
-
-
-def _on_a_terminal(command: list[str], directory: Path) -> bytes:
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        command, cwd=directory, stdin=slave, stdout=slave, stderr=slave, close_fds=True
-    )
-    os.close(slave)
-    seen = b""
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:  # Linux says EIO once the other side is closed
-            break
-        if not chunk:
-            break
-        seen += chunk
-    os.close(master)
-    process.wait()
-    return seen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,16 +13,7 @@ import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import directory_lock
-from rlhf_core.runtime.directory_lock import lock
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from rlhf_core.runtime.directory_lock import lock
-with lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
 PARENT = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -48,21 +38,6 @@ def start(program: str, directory: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_second_run_names_the_holder_of_the_lock(tmp_path: Path) -> None:
-    holder = start(HOLDER, tmp_path)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        told = rf"process {holder.pid} on {socket.gethostname()}\); wait for it to end"
-        with pytest.raises(InputError, match=told), lock(tmp_path):
-            pass
-    finally:
-        holder.kill()
-        holder.wait()
-    with lock(tmp_path):
-        assert (tmp_path / ".lock").read_text().splitlines()[0] == str(os.getpid())
-
-
 @pytest.mark.parametrize("how", [FORKS, STARTS], ids=["forked", "started"])
 def test_a_worker_does_not_keep_the_lock_of_a_run_that_was_killed(tmp_path: Path, how: str) -> None:
     parent = start(PARENT.replace("START", how), tmp_path)
@@ -73,7 +48,7 @@ def test_a_worker_does_not_keep_the_lock_of_a_run_that_was_killed(tmp_path: Path
         parent.kill()
         parent.wait()
         os.kill(child, 0)  # it outlives the run
-        with lock(tmp_path):
+        with directory_lock.lock(tmp_path):
             pass
     finally:
         os.kill(child, 9)
@@ -85,7 +60,7 @@ def test_directories_that_a_killed_process_made_are_flushed(
     flushed: list[Path] = []
     monkeypatch.setattr(directory_lock, "flush", lambda path: flushed.append(Path(path)))
     (tmp_path / "runs" / "first").mkdir(parents=True)
-    with lock(tmp_path / "runs" / "first"):
+    with directory_lock.lock(tmp_path / "runs" / "first"):
         assert flushed[:2] == [tmp_path / "runs", tmp_path]
 
 
@@ -94,7 +69,7 @@ def test_what_cannot_be_a_directory_is_reported_by_its_field(tmp_path: Path, fie
     (tmp_path / "file").write_text("")
     other = "--dir" if field == "dir" else field
     told = rf"^{field}: .* is not a directory; give another {other}"
-    with pytest.raises(InputError, match=told), lock(tmp_path / "file", field):
+    with pytest.raises(InputError, match=told), directory_lock.lock(tmp_path / "file", field):
         pass
 
 
@@ -105,5 +80,9 @@ def test_a_disk_that_cannot_hold_the_process_number_can_be_locked(
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "write", write)
-    with lock(tmp_path), pytest.raises(InputError, match="in use by another run; wait"), lock(tmp_path):
+    with (
+        directory_lock.lock(tmp_path),
+        pytest.raises(InputError, match="in use by another run; wait"),
+        directory_lock.lock(tmp_path),
+    ):
         pass

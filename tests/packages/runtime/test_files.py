@@ -14,16 +14,6 @@ import pytest
 
 from rlhf_core.errors import RunError
 from rlhf_core.runtime import files
-from rlhf_core.runtime.files import (
-    append_line,
-    fill_directory,
-    make_directory,
-    remove_leftovers,
-    replace_directory,
-    seal,
-    unseal,
-    write_atomic,
-)
 
 
 def mode(path: Path) -> int:
@@ -32,32 +22,16 @@ def mode(path: Path) -> int:
 
 def test_write_atomic_replaces_and_makes_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
-    write_atomic(path, "é")
-    write_atomic(path, b"new")
+    files.write_atomic(path, "é")
+    files.write_atomic(path, b"new")
     assert path.read_bytes() == b"new"
     assert [each.name for each in path.parent.iterdir()] == ["b.json"]
-
-
-def test_write_atomic_keeps_the_old_file_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "b.json"
-    write_atomic(path, "old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(RunError, match=r"b\.json could not be written.*no space left"):
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["b.json"]
 
 
 def test_not_writable_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"Not a directory|File exists"):
-        write_atomic(tmp_path / "file" / "x", "")
+        files.write_atomic(tmp_path / "file" / "x", "")
 
 
 def test_a_file_keeps_its_mode_and_a_new_one_gets_the_umask(tmp_path: Path) -> None:
@@ -66,8 +40,8 @@ def test_a_file_keeps_its_mode_and_a_new_one_gets_the_umask(tmp_path: Path) -> N
     private.chmod(0o600)
     before = os.umask(0o027)
     try:
-        write_atomic(private, "new")
-        write_atomic(tmp_path / "new.json", "new")
+        files.write_atomic(private, "new")
+        files.write_atomic(tmp_path / "new.json", "new")
     finally:
         os.umask(before)
     assert private.read_text() == "new"
@@ -88,7 +62,7 @@ def test_a_private_file_is_never_readable_under_another_name(
         return plain(descriptor, data)
 
     monkeypatch.setattr(os, "write", write)
-    write_atomic(path, "new")
+    files.write_atomic(path, "new")
     assert seen == [0o600]
 
 
@@ -96,9 +70,9 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     target, link = tmp_path / "data" / "there.json", tmp_path / "link.json"
     link.symlink_to(Path("data") / "there.json")
-    write_atomic(link, "made")  # it points to nothing yet
+    files.write_atomic(link, "made")  # it points to nothing yet
     inode = target.stat().st_ino
-    write_atomic(link, "again")
+    files.write_atomic(link, "again")
     assert link.is_symlink()
     assert target.read_text() == "again"
     assert target.stat().st_ino != inode  # a reader that has it open still reads the whole old one
@@ -107,14 +81,14 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 def test_devices_and_pipes_are_written_to(tmp_path: Path) -> None:
     null = os.stat("/dev/null")
-    write_atomic("/dev/null", "gone")
+    files.write_atomic("/dev/null", "gone")
     assert os.stat("/dev/null").st_ino == null.st_ino
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
     reader.start()
-    write_atomic(pipe, b"x" * 200_000)
+    files.write_atomic(pipe, b"x" * 200_000)
     reader.join(timeout=30)
     assert [len(each) for each in got] == [200_000]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
@@ -123,7 +97,7 @@ def test_devices_and_pipes_are_written_to(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full, which Linux has")
 def test_a_full_device_is_one_message() -> None:
     with pytest.raises(RunError, match="full could not be written to /dev/full: no space left on the disk"):
-        write_atomic("/dev/full", "x")
+        files.write_atomic("/dev/full", "x")
 
 
 def test_two_at_once_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +107,11 @@ def test_two_at_once_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch: 
 
     def fsync(descriptor: int) -> None:
         if next(inner, False):
-            write_atomic(path, "inner")  # as another process would, in the middle of this
+            files.write_atomic(path, "inner")  # as another process would, in the middle of this
         plain(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    write_atomic(path, "outer")
+    files.write_atomic(path, "outer")
     assert path.read_text() == "outer"
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
 
@@ -157,7 +131,7 @@ def test_any_failure_is_one_message_and_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, number: int, words: str
 ) -> None:
     path = tmp_path / "b.json"
-    write_atomic(path, "old")
+    files.write_atomic(path, "old")
 
     def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -166,7 +140,7 @@ def test_any_failure_is_one_message_and_leaves_the_old_file(
     with pytest.raises(
         RunError, match=rf"^b\.json could not be written to \S+: {words}\. Existing files are"
     ):
-        write_atomic(path, "new")
+        files.write_atomic(path, "new")
     monkeypatch.undo()
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["b.json"]
@@ -175,14 +149,14 @@ def test_any_failure_is_one_message_and_leaves_the_old_file(
 def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
     for name in (".a.json.0123abcd.tmp", ".a.json.tmp", ".120.tmp", "a.0123abcd.tmp", ".lock"):
         (tmp_path / name).write_text("")
-    remove_leftovers(tmp_path)
+    files.remove_leftovers(tmp_path)
     assert {each.name for each in tmp_path.iterdir()} == {
         ".a.json.tmp",
         ".120.tmp",
         "a.0123abcd.tmp",
         ".lock",
     }
-    remove_leftovers(tmp_path / "missing")
+    files.remove_leftovers(tmp_path / "missing")
 
 
 def test_new_directories_are_on_the_disk_up_to_one_that_was_there(
@@ -190,24 +164,24 @@ def test_new_directories_are_on_the_disk_up_to_one_that_was_there(
 ) -> None:
     flushed: list[Path] = []
     monkeypatch.setattr(files, "flush", lambda path: flushed.append(Path(path)))
-    make_directory(tmp_path / "a" / "b" / "c")
+    files.make_directory(tmp_path / "a" / "b" / "c")
     assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    make_directory(tmp_path / "a" / "b")
+    files.make_directory(tmp_path / "a" / "b")
     assert len(flushed) == 3
 
 
 def test_a_line_is_appended_whole_after_one_that_was_torn(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
-    append_line(path, "one", durable=True)
+    files.append_line(path, "one", durable=True)
     with open(path, "a") as file:
         file.write("to")
-    append_line(path, "three")
+    files.append_line(path, "three")
     assert path.read_text() == "one\nto\nthree\n"
 
 
 def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
-    append_line(path, "one")
+    files.append_line(path, "one")
     plain, calls = os.write, iter([True])
 
     def write(descriptor: int, data: bytes) -> int:
@@ -217,29 +191,29 @@ def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(RunError, match=r"rows\.jsonl could not be written to .*no space left on the disk"):
-        append_line(path, "two and more")
+        files.append_line(path, "two and more")
     assert path.read_text() == "one\n"
 
 
 def test_what_is_sealed_comes_back_and_nothing_else_is_taken() -> None:
     record = {"b": [1, 0.1, None], "a": "é\x1b", "n": {"x": True}}
-    assert unseal(seal(record).encode()) == record
-    assert list(unseal(seal(record).encode())) == ["b", "a", "n"]
+    assert files.unseal(files.seal(record).encode()) == record
+    assert list(files.unseal(files.seal(record).encode())) == ["b", "a", "n"]
     for content, reason in (
         (b"", "Expecting value"),
         (b"[]", "no JSON object"),
         (b"{}", "no checksum"),
         (b"[" * 100_000, "nested too deeply"),
-        (seal(record).replace("1", "2").encode(), "checksum does not match"),
+        (files.seal(record).replace("1", "2").encode(), "checksum does not match"),
     ):
         with pytest.raises(ValueError, match=reason):
-            unseal(content)
+            files.unseal(content)
 
 
 def test_a_lone_surrogate_is_written_as_json_writes_it(tmp_path: Path) -> None:
     row = {"text": "a\ud800é"}
-    write_atomic(tmp_path / "row.json", json.dumps(row, ensure_ascii=False))
-    append_line(tmp_path / "rows.jsonl", json.dumps(row, ensure_ascii=False))
+    files.write_atomic(tmp_path / "row.json", json.dumps(row, ensure_ascii=False))
+    files.append_line(tmp_path / "rows.jsonl", json.dumps(row, ensure_ascii=False))
     for path in tmp_path.iterdir():
         assert json.loads(path.read_text(encoding="utf-8")) == row
 
@@ -248,7 +222,7 @@ def test_what_a_killed_call_left_of_a_directory_is_removed_by_the_next(tmp_path:
     for name in (".model.tmp", ".other.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("x")
-    fill_directory(
+    files.fill_directory(
         tmp_path / "model", lambda place: (place / "file").write_text("whole") and None, "the model"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.tmp", "model"]
@@ -267,7 +241,9 @@ def test_a_directory_whose_name_may_not_be_on_the_disk_is_taken_back(
 
     monkeypatch.setattr(files, "flush", fail)
     with pytest.raises(RunError, match=r"Read-only file system\. No partial file is left"):
-        fill_directory(tmp_path / "model", lambda place: write_atomic(place / "file", "whole"), "the model")
+        files.fill_directory(
+            tmp_path / "model", lambda place: files.write_atomic(place / "file", "whole"), "the model"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -290,10 +266,10 @@ def test_a_directory_that_cannot_be_replaced_stays(
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        replace_directory(new, final)
+        files.replace_directory(new, final)
     assert (old / "name").read_text() == old.name
     monkeypatch.undo()
-    replace_directory(new, final)
+    files.replace_directory(new, final)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (final / "name").read_text() == "new"
 
@@ -328,4 +304,4 @@ def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "open", fails)
     with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. Existing"):
-        write_atomic(tmp_path / "file", "x")
+        files.write_atomic(tmp_path / "file", "x")

@@ -16,9 +16,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.errors import Stopped, reading
 from rlhf_core.models import load_model
-from rlhf_core.runtime import signals
-from rlhf_core.runtime.agreement import stop_together
-from rlhf_core.runtime.signals import stop_signals
+from rlhf_core.runtime import agreement, signals
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -32,17 +30,17 @@ def handlers() -> Iterator[None]:
 
 
 def test_a_run_stops_where_nothing_is_lost_only_if_it_was_asked_to() -> None:
-    stop_together("before its first update")
-    with stop_signals():
+    agreement.stop_together("before its first update")
+    with signals.stop_signals():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first update; nothing is lost"):
-            stop_together("before its first update")
+            agreement.stop_together("before its first update")
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_each_asks_and_the_handlers_come_back(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in NUMBERS]
-    with stop_signals() as stop:
+    with signals.stop_signals() as stop:
         assert not stop.is_set()
         signal.raise_signal(number)
         assert stop.is_set()
@@ -55,9 +53,9 @@ def test_each_asks_and_the_handlers_come_back(number: signal.Signals) -> None:
 
 
 def test_one_inside_another_is_the_same_request() -> None:
-    with stop_signals() as outer:
+    with signals.stop_signals() as outer:
         handler = signal.getsignal(signal.SIGTERM)
-        with stop_signals(redeliver=True) as inner:
+        with signals.stop_signals(redeliver=True) as inner:
             assert inner is outer
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -65,7 +63,7 @@ def test_one_inside_another_is_the_same_request() -> None:
 
 
 def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stop_signals() as stop:
+    with signals.stop_signals() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # passed on by a launcher: the same press
         assert stop.is_set()
@@ -77,7 +75,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nohup_stays() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with stop_signals() as stop:
+    with signals.stop_signals() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.is_set()
 
@@ -85,7 +83,7 @@ def test_nohup_stays() -> None:
 def test_a_handler_of_sigusr1_stays() -> None:
     came: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    with stop_signals() as stop:
+    with signals.stop_signals() as stop:
         signal.raise_signal(signal.SIGUSR1)
         assert not stop.is_set()
     assert came == [signal.SIGUSR1]
@@ -94,7 +92,7 @@ def test_a_handler_of_sigusr1_stays() -> None:
 def test_a_signal_that_nothing_acted_on_is_sent_again() -> None:
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    with stop_signals(redeliver=True):
+    with signals.stop_signals(redeliver=True):
         signal.raise_signal(signal.SIGTERM)
         assert not came
     assert came == [signal.SIGTERM]
@@ -104,7 +102,7 @@ def test_a_signal_that_stopped_the_run_is_not_sent_again() -> None:
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
 
-    @stop_signals(redeliver=True)
+    @signals.stop_signals(redeliver=True)
     def run() -> None:
         signal.raise_signal(signal.SIGTERM)
         signals.stop_if_asked("here")
@@ -135,7 +133,7 @@ def test_the_command_holds_them_before_it_imports_anything() -> None:
 def test_loading_a_model_or_data_stops(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_model().save(tmp_path / "model")
     tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(3))
-    with stop_signals():
+    with signals.stop_signals():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped, match=r"stopped by SIGTERM while .*model was read"):
             load_model(str(tmp_path / "model"), "lm")

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.stage import decide as deciding
-from rlhf_core.stage.decide import Begun, Decision, Request, compare, decide, decide_all
-from rlhf_core.stage.record import StageRecord
+from rlhf_core.stage import decide, record
 
 JUDGE = {
     "name": "/project/judge.py:judge",
@@ -21,7 +19,7 @@ JUDGE = {
 GAME = {"name": "/project/game.py:Game", "max_turns": 4, "timeout": 3.0, "on_error": "skip", "lives": 1}
 
 
-def record(code: str = "a", data: str | None = "a", **changes: Any) -> dict[str, Any]:
+def recorded(code: str = "a", data: str | None = "a", **changes: Any) -> dict[str, Any]:
     """What a stage computes. code: of its rewards and environment. data: what its training data hold."""
     config = {"scheduler": "constant", "max_training_steps": 100, "rewards": [JUDGE], "environment": None}
     config |= {key: value for key, value in changes.items() if key not in ("trainer", "seed", "versions")}
@@ -40,64 +38,65 @@ def record(code: str = "a", data: str | None = "a", **changes: Any) -> dict[str,
     }
 
 
-def ask(now: dict[str, Any], *accept: str, **about: Any) -> Request:
-    return Request("policy", Path("/run/policy"), now, accept=frozenset(accept), **about)
+def ask(now: dict[str, Any], *accept: str, **about: Any) -> decide.Request:
+    return decide.Request("policy", Path("/run/policy"), now, accept=frozenset(accept), **about)
 
 
-def begun(then: dict[str, Any] | None = None, made: int | None = 64, **about: Any) -> Begun:
+def begun(then: dict[str, Any] | None = None, made: int | None = 64, **about: Any) -> decide.Begun:
     """A stage after `made` of 100 updates, 50 to an epoch."""
-    return Begun(then or record(), made=made, **{"total": 100, "per_epoch": 50.0, **about})
+    return decide.Begun(then or recorded(), made=made, **{"total": 100, "per_epoch": 50.0, **about})
 
 
-def done(then: dict[str, Any] | None = None, **about: Any) -> Begun:
+def done(then: dict[str, Any] | None = None, **about: Any) -> decide.Begun:
     return begun(then, done=True, **{"made": 100, **about})
 
 
 NEWER = {"versions": {"jax": "2"}}
-LONGER = record(max_training_steps=200)
+LONGER = recorded(max_training_steps=200)
 TABLE = [
     # what was begun, what is asked for, the action, a part of each reason or warning
-    (None, record(), "begin", []),
-    (begun(), record(), "continue", []),
-    (begun(made=None), record(), "continue", []),
-    (done(), record(), "skip", []),
+    (None, recorded(), "begin", []),
+    (begun(), recorded(), "continue", []),
+    (begun(made=None), recorded(), "continue", []),
+    (done(), recorded(), "skip", []),
     # what is computed
-    (begun(), record(trainer="sft"), "refuse", ["'policy'.trainer: then grpo, now sft"]),
-    (begun(), record(seed=1), "refuse", ["'policy'.seed: then 0, now 1"]),
-    (begun(), record(loss={"name": "cispo"}), "refuse", ['loss.name: then not given, now "cispo"']),
-    (done(), record(learning_rate=0.1), "refuse", ["learning_rate: then not given, now 0.1"]),
-    (begun(), record(rewards=[]), "refuse", [f"rewards[0].{each}: then" for each in ("label", "retries", "name")]),
+    (begun(), recorded(trainer="sft"), "refuse", ["'policy'.trainer: then grpo, now sft"]),
+    (begun(), recorded(seed=1), "refuse", ["'policy'.seed: then 0, now 1"]),
+    (begun(), recorded(loss={"name": "cispo"}), "refuse", ['loss.name: then not given, now "cispo"']),
+    (done(), recorded(learning_rate=0.1), "refuse", ["learning_rate: then not given, now 0.1"]),
+    (begun(), recorded(rewards=[]), "refuse", [f"rewards[0].{each}: then" for each in ("label", "retries", "name")]),
     # what is not
-    (begun(), record(log_steps=3), "continue", ["continues with other settings: log_steps: then not given, now 3"]),
-    (done(), record(log_steps=3), "skip", []),
-    (done(), record(logger=[{"name": "wandb"}], save_directory="/else"), "skip", []),
-    (begun(), record(judge_key={"env": "KEY"}), "continue", []),
-    (begun(record(versions={"jax": "1"})), record(**NEWER), "continue", ["begun with jax 1, now 2"]),
-    (begun(), record(**NEWER), "continue", []),  # installed since
+    (begun(), recorded(log_steps=3), "continue", ["continues with other settings: log_steps: then not given, now 3"]),
+    (done(), recorded(log_steps=3), "skip", []),
+    (done(), recorded(logger=[{"name": "wandb"}], save_directory="/else"), "skip", []),
+    (begun(), recorded(judge_key={"env": "KEY"}), "continue", []),
+    (begun(recorded(versions={"jax": "1"})), recorded(**NEWER), "continue", ["begun with jax 1, now 2"]),
+    (begun(), recorded(**NEWER), "continue", []),  # installed since
     # inputs
-    (begun(), record(data="b"), "refuse", ["train_data: the contents of /project/rows.jsonl have changed since"]),
-    (done(), record(data="b"), "refuse", ["train_data: the contents of"]),
-    (begun(made=None), record(data="b"), "continue", ["nothing has been trained on it yet"]),
-    (begun(), record(data=None), "continue", []),  # an earlier stage makes it
-    (begun(), record("b"), "refuse", ["rewards[0].name: the contents of /project/judge.py have changed since"]),
+    (begun(), recorded(data="b"), "refuse", ["train_data: the contents of /project/rows.jsonl have changed since"]),
+    (done(), recorded(data="b"), "refuse", ["train_data: the contents of"]),
+    (begun(made=None), recorded(data="b"), "continue", ["nothing has been trained on it yet"]),
+    (begun(), recorded(data=None), "continue", []),  # an earlier stage makes it
+    (begun(), recorded("b"), "refuse", ["rewards[0].name: the contents of /project/judge.py have changed since"]),
     # length
-    (begun(), record(max_training_steps=63), "refuse", ["it has made 64 updates, more than the requested 63"]),
-    (begun(), record(max_training_steps=64), "continue", ["max_training_steps: then 100, now 64"]),
+    (begun(), recorded(max_training_steps=63), "refuse", ["it has made 64 updates, more than the requested 63"]),
+    (begun(), recorded(max_training_steps=64), "continue", ["max_training_steps: then 100, now 64"]),
     (begun(), LONGER, "continue", ["max_training_steps: then 100, now 200"]),
     (
         begun(),
-        record(max_training_steps=None, num_train_epochs=1),
+        recorded(max_training_steps=None, num_train_epochs=1),
         "refuse",
         ["made 64 updates, more than the requested 50", "made 64 updates, more than the requested 50"],
     ),
     (done(), LONGER, "extend", ["max_training_steps: then 100, now 200"]),
-    (done(), record(max_training_steps=99), "refuse", ["the stage has made its 100 updates; it can only be extended"]),
-    (done(), record(num_train_epochs=9), "skip", []),  # `max_training_steps` decides
+    (done(), recorded(max_training_steps=99), "refuse",
+     ["the stage has made its 100 updates; it can only be extended"]),
+    (done(), recorded(num_train_epochs=9), "skip", []),  # `max_training_steps` decides
     (done(total=None), LONGER, "refuse", ["its trainer does not support extension"]),
     (begun(total=None), LONGER, "continue", ["other settings"]),  # the checkpoint will tell
-    (begun(record(scheduler="linear")), {**LONGER, "config": {**LONGER["config"], "scheduler": "linear"}}, "refuse",
+    (begun(recorded(scheduler="linear")), {**LONGER, "config": {**LONGER["config"], "scheduler": "linear"}}, "refuse",
      ['scheduler = "linear" spreads the decay over the whole run']),
-    (begun(record(scheduler="linear"), made=None), record(scheduler="linear", max_training_steps=200), "continue",
+    (begun(recorded(scheduler="linear"), made=None), recorded(scheduler="linear", max_training_steps=200), "continue",
      ["other settings"]),
 ]  # fmt: skip
 
@@ -105,7 +104,7 @@ TABLE = [
 @pytest.mark.parametrize("line", range(len(TABLE)))
 def test_the_decision_is_that_of_the_table(line: int) -> None:
     then, now, action, said = TABLE[line]
-    decision = decide(then, ask(now))
+    decision = decide.decide(then, ask(now))
     assert decision.action == action
     found = [*decision.reasons, *decision.warnings]
     if action == "refuse" and "with other settings: restore them, use another --dir" in found[-1]:
@@ -130,9 +129,9 @@ def test_a_wsd_run_changes_its_length_until_its_rate_falls(
 
     before, now = (schedule("wsd", 1.0, total) for total in (100, asked))
     assert any(abs(float(before(i)) - float(now(i))) > 1e-5 for i in range(made)) == refused
-    then, longer = record(scheduler="wsd"), record(scheduler="wsd", max_training_steps=asked)
+    then, longer = recorded(scheduler="wsd"), recorded(scheduler="wsd", max_training_steps=asked)
     finished = made == 100 and not known
-    decision = decide(begun(then, made, done=finished), ask(longer, total=asked if known else None))
+    decision = decide.decide(begun(then, made, done=finished), ask(longer, total=asked if known else None))
     assert decision.action == ("refuse" if refused else "continue")
     if refused:
         assert 'scheduler = "wsd" had begun to fall' in decision.reasons[0]
@@ -140,7 +139,7 @@ def test_a_wsd_run_changes_its_length_until_its_rate_falls(
 
 def test_a_loop_of_another_length_is_refused_where_no_field_says_so() -> None:
     """As where the data are fewer."""
-    decision = decide(begun(), ask(record(), total=50))
+    decision = decide.decide(begun(), ask(recorded(), total=50))
     assert decision.reasons == (
         "stage 'policy': it has made 64 updates, more than the requested 50; request at least as many",
     )
@@ -148,23 +147,25 @@ def test_a_loop_of_another_length_is_refused_where_no_field_says_so() -> None:
 
 def test_how_rewards_and_environments_are_called_may_change() -> None:
     calls = {"timeout": 60.0, "on_error": "skip", "processes": 2}
-    then = record(environment=GAME)
-    now = record(rewards=[{**JUDGE, **calls}], environment={**GAME, **calls, "on_error": "stop"})
-    decision = decide(begun(then), ask(now))
+    then = recorded(environment=GAME)
+    now = recorded(rewards=[{**JUDGE, **calls}], environment={**GAME, **calls, "on_error": "stop"})
+    decision = decide.decide(begun(then), ask(now))
     assert decision.action == "continue"
     assert "rewards[0].timeout: then not given, now 60.0" in decision.warnings[0]
-    longer = record(environment={**GAME, "max_turns": 5})
-    assert decide(begun(then), ask(longer, "environment")).reasons[0].endswith("max_turns: then 4, now 5")
+    longer = recorded(environment={**GAME, "max_turns": 5})
+    assert (
+        decide.decide(begun(then), ask(longer, "environment")).reasons[0].endswith("max_turns: then 4, now 5")
+    )
 
 
 @pytest.mark.parametrize("name", ["rewards.judge", "policy.rewards.judge", "rewards[0]"])
 def test_a_changed_reward_is_accepted_by_name(name: str) -> None:
     changed = "rewards[0].name: the contents of /project/judge.py have changed since"
-    assert decide(begun(), ask(record("b"))).reasons[0] == (
+    assert decide.decide(begun(), ask(recorded("b"))).reasons[0] == (
         f"stage 'policy'.{changed}; to continue with it: --accept rewards.judge, in Python "
         'accept=["rewards.judge"]'
     )
-    decision = decide(begun(), ask(record("b"), name, "rewards.other"))
+    decision = decide.decide(begun(), ask(recorded("b"), name, "rewards.other"))
     assert decision.action == "continue"
     assert decision.warnings == (
         f"stage 'policy' continues after update 64 with what was accepted: {changed}",
@@ -174,59 +175,59 @@ def test_a_changed_reward_is_accepted_by_name(name: str) -> None:
 
 
 def test_what_was_accepted_is_recorded_and_needs_no_flag_again(tmp_path: Path) -> None:
-    stage = StageRecord(tmp_path, "policy")
-    stage.write_running(record())
+    stage = record.StageRecord(tmp_path, "policy")
+    stage.write_running(recorded())
     (tmp_path / "checkpoints" / "64").mkdir(parents=True)
-    now = record("b")
-    decision = decide(stage.begun, ask(now, "rewards.judge"))
+    now = recorded("b")
+    decision = decide.decide(stage.begun, ask(now, "rewards.judge"))
     accepted = stage.with_accepted(now, decision.accepted)
     stage.write_running(accepted)
-    (entry,) = StageRecord(tmp_path, "policy").then["accepted"]
+    (entry,) = record.StageRecord(tmp_path, "policy").then["accepted"]
     assert (entry["field"], entry["after_update"]) == ("rewards[0].name", 64)
-    again = StageRecord(tmp_path, "policy")
-    assert decide(again.begun, ask(now)) == Decision("continue")
+    again = record.StageRecord(tmp_path, "policy")
+    assert decide.decide(again.begun, ask(now)) == decide.Decision("continue")
     assert again.with_accepted(now, ())["accepted"] == [entry]
-    assert decide(again.begun, ask(record("c"))).action == "refuse"
+    assert decide.decide(again.begun, ask(recorded("c"))).action == "refuse"
     # The checkpoint still has the earlier reward.
-    assert decide(begun(), ask(dict(accepted))).action == "continue"
-    assert decide(begun(), ask(now)).action == "refuse"
+    assert decide.decide(begun(), ask(dict(accepted))).action == "continue"
+    assert decide.decide(begun(), ask(now)).action == "refuse"
 
 
 def test_options_environments_and_data_are_accepted_too() -> None:
-    then = record("a", "a", rewards=[JUDGE, "length"], environment=GAME)
-    now = record("b", "b", rewards=[{**JUDGE, "retries": 5}, "length"], environment={**GAME, "lives": 3})
+    then = recorded("a", "a", rewards=[JUDGE, "length"], environment=GAME)
+    now = recorded("b", "b", rewards=[{**JUDGE, "retries": 5}, "length"], environment={**GAME, "lives": 3})
     names = ("rewards.judge", "rewards.length", "environment", "train_data")
-    assert decide(begun(then), ask(now, *names)).action == "continue"
+    assert decide.decide(begun(then), ask(now, *names)).action == "continue"
     for left in names:
-        reasons = decide(begun(then), ask(now, *(name for name in names if name != left))).reasons
+        reasons = decide.decide(begun(then), ask(now, *(name for name in names if name != left))).reasons
         assert all(f"--accept {left}" in reason for reason in reasons[:-1])
 
 
 @pytest.mark.parametrize("rewards", [[{**JUDGE, "label": "other"}], [JUDGE, "length"], []], ids=str)
 def test_another_reward_is_not_a_changed_one(rewards: Any) -> None:
     accept = ("rewards.judge", "rewards.other", "rewards[0]", "rewards[1]")
-    decision = decide(begun(), ask(record(rewards=rewards), *accept))
+    decision = decide.decide(begun(), ask(recorded(rewards=rewards), *accept))
     assert decision.action == "refuse"
     assert not any("--accept" in reason for reason in decision.reasons)
 
 
 def test_another_function_of_the_same_file_is_another_reward() -> None:
-    now = record(rewards=[{**JUDGE, "name": "/project/judge.py:strict"}])
-    assert 'judge", now "/project/judge.py:strict"' in decide(begun(), ask(now)).reasons[0]
+    now = recorded(rewards=[{**JUDGE, "name": "/project/judge.py:strict"}])
+    assert 'judge", now "/project/judge.py:strict"' in decide.decide(begun(), ask(now)).reasons[0]
 
 
 def test_a_finished_stage_is_kept_where_a_change_is_accepted() -> None:
     assert (
         "; to keep the stage, which was trained before that: --accept"
-        in decide(done(), ask(record("b"))).reasons[0]
+        in decide.decide(done(), ask(recorded("b"))).reasons[0]
     )
-    assert decide(done(), ask(record("b"), "rewards.judge")).action == "skip"
+    assert decide.decide(done(), ask(recorded("b"), "rewards.judge")).action == "skip"
 
 
 def test_a_stage_that_read_what_would_be_trained_further_is_refused() -> None:
-    def stages(*later: Begun | None) -> dict[str, Decision]:
-        requests = [ask(LONGER), ask(record(), reads=frozenset({"policy"}))._replace(name="next")]
-        return decide_all(requests, {"policy": done(), "next": later[0]})
+    def stages(*later: decide.Begun | None) -> dict[str, decide.Decision]:
+        requests = [ask(LONGER), ask(recorded(), reads=frozenset({"policy"}))._replace(name="next")]
+        return decide.decide_all(requests, {"policy": done(), "next": later[0]})
 
     assert [each.action for each in stages(None).values()] == ["extend", "begin"]
     decision = stages(done())["next"]
@@ -239,11 +240,11 @@ def test_code_that_changed_is_named_with_its_owner() -> None:
 
     def of(**code: tuple[str, str]) -> dict[str, Any]:
         named = {field: {"name": "mine", "owner": by, "hash": x * 64} for field, (by, x) in code.items()}
-        return {**record(), "code": named}
+        return {**recorded(), "code": named}
 
     before = of(loss=("rlhf-mine", "a"), sampler=("", "a"), trainer=("rlhf-mine", "a"))
     now = of(loss=("rlhf-mine", "b"), sampler=("", "b"), trainer=("rlhf-other", "b"), more=("", "a"))
-    found = compare(before, now)
+    found = decide.compare(before, now)
     assert [str(each) for each in found.refused] == [
         "loss: the code of 'mine' (rlhf-mine) has changed since",
         "sampler: the code of 'mine' has changed since",
@@ -254,7 +255,7 @@ def test_code_that_changed_is_named_with_its_owner() -> None:
 def test_deciding_reads_no_file_and_no_device() -> None:
     import ast
 
-    tree = ast.parse(Path(str(deciding.__file__)).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(str(decide.__file__)).read_text(encoding="utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in modules if name and name.startswith("rlhf")} == {
         "rlhf_core.contracts.trainers",

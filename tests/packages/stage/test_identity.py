@@ -17,7 +17,6 @@ from rlhf_core import artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import load_file
 from rlhf_core.stage import identity
-from rlhf_core.stage.identity import SMALL, identify
 
 OLD = 1_600_000_000_000_000_000
 
@@ -29,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def large(path: Path, *, flip: int | None = None) -> Path:
-    content = bytearray(2 * SMALL)
+    content = bytearray(2 * identity.SMALL)
     if flip is not None:
         content[flip] ^= 1
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,24 +37,24 @@ def large(path: Path, *, flip: int | None = None) -> Path:
     return path
 
 
-@pytest.mark.parametrize("at", [0, SMALL - 1, SMALL + 7, 2 * SMALL - 1])
+@pytest.mark.parametrize("at", [0, identity.SMALL - 1, identity.SMALL + 7, 2 * identity.SMALL - 1])
 def test_every_byte_of_a_directory_counts(tmp_path: Path, at: int) -> None:
     large(tmp_path / "a" / "model.safetensors")
     large(tmp_path / "b" / "model.safetensors", flip=at)
-    assert identify(tmp_path / "a") != identify(tmp_path / "b")
+    assert identity.identify(tmp_path / "a") != identity.identify(tmp_path / "b")
     large(tmp_path / "c" / "model.safetensors")
     large(tmp_path / "c" / ".git" / "index")  # files of version control are not part of a model
-    assert identify(tmp_path / "a") == identify(tmp_path / "c")
+    assert identity.identify(tmp_path / "a") == identity.identify(tmp_path / "c")
 
 
 def test_a_directory_given_by_mistake_is_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "MOST_FILES", 3)
     for name in "abc":
         (tmp_path / name).touch()
-    identify(tmp_path)
+    identity.identify(tmp_path)
     (tmp_path / "d").touch()
     with pytest.raises(InputError, match=r"is a directory of more than 3 files: give a data file"):
-        identify(tmp_path)
+        identity.identify(tmp_path)
 
 
 def test_a_large_file_is_hashed_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,27 +69,27 @@ def test_a_large_file_is_hashed_once(tmp_path: Path, cache: Path, monkeypatch: p
     monkeypatch.setattr(identity, "SETTLED_SECONDS", -60)
     large(tmp_path / "m" / "weights")
     (tmp_path / "m" / "config.json").write_text("{}")
-    first = identify(tmp_path / "m")
-    assert identify(tmp_path / "m") == first
+    first = identity.identify(tmp_path / "m")
+    assert identity.identify(tmp_path / "m") == first
     assert hashed.count("weights") == 1
     assert hashed.count("config.json") == 2
     damaged = bytearray(cache.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     cache.write_bytes(damaged)
-    assert identify(tmp_path / "m") == first
+    assert identity.identify(tmp_path / "m") == first
     assert hashed.count("weights") == 2
     large(tmp_path / "m" / "weights", flip=5)  # with the size, inode and modification time that it had
-    assert identify(tmp_path / "m") != first
+    assert identity.identify(tmp_path / "m") != first
 
 
 def test_a_file_that_was_written_just_now_is_not_remembered(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    path.write_bytes(bytes(SMALL))
+    path.write_bytes(bytes(identity.SMALL))
     stamp = path.stat().st_mtime_ns
-    first = identify(path)
-    path.write_bytes(b"\1" + bytes(SMALL - 1))
+    first = identity.identify(path)
+    path.write_bytes(b"\1" + bytes(identity.SMALL - 1))
     os.utime(path, ns=(stamp, stamp))
-    assert identify(path) != first
+    assert identity.identify(path) != first
 
 
 def test_rows_in_memory_count_by_content() -> None:
@@ -203,7 +202,7 @@ def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytes
             monkeypatch.delitem(sys.modules, loaded)
     assert None not in hashes
     assert hashes[0] != hashes[1]
-    assert identity.of_component(identify) is None  # rlhf-core is identified by its version
+    assert identity.of_component(identity.identify) is None  # rlhf-core is identified by its version
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "grpo", "distill"])

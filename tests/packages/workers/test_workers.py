@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rlhf_core import workers
+from rlhf_core.config import HIDDEN, remember
 from rlhf_core.errors import InputError
-from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.plugins import load_file
 
 FUNCTIONS = """
@@ -220,6 +220,7 @@ def test_workers_die_with_their_parent(functions: Any, tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from rlhf_core import workers
+from rlhf_core.config import HIDDEN, remember
 from rlhf_core.plugins.component import load_file
 pool = workers.Pool(load_file(Path({functions.__file__!r})).work, 1)
 pool.submit("value").result()

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_tools.demo import measure
-from rlhf_tools.demo.run import HERE, Sizes, demo
-from rlhf_tools.demo.table import closing_table
+from rlhf_tools.demo import measure, run, table
 
 from rlhf_core.errors import InputError
 
@@ -29,65 +27,57 @@ SETS = (
 )
 
 
-def run(directory: Path, **options: Any) -> dict[str, Any]:
-    sizes = Sizes(128, 96, 16, 16, 4, 16, 512)
-    found: dict[str, Any] = demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
+def taught(directory: Path, **options: Any) -> dict[str, Any]:
+    sizes = run.Sizes(128, 96, 16, 16, 4, 16, 512)
+    found: dict[str, Any] = run.demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
     return found
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = tmp_path_factory.mktemp("runs") / "quickstart-seed0"
-    return SimpleNamespace(summary=run(directory), directory=directory)
+    return SimpleNamespace(summary=taught(directory), directory=directory)
 
 
 def shown(summary: dict[str, Any], directory: Path) -> str:
     from rich.console import Console
 
     out = StringIO()
-    Console(file=out, width=80, highlight=False).print(closing_table(summary, directory))
+    Console(file=out, width=80, highlight=False).print(table.closing_table(summary, directory))
     return out.getvalue()
 
 
 @pytest.mark.long
-def test_a_second_run_trains_nothing(finished: SimpleNamespace) -> None:
+def test_a_second_run_trains_nothing_and_one_on_other_data_is_refused(finished: SimpleNamespace) -> None:
     assert finished.summary["found"] is False
     before = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
-    again = run(finished.directory)
+    again = taught(finished.directory)
     after = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
     rewritten = {p.name for p in after if after[p] != before.get(p)}
     assert rewritten <= {"quickstart.toml", "pipeline.resolved.toml", ".lock"}
     assert again == {**finished.summary, "found": True}
-    text = shown(again, finished.directory)
-    assert "nothing was trained" in " ".join(text.split())
+    assert "nothing was trained" in " ".join(shown(again, finished.directory).split())
+    with pytest.raises(InputError, match="other settings"):
+        taught(finished.directory, shuffle_labels=True)
 
 
 @pytest.mark.long
-def test_the_summary_is_complete(finished: SimpleNamespace) -> None:
+def test_the_summary_is_complete_and_its_table_fits_80_columns_without_colour(
+    finished: SimpleNamespace,
+) -> None:
     summary = json.loads((finished.directory / "summary.json").read_text())
     assert {**summary, "found": False} == finished.summary
     assert set(summary["pair_accuracy"]) == {"all", *measure.KINDS}
-    shares = [
-        *summary["pair_accuracy"].values(),
-        *(summary[s][k] for s in ("before", "after") for k in ("success", "best_of_8")),
-    ]
-    for share in shares:
+    before, after = summary["before"], summary["after"]
+    shares = [each[k] for each in (before, after) for k in ("success", "best_of_8")]
+    for share in (*shares, *summary["pair_accuracy"].values()):
         assert 0 <= share["low"] <= share["value"] <= share["high"] <= 1
-    for estimate in (
-        summary["kl"],
-        summary["good_reply_reward"],
-        summary["after"]["reward"],
-        summary["after"]["length"],
-    ):
+    for estimate in (summary["kl"], summary["good_reply_reward"], after["reward"], after["length"]):
         assert estimate["low"] <= estimate["value"] <= estimate["high"]
-    assert 1 <= summary["after"]["length"]["value"] <= measure.LONGEST_REPLY
+    assert 1 <= after["length"]["value"] <= measure.LONGEST_REPLY
     assert len(summary["examples"]) == 3
     assert set(summary["seconds"]) == {"base", "rm", "policy", "measuring"}
     assert all(seconds > 0 for seconds in summary["seconds"].values())
-
-
-@pytest.mark.long
-def test_the_table_fits_80_columns_without_colour(finished: SimpleNamespace) -> None:
     text = shown(finished.summary, finished.directory)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
@@ -95,12 +85,6 @@ def test_the_table_fits_80_columns_without_colour(finished: SimpleNamespace) -> 
         assert words in text
     for example in finished.summary["examples"]:
         assert example["prompt"] in text
-
-
-@pytest.mark.long
-def test_other_data_in_the_run_directory_is_refused(finished: SimpleNamespace) -> None:
-    with pytest.raises(InputError, match="other settings"):
-        run(finished.directory, shuffle_labels=True)
 
 
 @pytest.mark.long
@@ -147,7 +131,7 @@ def test_the_stopwatch_adds_up_the_attempts(tmp_path: Path, monkeypatch: pytest.
     stage = SimpleNamespace(name="base", dir=tmp_path, is_main=True)
     now = iter([100.0, 103.0, 500.0, 501.5, 502.0])
     for attempt in ("killed", "finished"):
-        host = plugins.load(files=[HERE / "stopwatch.py"])
+        host = plugins.load(files=[run.HERE / "stopwatch.py"])
         with monkeypatch.context() as patch:
             patch.setattr("time.monotonic", lambda: next(now))
             host.hook.rlhf_stage_start(stage=stage, config=None)

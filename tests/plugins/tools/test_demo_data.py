@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rlhf_tools.demo import words
-from rlhf_tools.demo.generate import KINDS, PAIRS, Sizes, generate
-from rlhf_tools.demo.judge import judge, parse_order
+from rlhf_tools.demo import generate, judge, words
 
 HERE = Path(words.__file__).parent
 
@@ -22,7 +20,7 @@ HERE = Path(words.__file__).parent
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data of `make demo`, in full size."""
     directory = tmp_path_factory.mktemp("quickstart")
-    generate(directory, seed=0)
+    generate.generate(directory, seed=0)
     return directory
 
 
@@ -30,8 +28,8 @@ def rows(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def small() -> Sizes:
-    return Sizes(
+def small() -> generate.Sizes:
+    return generate.Sizes(
         demonstrations=50,
         pairs=60,
         prompts=20,
@@ -58,9 +56,9 @@ def test_words_are_distinct_and_take_the_article_a() -> None:
 
 def test_the_judge_accepts_exactly_one_reply() -> None:
     prompt, good = "Mia wants a red kite .", "Dear Mia , here is your red kite . Thank you !"
-    assert judge(prompt, good).success
-    assert judge(prompt, f" {good}").success, "a completion starts with the space after its prompt"
-    assert not judge(prompt, good, finished=False).success
+    assert judge.judge(prompt, good).success
+    assert judge.judge(prompt, f" {good}").success, "a completion starts with the space after its prompt"
+    assert not judge.judge(prompt, good, finished=False).success
     cases = {
         "Dear Tom , here is your red kite . Thank you !": ("name",),
         "Dear Mia , here is your blue kite . Thank you !": ("colour",),
@@ -69,18 +67,18 @@ def test_the_judge_accepts_exactly_one_reply() -> None:
         "Dear Tom , here is your blue lamp . Not my problem .": ("name", "colour", "item", "close"),
     }
     for reply, mistakes in cases.items():
-        assert judge(prompt, reply).mistakes == mistakes
+        assert judge.judge(prompt, reply).mistakes == mistakes
     for position in range(len(good.split())):
-        words = good.split()
-        dropped = " ".join(words[:position] + words[position + 1 :])
-        doubled = " ".join(words[: position + 1] + words[position:])
-        unfinished = " ".join(words[:position])
+        said = good.split()
+        dropped = " ".join(said[:position] + said[position + 1 :])
+        doubled = " ".join(said[: position + 1] + said[position:])
+        unfinished = " ".join(said[:position])
         for reply in (dropped, doubled, unfinished):
-            assert judge(prompt, reply).mistakes == ("well_formed",), reply
+            assert judge.judge(prompt, reply).mistakes == ("well_formed",), reply
     for reply in (good + " Thank you !", good.replace(" ", ""), good.lower(), good.replace("red", "kite")):
-        assert not judge(prompt, reply).well_formed, reply
+        assert not judge.judge(prompt, reply).well_formed, reply
     with pytest.raises(ValueError, match="not an order"):
-        judge("Mia wants a kite .", good)
+        judge.judge("Mia wants a kite .", good)
 
 
 def test_the_judge_knows_only_the_words() -> None:
@@ -99,7 +97,7 @@ def test_no_reward_sees_the_judge() -> None:
 
 
 def test_half_of_the_demonstrations_are_right(data: Path) -> None:
-    verdicts = [judge(row["prompt"], row["completion"]) for row in rows(data / "corpus.jsonl")]
+    verdicts = [judge.judge(row["prompt"], row["completion"]) for row in rows(data / "corpus.jsonl")]
     assert len(verdicts) == 8192
     assert np.mean([v.success for v in verdicts]) == pytest.approx(0.5, abs=0.02)
     well_formed = [v for v in verdicts if v.well_formed]
@@ -116,15 +114,15 @@ def test_half_of_the_demonstrations_are_right(data: Path) -> None:
 def test_a_rejected_reply_has_the_one_mistake_it_names(data: Path, file: str) -> None:
     seen: Counter[str] = Counter()
     for row in rows(data / file):
-        assert judge(row["prompt"], row["chosen"]).success
+        assert judge.judge(row["prompt"], row["chosen"]).success
         mistake = row["mistake"]
         expected = "well_formed" if mistake in ("malformed", "unfinished") else mistake
-        assert judge(row["prompt"], row["rejected"]).mistakes == (expected,), row
+        assert judge.judge(row["prompt"], row["rejected"]).mistakes == (expected,), row
         seen[mistake] += 1
         good, bad = row["chosen"].split(), row["rejected"].split()
         assert (bad == good[: len(bad)]) == (mistake == "unfinished"), row
-    assert set(seen) == set(KINDS)
-    wanted = KINDS if "heldout" in file else PAIRS
+    assert set(seen) == set(generate.KINDS)
+    wanted = generate.KINDS if "heldout" in file else generate.PAIRS
     assert all(
         abs(seen[kind] / len(rows(data / file)) - wanted.count(kind) / len(wanted)) < 0.001 for kind in seen
     )
@@ -142,7 +140,9 @@ def test_malformed_replies_come_in_every_form(data: Path) -> None:
 
 
 def test_held_out_orders_are_in_no_stage(data: Path) -> None:
-    held_out = {parse_order(row["prompt"]) for file in data.glob("*.heldout.jsonl") for row in rows(file)}
+    held_out = {
+        judge.parse_order(row["prompt"]) for file in data.glob("*.heldout.jsonl") for row in rows(file)
+    }
     assert len(held_out) > 1500
     names, colours, items = set(words.NAMES), set(words.COLOURS), set(words.ITEMS)
     for file in ("corpus.jsonl", "pairs.jsonl", "prompts.jsonl"):
@@ -165,7 +165,7 @@ def test_orders_are_distinct_within_a_file(data: Path) -> None:
 def test_a_seed_decides_every_byte(tmp_path: Path) -> None:
     sizes = small()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        generate(tmp_path / name, seed=seed, sizes=sizes)
+        generate.generate(tmp_path / name, seed=seed, sizes=sizes)
     a, b, c = (contents(tmp_path / name) for name in "abc")
     assert a == b
     differing = {name for name in a if a[name] != c[name]}
@@ -173,12 +173,14 @@ def test_a_seed_decides_every_byte(tmp_path: Path) -> None:
 
 
 def test_shuffled_labels_flip_half_of_the_training_pairs_only(tmp_path: Path) -> None:
-    sizes = Sizes(pairs=1200, demonstrations=50, prompts=20)
-    generate(tmp_path / "true", sizes=sizes)
-    generate(tmp_path / "shuffled", sizes=sizes, shuffle_labels=True)
+    sizes = generate.Sizes(pairs=1200, demonstrations=50, prompts=20)
+    generate.generate(tmp_path / "true", sizes=sizes)
+    generate.generate(tmp_path / "shuffled", sizes=sizes, shuffle_labels=True)
     true, shuffled = (contents(tmp_path / name) for name in ("true", "shuffled"))
     assert {name for name in true if true[name] != shuffled[name]} == {"pairs.jsonl", "data.json"}
-    right = [judge(row["prompt"], row["chosen"]).success for row in rows(tmp_path / "shuffled/pairs.jsonl")]
+    right = [
+        judge.judge(row["prompt"], row["chosen"]).success for row in rows(tmp_path / "shuffled/pairs.jsonl")
+    ]
     assert np.mean(right) == pytest.approx(0.5, abs=0.06)
     for true_row, row in zip(
         rows(tmp_path / "true/pairs.jsonl"), rows(tmp_path / "shuffled/pairs.jsonl"), strict=True

@@ -60,18 +60,6 @@ def test_a_head_of_its_own(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
     tied, untied = (load_model(tmp_path / name) for name in ("tied", "untied"))
     np.testing.assert_allclose(untied.logits(IDS, MASK), tied.logits(IDS, MASK), atol=1e-5)
-    refused = rlhf("export", str(tmp_path / "untied"), str(tmp_path / "again"), "--untied")
-    assert (refused.code, "leave out --untied" in refused.message) == (2, True)
-
-
-def test_a_reward_model_keeps_its_head(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
-    model = tiny.make_model("score")
-    model.save(tmp_path / "rm")
-    assert rlhf("export", str(tmp_path / "rm"), str(tmp_path / "out")).out.endswith(": a reward model\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = load_model(tmp_path / "out", head="score")
-    np.testing.assert_array_equal(again.scores(IDS, MASK), model.scores(IDS, MASK))
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["a new directory", "an empty one"])
@@ -118,21 +106,19 @@ def reward_adapter(adapter: Path, tmp_path: Path) -> Path:
     return tmp_path / "rm"
 
 
-def test_an_adapter_says_which_head_it_has_whatever_it_was_made_from(reward_adapter: Path) -> None:
-    config = json.loads((reward_adapter / "adapter_config.json").read_text())
-    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-
-
 @pytest.mark.parametrize("options", [[], ["--merge"]])
 @pytest.mark.parametrize("mislabelled", [False, True])
 def test_the_head_of_a_reward_adapter_is_exported(
     rlhf: Any, reward_adapter: Path, tmp_path: Path, options: list[str], mislabelled: bool
 ) -> None:
     scores = load_model(reward_adapter, head="score").scores(IDS, MASK)
+    file = reward_adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    with pytest.raises(InputError, match="a reward model's adapter: load it with head='score'"):
+        load_model(reward_adapter)
     if mislabelled:
-        file = reward_adapter / "adapter_config.json"
-        config = json.loads(file.read_text()) | {"task_type": "CAUSAL_LM", "modules_to_save": None}
-        file.write_text(json.dumps(config))
+        file.write_text(json.dumps(config | {"task_type": "CAUSAL_LM", "modules_to_save": None}))
     ended = rlhf("export", str(reward_adapter), str(tmp_path / "out"), *options)
     assert ended.code == 0
     assert "a reward model" in ended.out
@@ -142,13 +128,11 @@ def test_the_head_of_a_reward_adapter_is_exported(
     np.testing.assert_allclose(again.scores(IDS, MASK), scores, atol=1e-6)
 
 
-def test_a_reward_adapter_is_not_opened_without_its_head(reward_adapter: Path) -> None:
-    with pytest.raises(InputError, match="a reward model's adapter: load it with head='score'"):
-        load_model(reward_adapter)
-
-
-def test_an_export_says_what_it_leaves_out(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
-    tiny.make_model("score").save(tmp_path / "rm")
+def test_a_reward_model_keeps_its_head_and_it_is_said_what_is_left_out(
+    rlhf: Any, tiny: ModuleType, tmp_path: Path
+) -> None:
+    model = tiny.make_model("score")
+    model.save(tmp_path / "rm")
     described = {"format": artifacts.FORMAT, "name": "model", "kind": "reward_model", "files": {}}
     artifacts.write_manifest(tmp_path / "rm", described)
     tensors = load_file(tmp_path / "rm" / "model.safetensors")
@@ -156,6 +140,10 @@ def test_an_export_says_what_it_leaves_out(rlhf: Any, tiny: ModuleType, tmp_path
     save_file(tensors, tmp_path / "rm" / "model.safetensors", metadata={"format": "pt"})
     ended = rlhf("export", str(tmp_path / "rm"), str(tmp_path / "out"))
     assert ended.out.endswith(": a reward model; left out: rlhf_artifact.json, lm_head.weight\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = load_model(tmp_path / "out", head="score")
+    np.testing.assert_array_equal(again.scores(IDS, MASK), model.scores(IDS, MASK))
 
 
 def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(

@@ -6,26 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_topologies.chips import CHIPS, USABLE, parse, target_config
-from rlhf_topologies.description import Program, ProgramShape
-from rlhf_topologies.hlo import Counts
-from rlhf_topologies.pass_memory import pass_bytes
-from rlhf_topologies.roofline import all_weights, bound, expected, token_weights
+from rlhf_topologies import chips, description, hlo, pass_memory, roofline
 
-from rlhf_core.models import DECODER, Definition, complete_table
-from rlhf_core.training import remat_of
-
-GB = 10**9
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
-ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+from rlhf_core.models import DECODER, complete_table
+from tests.shared.topologies import GB, ONE, model
 
 
 @pytest.mark.parametrize(
@@ -42,37 +26,9 @@ ONE = {"data": 1, "fsdp": 1, "tensor": 1}
     ],
 )
 def test_names(name: str, shape: tuple[int, ...], count: int, machine: int, written: str) -> None:
-    topology = parse(name)
+    topology = chips.parse(name)
     assert (topology.shape, topology.count, topology.machine) == (shape, count, machine)
     assert topology.name == written
-
-
-def test_every_figure_has_a_source() -> None:
-    for chip in CHIPS.values():
-        assert " table " in chip.source, chip.name
-        assert chip.usable == int(USABLE * chip.memory)
-        assert chip.flops["bf16"] >= chip.flops["f32"] > 0
-        assert (chip.network is None) == (chip.host is None) == (chip.platform == "tpu")
-
-
-def test_target_of_the_gpu_compiler_is_from_the_table() -> None:
-    for chip in CHIPS.values():
-        if chip.platform == "gpu":
-            text = target_config(chip)
-            assert f"device_memory_size: {chip.memory}\n" in text
-            assert f"memory_bandwidth: {chip.memory_bandwidth:.0f}\n" in text
-            assert text.count("{") == text.count("}")
-
-
-def model(remat: str = "full", **changes: Any) -> Definition:
-    return DECODER.define({**SIZES, **changes}, "lm").computing(dtype="bfloat16", remat=remat)
-
-
-def test_full_remat_keeps_the_inputs_of_layers() -> None:
-    """A layer more keeps its input, bfloat16, and nothing else of 2 rows × 32 tokens."""
-    few, many = (pass_bytes(model(num_hidden_layers=n), (2, 32), ONE, trains=True) for n in (4, 8))
-    kept = 2 * 2 * 32 * 64
-    assert many - few == pytest.approx(0.85 * 4 * kept, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -85,22 +41,12 @@ def test_full_remat_keeps_the_inputs_of_layers() -> None:
 )
 def test_rows_are_spread_and_layers_shared(axes: dict[str, int]) -> None:
     shape = (8, 64)
-    whole = pass_bytes(model(), shape, ONE, trains=True)
-    quarter = pass_bytes(model(), (2, 64), ONE, trains=True)
+    whole = pass_memory.pass_bytes(model(), shape, ONE, trains=True)
+    quarter = pass_memory.pass_bytes(model(), (2, 64), ONE, trains=True)
     assert quarter < whole
-    assert pass_bytes(model(), shape, {**ONE, **axes}, trains=True) == quarter
-    assert quarter < pass_bytes(model(), shape, {**ONE, "tensor": 2}, trains=True) < whole
-    assert pass_bytes(model(), shape, ONE, trains=False) < whole
-
-
-def test_remat_trades_memory() -> None:
-    none, dots, full = (
-        pass_bytes(model(remat), (2, 64), ONE, trains=True) for remat in ("none", "dots", "full")
-    )
-    assert none > dots > full
-    auto = model("auto")
-    assert remat_of(auto, (2, 64)) == "none"
-    assert remat_of(auto, (2**18, 64)) == "dots"
+    assert pass_memory.pass_bytes(model(), shape, {**ONE, **axes}, trains=True) == quarter
+    assert quarter < pass_memory.pass_bytes(model(), shape, {**ONE, "tensor": 2}, trains=True) < whole
+    assert pass_memory.pass_bytes(model(), shape, ONE, trains=False) < whole
 
 
 def test_time_of_products_by_hand() -> None:
@@ -112,31 +58,31 @@ def test_time_of_products_by_hand() -> None:
         "num_key_value_heads": 64,
     }
     weights = 4 * (4 * 8192**2 + 3 * 8192 * 32768) + 320 * 8192
-    topology = parse("h100:8")
+    topology = chips.parse("h100:8")
     mesh = {"data": 2, "fsdp": 4, "tensor": 1}
     for remat, operations in (("none", 6), ("full", 8)):
-        shape = ProgramShape(model(remat, **wide), 512, 32)
-        program = Program("accumulate", lambda: None, "train", shape=shape)
-        bound = expected(program, shape, mesh, topology)
-        assert bound.compute == pytest.approx(operations * weights * 64 * 32 / 989.4e12, rel=0.01)
+        shape = description.ProgramShape(model(remat, **wide), 512, 32)
+        program = description.Program("accumulate", lambda: None, "train", shape=shape)
+        found = roofline.expected(program, shape, mesh, topology)
+        assert found.compute == pytest.approx(operations * weights * 64 * 32 / 989.4e12, rel=0.01)
         gathered = 3 * 2 * weights * 3 / 4  # twice forward and backward, and gradients once, by each of 4
         summed = 8 * weights / 4 / 2
-        assert bound.link == pytest.approx((gathered + summed) / 450e9, rel=0.01)
-        assert bound.network == 0
-    far = expected(program, shape, {"data": 2, "fsdp": 8, "tensor": 1}, parse("h100:2x8"))
+        assert found.link == pytest.approx((gathered + summed) / 450e9, rel=0.01)
+        assert found.network == 0
+    far = roofline.expected(program, shape, {"data": 2, "fsdp": 8, "tensor": 1}, chips.parse("h100:2x8"))
     assert far.network == pytest.approx(8 * weights / 8 / 2 / 50e9, rel=0.01)
 
 
 def test_experts_are_gathered_or_tokens_are_sent_to_them() -> None:
     sizes = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
-    shape = ProgramShape(model("none", **sizes), 512, 64)
-    program = Program("accumulate", lambda: None, "train", shape=shape)
-    config, topology = shape.model.config, parse("h100:8")
+    shape = description.ProgramShape(model("none", **sizes), 512, 64)
+    program = description.Program("accumulate", lambda: None, "train", shape=shape)
+    config, topology = shape.model.config, chips.parse("h100:8")
     meshes = {"data": 1, "fsdp": 8, "tensor": 1}, {"data": 1, "fsdp": 1, "tensor": 1, "expert": 8}
-    gathering, sending = (expected(program, shape, mesh, topology) for mesh in meshes)
+    gathering, sending = (roofline.expected(program, shape, mesh, topology) for mesh in meshes)
     assert gathering.compute == sending.compute
     experts = config.num_layers * 16 * 3 * config.hidden_size * config.intermediate_size
-    assert all_weights(shape.model)[1] == experts
+    assert roofline.all_weights(shape.model)[1] == experts
     pairs = 2 * config.num_layers * 512 * 64 / 8
     saved = (
         3 * 2 * experts - 7 * 2 * pairs * config.hidden_size
@@ -145,25 +91,25 @@ def test_experts_are_gathered_or_tokens_are_sent_to_them() -> None:
 
 
 def test_a_step_of_decoding_reads_weights_and_caches() -> None:
-    shape = ProgramShape(model(), 512, 64, tensor=2, memory=GB)
-    program = Program("generate", lambda: None, "sample", steps=100, shape=shape)
-    bound = expected(program, shape, ONE, parse("h100:8"))
-    assert bound.memory == pytest.approx(100 * GB / 3.35e12)
-    assert bound.link == pytest.approx(100 * 4 * 4 * 64 * (512 / 8) / 450e9)
-    less = expected(program, shape._replace(step_bytes=GB // 2), ONE, parse("h100:8"))
-    assert less.memory == pytest.approx(bound.memory / 2)
+    shape = description.ProgramShape(model(), 512, 64, tensor=2, memory=GB)
+    program = description.Program("generate", lambda: None, "sample", steps=100, shape=shape)
+    found = roofline.expected(program, shape, ONE, chips.parse("h100:8"))
+    assert found.memory == pytest.approx(100 * GB / 3.35e12)
+    assert found.link == pytest.approx(100 * 4 * 4 * 64 * (512 / 8) / 450e9)
+    less = roofline.expected(program, shape._replace(step_bytes=GB // 2), ONE, chips.parse("h100:8"))
+    assert less.memory == pytest.approx(found.memory / 2)
 
 
 @pytest.mark.parametrize("by", ["compute", "memory", "link", "network", "host"])
 def test_the_slowest_part_sets_the_bound(by: str) -> None:
-    chip = CHIPS["h100"]
+    chip = chips.CHIPS["h100"]
     work = {"bf16": 2e12, "f32": 1e12, "size": 1e9, "sent": 1e8, "network": 1e7, "host": 1e7}
     larger = {"compute": "bf16", "memory": "size", "link": "sent"}.get(by, by)
     work = {name: value * (1e4 if name == larger else 1) for name, value in work.items()}
     host = work.pop("host")
     products = {name: work[name] for name in ("bf16", "f32")}
-    counts = Counts(products, bytes=work["size"], sent=work["sent"], network=work["network"])
-    found = bound(counts, chip, host)
+    counts = hlo.Counts(products, bytes=work["size"], sent=work["sent"], network=work["network"])
+    found = roofline.bound(counts, chip, host)
     seconds = {
         "compute": np.float64(work["bf16"]) / 989.4e12 + np.float64(work["f32"]) / 494.7e12,
         "memory": np.float64(work["size"]) / 3.35e12,
@@ -176,11 +122,6 @@ def test_the_slowest_part_sets_the_bound(by: str) -> None:
     assert (found.by, found.seconds) == (by, pytest.approx(seconds[by]))
 
 
-def test_a_dtype_that_the_table_lacks_is_no_faster_than_float32() -> None:
-    chip = CHIPS["h100"]
-    assert bound(Counts(products={"s32": 1e12}), chip).compute == pytest.approx(1e12 / 494.7e12)
-
-
 def test_an_embedding_that_no_token_is_multiplied_with_does_not_count() -> None:
     """It is a language model's head where the two are tied, and never a reward model's."""
     table = {"model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16}
@@ -188,7 +129,7 @@ def test_an_embedding_that_no_token_is_multiplied_with_does_not_count() -> None:
 
     def weights(head: Any, *, tied: bool) -> int:
         hf_config = complete_table({**table, "tie_word_embeddings": tied}, None, None)
-        return token_weights(DECODER.define(hf_config, head))
+        return roofline.token_weights(DECODER.define(hf_config, head))
 
     language = weights("lm", tied=True)
     assert language == weights("lm", tied=False)
@@ -211,11 +152,27 @@ def test_inputs_per_layer_are_looked_up() -> None:
     attention = 16 * (8 + 16) * ((4 + 2 + 2 + 4) + (4 + 4))
     norms = 4 * 5 * 16 + 2 * (8 + 16) + 8 + 16 + 4  # and scalars: their layers are stacked
     assert (
-        token_weights(described(32))
-        == token_weights(described(64))
+        roofline.token_weights(described(32))
+        == roofline.token_weights(described(64))
         == 32 * 16 + mlp + inputs + attention + norms
     )
     one = {"data": 1, "fsdp": 1, "tensor": 1}
     two = described(32, num_hidden_layers=2, num_kv_shared_layers=1, layer_types=["full_attention"] * 2)
-    whole, half = (pass_bytes(two, (2, 64), one | {"tensor": n}, trains=True) for n in (1, 2))
+    whole, half = (pass_memory.pass_bytes(two, (2, 64), one | {"tensor": n}, trains=True) for n in (1, 2))
     assert half < whole
+
+
+def test_every_figure_has_a_source_and_reaches_the_gpu_compiler() -> None:
+    for chip in chips.CHIPS.values():
+        assert " table " in chip.source, chip.name
+        assert chip.usable == int(chips.USABLE * chip.memory)
+        assert chip.flops["bf16"] >= chip.flops["f32"] > 0
+        assert (chip.network is None) == (chip.host is None) == (chip.platform == "tpu")
+        # A dtype that the table lacks is no faster than float32.
+        other = roofline.bound(hlo.Counts(products={"s32": 1e12}), chip)
+        assert other.compute == pytest.approx(1e12 / chip.flops["f32"])
+        if chip.platform == "gpu":
+            text = chips.target_config(chip)
+            assert f"device_memory_size: {chip.memory}\n" in text
+            assert f"memory_bandwidth: {chip.memory_bandwidth:.0f}\n" in text
+            assert text.count("{") == text.count("}")

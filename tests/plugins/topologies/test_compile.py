@@ -15,18 +15,18 @@ from rlhf_topologies import interpreters
 from rlhf_topologies.compile import compile_pipeline
 from rlhf_topologies.programs import built_programs, stage_programs
 
-from rlhf_core import cli, create_state, plugins
+from rlhf_core import cli, create_state
 from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
 from rlhf_core.models import load_model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.pipeline import plan, read
 from rlhf_core.pipeline.forecast import each_stage
-from rlhf_core.runtime import devices
-from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.runtime import background, devices
 from rlhf_core.sampling import cache_bytes
 from rlhf_core.training import Build, Context, device_bytes
+from tests.shared import pipelines
+from tests.shared.topologies import job
 
 CHAIN = """
 dir = "run"
@@ -72,29 +72,20 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return directory
 
 
-def job_of(on: str, pipeline: str) -> dict[str, Any]:
-    return {"on": on, "pipeline": pipeline, "sets": [], "dir": None, "plugins": []}
-
-
-def planned(name: str) -> tuple[Any, Any]:
-    host = plugins.load()
-    return plan(read(name), host), host
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["rm", "base", "policy"])
 def test_a_run_compiles_the_programs_that_were_described(
     name: str, place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: set[str] = set()
-    compile_later = BackgroundCompiler.compile
+    compile_later = background.BackgroundCompiler.compile
 
     def record(self: Any, key: Any, lowered: Any) -> None:
         compiled.add(lowered.as_text())
         compile_later(self, key, lowered)
 
-    monkeypatch.setattr(BackgroundCompiler, "compile", record)
-    described = stage_programs(*planned(f"{name}.toml"), make_mesh())[name]
+    monkeypatch.setattr(background.BackgroundCompiler, "compile", record)
+    described = stage_programs(*pipelines.planned(f"{name}.toml", dir=None), make_mesh())[name]
     assert described is not None
     programs = [program for program in described.programs if program.calls]
     kinds = {"base": ["train", "update"], "rm": ["train", "update"]}
@@ -105,7 +96,7 @@ def test_a_run_compiles_the_programs_that_were_described(
 
 
 def test_a_state_of_shapes_is_that_of_arrays(place: Any) -> None:
-    checked, host = planned("base.toml")
+    checked, host = pipelines.planned("base.toml", dir=None)
     mesh = make_mesh(2, 2, 2)
 
     def states(planned: Any, stage: Any) -> Any:
@@ -148,9 +139,9 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     place.write("chain.toml", f"{CHAIN}num_iterations = 2\n")  # two policies read every rollout
     for file in (place.path / "model").glob("*.safetensors"):
         file.unlink()
-    job = job_of("h100:8", "chain.toml")
+    asked = job("h100:8", "chain.toml")
     said: list[str] = []
-    results = compile_pipeline(job, devices=jax.devices(), say=said.append)
+    results = compile_pipeline(asked, devices=jax.devices(), say=said.append)
     assert devices.planned() is None
     assert results["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert list(results["stages"]) == ["base", "rm", "direct", "policy"]
@@ -178,7 +169,7 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     assert len(said) == len(list((cache / "compiled").glob("*.json"))) <= programs
     assert "compiling policy: apply" in said
     again: list[str] = []
-    second = compile_pipeline(job, devices=jax.devices(), say=again.append)
+    second = compile_pipeline(asked, devices=jax.devices(), say=again.append)
     assert again == []
     assert second == results
 
@@ -187,8 +178,9 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
 def test_what_lies_beside_a_program_with_adapters_is_counted_once(place: Any) -> None:
     """Two policies read every rollout; they share the frozen parameters, which are given twice."""
     place.settings("policy.toml", "num_iterations = 2\nlora = { rank = 2 }")
-    job = job_of("h100:8", "policy.toml")
-    stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
+    stage = compile_pipeline(job("h100:8", "policy.toml"), devices=jax.devices(), say=lambda _: None)[
+        "stages"
+    ]["policy"]
     assert "frozen parameters" in stage["resident"]
     assert_counted_once(stage)
 
@@ -196,7 +188,7 @@ def test_what_lies_beside_a_program_with_adapters_is_counted_once(place: Any) ->
 def test_what_waits_in_the_hosts_memory_is_not_in_a_devices(place: Any) -> None:
     """It is brought: the optimizer's state with every update, the reference with every second, a rollout's."""
     place.settings("policy.toml", 'num_iterations = 2\noffload = ["optimizer", "reference"]')
-    found = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
+    found = stage_programs(*pipelines.planned("policy.toml", dir=None), make_mesh())["policy"]
     assert found is not None
     assert set(found.resident) == {"parameters"}
     parameters = device_bytes(found.resident["parameters"])
@@ -211,7 +203,7 @@ def test_what_waits_in_the_hosts_memory_is_not_in_a_devices(place: Any) -> None:
 def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> None:
     place.settings("base.toml", 'lora = { rank = 3, targets = ["q_proj"] }')
     models = each_stage(
-        *planned("base.toml"),
+        *pipelines.planned("base.toml", dir=None),
         lambda each, stage: Context(each.config, stage, shapes=True).model("lm"),
         mesh=make_mesh(),
     )
@@ -231,7 +223,9 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
     described = []
     for memory in (10**9, 10**5):
         with devices.planning_for(devices.Planned("gpu", 2, memory)):
-            found = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
+            found = stage_programs(
+                *pipelines.planned("policy.toml", dir=None), make_mesh(devices=jax.devices()[:2])
+            )["policy"]
         assert found is not None
         described.append([program for program in found.programs if program.work == "sample"])
     (move, once), (again, often) = described
@@ -242,7 +236,9 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
 def test_steps_read_half_of_what_completions_hold(place: Any) -> None:
     """On accelerators, where kernels read what is written: half of the completions' caches on average."""
     with devices.planning_for(devices.Planned("gpu", 2, 10**9)):
-        stage = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
+        stage = stage_programs(
+            *pipelines.planned("policy.toml", dir=None), make_mesh(devices=jax.devices()[:2])
+        )["policy"]
         assert stage is not None
         generate = stage.programs[-1]
         shape = generate.shape
@@ -255,7 +251,7 @@ def test_steps_read_half_of_what_completions_hold(place: Any) -> None:
 
 
 def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> None:
-    checked, host = planned("base.toml")
+    checked, host = pipelines.planned("base.toml", dir=None)
 
     def losses(model: Any) -> Any:
         def compute(params: Any, batch: Any) -> Any:
@@ -284,7 +280,7 @@ def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> Non
 
 def test_a_reward_model_that_is_not_here_is_named(place: Any) -> None:
     place.settings("policy.toml", 'rewards = [{ name = "model", model = "someone/reward-model" }]')
-    described = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
+    described = stage_programs(*pipelines.planned("policy.toml", dir=None), make_mesh())["policy"]
     assert described is not None
     assert described.note == "reward model is not compiled: its model is not on this machine yet"
     assert [program.work for program in described.programs] == SAMPLING
@@ -302,8 +298,7 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     place.settings(
         "base.toml", f'model = {{ model_type = "llama", {table}, tokenizer = "model" }}\nremat = "none"'
     )
-    job = job_of("h100:1", "base.toml")
-    results = compile_pipeline(job, devices=jax.devices()[:1], say=lambda _: None)
+    results = compile_pipeline(job("h100:1"), devices=jax.devices()[:1], say=lambda _: None)
     stage = results["stages"]["base"]
     accumulate = stage["programs"][0]
     rows, time = map(int, accumulate["name"].split()[1::2])
@@ -312,20 +307,18 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     assert least < accumulate["call"]["flops"] < 1.5 * (least + 6 * head * rows * time)
 
 
-@pytest.mark.parametrize(("on", "package"), [("h100:8", "jax[cuda13]"), ("v5e:2x4", "jax[tpu]")])
 def test_without_a_compiler_the_commands_that_install_it(
-    on: str, package: str, place: Any, rlhf: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, rlhf: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in WITHOUT_COMPILER.values():
-        monkeypatch.delenv(variable, raising=False)
-    ended = rlhf("check", "base.toml", "--on", on)
+    """Those for GPUs are on the page: tests/docs/test_docs_many_devices.py."""
+    monkeypatch.delenv("RLHF_TPU_PYTHON", raising=False)
+    ended = rlhf("check", "base.toml", "--on", "v5e:2x4")
     assert ended.code == cli.BAD_INPUT
-    platform = "tpu" if "tpu" in package else "gpu"
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    directory = cache / "compilers" / platform
+    directory = cache / "compilers" / "tpu"
     assert f"{python} -m venv {directory}" in ended.message
-    assert f"{directory}/bin/python -m pip install '{package}=={jax.__version__}'" in ended.message
-    assert f"or set RLHF_{platform.upper()}_PYTHON" in ended.message
+    assert f"{directory}/bin/python -m pip install 'jax[tpu]=={jax.__version__}'" in ended.message
+    assert "or set RLHF_TPU_PYTHON" in ended.message
 
 
 def fake_python(directory: Path, answer: str, *, error: str = "", code: int = 0) -> Path:
@@ -359,10 +352,7 @@ def test_an_environment_that_does_not_fit(
 def test_what_the_other_environment_finds_wrong_is_said(place: Any) -> None:
     """Its packages are this one's, after its own; a pipeline's problems come back."""
     with pytest.raises(interpreters.InputError, match="--on h100:8: the compiler does not know"):
-        interpreters.run(
-            Path(sys.executable),
-            job_of("h100:8", "base.toml"),
-        )
+        interpreters.run(Path(sys.executable), job("h100:8"))
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])

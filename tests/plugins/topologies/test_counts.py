@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from rlhf_topologies.hlo import count, count_apart
+from rlhf_topologies import hlo
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.training import definition_of
@@ -58,14 +58,14 @@ KNOWN = 'backend_config={"known_trip_count":{"n":"3"}}'
 
 def test_collectives_of_a_text() -> None:
     """Three rounds of a gather of 64 × 4 float32, a scatter that takes as much, and a gather of 128 bfloat16."""
-    found = count(TEXT.replace("KNOWN", KNOWN))
+    found = hlo.count(TEXT.replace("KNOWN", KNOWN))
     assert found.collectives == {
         "all-gather": [6, 3 * (1024 + 256)],
         "reduce-scatter": [3, 3 * 1024],
         "all-reduce": [1, 4],
     }
     assert found.flops == 2 * 8 * 8 * 4
-    unknown = count(TEXT, 5)
+    unknown = hlo.count(TEXT, 5)
     assert unknown.collectives["reduce-scatter"] == [5, 5 * 1024]
 
 
@@ -77,14 +77,14 @@ def test_products_within_loops() -> None:
     """XLA counts the body of a loop once; products of 16 × 32 · 32 × 32 matrices in seven rounds."""
     x, w = jax.ShapeDtypeStruct((16, 32), np.float32), jax.ShapeDtypeStruct((7, 32, 32), np.float32)
     program = compiled(lambda x, w: lax.scan(lambda a, b: (jnp.tanh(a @ b), None), x, w)[0], x, w)
-    assert count(program.as_text()).flops == 7 * 2 * 16 * 32 * 32
+    assert hlo.count(program.as_text()).flops == 7 * 2 * 16 * 32 * 32
     assert program.cost_analysis()["flops"] < 2 * 2 * 16 * 32 * 32
 
     def rounds(x: Any, w: Any, n: Any) -> Any:
         return lax.while_loop(lambda c: c[1] < n, lambda c: (jnp.tanh(c[0] @ w[0]), c[1] + 1), (x, 0))[0]
 
     program = compiled(rounds, x, w, jax.ShapeDtypeStruct((), np.int32))
-    assert count(program.as_text(), 4.5).flops == 4.5 * 2 * 16 * 32 * 32
+    assert hlo.count(program.as_text(), 4.5).flops == 4.5 * 2 * 16 * 32 * 32
 
 
 def test_bytes_are_those_of_xla_where_there_is_no_loop() -> None:
@@ -94,7 +94,7 @@ def test_bytes_are_those_of_xla_where_there_is_no_loop() -> None:
         return jnp.sum(jax.nn.silu(x @ w)[:8] ** 2)
 
     program = compiled(jax.grad(loss), w, x)
-    assert count(program.as_text()).bytes == pytest.approx(
+    assert hlo.count(program.as_text()).bytes == pytest.approx(
         program.cost_analysis()["bytes accessed"], rel=0.05
     )
 
@@ -107,10 +107,10 @@ def test_collectives_of_a_mesh() -> None:
         for shape, axes in (((16, 64), (None, "data")), ((64, 32), ("data", None)))
     )
     whole = NamedSharding(mesh, PartitionSpec())
-    found = count(compiled(jnp.matmul, x, w, out_shardings=whole).as_text())
+    found = hlo.count(compiled(jnp.matmul, x, w, out_shardings=whole).as_text())
     assert found.collectives == {"all-reduce": [1, 16 * 32 * 4]}
     assert found.flops == 2 * 16 * 32 * 64 / 8
-    gathered = count(compiled(lambda x: x, x, out_shardings=whole).as_text())
+    gathered = hlo.count(compiled(lambda x: x, x, out_shardings=whole).as_text())
     assert gathered.collectives == {"all-gather": [1, 16 * 64 * 4]}
 
 
@@ -139,7 +139,7 @@ def test_fsdp_sends_parameters_and_not_activations() -> None:
         return compiled(jax.grad(loss), params, *rows, out_shardings=shardings)
 
     def sent(program: Any) -> float:
-        return sum(size for _, size in count(program.as_text()).collectives.values())
+        return sum(size for _, size in hlo.count(program.as_text()).collectives.values())
 
     short, long = (program(make_mesh(1, 8), time) for time in (128, 256))
     stream = 8 * 128 * 256 * 4  # by how much the residual stream of all rows differs, bytes
@@ -163,10 +163,10 @@ def test_a_loop_without_a_known_number_of_rounds_is_counted_by_itself() -> None:
         return lax.while_loop(lambda c: c[1] < n, round_of, (jnp.tanh(x @ w), 0))[0]
 
     text = compiled(decode, x, w, jax.ShapeDtypeStruct((), np.int32)).as_text()
-    once, loops = count_apart(text)
+    once, loops = hlo.count_apart(text)
     assert once.flops == 2 * 16 * 32 * 32
     assert [loop.flops for loop in loops] == [3 * 2 * 16 * 32 * 32]  # the loop within it is left out
-    assert count(text, 2).flops == 2 * 16 * 32 * 32 * (1 + 2 * (3 + 2))
+    assert hlo.count(text, 2).flops == 2 * 16 * 32 * 32 * (1 + 2 * (3 + 2))
 
 
 def lines(*body: str, partitions: int = 1) -> str:
@@ -198,7 +198,7 @@ def test_products_that_tpus_write_as_convolutions(window: str, shapes: tuple[str
         f"%right = {right} parameter(1)",
         f"ROOT %out = {out} convolution(%left, %right), {window.replace('} ', '}, ')}",
     )
-    assert dict(count(text).products) == {"bf16": flops}
+    assert dict(hlo.count(text).products) == {"bf16": flops}
 
 
 def test_attention_of_cudnn_counts() -> None:
@@ -206,7 +206,7 @@ def test_attention_of_cudnn_counts() -> None:
     body = [f"%{name} = bf16[2,512,8,64]{{3,2,1,0}} parameter({i})" for i, name in enumerate("qkv")]
     for target, products in (("__cudnn$fmhaScaleBiasSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)):
         call = f'ROOT %o = bf16[2,512,8,64] custom-call(%q, %k, %v), custom_call_target="{target}"'
-        assert count(lines(*body, call)).flops == products * 2 * 2 * 8 * 512 * 512 * 64
+        assert hlo.count(lines(*body, call)).flops == products * 2 * 2 * 8 * 512 * 512 * 64
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_kernel_counts_as_it_states(stated: str) -> None:
         "%x = bf16[4096] parameter(1)",
         f"ROOT %o = f32[8] custom-call(%n, %x), {stated}",
     )
-    counts = count(text)
+    counts = hlo.count(text)
     assert (dict(counts.products), counts.bytes) == ({"bf16": 600.0}, 700.0)
 
 
@@ -234,8 +234,8 @@ def test_kernels_that_may_hide_products_are_named() -> None:
     call = 'ROOT %o = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"'
     text = lines("%x = f32[8] parameter(0)", call)
     with pytest.raises(ValueError, match="tpu_custom_call"):
-        count(text)
-    assert count_apart(text)[0].uncounted == ["tpu_custom_call"]
+        hlo.count(text)
+    assert hlo.count_apart(text)[0].uncounted == ["tpu_custom_call"]
 
 
 def test_arrays_beside_the_units_are_no_traffic() -> None:
@@ -245,7 +245,7 @@ def test_arrays_beside_the_units_are_no_traffic() -> None:
         "%y = f32[2048]{0:T(1024)S(1)} parameter(1)",
         'ROOT %z = f32[2048]{0:T(1024)S(1)} custom-call(%x, %y), custom_call_target="Sharding"',
     )
-    assert count(text).bytes == 4096
+    assert hlo.count(text).bytes == 4096
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_arrays_beside_the_units_are_no_traffic() -> None:
 )
 def test_what_is_sent_within_machines_and_between_them(collective: str, sent: float, network: float) -> None:
     text = lines("%x = f32[1024] parameter(0)", f"ROOT {collective}", partitions=16)
-    counts, _ = count_apart(text, machine=8)
+    counts, _ = hlo.count_apart(text, machine=8)
     assert (counts.sent, counts.network) == (sent, network)
-    together, _ = count_apart(text)
+    together, _ = hlo.count_apart(text)
     assert together.network == 0
 
 
@@ -315,9 +315,9 @@ ENTRY %main (a: f32[8,8], n: s32[]) -> (s32[], f32[8,8], s32[]) {
 
 def test_rounds_between_constants_are_known_without_xla_s_word() -> None:
     """TPUs' programs lack it: from 1 to 8 in steps of 2 are four rounds. An end that is an argument depends on data."""
-    once, loops = count_apart(COUNTER.replace("%END", "%seven"))
+    once, loops = hlo.count_apart(COUNTER.replace("%END", "%seven"))
     assert (once.flops, loops) == (4 * 2 * 8**3, [])
-    once, loops = count_apart(COUNTER.replace("%END", "%n"))
+    once, loops = hlo.count_apart(COUNTER.replace("%END", "%n"))
     assert (once.flops, [loop.flops for loop in loops]) == (0, [2 * 8**3])
 
 
@@ -335,7 +335,7 @@ def test_a_reduce_scatter_sends_half_of_an_all_reduce() -> None:
   ROOT %part = f32[128] slice(%all), slice={[0:128]}
 }
 """
-    counts, _ = count_apart(text)
+    counts, _ = hlo.count_apart(text)
     assert counts.sent == 4096 * 7 / 8
     assert dict(counts.collectives) == {"reduce-scatter": [1, 4096]}
 
@@ -357,4 +357,4 @@ def test_what_is_sliced_behind_a_bitcast_is_not_read_whole() -> None:
   ROOT %flat = f32[256] bitcast(%part)
 }
 """
-    assert count(text).bytes == 2 * 4 * 256 + 4  # and the index
+    assert hlo.count(text).bytes == 2 * 4 * 256 + 4  # and the index

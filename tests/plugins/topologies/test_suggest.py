@@ -11,11 +11,8 @@ from typing import Any
 
 import jax
 import pytest
-from rlhf_topologies import interpreters
-from rlhf_topologies.chips import CHIPS, Topology, machines, parse
+from rlhf_topologies import chips, description, interpreters, pass_memory
 from rlhf_topologies.compile import describe
-from rlhf_topologies.description import Program, ProgramShape, StagePrograms
-from rlhf_topologies.pass_memory import pass_bytes
 from rlhf_topologies.suggest import (
     COMPILED,
     STEPS,
@@ -28,22 +25,11 @@ from rlhf_topologies.suggest import (
 )
 from rlhf_topologies.verdicts import judge_stage
 
-from rlhf_core import cli, plugins
+from rlhf_core import cli
 from rlhf_core.mesh import make_mesh, with_shardings
-from rlhf_core.models import DECODER, Definition, attend_blocks
-from rlhf_core.pipeline import plan, read
-
-GB = 10**9
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
-ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+from rlhf_core.models import attend_blocks
+from tests.shared import pipelines
+from tests.shared.topologies import GB, ONE, SIZES, job, model
 
 
 @pytest.fixture(autouse=True)
@@ -51,22 +37,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
 
 
-def model(remat: str = "full", **changes: Any) -> Definition:
-    return DECODER.define({**SIZES, **changes}, "lm").computing(dtype="bfloat16", remat=remat)
-
-
-def here(topology: Topology) -> list[Any]:
+def here(topology: chips.Topology) -> list[Any]:
     """This machine's devices in place of a topology's."""
     return jax.devices()[: topology.count]
 
 
-def job(on: str, pipeline: str = "base.toml", *sets: str) -> dict[str, Any]:
-    return {"on": on, "pipeline": pipeline, "sets": list(sets), "dir": None, "plugins": [], "suggest": 600}
-
-
 def with_memory(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Give an H100 so many bytes that arrays may take."""
-    monkeypatch.setitem(CHIPS, "h100", replace(CHIPS["h100"], memory=round(memory / 0.9) + 2))
+    monkeypatch.setitem(chips.CHIPS, "h100", replace(chips.CHIPS["h100"], memory=round(memory / 0.9) + 2))
 
 
 def test_a_mesh_with_experts_is_suggested_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +52,13 @@ def test_a_mesh_with_experts_is_suggested_where_it_is_faster(monkeypatch: pytest
 
     def best(**sizes: Any) -> Candidate:
         wide = model("none", hidden_size=2048, intermediate_size=4096, **sizes)
-        shape = ProgramShape(wide, 640, 512, memory=GB)
-        programs = StagePrograms((Program("accumulate", lambda: None, "train", 1, shape=shape),))
+        shape = description.ProgramShape(wide, 640, 512, memory=GB)
+        programs = description.StagePrograms(
+            (description.Program("accumulate", lambda: None, "train", 1, shape=shape),)
+        )
         search = Search(job("h100:8"), here)
         monkeypatch.setattr(search, "_describe", lambda *_: {"base": (1, programs)})
-        return search.candidates(parse("h100:8"))[0]
+        return search.candidates(chips.parse("h100:8"))[0]
 
     found = best(model_type="mixtral", num_local_experts=256, num_experts_per_tok=1)
     assert found.mesh["expert"] in (4, 8)
@@ -93,13 +73,13 @@ def test_rows_that_do_not_fit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def best(time: int) -> Candidate:
         def described(_: Any, mesh: dict[str, int], *__: Any) -> Any:
-            shape = ProgramShape(wide, mesh["fsdp"], time)  # a row for each device, or for two
-            programs = (Program("accumulate", lambda: None, "train", 1, shape=shape),)
-            return {"base": (1, StagePrograms(programs))}
+            shape = description.ProgramShape(wide, mesh["fsdp"], time)  # a row for each device, or for two
+            programs = (description.Program("accumulate", lambda: None, "train", 1, shape=shape),)
+            return {"base": (1, description.StagePrograms(programs))}
 
         search = Search(job("h100:2"), here)
         monkeypatch.setattr(search, "_describe", described)
-        return search.candidates(parse("h100:2"))[0]
+        return search.candidates(chips.parse("h100:2"))[0]
 
     cut = best(2**20)
     assert cut.fits
@@ -116,32 +96,40 @@ def test_state_and_gradients_by_hand(place: Any) -> None:
         definition.abstract_params(), definition.shardings(make_mesh(1, 4, 1, devices=jax.devices()[:4]))
     )
     size = sum(4 * x.size // (1 if x.sharding.is_fully_replicated else 4) for x in jax.tree.leaves(spread))
-    described = StagePrograms(
+    described = description.StagePrograms(
         (
-            Program("accumulate", lambda: None, "train", shape=ProgramShape(definition, 8, 32)),
-            Program("apply", lambda: None, "update"),
+            description.Program(
+                "accumulate", lambda: None, "train", shape=description.ProgramShape(definition, 8, 32)
+            ),
+            description.Program("apply", lambda: None, "update"),
         ),
         {"parameters": spread, "optimizer": (spread, spread)},
     )
-    forecast = search.forecast(described, parse("h100:4"), mesh, None)
+    forecast = search.forecast(described, chips.parse("h100:4"), mesh, None)
     assert forecast.held == 3 * size
     assert forecast.peaks["apply"] == forecast.floor == 4 * size
-    assert forecast.peaks["accumulate"] == 4 * size + pass_bytes(definition, (8, 32), mesh, trains=True)
+    assert forecast.peaks["accumulate"] == 4 * size + pass_memory.pass_bytes(
+        definition, (8, 32), mesh, trains=True
+    )
     search.corrections["train"] = 2.0
-    again = search.forecast(described, parse("h100:4"), mesh, None)
+    again = search.forecast(described, chips.parse("h100:4"), mesh, None)
     assert again.rows - again.held == pytest.approx(2 * (forecast.rows - forecast.held), abs=1)
 
 
 def test_meshes() -> None:
-    assert [tuple(mesh.values()) for mesh in meshes(parse("h100:4"))] == [
+    assert [tuple(mesh.values()) for mesh in meshes(chips.parse("h100:4"))] == [
         (1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4),
     ]  # fmt: skip
-    assert {mesh["tensor"] for mesh in meshes(parse("h100:4x2"))} == {1, 2}
+    assert {mesh["tensor"] for mesh in meshes(chips.parse("h100:4x2"))} == {1, 2}
 
 
 def test_more_micro_batches_only_where_a_device_has_rows_to_spare() -> None:
-    def programs(rows: int, calls: float) -> list[Program]:
-        return [Program("accumulate", lambda: None, "train", calls, shape=ProgramShape(None, rows, 128))]
+    def programs(rows: int, calls: float) -> list[description.Program]:
+        return [
+            description.Program(
+                "accumulate", lambda: None, "train", calls, shape=description.ProgramShape(None, rows, 128)
+            )
+        ]
 
     mesh = {"data": 1, "fsdp": 4, "tensor": 2}
     assert more_steps(programs(4, 8.0), 1, mesh) is None
@@ -153,7 +141,9 @@ def test_more_micro_batches_only_where_a_device_has_rows_to_spare() -> None:
 def test_the_fastest_that_fits_comes_first() -> None:
     def made(peak: int, seconds: float) -> Candidate:
         stage = StageForecast(GB, {"accumulate": peak}, peak, GB, seconds, False)
-        return Candidate(parse("h100:2"), {**ONE, "fsdp": 2}, {"base": {"remat": "full"}}, {"base": stage})
+        return Candidate(
+            chips.parse("h100:2"), {**ONE, "fsdp": 2}, {"base": {"remat": "full"}}, {"base": stage}
+        )
 
     fast, slow, small, large = made(70 * GB, 1.0), made(10 * GB, 2.0), made(80 * GB, 9.0), made(90 * GB, 0.1)
     ordered = sorted([large, slow, small, fast], key=lambda each: each.order)
@@ -162,9 +152,9 @@ def test_the_fastest_that_fits_comes_first() -> None:
 
 
 def test_machines_have_ever_more_devices() -> None:
-    assert [topology.name for topology in machines("h100")] == ["h100:1", "h100:2", "h100:4", "h100:8"]
-    assert [topology.count for topology in machines("v5e")] == [1, 4, 8]
-    assert [topology.name for topology in machines("h200:2x8")] == ["h200:2x8"]
+    assert [topology.name for topology in chips.machines("h100")] == ["h100:1", "h100:2", "h100:4", "h100:8"]
+    assert [topology.count for topology in chips.machines("v5e")] == [1, 4, 8]
+    assert [topology.name for topology in chips.machines("h200:2x8")] == ["h200:2x8"]
 
 
 def results(on: str, fits: bool, *programs: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +174,7 @@ def results(on: str, fits: bool, *programs: dict[str, Any]) -> dict[str, Any]:
     facts = {**program, "memory": memory, "once": once, "loops": []}
     listed = [{**facts, **changes} for changes in programs or ({},)]
     stage = {"note": None, "resident": {"parameters": 1}, "weights": 1, "programs": listed, "remat": "none"}
-    topology, mesh = parse(on), {**ONE, "fsdp": 2}
+    topology, mesh = chips.parse(on), {**ONE, "fsdp": 2}
     return describe(topology, mesh, {}, {"base": judge_stage(stage, topology, mesh)})
 
 
@@ -193,11 +183,14 @@ def test_the_first_that_fits_ends_the_search(place: Any) -> None:
 
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
         asked.append([job["on"], *job["sets"]])
-        assert plan(read("base.toml", sets=job["sets"]), plugins.load()).stages[0].preview.remat == "none"
+        planned, _ = pipelines.planned("base.toml", *job["sets"], dir=None)
+        assert planned.stages[0].preview.remat == "none"
         return results(job["on"], True)
 
     saved: list[dict[str, Any]] = []
-    found = suggest(job("h100"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
+    found = suggest(
+        job("h100", suggest=600), say=lambda _: None, save=saved.append, find=here, compiled=compiled
+    )
     assert asked == [["h100:1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", 'base.remat="none"']]
     assert found["chosen"]["on"] == "h100:1"
     assert len(found["compiled"]) == 1
@@ -209,7 +202,7 @@ def test_the_first_that_fits_ends_the_search(place: Any) -> None:
 
 def test_programs_that_did_not_fit_raise_the_estimates_of_their_work() -> None:
     """By the bytes beside the state that the compiler counted, or a little more than there are where it refused."""
-    search, topology = Search(job("h100:1"), here), parse("h100:1")
+    search, topology = Search(job("h100:1"), here), chips.parse("h100:1")
     peaks = {"accumulate": 20 * GB, "apply": 14 * GB, "read": 12 * GB}
     stage = StageForecast(10 * GB, peaks, 20 * GB, 14 * GB, 1.0, False)
     candidate = Candidate(topology, ONE, {}, {"base": stage})
@@ -235,14 +228,14 @@ def test_rows_that_do_not_fit_come_in_more_micro_batches(
 
     def describe(topology: Any, mesh: Any, settings: Any) -> Any:
         steps = settings.get("base", {}).get(STEPS, 1)
-        shape = ProgramShape(definition, 8 // steps, 32, memory=8 * GB // steps)
-        accumulate = Program("accumulate", lambda: None, "train", steps, shape=shape)
-        return {"base": (steps, StagePrograms((accumulate,)))}
+        shape = description.ProgramShape(definition, 8 // steps, 32, memory=8 * GB // steps)
+        accumulate = description.Program("accumulate", lambda: None, "train", steps, shape=shape)
+        return {"base": (steps, description.StagePrograms((accumulate,)))}
 
     with_memory(monkeypatch, round(memory * GB))
     search = Search(job("h100:1"), here)
     monkeypatch.setattr(search, "_describe", describe)
-    best = search.candidate(parse("h100:1"), ONE)
+    best = search.candidate(chips.parse("h100:1"), ONE)
     assert best.settings["base"].get(STEPS, 1) == steps
     assert best.fits == fits
 
@@ -260,7 +253,9 @@ def test_at_most_three_are_compiled_and_each_corrects_the_arithmetic(place: Any)
         program = {"name": next(iter(best["stages"]["base"]["programs"]))}
         return results(job["on"], False, program)
 
-    found = suggest(job("h100:8"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
+    found = suggest(
+        job("h100:8", suggest=600), say=lambda _: None, save=saved.append, find=here, compiled=compiled
+    )
     assert 1 <= len(asked) <= COMPILED
     assert len({tuple(sets) for sets in asked}) == len(asked) == len(found["compiled"])
     assert found["chosen"] is None
@@ -277,7 +272,7 @@ def test_less_memory_takes_more_devices_and_then_remat(place: Any, monkeypatch: 
         "base.toml", f'model = {{ {table}, tokenizer = "model" }}'.replace("vocab_size = 320, ", "")
     )
     search = Search(job("h100:1"), here)
-    alone = search.candidate(parse("h100:1"), ONE)
+    alone = search.candidate(chips.parse("h100:1"), ONE)
     state = alone.stages["base"].held
     with_memory(monkeypatch, round(1.1 * state))
     tried: list[str] = []
@@ -286,7 +281,7 @@ def test_less_memory_takes_more_devices_and_then_remat(place: Any, monkeypatch: 
         tried.append(job["on"])
         return results(job["on"], True)
 
-    found = suggest(job("h100"), say=lambda _: None, find=here, compiled=compiled)
+    found = suggest(job("h100", suggest=600), say=lambda _: None, find=here, compiled=compiled)
     assert tried == ["h100:2"]
     assert found["chosen"]["mesh"]["data"] == 1
     assert found["chosen"]["peak"] <= 1.1 * state
@@ -297,7 +292,7 @@ def test_time_that_is_up_leaves_what_arithmetic_found(place: Any) -> None:
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
         raise AssertionError
 
-    late = {**job("h100:1"), "suggest": -1}
+    late = job("h100:1", suggest=-1)
     found = suggest(late, say=lambda _: None, find=here, compiled=compiled)
     assert found["lines"]
     assert found["chosen"] is None
@@ -306,10 +301,10 @@ def test_time_that_is_up_leaves_what_arithmetic_found(place: Any) -> None:
 
 def test_a_sampling_mesh_is_written_with_the_rest_of_its_table(place: Any) -> None:
     search = Search(job("h100:2", "policy.toml"), here)
-    first = search.candidate(parse("h100:2"), {**ONE, "fsdp": 2})
+    first = search.candidate(chips.parse("h100:2"), {**ONE, "fsdp": 2})
     assert first.stages["policy"].samples
     settings = {"policy": {**first.settings["policy"], "sampling.mesh.tensor": 2}}
-    changed = search.candidate(parse("h100:2"), {**ONE, "fsdp": 2}, settings)
+    changed = search.candidate(chips.parse("h100:2"), {**ONE, "fsdp": 2}, settings)
     pasted = tomllib.loads("\n".join(changed.lines(search.file())))
     assert pasted["sampling"] == {"max_completion_length": 4, "mesh": {"tensor": 2}}
     assert "policy.sampling.mesh.tensor=2" in changed.sets
@@ -321,7 +316,7 @@ def found_by(chosen: bool, place: Any, monkeypatch: pytest.MonkeyPatch) -> dict[
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
         return results(job["on"], chosen)
 
-    found = suggest(job("h100:1"), say=lambda _: None, find=here, compiled=compiled)
+    found = suggest(job("h100:1", suggest=600), say=lambda _: None, find=here, compiled=compiled)
     monkeypatch.setattr(interpreters, "find", lambda topology: Path("python"))
     monkeypatch.setattr(interpreters, "run", lambda python, job, *, seconds: found)
     return found

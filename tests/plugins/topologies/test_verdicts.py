@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rlhf_topologies.check import candidate_table, lines, program_table
-from rlhf_topologies.chips import CHIPS, parse
-from rlhf_topologies.verdicts import judge_stage
+from rlhf_topologies import check, chips, verdicts
+
+from tests.shared.topologies import GB
 
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
-GB = 10**9
 
 
 def counts(bf16: float = 0.0, size: float = 0.0) -> dict[str, Any]:
@@ -43,10 +42,13 @@ def stage(*programs: Any, resident: dict[str, int] | None = None) -> dict[str, A
 
 
 def test_speed_at_most() -> None:
-    """Two micro-batches and an update; sampling of 64 steps of 1 ms after 100 ms of prefill."""
-    chip = CHIPS["h100"]
+    """Two micro-batches and an update; sampling of 64 steps of 1 ms after 100 ms of prefill.
+
+    The largest program takes 6 + 10 + (5 − 4) + 8 GB.
+    """
+    chip = chips.CHIPS["h100"]
     step = counts(size=chip.memory_bandwidth * 1e-3)
-    made = judge_stage(
+    made = verdicts.judge_stage(
         stage(
             program(once=counts(bf16=989.4e12)),
             program("apply", "update", calls=1.0, tokens=0.0, once=counts(size=3.35e12)),
@@ -60,7 +62,7 @@ def test_speed_at_most() -> None:
                 loops=[counts(size=1.0), step],
             ),
         ),
-        parse("h100:8"),
+        chips.parse("h100:8"),
         MESH,
     )
     assert made["fits"]
@@ -71,20 +73,19 @@ def test_speed_at_most() -> None:
     assert made["training_mfu"] == pytest.approx(6 * 7 * GB * 8000 / (3.0 * peak))
     assert made["sampling_mfu"] == pytest.approx(2 * 7 * GB * 500 / (made["sampling_seconds"] * peak))
     assert made["programs"][2]["bound"] == "compute"
-    shown = "\n".join(lines(made))
+    shown = "\n".join(check.lines(made))
     assert f"training: at most {8000 / 3:,.0f} tokens/s" in shown
     assert "always in memory: parameters 4.0 GB, optimizer 8.0 GB" in shown
     assert "fits: at most 25.0 GB of 76.5 GB" in shown
-    assert program_table(made).row_count == 4  # a row for the steps
+    assert check.program_table(made).row_count == 4  # a row for the steps
     # Of two loops the one that moves more.
     assert made["programs"][2]["step"]["bytes"] == step["bytes"]
-
-
-def test_memory_counts_a_program_and_what_stays_in_memory() -> None:
-    """6 + 10 + (5 − 4) + 8 GB."""
-    (found,) = judge_stage(stage(program()), parse("h100:8"), MESH)["programs"]
-    assert found["peak"] == 25 * GB
-    assert found["memory"] == {"arguments": 6 * GB, "temporary": 10 * GB, "outputs": GB, "beside": 8 * GB}
+    largest = made["programs"][0]
+    assert largest["peak"] == 25 * GB
+    assert largest["memory"] == {"arguments": 6 * GB, "temporary": 10 * GB, "outputs": GB, "beside": 8 * GB}
+    not_described = verdicts.judge_stage(None, chips.parse("h100:8"), MESH)
+    assert not_described["fits"]
+    assert check.lines(not_described) == ["not compiled: its trainer has no build"]
 
 
 @pytest.mark.parametrize(
@@ -98,44 +99,24 @@ def test_memory_counts_a_program_and_what_stays_in_memory() -> None:
 )
 def test_what_to_change_where_something_does_not_fit(work: str, words: list[str]) -> None:
     large = program("big", work, memory={"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB})
-    made = judge_stage(stage(large), parse("h100:8"), MESH)
+    made = verdicts.judge_stage(stage(large), chips.parse("h100:8"), MESH)
     assert not made["fits"]
     for word in words:
         assert word in " ".join(made["advice"])
-    assert "does not fit: 78.0 GB of 76.5 GB in big" in lines(made)
-    already = judge_stage({**stage(large), "remat": "full"}, parse("h100:8"), MESH)
+    assert "does not fit: 78.0 GB of 76.5 GB in big" in check.lines(made)
+    already = verdicts.judge_stage({**stage(large), "remat": "full"}, chips.parse("h100:8"), MESH)
     assert "remat" not in " ".join(already["advice"])
-
-
-def test_a_row_per_device_cannot_be_split_further() -> None:
-    large = program("big", memory={"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB}, rows=8)
-    (advice,) = judge_stage(stage(large), parse("h100:8"), MESH)["advice"]
-    assert "mesh.context" in advice
-    assert "gradient_accumulation_steps" not in advice
-
-
-def test_a_state_that_is_too_large_is_to_be_spread() -> None:
-    state = {"parameters": 20 * GB, "optimizer": 40 * GB}
-    large = program("apply", "update", beside=70 * GB)
-    (advice,) = judge_stage(stage(large, resident=state), parse("h100:8"), {**MESH, "fsdp": 1})["advice"]
-    assert "parameters, optimizer: set mesh = { fsdp = 8 }" in advice
-    (advice,) = judge_stage(stage(large, resident=state), parse("h100:8"), MESH)["advice"]
-    assert "use more devices, or train adapters" in advice
 
 
 def test_a_compiler_that_refuses_for_memory_gets_the_same_advice() -> None:
     refused = {key: value for key, value in program().items() if key not in ("memory", "once", "loops")}
-    made = judge_stage(stage({**refused, "error": "RESOURCE_EXHAUSTED: used 20G"}), parse("v5e:2x4"), MESH)
+    made = verdicts.judge_stage(
+        stage({**refused, "error": "RESOURCE_EXHAUSTED: used 20G"}), chips.parse("v5e:2x4"), MESH
+    )
     assert not made["fits"]
     assert 'remat = "full"' in " ".join(made["advice"])
-    other = judge_stage(stage({**refused, "error": "INTERNAL: a bug"}), parse("v5e:2x4"), MESH)
+    other = verdicts.judge_stage(stage({**refused, "error": "INTERNAL: a bug"}), chips.parse("v5e:2x4"), MESH)
     assert other["advice"] == ["accumulate 8 × 512: the compiler says: INTERNAL: a bug"]
-
-
-def test_a_trainer_that_does_not_describe_its_programs() -> None:
-    made = judge_stage(None, parse("h100:8"), MESH)
-    assert made["fits"]
-    assert lines(made) == ["not compiled: its trainer has no build"]
 
 
 CANDIDATES = """\
@@ -151,5 +132,20 @@ def test_candidates_are_a_table() -> None:
     fits = {"on": "h100:8", **chosen, "peak": 2e9, "fits": True, "seconds": 0.5}
     fails = {"on": "h100", "mesh": {"data": 8}, "settings": {}, "peak": 2e11, "fits": False, "seconds": 50.0}
     page = io.StringIO()
-    Console(file=page, width=100).print(candidate_table([fits, fails]))
+    Console(file=page, width=100).print(check.candidate_table([fits, fails]))
     assert page.getvalue() == CANDIDATES
+
+
+def test_a_state_that_is_too_large_is_to_be_spread_and_a_row_to_be_cut() -> None:
+    state = {"parameters": 20 * GB, "optimizer": 40 * GB}
+    large = stage(program("apply", "update", beside=70 * GB), resident=state)
+    (advice,) = verdicts.judge_stage(large, chips.parse("h100:8"), {**MESH, "fsdp": 1})["advice"]
+    assert "parameters, optimizer: set mesh = { fsdp = 8 }" in advice
+    (advice,) = verdicts.judge_stage(large, chips.parse("h100:8"), MESH)["advice"]
+    assert "use more devices, or train adapters" in advice
+    # A row per device cannot be split further.
+    memory = {"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB}
+    large = stage(program("big", memory=memory, rows=8))
+    (advice,) = verdicts.judge_stage(large, chips.parse("h100:8"), MESH)["advice"]
+    assert "mesh.context" in advice
+    assert "gradient_accumulation_steps" not in advice
