@@ -18,3 +18,15 @@ def params_of(definition: Any, seed: int, scale: float) -> Any:
         return (mean + deviation * draw.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.device_put(jax.tree.map_with_path(leaf, definition.abstract_params()))
+
+
+def with_adapters_drawn(model: Any, seed: int, scale: float) -> Any:
+    """Return the model with adapters that change something: B is no longer zero."""
+    draw = np.random.default_rng(seed)
+
+    def leaf(path: Any, leaf: Any) -> Any:
+        if path[-1].key != "lora_b":
+            return leaf
+        return jax.device_put(draw.normal(0, scale, leaf.shape).astype(np.float32), leaf.sharding)
+
+    return model.with_params(jax.tree.map_with_path(leaf, model.params))

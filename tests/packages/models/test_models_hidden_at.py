@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import Decoder
 from rlhf_core.plugins import load_file
 
 reference: Any = load_file(Path(__file__).with_name("test_models_reference.py"))
@@ -57,15 +55,3 @@ def test_value_and_gradient_are_those_of_all_tokens_read_there(name: str, change
     for (path, leaf), other in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted), strict=True):
         scale = np.abs(other).max() + 1e-6
         np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-4 * scale, err_msg=str(path))
-
-
-def test_a_model_of_one_layer() -> None:
-    model, params = reference.make("qwen3")
-    config = replace(model.config, num_layers=1, windows=model.config.windows[:1])
-    one = replace(model, config=config)
-    params = {**params, "layers": jax.tree.map(lambda leaf: np.asarray(leaf)[:1], params["layers"])}
-    tokens = np.arange(28, dtype=np.int32).reshape(2, 14)
-    hidden_at = jax.jit(Decoder.hidden_at, static_argnums=0)
-    states = hidden_at(one, params, tokens, POSITIONS, UNTIL, AT)
-    whole = np.asarray(reference.hidden(one, params, tokens, POSITIONS, UNTIL))
-    np.testing.assert_allclose(states, np.stack([whole[r, AT[r]] for r in range(2)]), rtol=1e-4, atol=1e-5)

@@ -64,59 +64,6 @@ def test_hidden_and_head_equal_the_reference(name: str) -> None:
     np.testing.assert_array_equal(kernel, source / CONFIGS[name].get("logits_scaling", 1.0))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("gemma3", marks=pytest.mark.long),
-        "smollm3",
-        "gemma4, shared keys",
-        pytest.param("gemma4, keys as values", marks=pytest.mark.long),
-        pytest.param("gemma4, experts", marks=pytest.mark.long),
-        pytest.param("mixtral", marks=pytest.mark.long),
-    ],
-)
-def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
-    """Value and gradient: prompt once with two branches against two rows that repeat it.
-
-    The second branch is further from the prompt by index than a window is wide, by position it is not. The tree is
-    computed in loops over layers, which the backward pass computes again.
-    """
-    model, params = make(name)
-    looped = model.computing(remat="full")
-    draw = np.random.default_rng(3)
-    prompt, first, second = (draw.integers(0, 37, n).astype(np.int32) for n in (5, 3, 6))
-    weight = draw.standard_normal((14, model.hidden_size)).astype(np.float32)
-
-    def pad(x: np.ndarray, size: int) -> np.ndarray:
-        return np.pad(x, (0, size - len(x)))
-
-    packed = (
-        np.concatenate([prompt, first, second])[None],
-        np.array([[*range(5), 5, 6, 7, *range(5, 11)]], np.int32),
-        np.array([[14] * 5 + [8] * 3 + [14] * 6], np.int32),
-    )
-    apart = (
-        np.stack([pad(np.r_[prompt, first], 11), pad(np.r_[prompt, second], 11)]),
-        np.tile(np.arange(11, dtype=np.int32), (2, 1)),
-        np.stack([pad(np.full(8, 11, np.int32), 11), np.full(11, 11, np.int32)]),
-    )
-
-    def loss_packed(p: Any) -> jax.Array:
-        return (hidden(looped, p, *packed)[0, 5:] * weight[5:]).sum()
-
-    def loss_apart(p: Any) -> jax.Array:
-        h = hidden(model, p, *apart)
-        return (h[0, 5:8] * weight[5:8]).sum() + (h[1, 5:11] * weight[8:]).sum()
-
-    one, two = (jax.jit(jax.value_and_grad(f))(params) for f in (loss_packed, loss_apart))
-    np.testing.assert_allclose(one[0], two[0], rtol=1e-5, atol=1e-5)  # a sum in which much cancels
-    for path, leaf in jax.tree.leaves_with_path(one[1]):
-        other = two[1]
-        for entry in path:
-            other = other[entry.key]
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-4 * (np.abs(other).max() + 1e-6))
-
-
 def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
     model, params = make("llama")
     zeros = np.zeros((2, 6), np.int32)

@@ -11,14 +11,11 @@ from typing import Any
 from unittest import mock
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
 from rlhf_core.training import definition_of
 from tests.shared.decoder_configs import CONFIGS
@@ -77,9 +74,6 @@ def test_a_saved_file_is_a_plain_safetensors_file_in_hugging_face_names(saved: P
     np.testing.assert_array_equal(tensors["lm_head.weight"], np.asarray(model.params["lm_head"]["kernel"]).T)
     embedding = np.asarray(model.params["embed_tokens"]["embedding"])
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embedding)
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.from_pretrained(saved)
-    assert (config.model_type, config.num_key_value_heads, config.head_dim) == ("llama", 2, 4)
 
 
 BY_TYPE = {fields["model_type"]: fields for fields in CONFIGS.values()}
@@ -112,23 +106,6 @@ def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_half_precision_files_are_read_as_float32_and_written_as_they_were(
-    copy: Path, tmp_path: Path
-) -> None:
-    tensors = load_file(copy / "model.safetensors")
-    for dtype, name in ((ml_dtypes.bfloat16, "bfloat16"), (np.float16, "float16")):
-        half = {key: value.astype(dtype) for key, value in tensors.items()}
-        save_file(half, copy / "model.safetensors", metadata={"format": "pt"})
-        model = load_model(copy)
-        assert model.stored_dtype == name
-        assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype(np.float32)}
-        model.save(tmp_path / name)
-        again = load_file(tmp_path / name / "model.safetensors")
-        assert set(again) == set(half)
-        for key, value in half.items():
-            np.testing.assert_array_equal(again[key].view(np.uint16), value.view(np.uint16))
-
-
 def test_large_models_are_sharded_and_stale_files_go(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,11 +117,10 @@ def test_large_models_are_sharded_and_stale_files_go(
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((target / "model.safetensors.index.json").read_text())
-    parts = {file: load_file(target / file) for file in files}
-    assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
-    total = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert index["metadata"] == {"total_size": total, "total_parameters": total // 4}
-    for file, part in parts.items():
+    for file in files:
+        part = load_file(target / file)
         assert len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 4000, file
     assert_same(load_model(target), model)
     monkeypatch.undo()
@@ -152,39 +128,6 @@ def test_large_models_are_sharded_and_stale_files_go(
     assert not list(target.glob("model-*"))
     assert not (target / "model.safetensors.index.json").exists()
     assert_same(load_model(target), model)
-
-
-def test_every_device_reads_its_own_part(saved: Path) -> None:
-    mesh = make_mesh(2, 2, 2)
-    spread, whole = load_model(saved, mesh=mesh), load_model(saved)
-    assert_same(spread, whole)
-    kernel = spread.params["layers"]["mlp"]["up_proj"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 12)
-    assert kernel.sharding.is_equivalent_to(
-        spread.definition.shardings(mesh)["layers"]["mlp"]["up_proj"]["kernel"], 3
-    )
-
-
-def damaged(directory: Path, content: bytes) -> None:
-    (directory / "model.safetensors").write_bytes(content)
-
-
-def test_damaged_files_are_named(copy: Path) -> None:
-    file = copy / "model.safetensors"
-    whole = file.read_bytes()
-    cases = {
-        b"": "header too small",
-        whole[:100]: "invalid header length",
-        whole[:-4]: "incomplete metadata",
-        whole[:8] + b"{[" + whole[10:]: "invalid JSON in header",
-        whole.replace(b'"shape":[30,16]', b'"shape":[31,16]', 1): "invalid shape",
-        whole.replace(b'"dtype":"F32"', b'"dtype":"F99"', 1): "unknown variant `F99`",
-    }
-    for content, reason in cases.items():
-        damaged(copy, content)
-        message = rf"model\.safetensors: cannot be read: .*{reason}.*; fetch or save it again"
-        with pytest.raises(InputError, match=message):
-            load_model(copy)
 
 
 @pytest.mark.parametrize("shards", [False, True])
