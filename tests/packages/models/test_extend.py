@@ -20,7 +20,6 @@ from rlhf_core.models.attention_cached import (
     cache_parts,
     cut,
 )
-from rlhf_core.sampling.loop import empty_cache, time_axes
 from tests.shared.decoder_configs import CONFIGS
 from tests.shared.drawn import params_of
 
@@ -37,9 +36,10 @@ KEPT = ("gemma3", "gemma4", "qwen3_5")
 
 def used(definition: Definition, params: Any, rows: int) -> Any:
     """Make a cache that other tokens have used before."""
-    one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    one = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     read = jax.eval_shape(definition.prefill, params, one, one, one)[1]
-    return jax.tree.map(jnp.ones_like, empty_cache(read, time_axes(definition), rows, LENGTH))
+    cache = jax.eval_shape(lambda read: definition.ring(read, LENGTH, 0), read)
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), cache)
 
 
 @pytest.mark.parametrize(

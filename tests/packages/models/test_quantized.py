@@ -21,6 +21,7 @@ from rlhf_core.models import Model, fresh_model, join, paths, split, weights
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh
 from rlhf_core.state import fixed_parameters
+from tests.shared.drawn import with_adapters_drawn
 from tests.shared.sampled import inputs
 
 RECORDED = np.load(Path(__file__).with_name("bitsandbytes.npz"))
@@ -114,19 +115,7 @@ def test_equals_bitsandbytes() -> None:
 
 def noisy(model: Model) -> Model:
     """The model with adapters whose B is not zero."""
-    model = model.with_lora(rank=4, seed=1, dropout=0.1)
-    rng = np.random.default_rng(2)
-    draw = {
-        path: rng.normal(0, 0.1, leaf.shape).astype(np.float32)
-        for path, leaf in paths(model.params)
-        if path[-1] == "lora_b"
-    }
-
-    def one(path: Any, leaf: Any) -> Any:
-        name = tuple(key.key for key in path)
-        return jax.device_put(draw[name], leaf.sharding) if name in draw else leaf
-
-    return model.with_params(jax.tree.map_with_path(one, model.params))
+    return with_adapters_drawn(model.with_lora(rank=4, seed=1, dropout=0.1), 2, 0.1)
 
 
 def gradients(model: Model) -> tuple[Any, dict[str, np.ndarray]]:

@@ -18,21 +18,11 @@ from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
 from rlhf_core.sampling.schedule import Conversation, Schedule
 from tests.shared import samplers, worlds
+from tests.shared.sampled import compilations
 
 KEY = jax.random.key(6)
-VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
-CONFIG = {
-    "model_type": "gemma2",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 12,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.4,
-}
+VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = samplers.VOCAB, 12, 20, 100
+CONFIG = {**samplers.SIZES, "model_type": "gemma2", "sliding_window": 12, "initializer_range": 0.4}
 DEFINITION = DECODER.define(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
 
@@ -155,23 +145,14 @@ def test_nothing_compiles_after_warm_up(
 ) -> None:
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     params = jax.device_put(params, DEFINITION.shardings(mesh))
-    compiled: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(about.get("fun_name")))
-
     make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
     sampler = make_sampler(5, monkeypatch, options, mesh)
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as compiled:
         sampler.warm_up(params, [5, LONGEST_PROMPT])
         sampler._ahead.wait_for_all()
         ahead = len(compiled)
         sampler.converse(params, make_prompts(), jax.random.key(9), None, make_world())
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert ahead
     assert compiled[ahead:] == []
 

@@ -16,18 +16,10 @@ from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
 from tests.shared import samplers
+from tests.shared.sampled import compilations
 
-VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.5,
-}
-DEFINITION = DECODER.define(CONFIG, "lm")
+SLOTS, KEY = 6, jax.random.key(3)
+DEFINITION = DECODER.define({**samplers.SIZES, "model_type": "llama", "initializer_range": 0.5}, "lm")
 LOGITS = jax.jit(DEFINITION.padded_logits)
 
 
@@ -249,21 +241,13 @@ def test_contexts_are_packed_whole_and_where_their_bits_do_not_depend_on_the_pla
 
 @pytest.mark.long
 def test_nothing_compiles_after_the_warm_up(params: list[Any]) -> None:
-    fresh, compiled = make_sampler(SLOTS + 1), list[str]()
-
-    def note(name: str, *_: Any, **__: Any) -> None:
-        if "backend_compile" in name:
-            compiled.append(name)
-
+    fresh = make_sampler(SLOTS + 1)
     fresh.warm_up(params[0], [1])
     fresh._ahead.wait_for_all()
     both = [fresh.place(each) for each in params]
     jax.random.key_data(jax.random.fold_in(KEY, 0))  # the world's
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as compiled:
         run(fresh, both, dict(enumerate(WISHES)))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert not compiled
 
 

