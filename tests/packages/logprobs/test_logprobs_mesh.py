@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec
 from rlhf_topologies.hlo import count
 
-from rlhf_core import logprobs
 from rlhf_core.logprobs import token_logps
 from rlhf_core.mesh import (
     ROW_AXES,
@@ -24,12 +23,7 @@ from rlhf_core.mesh import (
     replicated_sharding,
     row_sharding,
 )
-from rlhf_core.metrics import Mean
-from rlhf_core.objective import trained_logps, trained_weight
-from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.plugins import load_file
-from rlhf_core.step import Accumulated, accumulate
-from rlhf_core.training import definition_of
 
 FILE = Path(__file__)
 cases: Any = load_file(FILE.parents[2] / "shared" / "logprob_cases.py")
@@ -177,42 +171,3 @@ def test_the_head_is_gathered_and_its_gradient_summed_once_a_pass(
     tokens = rows * length // (data * fsdp) * 4 * (dim + 4) if tensor > 1 else 0
     summed = tokens + (head if tensor < 8 else 0)
     assert summed <= sum(many.values()) <= summed + 4  # the loss
-
-
-@pytest.mark.parametrize(
-    ("shape", "tied"),
-    [
-        pytest.param(MIXED, False, marks=pytest.mark.long),
-        pytest.param((8, 1, 1), False, marks=pytest.mark.long),
-        pytest.param((1, 8, 1), True, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_a_training_step_sends_no_more_in_more_chunks(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], tied: bool
-) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
-    table = {"model_type": "llama", "vocab_size": 512, "tie_word_embeddings": tied, **sizes}
-    found = definition_of(table, "lm", None)
-    assert found is not None
-    definition, mesh = found[0], make_mesh(*shape)
-    spread = definition.shardings(mesh)
-    params = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), definition.abstract_params(), spread
-    )
-    texts = [tree([np.arange(3, 32, dtype=np.int32)], [np.ones(29, np.float32)])] * 8
-    (batch,) = pack(texts, Layout((32,), (8,), (1,), (32,)))
-
-    def objective(params: Any, batch: Any) -> Any:
-        logps, _ = trained_logps(definition, params, batch)
-        return Mean.of(-logps, trained_weight(batch)), {}
-
-    def step(chunk: int) -> dict[str, float]:
-        monkeypatch.setattr(logprobs, "chunk_size", lambda *_: chunk)
-        jitted = jax.jit(
-            lambda params, batch: accumulate(objective, params, batch, None),
-            out_shardings=Accumulated(spread, replicated_sharding(mesh), replicated_sharding(mesh)),
-        )
-        return sent(jitted.lower(params, abstract_rows(mesh, batch)).compile())
-
-    assert step(4) == step(32)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rlhf_core.packing import Layout, Packed, Tree, pack, shared_prefix, tree, with_room
-from rlhf_core.packing.rows import split, useful_fraction
 
 
 def ints(*values):
@@ -163,11 +162,20 @@ def test_pairs_lie_side_by_side():
         np.testing.assert_array_equal(batch.example[:, 0::2], batch.example[:, 1::2])
 
 
-def test_trees_that_fit_no_row_are_split_between_groups():
+@pytest.mark.parametrize(
+    ("layout", "group", "sizes"),
+    [
+        (Layout((8,), (1,), (8,), (32,)), 1, [3, 3]),
+        (Layout((8,), (1,), (8,), (32,)), 2, [2, 2, 2]),
+        (Layout((64,), (1,), (4,), (32,)), 1, [4, 2]),
+        (Layout((64,), (1,), (8,), (4,)), 1, [2, 2, 2]),
+    ],
+)
+def test_trees_that_fit_no_row_are_split_between_groups(layout, group, sizes):
+    """By their tokens, by how many sequences a row has, and by how many are trained."""
     tree = Tree(ints(5), tuple(ints(7, 8) for _ in range(6)))
-    for group, sizes in ((1, [3, 3]), (2, [2, 2, 2])):
-        packed = pack([tree], Layout((8,), (1,), (4,), (32,)), group=group)
-        assert [int((batch.last >= 0).sum()) for batch in packed] == sizes
+    packed = pack([tree], layout, group=group)
+    assert [int((batch.last >= 0).sum()) for batch in packed] == sizes
 
 
 def test_packing_ignores_the_order_of_names_and_is_repeatable():
@@ -189,12 +197,8 @@ def test_packing_ignores_the_order_of_names_and_is_repeatable():
         np.testing.assert_array_equal(x.token_values["old"], y.token_values["old"])
 
 
-def test_no_trees_give_no_micro_batch():
-    assert pack([], LAYOUT) == []
-    assert useful_fraction([]) == 1.0
-
-
 def test_a_class_without_trees_gives_no_micro_batch():
+    assert pack([], LAYOUT) == []
     packed = pack([Tree(ints(), (np.arange(1, 40, dtype=np.int32),))], LAYOUT)
     assert [batch.rows.tokens.shape for batch in packed] == [(2, 64)]
 
@@ -221,11 +225,6 @@ def test_a_first_token_is_never_trained():
     (batch,) = pack([Tree(ints(), (ints(4, 5, 6),))], Layout((32,), (1,), (2,), (32,)))
     assert batch.rows.weight[0, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
     assert batch.trained[0, :3].tolist() == [1, 2, -1]
-
-
-def test_useful_fraction_counts_a_shared_prompt_once():
-    packed = pack([Tree(ints(*range(1, 11)), (ints(1, 2), ints(3)))], Layout((32,), (2,), (2,), (0,)))
-    assert useful_fraction(packed) == pytest.approx(13 / 64)
 
 
 def test_a_pair_in_numbers():
@@ -268,26 +267,11 @@ def test_tree_shares_no_trained_token():
 
 def test_long_trees_are_split_with_their_prompt_repeated():
     t = random_trees(5, 1, branches=(12, 13))[0]
-    parts = split(t, len(t.prefix) + 30)
-    assert len(parts) > 1
-    assert all(part.size <= len(t.prefix) + 30 for part in parts)
-    assert [b.tolist() for part in parts for b in part.branches] == [b.tolist() for b in t.branches]
-    assert (
-        np.concatenate([p.sequence_values["advantage"] for p in parts]).tolist()
-        == t.sequence_values["advantage"].tolist()
-    )
+    assert t.size > LAYOUT.time[-1]
     packed = pack([*random_trees(6, 3), t], LAYOUT, token_names=["old"], sequence_names=["advantage"])
     assert sorted(unpack(packed), key=key) == sorted(expected([*random_trees(6, 3), t]), key=key)
-
-
-def test_split_keeps_groups_and_says_what_does_not_fit():
-    pairs = Tree(ints(1), tuple(ints(2, 3) for _ in range(6)))
-    assert [len(part.branches) for part in split(pairs, 8, group=2)] == [2, 2, 2]
-    assert [len(part.branches) for part in split(pairs, 8)] == [3, 3]
-    assert [len(part.branches) for part in split(pairs, 64, sequences=4)] == [4, 2]
-    assert [len(part.branches) for part in split(pairs, 64, trained=4)] == [2, 2, 2]
     with pytest.raises(ValueError, match=r"branches of \[2, 2\] tokens does not fit a row of 4 tokens"):
-        split(pairs, 4, group=2)
+        pack([Tree(ints(1), (ints(2, 3), ints(2, 3)))], Layout((4,), (1,), (2,), (8,)), group=2)
 
 
 def test_trees_that_fit_no_class_get_a_longer_one() -> None:

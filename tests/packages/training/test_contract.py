@@ -52,19 +52,6 @@ def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("read_at", "expected"), [("eos", "eos"), ("template", "template"), (None, "template")]
-)
-def test_where_conversations_end(
-    tiny: ModuleType, stage: Any, tmp_path: Path, read_at: Any, expected: str
-) -> None:
-    """None: as the model that the stage started from, here a foreign one, which was trained on whole templates."""
-    model = tiny.make_model("score", scale=4.0)
-    model.save(tmp_path / "start")
-    config = TrainerConfig(model=str(tmp_path / "start"))
-    assert Context(config, stage).scoring_contract(model, read_at=read_at)["read_at"] == expected
-
-
-@pytest.mark.parametrize(
     ("kind", "recorded", "expected"),
     [
         ("language_model", {}, "template"),
@@ -76,8 +63,11 @@ def test_where_conversations_end(
 def test_a_new_head_reads_the_templates_end_and_an_old_one_what_it_was_trained_on(
     tiny: ModuleType, stage: Any, tmp_path: Path, kind: str, recorded: dict[str, str], expected: str
 ) -> None:
+    """Where the configuration does not say where."""
     model = tiny.make_model("score", scale=4.0)
     manifest = {"format": 1, "name": "model", "kind": kind, "files": {}, "contract": recorded}
     artifacts.write_manifest(tmp_path, manifest)
-    contract = Context(TrainerConfig(model=str(tmp_path)), stage).scoring_contract(model, read_at=None)
-    assert contract["read_at"] == expected
+    context = Context(TrainerConfig(model=str(tmp_path)), stage)
+    assert context.scoring_contract(model, read_at=None)["read_at"] == expected
+    for asked in ("eos", "template"):
+        assert context.scoring_contract(model, read_at=asked)["read_at"] == asked
