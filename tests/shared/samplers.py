@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhf_core import Rollouts, SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import SamplingMesh, SamplingOptions
+from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions
 
 VOCAB = 48
 SIZES = {
@@ -82,6 +82,20 @@ def inputs(
     if mesh is None:
         mesh = make_mesh(devices=jax.devices()[:1])
     return SamplerInputs(definition=definition, options=options, mesh=mesh, stop_ids=stop_ids, **settings)
+
+
+def five_prompts() -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
+
+
+def sample(definition: Any, params: Any, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
+    """Sample three completions of at most nine tokens for each of five prompts."""
+    counts = {"num_generations": 3, "prompts_per_call": 5, "max_prompt_length": 24}
+    given = {"max_completion_length": 9, **counts, **options}
+    sampler = Sampler(inputs(definition, mesh, tensor=tensor, **given))
+    placed = jax.device_put(params, definition.shardings(mesh))
+    return sampler(placed, five_prompts(), jax.random.key(0))
 
 
 def assert_same(found: Rollouts, expected: Rollouts, atol: float = 2e-5) -> None:

@@ -21,7 +21,7 @@ from rlhf_core import checkpoint
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
-from tests.shared.sampled import compilations
+from tests.shared.compiled import compilations
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -88,15 +88,6 @@ def either(
     if request.param == "array by array":
         monkeypatch.setattr(checkpoint, "ENCODED_AT_ONCE", 1)
     return opened
-
-
-def test_what_is_encoded_at_once_is_bounded_for_large_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = checkpoint.leaves(make_state())
-    assert checkpoint._context(arrays).memory.write_concurrent_bytes is None
-    largest = max(leaf.nbytes for leaf in arrays.values())
-    for bound, expected in ((largest * 2, largest * 2), (1, largest)):
-        monkeypatch.setattr(checkpoint, "ENCODED_AT_ONCE", bound)
-        assert checkpoint._context(arrays).memory.write_concurrent_bytes == expected + 1
 
 
 def test_restores_every_bit_of_tree_key_host_and_arrays(either: Checkpoints) -> None:

@@ -11,7 +11,6 @@ import pytest
 from rlhf_core import reading as module
 from rlhf_core.fit import evaluator
 from rlhf_core.metrics import Mean
-from rlhf_core.reading import compute_batches, say_if_slow
 
 
 class Device:
@@ -32,22 +31,12 @@ class Device:
         return result
 
 
-def test_two_at_most_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
-    batches: Any = range(7)
-    found = [
-        (batch, float(loss.total)) for batch, (loss, _) in compute_batches(device.compute, None, batches)
-    ]  # type: ignore[arg-type]
-    assert found == [(i, float(i)) for i in range(7)]
-    assert (device.most, device.there) == (2, 0)
-
-
 def test_the_evaluator_of_every_trainer_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     monkeypatch.setattr("rlhf_core.fit.evaluation.jax", SimpleNamespace(jit=lambda f: f))
     evaluate = evaluator(lambda params, batch: device.compute(batch), None, lambda: range(5))  # type: ignore[arg-type]
     assert evaluate(SimpleNamespace(params=None)) == {"loss": 2.0, "double": 4.0}  # type: ignore[arg-type]
-    assert device.most == 2
+    assert (device.most, device.there) == (2, 0)
 
 
 def test_long_evaluations_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +47,10 @@ def test_long_evaluations_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) 
         return device.compute(batch)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    list(compute_batches(compute, None, range(40), said.append))  # type: ignore[arg-type]
+    list(module.compute_batches(compute, None, range(40), said.append))  # type: ignore[arg-type]
     assert said == ["evaluating 3/40", "evaluating 29/40"]
     said.clear()
-    list(compute_batches(compute, None, range(2), said.append))  # type: ignore[arg-type]
+    list(module.compute_batches(compute, None, range(2), said.append))  # type: ignore[arg-type]
     assert said == []
 
 
@@ -69,9 +58,9 @@ def test_only_what_is_slow_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None
     import time
 
     said: list[str] = []
-    with say_if_slow(said.append, "quick"):
+    with module.say_if_slow(said.append, "quick"):
         pass
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
-    with say_if_slow(said.append, "slow"):
+    with module.say_if_slow(said.append, "slow"):
         time.sleep(0.5)
     assert said == ["slow"]

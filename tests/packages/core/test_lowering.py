@@ -13,17 +13,18 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Definition, Lora, split
+from rlhf_core.models import DECODER, Definition, Lora
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import pack, tree
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.sampling.loop import SamplingProgram, generate
-from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
+from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 from tests.shared import mesh_cases as cases
+from tests.shared.drawn import of_shapes
 
 PLATFORMS = ("cuda", "rocm", "tpu")
 NAMES = ("llama", "gemma2", "mixtral", "llama, adapters")
@@ -57,24 +58,6 @@ def assert_precisions(program: str) -> None:
     assert "callback" not in program  # no way back to the host from inside
 
 
-def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
-    """Make a train state of shapes and shardings, without arrays."""
-    tx, everywhere = adamw(0.1), replicated_sharding(mesh)
-
-    def placed(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-    params = placed(made.abstract_params(), made.shardings(mesh))
-    fixed = fixed_parameters(params, None)
-    trained = split(params, fixed)[0]
-    shardings = jax.tree.map(lambda x: x.sharding, trained)
-    moments = jax.eval_shape(tx.init, trained)
-    moments = placed(moments, optimizer_shardings(moments, trained, shardings, mesh))
-    number, key = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), jax.eval_shape(jax.random.key, 0)
-    key = jax.ShapeDtypeStruct((), key.dtype, sharding=everywhere)
-    return TrainState(number, params, moments, key, number, made, tx, fixed)
-
-
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
@@ -99,7 +82,7 @@ def test_the_train_step(name: str, devices: str) -> None:
 
     text = np.arange(3, 15, dtype=np.int32)
     (batch,) = pack([tree([text], [np.ones(12, np.float32)])] * 8, cases.LAYOUT)
-    rows, state = put_rows(mesh, batch), abstract_state_of(made, mesh)
+    rows, state = put_rows(mesh, batch), create_state(of_shapes(made, mesh), adamw(0.1))
     programs: Any = Programs(objective, state)
     key = state.key if made.lora is not None else None
     first = programs._trace(state, rows, key)

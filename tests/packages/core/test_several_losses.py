@@ -19,7 +19,7 @@ from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean, fetch_metrics
 from rlhf_core.plugins import load_file
 from rlhf_core.step import Programs, split_step
-from tests.shared.sampled import compilations
+from tests.shared.compiled import compilations
 
 sharing: Any = load_file(Path(__file__).parents[2] / "shared" / "sharing.py")
 RATE = 0.1

@@ -11,14 +11,14 @@ import pytest
 from rlhf_topologies.hlo import count, count_apart
 
 from rlhf_core import create_state
-from rlhf_core.mesh import make_mesh, with_shardings
+from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
-from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, empty_batches
 from rlhf_core.step import Programs
 from rlhf_core.training import definition_of
+from tests.shared.drawn import of_shapes
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 TABLE: dict[str, Any] = {"model_type": "llama", "vocab_size": 512, **SIZES}
@@ -28,22 +28,14 @@ def described(mesh: Any, **table: Any) -> tuple[Programs, Any, Any]:
     """The programs of a language model whose layers are a loop, its state of shapes, and a micro-batch."""
     found = definition_of({**TABLE, **table}, "lm", None, remat="full")
     assert found is not None
-    definition, hf_config = found
-    model = Model(
-        definition,
-        with_shardings(definition.abstract_params(), definition.shardings(mesh)),
-        None,
-        hf_config,
-        None,
-        mesh,
-    )
+    definition, _ = found
 
     def objective(params: Any, batch: Any) -> Any:
         logps, entropies = trained_logps(definition, params, batch, entropy=True)
         weight = trained_weight(batch)
         return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
 
-    state = create_state(model, adamw(1e-3))
+    state = create_state(of_shapes(definition, mesh), adamw(1e-3))
     (batch,) = empty_batches(Layout((128,), (8,), (1,), (32,)))
     return Programs(objective, state), state, batch
 

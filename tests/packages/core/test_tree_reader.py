@@ -73,22 +73,6 @@ def test_scores_of_every_branch_as_computed_one_by_one(
     assert np.std(last) > 1e-3
 
 
-def test_a_program_is_compiled_once_per_shape() -> None:
-    mesh, traced = make_mesh(), []
-
-    def weights(params: Any, batch: Any) -> Any:
-        traced.append(batch.trained.shape)
-        return params * (batch.trained >= 0)
-
-    given = trees(np.random.default_rng(1))
-    reader = TreeReader(weights, LAYOUT, mesh, per="token")
-    for _ in range(2):
-        values = reader(np.float32(2), given)
-    assert sorted(traced) == sorted(set(traced))
-    assert [len(v) for v in values] == [len(trained(t, i)) for t in given for i in range(len(t.branches))]
-    assert all((v == 2).all() for v in values)
-
-
 def test_several_values_of_one_pass() -> None:
     """Each by its name; compiled before, so that reading traces nothing; no tree has the names all the same."""
     mesh, traced = make_mesh(), []

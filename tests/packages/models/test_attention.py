@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import ATTENTION
-from rlhf_core.models import attend_blocks, in_blocks
-from rlhf_core.models.attention import attend, attend_cudnn, block_size, query_block
+from rlhf_core.models import in_blocks
+from rlhf_core.plugins import installed_registry
 
 ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4
+REGISTRY = installed_registry()
 WAYS = {
-    "xla": attend,
-    "blocks": attend_blocks,
+    "xla": REGISTRY.get(ATTENTION, "xla"),
+    "blocks": REGISTRY.get(ATTENTION, "blocks"),
     "blocks of 32": in_blocks(32),
-    "cudnn": functools.partial(attend_cudnn, implementation="xla"),
+    "cudnn": REGISTRY.get(ATTENTION, "cudnn", implementation="xla"),
 }
 
 
@@ -136,16 +137,3 @@ def test_value_and_gradient(way: str, time: int, window: int | None, softcap: fl
     np.testing.assert_allclose(found[until > 0], value[until > 0], rtol=1e-4, atol=2e-5)
     for one, other in zip(found_gradients, gradients, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-4)
-
-
-def test_blocks_are_few() -> None:
-    assert [block_size(t) for t in (64, 1024, 1025, 4096)] == [64, 64, 128, 256]
-    assert [query_block(t) for t in (1, 2048, 2049, 32768)] == [128, 128, 256, 2048]
-
-
-def test_attention_functions_are_registered() -> None:
-    from rlhf_core import plugins
-
-    registry = plugins.load().registry
-    assert set(registry.names(ATTENTION)) >= {"auto", "xla", "blocks", "cudnn", "pallas"}
-    assert registry.get(ATTENTION, "blocks") is attend_blocks

@@ -22,7 +22,7 @@ from rlhf_core.rollouts import Reward
 from rlhf_core.rollouts.collector import score
 from rlhf_core.sampling import Sampler
 from rlhf_core.scoring import Scorer, ScoringContract
-from tests.shared.sampled import inputs
+from tests.shared import samplers
 
 LETTER = 5
 """The token "c"."""
@@ -110,9 +110,8 @@ def test_scores_of_a_model_with_nan_are_an_error_and_no_output(
 
 def test_sampling_names_the_prompt_whose_logits_are_not_finite(tiny: ModuleType) -> None:
     model = fails_at_c(tiny, "lm")
-    sampler = Sampler(
-        inputs(model.definition, {"max_completion_length": 2}, stop_ids=(1,), max_prompt_length=4)
-    )
+    counts = {"max_completion_length": 2, "max_prompt_length": 4, "prompts_per_call": 4}
+    sampler = Sampler(samplers.inputs(model.definition, stop_ids=(1,), **counts))
     prompts = [np.array(ids, np.int32) for ids in ([3, 4], [3, LETTER], [6])]
     with pytest.raises(NonFiniteError, match=r"a next token is not finite.* layer 0 \(") as caught:
         sampler(model.params, prompts, jax.random.key(0))

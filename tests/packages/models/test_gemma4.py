@@ -9,11 +9,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from rlhf_core.models import DECODER, paths
-from rlhf_core.plugins import load_file as load_module
 from rlhf_core.state import fixed_parameters
+from tests.shared.decoder_configs import CONFIGS
 
-reference: Any = load_module(Path(__file__).with_name("test_models_reference.py"))
-DENSE, EXPERTS = (reference.CONFIGS[f"gemma4, {name}"] for name in ("shared keys", "experts"))
+DENSE, EXPERTS = (CONFIGS[f"gemma4, {name}"] for name in ("shared keys", "experts"))
 
 
 def test_names_of_experts_and_routers(tiny: Any, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from rlhf_core.models import fresh_model, load_model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.sampling import Sampler
+from tests.shared import samplers
 from tests.shared.drawn import with_adapters_drawn
-from tests.shared.sampled import inputs
 from tests.shared.weight_files import config_of, contents
 
 FAMILIES = [
@@ -167,9 +167,10 @@ def test_greedy_tokens(shared: Path, family: str) -> None:
     length = int(golden["greedy_prompt_len"])
     rows = zip(golden["input_ids"], golden["attention_mask"] > 0, strict=True)
     prompts = [row[attended][:length].astype(np.int32) for row, attended in rows]
-    options = {"temperature": 0, "max_completion_length": golden["greedy"].shape[1]}
-    more = {"mesh": model.mesh, "prompts_per_call": len(prompts), "max_prompt_length": length}
-    found = Sampler(inputs(model.definition, options, **more))(model.params, prompts, jax.random.key(0))
+    lengths = {"max_completion_length": golden["greedy"].shape[1], "max_prompt_length": length}
+    options = {"temperature": 0.0, "stop_ids": (), "prompts_per_call": len(prompts), **lengths}
+    sampler = Sampler(samplers.inputs(model.definition, model.mesh, **options))
+    found = sampler(model.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(found.tokens, golden["greedy"])
 
 

@@ -19,10 +19,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model, join, paths, split, weights
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh
 from rlhf_core.state import fixed_parameters
+from tests.shared import samplers
 from tests.shared.drawn import with_adapters_drawn
-from tests.shared.sampled import inputs
 
 RECORDED = np.load(Path(__file__).with_name("bitsandbytes.npz"))
 """What bitsandbytes 0.50.2 makes of `WEIGHTS`, under the names of its files."""
@@ -172,28 +171,10 @@ def test_computes_what_the_dequantized_model_does(
     for name, grad in expected[1].items():
         assert_close(grads[name], grad)
     whole = model.merged()
-    completions = sample(whole, one)
-    for found in (sample(model, one), sample(model, make_mesh(fsdp=8), tensor=2)):
-        np.testing.assert_array_equal(found.tokens, completions.tokens)
-        np.testing.assert_allclose(found.logps, completions.logps, atol=5e-5)
-
-
-def sample(model: Model, mesh: Any, tensor: int | None = None) -> Rollouts:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 96, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
-    sampler = Sampler(
-        inputs(
-            model.definition,
-            {"max_completion_length": 9, "mesh": SamplingMesh(tensor=tensor)},
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=3,
-            prompts_per_call=5,
-            max_prompt_length=24,
-        )
-    )
-    placed = jax.device_put(model.params, model.definition.shardings(mesh))
-    return sampler(placed, prompts, jax.random.key(0))
+    completions = samplers.sample(whole.definition, whole.params, one)
+    for mesh, tensor in ((one, None), (make_mesh(fsdp=8), 2)):
+        found = samplers.sample(model.definition, model.params, mesh, tensor)
+        samplers.assert_same(found, completions, atol=5e-5)
 
 
 def test_dequantizes_one_layer_at_a_time(tmp_path: Path) -> None:

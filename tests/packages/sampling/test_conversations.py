@@ -223,17 +223,6 @@ def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, messag
         hold(world=Script(reply), prompts=PROMPTS[-1:])
 
 
-def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
-    definition, world = define("llama"), worlds.MadeUp(VOCAB)
-    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
-    groups = {"num_generations": 3, "prompts_per_call": 3}
-    inputs = samplers.inputs(definition, max_completion_length=8, **groups, **lengths)
-    sampler = make_sampler(inputs)
-    assert sampler.room.slots == len(PROMPTS)
-    sampler.converse(draw("llama"), PROMPTS, KEY, IDS, world)
-    worlds.assert_same(world.said, hold())
-
-
 def test_calls_that_cannot_be_are_refused(hold: Any) -> None:
     with pytest.raises(InputError, match="prompt 2 has no tokens"):
         hold(prompts=[PROMPTS[0], PROMPTS[0][:0]])

@@ -16,7 +16,7 @@ from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
 from tests.shared import samplers
-from tests.shared.sampled import compilations
+from tests.shared.compiled import compilations
 
 SLOTS, KEY = 6, jax.random.key(3)
 DEFINITION = DECODER.define({**samplers.SIZES, "model_type": "llama", "initializer_range": 0.5}, "lm")

@@ -14,7 +14,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
-from rlhf_core.sampling import Rollouts, Sampler, placement
+from rlhf_core.sampling import Rollouts, placement
 from tests.shared import samplers
 from tests.shared.drawn import params_of
 
@@ -30,29 +30,14 @@ def model(name: str) -> tuple[Definition, Any]:
     return definition, params_of(definition, 1, 0.5)
 
 
-def make_prompts() -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, samplers.VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
-
-
 def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
-    definition, params = model(name)
-    prompts = make_prompts()
-    counts = {
-        "num_generations": 3,
-        "prompts_per_call": 5,
-        "max_prompt_length": 24,
-        "max_completion_length": 9,
-    }
-    sampler = Sampler(samplers.inputs(definition, mesh, tensor=tensor, **counts, **options))
-    placed = jax.device_put(params, definition.shardings(mesh))
-    return sampler(placed, prompts, jax.random.key(0))
+    return samplers.sample(*model(name), mesh, tensor, **options)
 
 
 def require_full_forward(name: str, found: Rollouts) -> None:
     """Compare log-probabilities with those of passes over whole sequences, in float64 from the logits on."""
     definition, params = model(name)
-    prompts = [prompt for prompt in make_prompts() for _ in range(3)]
+    prompts = [prompt for prompt in samplers.five_prompts() for _ in range(3)]
     tokens = np.zeros((len(prompts), 32), np.int32)
     for row, prompt, length, completion in zip(tokens, prompts, found.lengths, found.tokens, strict=True):
         row[: len(prompt) + length] = [*prompt, *completion[:length]]

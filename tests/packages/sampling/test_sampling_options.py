@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
 from tests.shared import samplers
-from tests.shared.sampled import compilations
+from tests.shared.compiled import compilations
 
 NEW = 12
 KEY = jax.random.key(3)

@@ -91,16 +91,6 @@ def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "options", [name if name == "strings" else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-)
-def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every completion has a slot: with its prompt's one cache, and with a copy of it; the last few by themselves."""
-    shared = ask(model, monkeypatch, ALL, last=1, **OPTIONS[options])
-    monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
-    samplers.assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
-
-
-@pytest.mark.parametrize(
     "slots", [pytest.param(1, marks=pytest.mark.long), 4, pytest.param(8, marks=pytest.mark.long)]
 )
 def test_a_free_slot_is_reused_immediately(slots: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
