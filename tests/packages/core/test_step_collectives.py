@@ -62,15 +62,7 @@ def test_fsdp_gathers_parameters_twice_and_sums_gradients_once() -> None:
     assert summed == pytest.approx(spread(state), abs=small)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((8, 1, 1), marks=pytest.mark.long),
-        (2, 4, 1),
-        pytest.param((2, 2, 2), marks=pytest.mark.long),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [(2, 4, 1), pytest.param((2, 2, 2), marks=pytest.mark.long)], ids=str)
 def test_devices_along_data_exchange_gradients_once_per_update(shape: tuple[int, int, int]) -> None:
     """Of machines with an equal part of `data` each, `accumulate` sends nothing to another, `apply` one gradient."""
     mesh = make_mesh(*shape)

@@ -42,14 +42,11 @@ def trained(tree: Tree, branch: int) -> np.ndarray:
     return np.flatnonzero(weight)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])  # every run reads on one
-def test_scores_of_every_branch_as_computed_one_by_one(
-    devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its last token, and at the parent of each trained one."""
+def test_scores_of_every_branch_as_computed_one_by_one(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its last token, and at the parent of each trained one, on eight devices: every run reads on one."""
     monkeypatch.setattr(reading, "CHUNK", 2)
     model = tiny.make_model("score", scale=4.0)
-    mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
+    mesh = make_mesh(8)
     definition = model.definition
     params = jax.device_put(model.params, definition.shardings(mesh))
     given = trees(np.random.default_rng(0))

@@ -23,12 +23,12 @@ from tests.shared.drawn import params_of
 VOCAB, LENGTH = 37, 64
 WINDOW = {"sliding_window": 8, "rms_norm_eps": 0.01}  # without it, norms of short vectors enlarge rounding
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{name: CONFIGS[name] for name in ("llama", "qwen3", "mixtral", "qwen3_5", "lfm2")},
-    **{name: CONFIGS[name] | {"sliding_window": 8} for name in ("mistral, yarn", "gemma2", "gemma3")},
+    "gemma3": CONFIGS["gemma3"] | {"sliding_window": 8},
     "gemma4": CONFIGS["gemma4, shared keys"] | WINDOW,
+    "qwen3_5": CONFIGS["qwen3_5"],
 }
-KEPT = ("gemma3", "gemma4", "qwen3_5")
-"""Windows and several rotary embeddings, keys and values of other layers, states: what `extend` passes on by itself."""
+"""Windows and several rotary embeddings, keys and values of other layers, states: what `extend` passes on by itself.
+Conversations of other families: tests/packages/sampling/test_conversations.py."""
 
 
 def used(definition: Definition, params: Any, rows: int) -> Any:
@@ -39,9 +39,7 @@ def used(definition: Definition, params: Any, rows: int) -> Any:
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), cache)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; plain parameters of one family, too."""
     definition = DECODER.define(FAMILIES[name], "lm")
@@ -53,7 +51,7 @@ def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str)
     tokens = rng.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
     expected = np.asarray(jax.jit(definition.hidden)(params, tokens, positions, np.full_like(tokens, LENGTH)))
-    plain = (params,) if name == KEPT[0] else ()
+    plain = (params,) if name == "gemma3" else ()
     for weights in (*plain, definition.prepare(params)):
         cache, start = used(definition, params, 3), np.zeros(3, np.int32)
         for lengths in ((7, 16, 1), (16, 3, 9), (2, 11, 16)):
