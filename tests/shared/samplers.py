@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -96,6 +97,33 @@ def sample(definition: Any, params: Any, mesh: Any, tensor: int | None = None, *
     sampler = Sampler(inputs(definition, mesh, tensor=tensor, **given))
     placed = jax.device_put(params, definition.shardings(mesh))
     return sampler(placed, five_prompts(), jax.random.key(0))
+
+
+@functools.cache
+def _logits_of(definition: Any) -> Any:
+    return jax.jit(definition.padded_logits)
+
+
+def full_logits(definition: Any, params: Any, tokens: Any) -> np.ndarray:
+    """float64 [time, vocabulary] of one sequence, by the forward pass that training uses."""
+    width = -(-len(tokens) // 64) * 64  # one program for most lengths
+    ids, mask = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    ids[0, : len(tokens)] = tokens
+    mask[0, : len(tokens)] = 1
+    return np.asarray(_logits_of(definition)(params, ids, mask)[0, : len(tokens)], np.float64)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def full_logps(
+    definition: Any, params: Any, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """float64 [time]: log-probabilities of a completion's tokens by one pass over the whole sequence."""
+    logits = full_logits(definition, params, [*prompt, *completion])[len(prompt) - 1 : -1]
+    return np.asarray(log_softmax(logits / temperature)[np.arange(len(completion)), completion])
 
 
 def assert_same(found: Rollouts, expected: Rollouts, atol: float = 2e-5) -> None:

@@ -32,22 +32,18 @@ class Small(nnx.Module):
         self.places = nnx.Embed(64, width, rngs=rngs)
         self.layers = nnx.List([nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False)])
 
-    def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
-        x = self.words(input_ids) + self.places(positions)
-        for layer in self.layers:
-            x = x + layer(x, mask=attention_mask[:, None])
-        return self.words.attend(x)
-
-
-class WithHidden(Small):
-    def hidden(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    def states(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
         x = self.words(input_ids) + self.places(positions)
         for layer in self.layers:
             x = x + layer(x, mask=attention_mask[:, None])
         return x
 
     def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
-        return self.words.attend(self.hidden(input_ids, positions, attention_mask))
+        return self.words.attend(self.states(input_ids, positions, attention_mask))
+
+
+class WithHidden(Small):
+    hidden = Small.states
 
 
 class Cached(nnx.Module):

@@ -15,16 +15,9 @@ from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
 from rlhf_core.models import DECODER, Architecture, decoder_family, find_family, fresh_model, load_model
+from tests.shared.mesh_cases import FAMILIES
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 24,
-    "vocab_size": 30,
-}
+LLAMA = FAMILIES["llama"]
 
 
 def parse(fields: dict[str, Any]) -> Any:
@@ -59,28 +52,7 @@ def test_rope_in_the_keys_of_transformers_4_and_5() -> None:
 
 
 def test_gemma3_has_a_rope_for_each_kind_of_layer() -> None:
-    four = of(
-        "gemma3_text",
-        sliding_window_pattern=2,
-        rope_theta=1e6,
-        rope_local_base_freq=5e3,
-        rope_scaling={"type": "linear", "factor": 8.0},
-    )
-    five = of(
-        "gemma3_text",
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-        },
-    )
-    config = parse(four)
-    assert parse(five) == config
-    assert [(rope.kind, rope.theta, rope.factor) for rope in config.ropes] == [
-        ("default", 5e3, 1.0),
-        ("linear", 1e6, 8.0),
-    ]
-    assert (config.layer_ropes, config.windows) == ((0, 1), (4096, None))
+    """Where its configuration does not say which layers slide; the spellings: test_models_golden.py."""
     plain = parse(of("gemma3_text", num_hidden_layers=7))
     assert plain.layer_ropes == (0, 0, 0, 0, 0, 1, 0)
     assert [rope.theta for rope in plain.ropes] == [1e4, 1e6]

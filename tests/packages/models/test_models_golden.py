@@ -19,7 +19,7 @@ from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.sampling import Sampler
 from tests.shared import samplers
 from tests.shared.drawn import with_adapters_drawn
-from tests.shared.weight_files import config_of, contents
+from tests.shared.weight_files import config_of, contents, fused
 
 FAMILIES = [
     "llama",
@@ -98,29 +98,6 @@ def test_what_is_loaded_is_saved(shared: Path, tmp_path: Path, family: str, keys
     assert config_of(tmp_path / "saved") == config_of(copy)
 
 
-def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Join the tensors of a layer's experts as torch's modules hold them: gate and up [experts, 2 · size, hidden], down
-    [experts, hidden, size]. A correction of the router and a layer's scalar are buffers, without a gradient.
-    """
-    buffers = ("correction_bias", "layer_scalar")
-    tensors = {name: x for name, x in tensors.items() if not name.endswith(buffers)}
-    out = {name: x for name, x in tensors.items() if ".experts." not in name}
-    layers = {name.split(".experts.")[0] for name in tensors if ".experts.0." in name}
-    if not layers:  # gpt-oss, whose files hold them so
-        return tensors
-    for layer in layers:
-        count = 1 + max(int(name.split(".")[-3]) for name in tensors if name.startswith(f"{layer}.experts."))
-        gate, up, down = (
-            np.stack([tensors[f"{layer}.experts.{e}.{part}_proj.weight"] for e in range(count)])
-            for part in ("gate", "up", "down")
-        )
-        out |= {
-            f"{layer}.experts.gate_up_proj": np.concatenate([gate, up], 1),
-            f"{layer}.experts.down_proj": down,
-        }
-    return out
-
-
 @pytest.mark.parametrize("family", NEWER)
 def test_gradients(shared: Path, tmp_path: Path, family: str) -> None:
     """Of the mean negative log-likelihood of all predicted tokens; several sequences in one row do not mix."""
@@ -141,7 +118,9 @@ def test_gradients(shared: Path, tmp_path: Path, family: str) -> None:
     value, gradient = jax.jit(jax.value_and_grad(loss))(model.params)
     np.testing.assert_allclose(value, facts["nll"], rtol=1e-5)
     model.with_params(gradient).save(tmp_path)  # under the names in the files
-    found = fused(load_file(tmp_path / "model.safetensors"))
+    buffers = ("correction_bias", "layer_scalar")  # of torch's modules, without a gradient
+    saved = load_file(tmp_path / "model.safetensors")
+    found = fused({name: x for name, x in saved.items() if not name.endswith(buffers)})
     assert set(found) == set(wanted)
     for name, tensor in wanted.items():
         np.testing.assert_allclose(

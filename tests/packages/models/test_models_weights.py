@@ -18,19 +18,9 @@ from safetensors.numpy import load_file, save_file
 from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
 from rlhf_core.training import definition_of
 from tests.shared.decoder_configs import CONFIGS
+from tests.shared.mesh_cases import FAMILIES
 
-TABLE: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 30,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TABLE = FAMILIES["llama"]
 
 
 @pytest.fixture(scope="module")

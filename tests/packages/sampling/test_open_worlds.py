@@ -20,7 +20,6 @@ from tests.shared.compiled import compilations
 
 SLOTS, KEY = 6, jax.random.key(3)
 DEFINITION = DECODER.define({**samplers.SIZES, "model_type": "llama", "initializer_range": 0.5}, "lm")
-LOGITS = jax.jit(DEFINITION.padded_logits)
 
 
 class Wish(NamedTuple):
@@ -123,13 +122,6 @@ def run(sampler: ConversationSampler, weights: list[Weights], wishes: dict[int, 
     return world
 
 
-def whole_logits(params: Any, ids: list[int]) -> np.ndarray:
-    """Compute a sequence's logits [time, vocabulary] in one pass, padded so that one program serves every length."""
-    mask = (np.arange(192) < len(ids)).astype(np.int32)[None]
-    padded = np.pad(np.array([ids], np.int32), ((0, 0), (0, 192 - len(ids))))
-    return np.asarray(LOGITS(params, padded, mask), np.float64)[0, : len(ids)]
-
-
 def test_settings_per_turn(
     sampler: ConversationSampler,
     weights: list[Weights],
@@ -143,9 +135,9 @@ def test_settings_per_turn(
         assert tokens.tolist() == alone.result(77)[0].tolist()
         assert logps.tobytes() == alone.result(77)[1].tobytes()
         # The log-probabilities of softmax(logits / temperature), in float64.
-        logits = whole_logits(params[wish.own], [*wish.prompt, *tokens])
+        logits = samplers.full_logits(DEFINITION, params[wish.own], [*wish.prompt, *tokens])
         at = logits[len(wish.prompt) - 1 : -1] / (wish.settings.get("temperature", 1.0) or 1.0)
-        everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
+        everything = samplers.log_softmax(at)
         np.testing.assert_allclose(logps, everything[np.arange(len(tokens)), tokens], atol=2e-5)
         if wish.settings.get("alternatives"):
             np.testing.assert_allclose(best, -np.sort(-everything)[:, :4], atol=2e-5)
@@ -274,6 +266,6 @@ def test_weights_that_change_in_the_middle(
         pass
     tokens, logps, *_ = world.result(0)
     for some, own in ((slice(0, 4), 0), (slice(4, 30), 1)):
-        at = whole_logits(params[own], [5, 6, 7, *tokens])[2:-1]
-        everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
+        at = samplers.full_logits(DEFINITION, params[own], [5, 6, 7, *tokens])[2:-1]
+        everything = samplers.log_softmax(at)
         np.testing.assert_allclose(logps[some], everything[np.arange(30), tokens][some], atol=2e-5)

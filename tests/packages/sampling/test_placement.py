@@ -35,20 +35,11 @@ def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> R
 
 
 def require_full_forward(name: str, found: Rollouts) -> None:
-    """Compare log-probabilities with those of passes over whole sequences, in float64 from the logits on."""
     definition, params = model(name)
     prompts = [prompt for prompt in samplers.five_prompts() for _ in range(3)]
-    tokens = np.zeros((len(prompts), 32), np.int32)
-    for row, prompt, length, completion in zip(tokens, prompts, found.lengths, found.tokens, strict=True):
-        row[: len(prompt) + length] = [*prompt, *completion[:length]]
-    ends = np.array([[len(prompt)] for prompt in prompts]) + found.lengths[:, None]
-    mask = (np.arange(32) < ends).astype(np.int32)
-    logits = np.asarray(jax.jit(definition.padded_logits)(params, tokens, mask), np.float64)
-    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    for i, prompt in enumerate(prompts):
-        at = np.arange(len(prompt), ends[i, 0])
-        expected = logps[i, at - 1, tokens[i, at]]
-        np.testing.assert_allclose(found.logps[i, : len(at)], expected, atol=1e-4, err_msg=f"{name} {i}")
+    for i, (prompt, length) in enumerate(zip(prompts, found.lengths, strict=True)):
+        expected = samplers.full_logps(definition, params, prompt, found.tokens[i, :length])
+        np.testing.assert_allclose(found.logps[i, :length], expected, atol=1e-4, err_msg=f"{name} {i}")
 
 
 KEPT = ("gpt_oss", "qwen3_5", "gemma4", "phi3")

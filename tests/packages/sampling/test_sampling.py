@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,21 +46,6 @@ def make_sampler(
     return Sampler(samplers.inputs(definition or model()[0], mesh, stop_ids=stop_ids, **counts | given))
 
 
-@jax.jit
-def _padded_logits(tokens: jax.Array, length: jax.Array) -> jax.Array:
-    definition, params = model()
-    positions = jnp.arange(tokens.shape[1])[None]
-    hidden = definition.hidden(params, tokens, positions, jnp.where(positions < length, length, 0))
-    kernel, _ = definition.unembedding(params)
-    return hidden[0] @ kernel
-
-
-def full_logits(tokens: np.ndarray) -> np.ndarray:
-    """float32 [T, V] of one sequence [T], by the forward pass that training uses."""
-    padded = np.pad(tokens, (0, 64 - len(tokens)))[None]
-    return np.asarray(_padded_logits(padded, len(tokens)))[: len(tokens)]
-
-
 class OddIds:
     """Stands for a tokenizer with a hole at ids 7 and 8, whose ids end at 24."""
 
@@ -73,12 +57,10 @@ ABSENT = np.array([7, 8, *range(25, VOCAB)])
 
 
 def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
-    """Log-probabilities of a completion's tokens among the ids that the tokenizer has, float64."""
-    logits = full_logits(np.concatenate([prompt, completion]))[len(prompt) - 1 : -1]
-    logits = logits.astype(np.float64) / temperature
+    """Log-probabilities of a completion's tokens among the ids that the tokenizer has."""
+    logits = samplers.full_logits(*model(), [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
     logits[:, ABSENT] = -np.inf
-    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return np.asarray(logps[np.arange(len(completion)), completion])
+    return np.asarray(samplers.log_softmax(logits)[np.arange(len(completion)), completion])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +106,7 @@ def test_greedy_is_the_argmax_of_the_full_forward() -> None:
     for j in range(4):
         sequence = prompts[j // 2]
         for _ in range(NEW):
-            sequence = np.append(sequence, full_logits(sequence)[-1].argmax())
+            sequence = np.append(sequence, samplers.full_logits(*model(), sequence)[-1].argmax())
         np.testing.assert_array_equal(out.tokens[j], sequence[len(prompts[j // 2]) :])
     assert not out.finished.any()
     assert (out.lengths == NEW).all()

@@ -39,23 +39,11 @@ def make_prompts(model: Any, *texts: str) -> list[np.ndarray]:
     return [np.asarray(model.tokenizer(text)["input_ids"], np.int32) for text in texts]
 
 
-def full_logits(model: Any, ids: np.ndarray) -> np.ndarray:
-    """float64 [T, V] of one sequence [T], by a full forward pass."""
-    padded, mask = np.zeros((1, 64), np.int32), np.zeros((1, 64), np.int32)
-    padded[0, : len(ids)], mask[0, : len(ids)] = ids, 1
-    return np.asarray(model.logits(padded, mask)[0, : len(ids)], np.float64)
-
-
 def penalised(logits: np.ndarray, ids: np.ndarray, penalty: float) -> np.ndarray:
     out = logits.copy()
     for i in set(ids.tolist()):
         out[i] = out[i] / penalty if out[i] > 0 else out[i] * penalty
     return out
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    shifted = x - x.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def test_the_penalty_comes_before_temperature_and_filters(model: Any) -> None:
@@ -71,10 +59,10 @@ def test_the_penalty_comes_before_temperature_and_filters(model: Any) -> None:
         **options,
     )
     out = sampler(model.params, [prompt], KEY)
-    logits = full_logits(model, prompt)[-1]
+    logits = samplers.full_logits(model.definition, model.params, prompt)[-1]
 
     def shares(logits: np.ndarray) -> np.ndarray:
-        p = np.exp(log_softmax(logits / 1.5))
+        p = np.exp(samplers.log_softmax(logits / 1.5))
         p[p < np.sort(p)[-12]] = 0
         p /= p.sum()
         likelier = np.array([p[p > own].sum() for own in p])
