@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from rlhf_topologies.hlo import count, count_apart
+from rlhf_topologies.hlo import count_apart
 
 from rlhf_core import create_state
 from rlhf_core.mesh import make_mesh
@@ -19,6 +19,7 @@ from rlhf_core.packing import Layout, empty_batches
 from rlhf_core.step import Programs
 from rlhf_core.training import definition_of
 from tests.shared.drawn import of_shapes
+from tests.shared.sent import sent
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 TABLE: dict[str, Any] = {"model_type": "llama", "vocab_size": 512, **SIZES}
@@ -53,12 +54,12 @@ def spread(state: Any) -> float:
 def test_fsdp_gathers_parameters_twice_and_sums_gradients_once() -> None:
     """Layers once per pass; the head is kept for the backward pass, here."""
     programs, state, batch = described(make_mesh(1, 8))
-    counts = count(programs.lower(state, batch, False).compile().as_text())
+    counts = sent(programs.lower(state, batch, False).compile())
     small = 20_000  # norms, metrics
     head = 4.0 * TABLE["vocab_size"] * TABLE["hidden_size"]
-    gathered = counts.collectives["all-gather"][1]
+    gathered = counts["all-gather"]
     assert gathered == pytest.approx(2 * (spread(state) - head) + head, abs=small)
-    summed = sum(counts.collectives.get(kind, [0, 0])[1] for kind in ("all-reduce", "reduce-scatter"))
+    summed = sum(counts.get(kind, 0) for kind in ("all-reduce", "reduce-scatter"))
     assert summed == pytest.approx(spread(state), abs=small)
 
 
@@ -95,13 +96,13 @@ def test_devices_gather_their_own_experts_alone() -> None:
     programs, state, batch = described(
         make_mesh(1, 2, 1, 4), model_type="mixtral", num_local_experts=8, num_experts_per_tok=2
     )
-    counts = count(programs.lower(state, batch, False).compile().as_text())
+    counts = sent(programs.lower(state, batch, False).compile())
     layers = state.params["layers"]["mlp"]["experts"]
     experts = sum(4.0 * math.prod(x.shape) for x in jax.tree.leaves(layers))
     head = 4.0 * TABLE["vocab_size"] * TABLE["hidden_size"]
     dense = spread(state) - experts - head
-    assert counts.collectives["all-gather"][1] == pytest.approx(2 * (dense + experts / 4) + head, rel=0.02)
+    assert counts["all-gather"] == pytest.approx(2 * (dense + experts / 4) + head, rel=0.02)
     # Forward and again: tokens, outputs; backward: tokens with their gradients, gradients. In float32, for two experts
     # a token, with twice as much room as an even share.
     pairs = 2 * 2 * 128 * 4 * TABLE["hidden_size"] * 3
-    assert counts.collectives["all-to-all"][1] == pytest.approx(7 * pairs, rel=0.15)
+    assert counts["all-to-all"] == pytest.approx(7 * pairs, rel=0.15)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from rlhf_topologies.hlo import count
 
 from rlhf_core.logprobs import token_logps
 from rlhf_core.mesh import (
@@ -23,10 +21,8 @@ from rlhf_core.mesh import (
     replicated_sharding,
     row_sharding,
 )
-from rlhf_core.plugins import load_file
-
-FILE = Path(__file__)
-cases: Any = load_file(FILE.parents[2] / "shared" / "logprob_cases.py")
+from tests.shared import logprob_cases as cases
+from tests.shared.sent import sent
 
 HALF = jnp.bfloat16
 KINDS = {
@@ -126,11 +122,6 @@ def test_rows_that_the_compiler_cannot_spread(shape: tuple[int, int, int], rows:
 
     found, results = jax.jit(gradients)(*placed)
     assert_equal((*results, *found), expected, jnp.float32)
-
-
-def sent(compiled: Any) -> dict[str, float]:
-    """Bytes by kind of collective, what is in a loop as often as it runs."""
-    return {kind: size for kind, (_, size) in count(compiled.as_text()).collectives.items()}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rlhf_sft import SFTConfig
 from rlhf_core import load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.pipeline import read
+from tests.shared.plans import file_of
 
 SHARED: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -87,7 +87,7 @@ def test_an_axis_has_one_size(tmp_path: Path) -> None:
 
     def given(mesh: str, *sets: str) -> Any:
         file.write_text(f'mesh = {{ {mesh} }}\n[[stage]]\nname = "a"\ntrainer = "sft"\n')
-        return read(file, sets=sets)
+        return file_of(file, sets=sets)
 
     assert given("sp = 4, data = 2").mesh == {"context": 4, "data": 2}
     assert given("sp = 4", "mesh.context=2").mesh == given("context = 4", "mesh.sp=2").mesh == {"context": 2}
