@@ -1,4 +1,4 @@
-"""Lower the train step and the sampler for GPUs and TPUs, on a machine without any.
+"""Lower the train step and the sampler for GPUs and TPUs, on a machine without any; sums and scores are float32 there.
 
 It shows that no operation lacks a lowering there, and in what precision they compute. What the accelerators' compilers
 and memories make of it, it does not show.
@@ -10,9 +10,11 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_core import PolicyInputs
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import DECODER, Definition, Lora
@@ -114,3 +116,32 @@ def test_the_sampler(name: str) -> None:
     for program in programs_of(traced):
         assert "stablehlo.while" in program
         assert_precisions(program)
+
+
+N, T = 3, 8
+
+
+def sequence_mean(packed: bool) -> Any:
+    def mean(x: jax.Array) -> jax.Array:
+        sequence = jnp.zeros((N, T), jnp.int32) if packed else None
+        inputs = PolicyInputs(x, x, x, jnp.ones_like(x), sequence=sequence, sequences=4)
+        return inputs.sequence_mean(x).sum()
+
+    return mean
+
+
+def score(tiny: Any) -> Any:
+    model = tiny.make_model("score")
+    return lambda hidden: model.definition.score(model.params, hidden.astype(jnp.bfloat16)).sum()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("what", ["sequence", "score"])
+def test_every_product_is_float32(tiny: Any, what: str, platform: str) -> None:
+    function = sequence_mean(packed=True) if what == "sequence" else score(tiny)
+    x = jax.ShapeDtypeStruct((N, T) if what == "sequence" else (N, tiny.SIZES["hidden_size"]), jnp.float32)
+    for traced in (function, jax.grad(function)):
+        text = jax.jit(traced).trace(x).lower(lowering_platforms=(platform,)).as_text()
+        products = re.findall(r"stablehlo\.dot_general.*", text)
+        assert products or (what == "score" and traced is not function)  # its gradient is a multiplication
+        assert all("precision = [HIGHEST, HIGHEST]" in line for line in products), products

@@ -1,4 +1,4 @@
-"""The decoder against one in float64 NumPy, decoder_reference.py."""
+"""The decoder, also as one device decodes with it, against one in float64 NumPy, decoder_reference.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import DECODER, Decoder
+from rlhf_core.models import DECODER, Decoder, decode_layout
 from tests.shared import decoder_reference as reference
 from tests.shared.decoder_configs import CONFIGS
 
@@ -120,3 +120,33 @@ def test_the_reward_head_and_the_initial_values() -> None:
     assert abs(gate[0] - gate[1]).max() > 0.05  # layers differ
     assert (np.asarray(params["norm"]["weight"]) == 1).all()
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+prefill = jax.jit(Decoder.prefill, static_argnums=0)
+
+
+STATES = CONFIGS["qwen3_5_moe"] | {"layer_types": ["linear_attention"]}
+
+
+@pytest.mark.parametrize("table", [CONFIGS["qwen2 with windows"], STATES], ids=["attention", "states"])
+def test_projections_that_one_device_joins_compute_the_same(
+    table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels and biases of one input, those of shared experts too; other experts stay apart."""
+    model = DECODER.define(table | {"num_hidden_layers": 1}, "lm")
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
+    apart = model.prepare(params)
+    monkeypatch.setattr(decode_layout, "device_count", lambda: 1)
+    joined = model.prepare(params)
+    (before,), (layer,) = apart["layers"], joined["layers"]
+    if table is STATES:
+        assert set(layer["mlp"]["shared_expert"]) == {"gate_up_proj", "down_proj"}
+        jax.tree.map(np.testing.assert_array_equal, layer["mlp"]["experts"], before["mlp"]["experts"])
+    else:
+        assert set(layer["self_attn"]) == {"qkv_proj", "o_proj"}
+        assert set(layer["mlp"]) == {"gate_up_proj", "down_proj"}
+    tokens, until = draw.integers(0, 31, (2, 5)).astype(np.int32), np.full((2, 5), 5, np.int32)
+    positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
+    states, expected = (prefill(model, each, tokens, positions, until)[0] for each in (joined, apart))
+    np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-6)

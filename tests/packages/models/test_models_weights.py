@@ -1,4 +1,4 @@
-"""Weights on disk: what is read is what was written, in Hugging Face's layout, and damage is named."""
+"""Weights on disk: what is read is what was written, in Hugging Face's layout, to the bit."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
+from rlhf_core.models.safetensors import BLOCK, DTYPES, copy
 from rlhf_core.training import definition_of
 from tests.shared.decoder_configs import CONFIGS
 from tests.shared.mesh_cases import FAMILIES
@@ -31,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
+def copied(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
@@ -84,9 +85,9 @@ def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
 
 
 def test_large_models_are_sharded_and_stale_files_go(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, target = load_model(copy), tmp_path / "out"
+    model, target = load_model(copied), tmp_path / "out"
     model.save(target)
     monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
     model.save(target)
@@ -158,3 +159,44 @@ def test_a_tied_head_and_tables_that_the_config_determines_are_read_over_in_sile
     save_file(of_reward | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"'lm_head\.weight' is not used: this is a reward model"):
         load_model(tmp_path, "score")
+
+
+SHAPES = [(1, 1), (3, 5), (BLOCK[0], BLOCK[1]), (2 * BLOCK[0] + 3, 7), (5, BLOCK[1] + 9), (1, 40), (40, 1)]
+
+
+def bits(dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Every kind of number that the dtype has: subnormal, infinite and NaN too."""
+    size = np.dtype(dtype).itemsize
+    whole = np.random.default_rng(0).integers(0, 256, (*shape, size), np.uint8)
+    found: np.ndarray = whole.view(dtype)[..., 0]
+    return found
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_transposed_matrix(dtype: Any, shape: tuple[int, int]) -> None:
+    stored = bits(dtype, shape[::-1])
+    out = np.full(shape, 7, np.float32)
+    copy(stored.T, out)
+    np.testing.assert_array_equal(
+        out.view(np.uint32), np.ascontiguousarray(stored.astype(np.float32).T).view(np.uint32)
+    )
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+def test_a_part_of_one_into_a_part_of_another(dtype: Any) -> None:
+    """As a device reads its shard."""
+    stored, out = bits(dtype, (70, 50)), np.full((3, 31, 45), 7, np.float32)
+    copy(stored.T[11:42, 20:65], out[1])
+    expected = stored.astype(np.float32).T[11:42, 20:65]
+    np.testing.assert_array_equal(out[1].view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
+    assert (out[[0, 2]] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+@pytest.mark.parametrize("shape", [(9,), (6, 4)])
+def test_arrays_are_copied_as_stored(dtype: Any, shape: tuple[int, ...]) -> None:
+    stored = bits(dtype, shape)
+    out = np.full(shape, 7, np.float32)
+    copy(stored, out)
+    np.testing.assert_array_equal(out.view(np.uint32), stored.astype(np.float32).view(np.uint32))

@@ -1,4 +1,4 @@
-"""Memory of each device of a mesh that is only planned, against what eight virtual devices hold."""
+"""Memory of each device of a mesh that is only planned, against what eight virtual devices hold; state that waits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_core import optimizers
-from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_per_device
+from rlhf_core import create_state, optimizers
+from rlhf_core.mesh import HOST, make_mesh, planned_mesh, put_rows, rows_per_device
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
-from rlhf_core.state import create_state
 from rlhf_core.step import Programs
-from rlhf_core.training import memory
+from rlhf_core.training import Reference, memory
 
 UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
 """Sizes that 8 does not divide, some not even 4: they stay whole on an axis of that size."""
@@ -105,3 +104,33 @@ def test_devices_that_are_not_here(tiny: ModuleType) -> None:
     alone = memory.state_bytes(replace(model, mesh=planned_mesh(1)), optax.identity())
     kernels = memory.state_bytes(replace(model, mesh=many), optax.identity())
     assert alone["parameters"] / 16 <= kernels["parameters"] < alone["parameters"] / 12
+
+
+BOTH = ["optimizer", "reference"]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*offload. has no effect on CPUs")
+def test_a_run_has_the_same_bits_where_its_state_waits_also_resumed(short: Any) -> None:
+    plain, _ = short.train("grpo", at="plain")
+    short.train("grpo", at="waits", offload=BOTH, max_training_steps=1)
+    after, _ = short.train("grpo", at="waits", offload=BOTH)
+    assert plain.keys() == after.keys()
+    for name, leaf in plain.items():
+        np.testing.assert_array_equal(after[name], leaf, err_msg=name)
+
+
+def test_what_waits_is_not_counted_for_devices(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.make_model()
+    state = create_state(model, optax.adamw(1e-3), offload=True)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+    reference = Reference(model.params, None, model.mesh, offload=True)
+    assert kinds == {HOST}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.copied)} == {HOST}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)} == {"device"}
+    assert reference.equals(model.params)
+    parameters = memory.device_bytes(model.params)
+    assert memory.host_bytes(reference.copied) == parameters == memory.device_bytes(reference.copied)
+    monkeypatch.setattr(memory, "platform", lambda: "gpu")
+    assert memory.device_bytes(reference.copied) == 0 == memory.device_bytes(state.opt_state)
+    assert memory.host_bytes(state.opt_state) > 2 * parameters
