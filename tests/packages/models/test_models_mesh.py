@@ -1,4 +1,4 @@
-"""The same model on one device, on eight in three mesh shapes, and in two processes."""
+"""The same model on one device and on eight, in several mesh shapes. In two processes: tests/processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import pytest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import load_model
 from tests.shared import mesh_cases as cases
-from tests.shared import processes
 
-FILE = Path(__file__).parents[2] / "shared" / "mesh_cases.py"
 SPLIT = (1, 4, 2)
 """All families are saved from it: nothing but the parameters differs in its place."""
 
@@ -75,38 +73,3 @@ def test_adapters_saved_from_a_mesh(written: Any, tmp_path: Path) -> None:
     model = cases.opened(name, written(name), make_mesh(2, 2, 2))
     model.save(tmp_path / "adapter")
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "adapter").params, model.params)
-
-
-PROGRAM = """
-from pathlib import Path
-import numpy as np
-from rlhf_core.plugins.component import load_file
-from rlhf_core.mesh import make_mesh
-file, source, out = map(Path, arguments)
-cases = load_file(file)
-model = cases.opened(FAMILY, source, make_mesh(*SHAPE))
-model.save(out / "saved")
-np.savez(out / f"{process}.npz", **cases.measured(model))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "shape"), [("gemma2", (1, 2, 2, 1)), ("gpt_oss", (1, 1, 2, 2))], ids=["gemma2", "experts"]
-)
-def test_two_processes_agree_with_one(
-    name: str, shape: tuple[int, ...], written: Any, tmp_path: Path
-) -> None:
-    """Each reads its own part of the files, and the first writes them all; the second case exchanges tokens."""
-    source = written(name)
-    for count in "12":
-        (tmp_path / count).mkdir()
-    program = PROGRAM.replace("FAMILY", repr(name)).replace("SHAPE", repr(shape))
-    processes.alone_and_in_two(program, lambda i, n: [FILE, source, tmp_path / str(n)])
-    alone, first, second = (dict(np.load(tmp_path / path)) for path in ("1/0.npz", "2/0.npz", "2/1.npz"))
-    cases.assert_close(first, alone)
-    for name, value in first.items():
-        np.testing.assert_array_equal(second[name], value)
-    given = (source / "model.safetensors").read_bytes()
-    for count in "12":
-        assert (tmp_path / count / "saved" / "model.safetensors").read_bytes() == given

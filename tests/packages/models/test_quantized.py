@@ -215,13 +215,6 @@ def test_a_stage_trains_adapters_of_a_quantized_base(short: Any, tiny: ModuleTyp
         short.train("sft", at="again", inputs={"model": str(artifact)}, lora={"rank": 2})
 
 
-def write(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, Any]) -> None:
-    """Write tensors, of the dtypes of their arrays, and the config of a model of one layer and one matrix of them."""
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
-
-
 BITS4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 UP = "model.layers.0.mlp.up_proj."
 
@@ -240,7 +233,9 @@ def replaced(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, 
     others = {
         name: np.array(reader.view(name)) for name, reader in readers.items() if not name.startswith(UP)
     }
-    write(directory, {**others, **tensors}, method)
+    save_file({**others, **tensors}, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
 
 
 @pytest.mark.parametrize(

@@ -203,39 +203,12 @@ def test_a_class_without_trees_gives_no_micro_batch():
     assert [batch.rows.tokens.shape for batch in packed] == [(2, 64)]
 
 
-def test_sequences_and_trained_tokens_open_new_rows():
-    short = [Tree(ints(5), (ints(7), ints(8))) for _ in range(4)]  # 8 sequences of one token each
-    layout = Layout((32,), (1,), (4,), (32,))
-    packed = pack(short, layout)
-    assert [int((batch.last >= 0).sum()) for batch in packed] == [4, 4]
-    dense = [Tree(ints(5), (ints(7, 7, 7),)) for _ in range(4)]
-    packed = pack(dense, Layout((32,), (1,), (4,), (6,)))
-    assert [int((batch.trained >= 0).sum()) for batch in packed] == [6, 6]
-
-
 def test_trained_zero_limits_nothing_and_lays_out_nothing():
     packed = pack(random_trees(1, 5, weighted=False), Layout((64,), (4,), (4,), (0,)))
     assert all(batch.trained.shape == (4, 0) for batch in packed)
     assert sum(int((batch.last >= 0).sum()) for batch in packed) == sum(
         len(t.branches) for t in random_trees(1, 5)
     )
-
-
-def test_a_first_token_is_never_trained():
-    (batch,) = pack([Tree(ints(), (ints(4, 5, 6),))], Layout((32,), (1,), (2,), (32,)))
-    assert batch.rows.weight[0, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
-    assert batch.trained[0, :3].tolist() == [1, 2, -1]
-
-
-def test_a_pair_in_numbers():
-    (batch,) = pack([Tree(ints(11, 12), (ints(21, 22), ints(31)))], Layout((8,), (1,), (2,), (8,)))
-    rows = batch.rows
-    assert rows.tokens[0].tolist() == [11, 12, 21, 22, 31, 0, 0, 0]
-    assert rows.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
-    assert rows.visible_until[0].tolist() == [5, 5, 4, 4, 5, 0, 0, 0]
-    assert rows.parent[0].tolist() == [-1, 0, 1, 2, 1, -1, -1, -1]
-    assert rows.sequence[0].tolist() == [-1, -1, 0, 0, 1, -1, -1, -1]
-    assert batch.last[0].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What rollouts hold besides tokens: fields that are filled in, and experts, on their way into rows that are trained on."""
+"""What rollouts hold besides tokens: fields that are filled in, and experts on their way into rows that are trained."""
 
 from __future__ import annotations
 

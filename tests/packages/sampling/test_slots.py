@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, most_steps, placement
-from rlhf_core.sampling.loop import CUT, ENDED, Written, read_completions
+from rlhf_core.sampling.loop import Written, read_completions
 from tests.shared import samplers
 
 NEW, GROUP = 24, 3
@@ -100,18 +100,6 @@ def test_a_free_slot_is_reused_immediately(model: Any, monkeypatch: pytest.Monke
     used = np.flatnonzero((written[-1].ends > 0).any(1))
     assert used[-1] + 1 == max(busy)
     assert len(written[-1].ends) == most_steps(len(lengths), slots, NEW)
-
-
-def test_what_was_written_is_read_up_to_the_end() -> None:
-    tokens = np.arange(1, 13, dtype=np.int32).reshape(6, 2)
-    ends = np.zeros((6, 2), np.int8)
-    ends[1, 0], ends[4, 0], ends[2, 1], ends[3, 1] = ENDED, CUT, CUT, ENDED
-    out = read_completions(Written(tokens, -tokens.astype(np.float32), ends), [0, 2, 0, 3], [0, 0, 1, 1], 3)
-    found, lengths, logps, finished = out
-    assert found.tolist() == [[1, 3, 0], [5, 7, 9], [2, 4, 6], [8, 0, 0]]
-    assert lengths.tolist() == [2, 3, 3, 1]
-    assert logps.tolist() == (-found).tolist()
-    assert finished.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize(("sequences", "slots", "steps"), [(7, 3, 30), (6, 3, 20), (1, 1, 10), (3, 8, 10)])
