@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model, model
-from rlhf_core.tokenizer import load_tokenizer, special_ids
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -168,18 +167,6 @@ def test_a_mesh_and_one_device_draw_the_same_and_take_rows_that_do_not_divide() 
     ids = np.random.default_rng(0).integers(0, 30, (3, 9)).astype(np.int32)
     mask = (np.arange(9)[None] >= np.array([[0], [2], [5]])).astype(np.int32)
     np.testing.assert_allclose(spread.logits(ids, mask), one.logits(ids, mask), rtol=1e-4, atol=1e-5)
-
-
-def test_stop_ids_of_the_tokenizer_are_saved(tiny, tmp_path):
-    """A model saved with a tokenizer whose directory names further stop ids: who loads it stops there too."""
-    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [5, 1], "top_k": 3}')
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    model = dataclasses.replace(tiny.make_model(), tokenizer=tokenizer)
-    model.save(tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    assert again.stop_ids == model.stop_ids
-    assert special_ids(again.tokenizer).eos == special_ids(tokenizer).eos
 
 
 @pytest.mark.parametrize("named", [None, {"eos_token_id": None}, {"eos_token_id": []}, {"eos_token_id": 5}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import jax
@@ -97,12 +96,3 @@ def test_the_policy_wrote_all_tokens_unless_the_sampler_says_otherwise(samples: 
     given = Rollouts(*samples[:4], mask=mask, version=np.full(3, 7, np.int32))
     assert given.mask is mask
     np.testing.assert_array_equal(given.version, 7)
-
-
-def test_rollouts_are_a_named_tuple_and_a_pytree(samples: Rollouts) -> None:
-    assert Rollouts._fields == ("tokens", "lengths", "logps", "finished", "mask", "version", "routes")
-    later = samples._replace(version=samples.version + 1)
-    assert len(jax.tree.leaves(samples)) == 7
-    again = pickle.loads(pickle.dumps(later))
-    assert type(again) is Rollouts
-    np.testing.assert_array_equal(again.version, 1)

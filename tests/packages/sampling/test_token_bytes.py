@@ -103,13 +103,6 @@ def test_other_decoders(decoder: Any, written: dict[str, str]) -> None:
     assert_decodes(words(decoder), ids, lost_space=written["a"] == " a", start=[1])
 
 
-def test_words_of_the_tiny_tokenizer_bring_their_space(tiny: ModuleType) -> None:
-    tokenizer = tiny.make_tokenizer()
-    found = token_bytes(tokenizer)
-    assert [found[tokenizer.convert_tokens_to_ids(w)] for w in ("<pad>", "</s>", "a")] == [b"", b"", b" a"]
-    assert_decodes(tokenizer, list(range(len(tokenizer))), lost_space=True)
-
-
 def test_a_hole_in_the_ids_writes_nothing() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 3}, unk_token="a"))
     assert token_bytes(SimpleNamespace(backend_tokenizer=backend)) == [b" a", b"", b"", b" b"]
