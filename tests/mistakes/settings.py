@@ -170,6 +170,8 @@ COMMANDS = [
     typed("generate model --prompt Mia --stop_token_ids 999"),
     typed("generate model --prompt Mia --stop_strings ''"),
     typed("generate model words.jsonl"),
+    typed("generate model"),
+    typed("generate model pairs.jsonl --prompt Mia"),
     typed("export model"),
     typed("export model out --private"),
     typed("check rm.toml --devices 8 --set mesh.tensor=3"),

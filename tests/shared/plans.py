@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.pipeline import plan, read, stage_forecasts, stage_requests
+from rlhf_core.runtime.devices import Planned, planning_for
 
-__all__ = ["forecast_of", "plan_of", "requests_of"]
+__all__ = ["file_of", "forecast_of", "plan_of", "planned_for", "requests_of"]
+
+
+def planned_for(platform: str, devices: int, memory: int = 10**9) -> AbstractContextManager[None]:
+    """Plan for devices that are not here, as `rlhf check --on` does. memory: of each, in bytes."""
+    return planning_for(Planned(platform, devices, memory))
+
+
+def file_of(file: str | Path, **options: Any) -> Any:
+    """Read a pipeline file, with what is wrong in it. options: as of `read`."""
+    return read(Path(file), **options)
 
 
 def plan_of(file: str | Path, host: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 
 from rlhf_core import Rollouts, SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import SamplingMesh, SamplingOptions
+from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions
 
 VOCAB = 48
 SIZES = {
@@ -82,6 +83,47 @@ def inputs(
     if mesh is None:
         mesh = make_mesh(devices=jax.devices()[:1])
     return SamplerInputs(definition=definition, options=options, mesh=mesh, stop_ids=stop_ids, **settings)
+
+
+def five_prompts() -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
+
+
+def sample(definition: Any, params: Any, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
+    """Sample three completions of at most nine tokens for each of five prompts."""
+    counts = {"num_generations": 3, "prompts_per_call": 5, "max_prompt_length": 24}
+    given = {"max_completion_length": 9, **counts, **options}
+    sampler = Sampler(inputs(definition, mesh, tensor=tensor, **given))
+    placed = jax.device_put(params, definition.shardings(mesh))
+    return sampler(placed, five_prompts(), jax.random.key(0))
+
+
+@functools.cache
+def _logits_of(definition: Any) -> Any:
+    return jax.jit(definition.padded_logits)
+
+
+def full_logits(definition: Any, params: Any, tokens: Any) -> np.ndarray:
+    """float64 [time, vocabulary] of one sequence, by the forward pass that training uses."""
+    width = -(-len(tokens) // 64) * 64  # one program for most lengths
+    ids, mask = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    ids[0, : len(tokens)] = tokens
+    mask[0, : len(tokens)] = 1
+    return np.asarray(_logits_of(definition)(params, ids, mask)[0, : len(tokens)], np.float64)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def full_logps(
+    definition: Any, params: Any, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """float64 [time]: log-probabilities of a completion's tokens by one pass over the whole sequence."""
+    logits = full_logits(definition, params, [*prompt, *completion])[len(prompt) - 1 : -1]
+    return np.asarray(log_softmax(logits / temperature)[np.arange(len(completion)), completion])
 
 
 def assert_same(found: Rollouts, expected: Rollouts, atol: float = 2e-5) -> None:

@@ -73,18 +73,13 @@ def test_identity_is_of_the_content(stage: Stage, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("harm", [b"Weights", b"weight", None])
-def test_damage_names_the_file(stage: Stage, harm: bytes | None) -> None:
+def test_every_damaged_file_is_named(stage: Stage, harm: bytes | None) -> None:
     path = save(stage, FakeModel(b"weights")).path
     victim = path / "deep" / "model.safetensors"
     victim.unlink() if harm is None else victim.write_bytes(harm)
     with pytest.raises(InputError, match=r"deep/model\.safetensors (was changed|is missing)"):
         artifacts.open_artifact(path)
-
-
-def test_every_damaged_file_is_named_in_one_error(stage: Stage) -> None:
-    path = save(stage, FakeModel(b"weights")).path
     (path / "config.json").write_text("[]")
-    (path / "deep" / "model.safetensors").write_bytes(b"WEIGHTS")
     with pytest.raises(InputError) as caught:
         artifacts.open_artifact(path)
     assert len(caught.value.problems) == 2
@@ -97,9 +92,6 @@ MADE = {"format": 1, "name": "model", "kind": "language_model", "files": {}}
     ("manifest", "message"),
     [
         (None, "is not an artifact"),
-        ("{", "is damaged"),
-        ("[]", "is damaged"),
-        ('{"format": 1}', "is damaged .it has no checksum"),
         ({"format": 1}, "is damaged"),
         ({**MADE, "contract": ["template_date"]}, "is damaged"),
         ({**MADE, "files": {"config.json": None}}, "does not describe its files"),

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
@@ -20,6 +19,7 @@ from rlhf_core.packing import Layout, Packed, pack, tree
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 from rlhf_core.training.define import _move_biases
+from tests.shared.decoder_configs import FAMILIES as FIELDS
 from tests.shared.drawn import params_of
 from tests.shared.mesh_cases import FAMILIES, SIZES
 
@@ -75,8 +75,7 @@ def reference(model: Model, texts: list[tuple[np.ndarray, ...]]) -> tuple[Any, f
     return grads, float(value), pairs
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}])
-def test_the_balance_does_not_depend_on_how_an_update_is_split(mesh: dict[str, int]) -> None:
+def test_the_balance_does_not_depend_on_how_an_update_is_split() -> None:
     """One micro-batch or several; a group in one row or split over two, which repeat its prompt."""
     draw = np.random.default_rng(0)
     texts = [
@@ -89,7 +88,7 @@ def test_the_balance_does_not_depend_on_how_an_update_is_split(mesh: dict[str, i
     for layout in (Layout((48,), (8,), (6,), (24,)), Layout((16,), (4,), (4,), (16,))):
         batches = pack(trees, layout)
         assert any((batch.rows.sequence == -2).any() for batch in batches) == (layout.time == (16,))
-        found, metrics = updated(mixtral(make_mesh(**mesh)), batches)
+        found, metrics = updated(mixtral(make_mesh(2, 2, 2)), batches)
         np.testing.assert_allclose(metrics["loss/router"], value, rtol=1e-5)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
         np.testing.assert_allclose(
@@ -104,15 +103,7 @@ def test_the_balance_does_not_depend_on_how_an_update_is_split(mesh: dict[str, i
 
 def test_only_its_rate_moves_a_routers_correction() -> None:
     """Towards experts with less load than the mean of their layer, by a fixed step; not weight decay."""
-    config = SIZES | {
-        "model_type": "glm4_moe",
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-        "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
-        "head_dim": 8,
-    }
+    config = SIZES | FIELDS["glm4_moe"] | {"num_hidden_layers": 3}
     draw = np.random.default_rng(0)
     texts = [draw.integers(3, 36, n).astype(np.int32) for n in (11, 15, 7, 12)]
     (batch,) = pack([tree([text]) for text in texts], Layout((48,), (1,), (4,), (48,)))

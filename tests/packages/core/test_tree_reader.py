@@ -1,8 +1,12 @@
-"""Values per sequence and per trained token: for every branch in order, however trees are packed, split or sharded."""
+"""Values per sequence and per trained token, for every branch in order, however trees are packed, split or sharded.
+
+Two batches at most are dispatched and not read.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,8 +15,9 @@ import numpy as np
 import pytest
 
 from rlhf_core import reading
-from rlhf_core.fit import TreeReader
+from rlhf_core.fit import TreeReader, evaluator
 from rlhf_core.mesh import make_mesh, replicated_sharding
+from rlhf_core.metrics import Mean
 from rlhf_core.objective import sequence_scores, trained_scores
 from rlhf_core.packing import Layout, Tree
 
@@ -42,14 +47,11 @@ def trained(tree: Tree, branch: int) -> np.ndarray:
     return np.flatnonzero(weight)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])  # every run reads on one
-def test_scores_of_every_branch_as_computed_one_by_one(
-    devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its last token, and at the parent of each trained one."""
+def test_scores_of_every_branch_as_computed_one_by_one(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its last token, and at the parent of each trained one, on eight devices: every run reads on one."""
     monkeypatch.setattr(reading, "CHUNK", 2)
     model = tiny.make_model("score", scale=4.0)
-    mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
+    mesh = make_mesh(8)
     definition = model.definition
     params = jax.device_put(model.params, definition.shardings(mesh))
     given = trees(np.random.default_rng(0))
@@ -71,22 +73,6 @@ def test_scores_of_every_branch_as_computed_one_by_one(
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(at_end, scores[len(tokens) - 1], rtol=0, atol=1e-5)
     assert np.std(last) > 1e-3
-
-
-def test_a_program_is_compiled_once_per_shape() -> None:
-    mesh, traced = make_mesh(), []
-
-    def weights(params: Any, batch: Any) -> Any:
-        traced.append(batch.trained.shape)
-        return params * (batch.trained >= 0)
-
-    given = trees(np.random.default_rng(1))
-    reader = TreeReader(weights, LAYOUT, mesh, per="token")
-    for _ in range(2):
-        values = reader(np.float32(2), given)
-    assert sorted(traced) == sorted(set(traced))
-    assert [len(v) for v in values] == [len(trained(t, i)) for t in given for i in range(len(t.branches))]
-    assert all((v == 2).all() for v in values)
 
 
 def test_several_values_of_one_pass() -> None:
@@ -144,3 +130,56 @@ def test_pairs_stay_together() -> None:
     ]
     found = TreeReader(neighbours, LAYOUT, make_mesh(), per="sequence")(np.int32(1), given, group=2)
     np.testing.assert_array_equal(found.reshape(-1, 2), np.zeros((20, 2)))
+
+
+class Device:
+    """Counts what was computed and not read yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.there, self.most = 0, 0
+        monkeypatch.setattr(reading, "put_rows", lambda mesh, batch: batch)
+        monkeypatch.setattr(reading, "jax", SimpleNamespace(device_get=self.read))
+
+    def compute(self, batch: int) -> Any:
+        self.there += 1
+        self.most = max(self.most, self.there)
+        return Mean(np.float32(batch), np.float32(1)), {"double": Mean(np.float32(2 * batch), np.float32(1))}
+
+    def read(self, result: Any) -> Any:
+        self.there -= 1
+        return result
+
+
+def test_the_evaluator_of_every_trainer_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr("rlhf_core.fit.evaluation.jax", SimpleNamespace(jit=lambda f: f))
+    evaluate = evaluator(lambda params, batch: device.compute(batch), None, lambda: range(5))  # type: ignore[arg-type]
+    assert evaluate(SimpleNamespace(params=None)) == {"loss": 2.0, "double": 4.0}  # type: ignore[arg-type]
+    assert (device.most, device.there) == (2, 0)
+
+
+def test_long_evaluations_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, now, said = Device(monkeypatch), [0.0], []
+
+    def compute(batch: int) -> Any:
+        now[0] += 2.0
+        return device.compute(batch)
+
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    list(reading.compute_batches(compute, None, range(40), said.append))  # type: ignore[arg-type]
+    assert said == ["evaluating 3/40", "evaluating 29/40"]
+    said.clear()
+    list(reading.compute_batches(compute, None, range(2), said.append))  # type: ignore[arg-type]
+    assert said == []
+
+
+def test_only_what_is_slow_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    said: list[str] = []
+    with reading.say_if_slow(said.append, "quick"):
+        pass
+    monkeypatch.setattr(reading, "QUIET_SECONDS", 0.01)
+    with reading.say_if_slow(said.append, "slow"):
+        time.sleep(0.5)
+    assert said == ["slow"]

@@ -159,20 +159,18 @@ def test_the_best_state_takes_the_place_of_the_last(
     ]
 
 
-def test_the_last_state_stays_where_only_stopping_was_asked_for(kept: Any) -> None:
-    judge = judged(kept.directory, early_stopping_patience=2)
+def test_the_last_state_stays_where_it_is_the_best_or_none_is_or_only_stopping_was_asked_for(
+    kept: Any,
+) -> None:
     last = kept.state(3)
-    assert judge.final(last, 3, kept.checkpoints) is last
-    record = json.loads((kept.directory / "best.json").read_text())
-    assert (record["step"], record["model"]) == (1, 3)
-
-
-def test_the_last_state_stays_where_it_is_the_best_or_none_is(kept: Any) -> None:
     for values in ((0.1, 0.2, 0.3), (math.nan,) * 3):
         judge = best(kept.directory, load_best_model_at_end=True)
         seen(judge, *values)
-        last = kept.state(3)
         assert judge.final(last, 3, kept.checkpoints) is last
+    judge = judged(kept.directory, early_stopping_patience=2)
+    assert judge.final(last, 3, kept.checkpoints) is last
+    record = json.loads((kept.directory / "best.json").read_text())
+    assert (record["step"], record["model"]) == (1, 3)
 
 
 def test_a_best_state_that_is_damaged_is_one_clear_error(kept: Any) -> None:

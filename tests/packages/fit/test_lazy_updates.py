@@ -18,26 +18,32 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data import LazyRecords, LazyRows, cache, lazy, usable_pairs, usable_texts
-from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
+from rlhf_core.data import (
+    LazyRecords,
+    LazyRows,
+    LazyStreams,
+    cache,
+    first_rows,
+    lazy,
+    open_streams,
+    usable_pairs,
+    usable_texts,
+)
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit import DatasetUpdates, LazyUpdates, Update, choose_row_layout
 from rlhf_core.tokenizer import TextOptions
-from rlhf_core.workers import pool
 
 LIMIT = 64
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lazy, "BLOCK", 8)
     monkeypatch.setattr(lazy, "SAMPLE", 16)
     monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 8)
     monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 16)
     monkeypatch.setattr(cache, "SMALL", 1)
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    yield
-    pool.close()
 
 
 @pytest.fixture(scope="module")

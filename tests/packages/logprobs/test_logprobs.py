@@ -37,12 +37,8 @@ CUTS = [
     {},
 ]
 MORE_CUTS = [
-    {"at_once": ("tokens", 1)},
-    {"at_once": ("tokens", 7)},
     {"at_once": ("tokens", 100)},
-    {"at_once": ("words", 1)},
     {"at_once": ("words", 16)},  # one block in full and a rest
-    {"at_once": ("words", 31)},
     {"at_once": ("words", 100)},
 ]
 
@@ -86,14 +82,8 @@ def test_absent_ids_are_left_out_of_the_softmax_and_get_no_gradient(cut: dict[st
     assert not np.delete(d_whole, present, axis=1).any()
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [{"at_once": ("tokens", 3)}, pytest.param({"at_once": ("words", 10)}, marks=pytest.mark.long)],
-    ids=str,
-)
-def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(
-    cut: dict[str, tuple[str, int]],
-) -> None:
+def test_without_entropy_the_log_probs_and_their_gradient_are_the_same() -> None:
+    cut: Any = {"at_once": ("tokens", 3)}
     hidden, kernel, targets, g, _ = problem()
 
     def total(hidden: Any, kernel: Any, entropy: bool) -> Any:
@@ -107,29 +97,7 @@ def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(
     assert not np.asarray(token_logps(hidden, kernel, targets, **cut)[1]).any()
 
 
-@pytest.mark.parametrize("cut", [{"at_once": ("tokens", 3)}, {"at_once": ("words", 10)}], ids=str)
-def test_an_unused_target_is_zero_and_passes_no_gradient(cut: dict[str, tuple[str, int]]) -> None:
-    hidden, kernel, targets, _, _ = problem()
-    unused = targets == -1
-    ones = np.ones(targets.shape)
-    logps, entropies, d_hidden, d_kernel = computed(hidden, kernel, targets, ones, ones, **cut)
-    assert not np.asarray(logps)[unused].any()
-    assert not np.asarray(entropies)[unused].any()
-    assert not np.asarray(d_hidden)[unused].any()
-    assert np.asarray(d_hidden)[~unused].any(-1).all()
-    changed = jnp.where(unused[..., None], 100.0, hidden)
-    np.testing.assert_array_equal(computed(changed, kernel, targets, ones, ones, **cut)[3], d_kernel)
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        {"at_once": ("tokens", 1)},
-        {"at_once": ("words", 1)},
-        pytest.param({"at_once": ("words", 3)}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("cut", [{"at_once": ("tokens", 1)}, {"at_once": ("words", 1)}], ids=str)
 def test_large_logits_stay_finite_and_exact(cut: dict[str, tuple[str, int]]) -> None:
     hidden = jnp.full((1, 1, 1), 1.0)
     for words in ([1000.0, 1000.0, -1000.0], [-1000.0, 1000.0, 1000.0]):
@@ -141,12 +109,7 @@ def test_large_logits_stay_finite_and_exact(cut: dict[str, tuple[str, int]]) -> 
 
 @pytest.mark.parametrize(
     ("kernel_dtype", "cut"),
-    [
-        (jnp.bfloat16, {"at_once": ("tokens", 3)}),
-        (jnp.float32, {"at_once": ("words", 10)}),
-        pytest.param(jnp.bfloat16, {"at_once": ("words", 10)}, marks=pytest.mark.long),
-        pytest.param(jnp.float32, {"at_once": ("tokens", 3)}, marks=pytest.mark.long),
-    ],
+    [(jnp.bfloat16, {"at_once": ("tokens", 3)}), (jnp.float32, {"at_once": ("words", 10)})],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(

@@ -26,7 +26,6 @@ from rlhf_core.mesh import (
     zigzag,
 )
 from rlhf_core.models import Blocks, attend_blocks, visible_blocks
-from rlhf_core.models.attention import visits
 from rlhf_core.models.attention_pallas import Kernels, attend, attend_pallas
 from rlhf_core.models.attention_pieces import attend_pieces, sees_before
 
@@ -267,13 +266,6 @@ def test_visits_are_what_is_seen(blocks: Blocks) -> None:
         assert not (seen & ~visible).any()
         if window is None and blocks.queries == blocks.keys:
             assert (seen == visible).all()
-    for each in (visible, visible.swapaxes(1, 2)):  # of queries, and of keys
-        order, counts = map(np.asarray, visits(jnp.asarray(each)))
-        for row, block in np.ndindex(counts.shape):
-            assert (
-                order[row, block, : counts[row, block]].tolist() == np.flatnonzero(each[row, block]).tolist()
-            )
-            assert sorted(order[row, block]) == list(range(each.shape[2]))
 
 
 @pytest.mark.parametrize(
@@ -317,19 +309,15 @@ def test_each_device_computes_its_rows_and_heads(parts: bool, platform: str) -> 
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:
-    mesh = make_mesh(4, 2, 1)
-    given = batch(PLAIN, np.random.default_rng(5))
-    on_mesh = jax.device_put(given, NamedSharding(mesh, PartitionSpec()))
-    found = program(PLAIN, "gpu")(*on_mesh)
-    assert differ(found, program(PLAIN, None)(*given), given[6]) < 1e-5
-
-
-def test_heads_that_no_kernel_holds_are_computed_in_blocks() -> None:
-    """As in the global layers of Gemma 4, whose other layers have smaller heads."""
-    wide = PLAIN._replace(size=320)
-    given = batch(wide, np.random.default_rng(6))
-    assert differ(program(wide, "gpu")(*given), program(wide, None)(*given), given[6]) < 1e-5
+@pytest.mark.parametrize("size", [PLAIN.size, 320])
+def test_what_kernels_do_not_hold_is_computed_all_the_same(size: int) -> None:
+    """Rows that a mesh does not divide; wide heads too, as in the global layers of Gemma 4."""
+    shape = PLAIN._replace(size=size)
+    given = batch(shape, np.random.default_rng(5))
+    placed = given
+    if shape == PLAIN:
+        placed = jax.device_put(given, NamedSharding(make_mesh(4, 2, 1), PartitionSpec()))
+    assert differ(program(shape, "gpu")(*placed), program(shape, None)(*given), given[6]) < 1e-5
 
 
 COMPILED = """

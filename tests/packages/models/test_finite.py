@@ -18,11 +18,10 @@ from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit import evaluate_or_warn
 from rlhf_core.models import Model, nonfinite_output_error
-from rlhf_core.rollouts import Reward
-from rlhf_core.rollouts.collector import score
+from rlhf_core.rollouts import Reward, score
 from rlhf_core.sampling import Sampler
 from rlhf_core.scoring import Scorer, ScoringContract
-from tests.shared.sampled import inputs
+from tests.shared import samplers
 
 LETTER = 5
 """The token "c"."""
@@ -61,21 +60,6 @@ def scorer(model: Model) -> Scorer:
     return Scorer(model, ScoringContract.of(model.tokenizer, max_length=None))
 
 
-def test_weights_that_are_not_finite_are_named_as_in_the_files(tiny: ModuleType) -> None:
-    model = tiny.make_model("score")
-    for path, index, name, count in [
-        ("score.kernel", (slice(4), 0), "score.weight", 4),
-        ("layers.mlp.up_proj.kernel", (1, 0, 0), "model.layers.1.mlp.up_proj.weight", 1),
-        ("embed_tokens.embedding", (LETTER, 3), "model.embed_tokens.weight", 1),
-    ]:
-        bad = changed(model, path, poison(index, np.inf))
-        error = nonfinite_output_error(
-            bad.definition, bad.params, "runs/rm", {0: ("the score of row 1", [3])}
-        )
-        assert isinstance(error, InputError)
-        assert re.match(UNKNOWN.format("runs/rm", re.escape(name), count), str(error))
-
-
 def test_the_layer_is_named_where_all_weights_are_finite(tiny: ModuleType) -> None:
     model = fails_at_c(tiny, "lm")
     late = changed(tiny.make_model("lm"), "lm_head.kernel", poison((slice(None), 7), 3e38))
@@ -110,9 +94,8 @@ def test_scores_of_a_model_with_nan_are_an_error_and_no_output(
 
 def test_sampling_names_the_prompt_whose_logits_are_not_finite(tiny: ModuleType) -> None:
     model = fails_at_c(tiny, "lm")
-    sampler = Sampler(
-        inputs(model.definition, {"max_completion_length": 2}, stop_ids=(1,), max_prompt_length=4)
-    )
+    counts = {"max_completion_length": 2, "max_prompt_length": 4, "prompts_per_call": 4}
+    sampler = Sampler(samplers.inputs(model.definition, stop_ids=(1,), **counts))
     prompts = [np.array(ids, np.int32) for ids in ([3, 4], [3, LETTER], [6])]
     with pytest.raises(NonFiniteError, match=r"a next token is not finite.* layer 0 \(") as caught:
         sampler(model.params, prompts, jax.random.key(0))
@@ -135,8 +118,10 @@ def test_a_reward_whose_score_is_not_finite_names_the_prompts_row() -> None:
 def test_training_on_weights_that_are_not_finite_names_them_and_not_the_rows(
     tiny: ModuleType, short: Any, tmp_path: Path
 ) -> None:
-    bad = changed(short.models["reward"], "score.kernel", poison((0, 0)))
-    with pytest.raises(InputError, match=r"update 1 is not finite: .*'score.weight' holds 1 of 16"):
+    bad = changed(short.models["reward"], "layers.mlp.up_proj.kernel", poison((1, 0, 0), np.inf))
+    with pytest.raises(
+        InputError, match=r"update 1 is .*'model\.layers\.1\.mlp\.up_proj\.weight' holds 1 of"
+    ):
         short.train("reward", inputs={"model": bad})
     assert not list((tmp_path / "reward" / "checkpoints").glob("*"))
     rows = [{"prompt": "a", "chosen": " b", "rejected": f" {word}"} for word in "dcef"]

@@ -18,7 +18,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models import Definition, Model, nnx_family, nnx_model, paths
 from rlhf_core.sampling import Sampler
 from rlhf_core.testing import check_model
-from tests.shared.sampled import inputs
+from tests.shared import samplers
 
 IDS = np.array([[5, 9, 4, 7], [8, 3, 3, 0]], np.int32)
 MASK = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
@@ -32,22 +32,18 @@ class Small(nnx.Module):
         self.places = nnx.Embed(64, width, rngs=rngs)
         self.layers = nnx.List([nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False)])
 
-    def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
-        x = self.words(input_ids) + self.places(positions)
-        for layer in self.layers:
-            x = x + layer(x, mask=attention_mask[:, None])
-        return self.words.attend(x)
-
-
-class WithHidden(Small):
-    def hidden(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    def states(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
         x = self.words(input_ids) + self.places(positions)
         for layer in self.layers:
             x = x + layer(x, mask=attention_mask[:, None])
         return x
 
     def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
-        return self.words.attend(self.hidden(input_ids, positions, attention_mask))
+        return self.words.attend(self.states(input_ids, positions, attention_mask))
+
+
+class WithHidden(Small):
+    hidden = Small.states
 
 
 class Cached(nnx.Module):
@@ -168,8 +164,11 @@ def test_a_flax_model_is_saved_loaded_and_sampled_greedily(kind: Any, tmp_path: 
     again = load_model(tmp_path, registry=registry)
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
-    options = {"temperature": 0.0, "max_completion_length": 4}
-    sampler = Sampler(inputs(again.definition, options, mesh=again.mesh, max_prompt_length=4))
+    lengths = {"max_completion_length": 4, "max_prompt_length": 4}
+    given = samplers.inputs(
+        again.definition, again.mesh, stop_ids=(), temperature=0.0, prompts_per_call=2, **lengths
+    )
+    sampler = Sampler(given)
     prompts = [IDS[0], IDS[1, :2]]
     rollouts = sampler(again.params, prompts, jax.random.key(0))
     at = jnp.arange(12)

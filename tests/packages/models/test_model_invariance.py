@@ -1,9 +1,14 @@
-"""What a sequence's values and gradients are depends on itself alone: not on its row, its micro-batch or the mesh."""
+"""What a sequence's values and gradients are depends on itself alone: not on its row, its micro-batch or the mesh.
+
+On eight devices a model is the same as on one, and saved the same. In two processes: tests/processes.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +17,13 @@ import pytest
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Model, paths
+from rlhf_core.models import DECODER, Model, load_model, paths
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
+from tests.shared import mesh_cases as cases
 from tests.shared.decoder_configs import CONFIGS
 
 WINDOW = {"sliding_window": 30}
@@ -25,9 +31,10 @@ LINEAR = {
     "rms_norm_eps": 1e-2
 }  # outputs of the delta rule near zero are normalised, which magnifies rounding
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{name: CONFIGS[name] for name in ("lfm2_moe", "glm4_moe", "granite", "ministral3")},
+    **{name: CONFIGS[name] for name in ("lfm2_moe", "glm4_moe", "granite", "ministral3", "smollm3")},
     **{name: CONFIGS[name] | WINDOW for name in ("gpt_oss", "olmo3", "gemma2")},
     **{name: CONFIGS[name] | LINEAR for name in ("qwen3_5", "qwen3_5_moe")},
+    **{name: CONFIGS[name] | WINDOW for name in CONFIGS if name.startswith("gemma4")},
 }
 TREES = [
     *((70, (5, 9, 60)), (0, (3,)), (64, (10, 1)), (20, (45, 30, 1)), (0, (90,)), (1, (2, 7)), (5, (33, 26))),
@@ -45,10 +52,22 @@ MESHES = {
     "data 2, context 4": (2, 1, 1, 1, 4),
     "expert 2, context 2, tensor 2": (1, 1, 2, 2, 2),
 }
-CASES = [("lfm2_moe", "fsdp 2, tensor 2"), ("gpt_oss", "fsdp 2, context 2")]
-"""Convolutions and experts over `fsdp` and `tensor`, windows and sinks over `context`; the other cases are long."""
+CASES = [
+    ("lfm2_moe", "fsdp 2, tensor 2"),
+    ("gpt_oss", "fsdp 2, context 2"),
+    ("gemma4, shared keys", "data 2, fsdp 2"),
+]
+"""Convolutions and experts over `fsdp` and `tensor`, windows and sinks over `context`, keys and values of other layers;
+the other cases are long."""
+ONCE = ("smollm3", "gemma4, shared keys", "gemma4, keys as values", "gemma4, experts")
 LONG = [
-    *((name, mesh) for name in FAMILIES for mesh in MESHES if "context" not in mesh and name != "gemma2"),
+    *((name, "data 2, fsdp 2") for name in ONCE),
+    *(
+        (name, mesh)
+        for name in FAMILIES
+        for mesh in MESHES
+        if "context" not in mesh and name not in (*ONCE, "gemma2")
+    ),
     *(("qwen3_5", "data 2, context 4"), ("gemma2", "data 2, context 4"), ("lfm2_moe", "fsdp 2, context 2")),
     *((name, "expert 2, context 2, tensor 2") for name in ("qwen3_5_moe", "gpt_oss")),
 ]
@@ -112,7 +131,9 @@ def alone(name: str) -> tuple[dict[tuple[str, ...], np.ndarray], float]:
     ],
 )
 def test_gradients_of_packed_rows_on_a_mesh_are_those_of_each_sequence_alone(name: str, mesh: str) -> None:
+    """Computed in loops over layers, which the backward pass computes again."""
     model = make(name, make_mesh(*MESHES[mesh], devices=jax.devices()[: math.prod(MESHES[mesh])]))
+    model = model.computing(remat="full")
 
     def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
         logps, _ = trained_logps(model.definition, params, batch)
@@ -133,3 +154,63 @@ def test_gradients_of_packed_rows_on_a_mesh_are_those_of_each_sequence_alone(nam
         size = np.abs(expected[path]).max()
         assert size > 0 or path[-1] == "e_score_correction_bias", path
         np.testing.assert_allclose(leaf, expected[path], rtol=0, atol=1e-5 * size, err_msg=".".join(path))
+
+
+SPLIT = (1, 4, 2)
+"""All families are saved from it: nothing but the parameters differs in its place."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's directory, by its name."""
+
+    @functools.cache
+    def of(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        cases.write(name, directory)
+        return directory
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("llama, adapters", (2, 2, 2)),
+        pytest.param("mixtral", SPLIT, marks=pytest.mark.long),
+        pytest.param("gpt_oss", (1, 2, 2, 2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_eight_devices_agree_with_one(name: str, shape: tuple[int, ...], written: Any) -> None:
+    """Logits, loss, and what one update changes; gradients of other families: test_model_invariance.py."""
+    model = cases.opened(name, written(name), make_mesh(*shape))
+    kernel = model.params["layers"]["self_attn"]["o_proj"]["kernel"]
+    assert np.prod(kernel.sharding.shard_shape(kernel.shape)) < kernel.size
+    alone = cases.opened(name, written(name), make_mesh(devices=jax.devices()[:1]))
+    cases.assert_close(cases.measured(model), cases.measured(alone))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, SPLIT) for name in cases.FAMILIES if "adapters" not in name),
+        ("gemma2", (8, 1, 1)),
+        ("mixtral", (2, 2, 2)),
+        ("gpt_oss", (1, 2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_what_a_mesh_saves_is_what_it_loaded(
+    name: str, shape: tuple[int, ...], written: Any, tmp_path: Path
+) -> None:
+    load_model(written(name), mesh=make_mesh(*shape)).save(tmp_path)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / file).read_bytes() == (written(name) / file).read_bytes()
+
+
+def test_adapters_saved_from_a_mesh(written: Any, tmp_path: Path) -> None:
+    name = "llama, adapters"
+    model = cases.opened(name, written(name), make_mesh(2, 2, 2))
+    model.save(tmp_path / "adapter")
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "adapter").params, model.params)

@@ -14,17 +14,20 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import DECODER, Architecture, decoder_family, find_family, fresh_model, load_model
+from rlhf_core.models import (
+    DECODER,
+    Architecture,
+    decoder_family,
+    find_family,
+    fresh_model,
+    load_model,
+    paths,
+)
+from rlhf_core.state import fixed_parameters
+from tests.shared.decoder_configs import CONFIGS
+from tests.shared.mesh_cases import FAMILIES
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 24,
-    "vocab_size": 30,
-}
+LLAMA = FAMILIES["llama"]
 
 
 def parse(fields: dict[str, Any]) -> Any:
@@ -59,28 +62,7 @@ def test_rope_in_the_keys_of_transformers_4_and_5() -> None:
 
 
 def test_gemma3_has_a_rope_for_each_kind_of_layer() -> None:
-    four = of(
-        "gemma3_text",
-        sliding_window_pattern=2,
-        rope_theta=1e6,
-        rope_local_base_freq=5e3,
-        rope_scaling={"type": "linear", "factor": 8.0},
-    )
-    five = of(
-        "gemma3_text",
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-        },
-    )
-    config = parse(four)
-    assert parse(five) == config
-    assert [(rope.kind, rope.theta, rope.factor) for rope in config.ropes] == [
-        ("default", 5e3, 1.0),
-        ("linear", 1e6, 8.0),
-    ]
-    assert (config.layer_ropes, config.windows) == ((0, 1), (4096, None))
+    """Where its configuration does not say which layers slide; the spellings: test_models_golden.py."""
     plain = parse(of("gemma3_text", num_hidden_layers=7))
     assert plain.layer_ropes == (0, 0, 0, 0, 0, 1, 0)
     assert [rope.theta for rope in plain.ropes] == [1e4, 1e6]
@@ -193,3 +175,44 @@ def test_a_stranger_registers_a_family(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, again.params, made.params)
     with pytest.raises(InputError, match="'llama' is not supported; the decoder reads new"):
         family.define(LLAMA, "lm")
+
+
+DENSE, EXPERTS = (CONFIGS[f"gemma4, {name}"] for name in ("shared keys", "experts"))
+
+
+def test_names_of_experts_and_routers(tiny: Any, tmp_path: Path) -> None:
+    model = tiny.drawn(EXPERTS)
+    model.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shapes = {
+        name.removeprefix("model.layers.3."): x.shape
+        for name, x in tensors.items()
+        if ".3." in name and ("router" in name or "experts" in name)
+    }
+    hidden, count, size = EXPERTS["hidden_size"], EXPERTS["num_experts"], EXPERTS["moe_intermediate_size"]
+    assert shapes == {
+        "experts.gate_up_proj": (count, 2 * size, hidden),
+        "experts.down_proj": (count, hidden, size),
+        "router.proj.weight": (count, hidden),
+        "router.scale": (hidden,),
+        "router.per_expert_scale": (count,),
+    }
+    moe = model.params["layers"]["full_attention"]["moe"]["experts"]
+    both = tensors["model.layers.1.experts.gate_up_proj"]
+    np.testing.assert_array_equal(both[:, :size].swapaxes(1, 2), moe["gate_proj"]["kernel"][0])
+    np.testing.assert_array_equal(both[:, size:].swapaxes(1, 2), moe["up_proj"]["kernel"][0])
+
+
+def test_no_update_changes_the_scalars_of_layers() -> None:
+    params = DECODER.define(DENSE, "lm").abstract_params()
+    fixed = fixed_parameters(params, None)
+    assert fixed == {path for path, _ in paths(params) if path[-1] == "layer_scalar"}
+    assert len(fixed) == 4
+
+
+def test_heads_of_single_layers_say_the_same_as_those_of_a_type() -> None:
+    """As transformers 5 writes what `global_head_dim` says: numbers have as many digits as the largest."""
+    kinds = DENSE["layer_types"]
+    table = {f"{i:02}": {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
+    written = {name: value for name, value in DENSE.items() if name != "global_head_dim"}
+    assert DECODER.define(written | {"per_layer_config": table}, "lm") == DECODER.define(DENSE, "lm")

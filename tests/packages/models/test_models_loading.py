@@ -18,8 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model, model
-from rlhf_core.models.model import padding_apart
-from rlhf_core.tokenizer import load_tokenizer, special_ids
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -131,7 +129,7 @@ def test_padding_that_ends_sequences_is_warned_of() -> None:
     ],
 )
 def test_a_reward_model_pads_with_a_token_that_ends_nothing(
-    tokens: dict[str, str], config_pad: int | None, pad: str
+    tokens: dict[str, str], config_pad: int | None, pad: str, tiny: Any
 ) -> None:
     words = ["<pad>", "<unk>", "</s>", "<s>", "<right_pad>", "a"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -139,15 +137,16 @@ def test_a_reward_model_pads_with_a_token_that_ends_nothing(
     given = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", **tokens}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **given)
     before = tokenizer.pad_token
-    config, made = padding_apart(
-        {"pad_token_id": config_pad}, tokenizer, [tokenizer.eos_token_id], len(words)
-    )
-    assert made is not None
-    assert (made.pad_token, config["pad_token_id"]) == (pad, words.index(pad))
+
+    def scorer(vocab: int) -> Model:
+        language = tiny.drawn({**tiny.SIZES, "vocab_size": vocab, "pad_token_id": config_pad})
+        made: Model = dataclasses.replace(language, tokenizer=tokenizer).with_head("score")
+        return made
+
+    made = scorer(len(words))
+    assert (made.tokenizer.pad_token, made.hf_config["pad_token_id"]) == (pad, words.index(pad))
     assert tokenizer.pad_token == before
-    _, small = padding_apart({}, tokenizer, [tokenizer.eos_token_id], 4)
-    assert small is not None
-    assert small.pad_token != "<right_pad>"  # the model has no embedding for it
+    assert scorer(4).tokenizer.pad_token != "<right_pad>"  # the model has no embedding for it
 
 
 def test_calls_of_one_shape_are_traced_once() -> None:
@@ -170,24 +169,14 @@ def test_a_mesh_and_one_device_draw_the_same_and_take_rows_that_do_not_divide() 
     np.testing.assert_allclose(spread.logits(ids, mask), one.logits(ids, mask), rtol=1e-4, atol=1e-5)
 
 
-def test_stop_ids_of_the_tokenizer_are_saved(tiny, tmp_path):
-    """A model saved with a tokenizer whose directory names further stop ids: who loads it stops there too."""
-    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [5, 1], "top_k": 3}')
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    model = dataclasses.replace(tiny.make_model(), tokenizer=tokenizer)
-    model.save(tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    assert again.stop_ids == model.stop_ids
-    assert special_ids(again.tokenizer).eos == special_ids(tokenizer).eos
-
-
 @pytest.mark.parametrize("named", [None, {"eos_token_id": None}, {"eos_token_id": []}, {"eos_token_id": 5}])
 def test_a_saved_model_names_its_tokenizers_stop_id_whatever_its_source_named(
     tiny: Any, tmp_path: Path, named: dict[str, Any] | None
 ) -> None:
     """transformers reads generation_config.json, or config.json where there is none, and not the tokenizer."""
     made = tiny.make_model()
+    made.save(tmp_path / "named")
+    assert not (tmp_path / "named" / "generation_config.json").exists()  # config.json says it
     dataclasses.replace(made, hf_config={**made.hf_config, "eos_token_id": None}).save(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").unlink()
     if named is not None:
@@ -203,11 +192,6 @@ def test_a_saved_model_names_its_tokenizers_stop_id_whatever_its_source_named(
             == ([1, 5] if named and named["eos_token_id"] else [1])
         )
         assert named is None or written["top_k"] == 3
-
-
-def test_a_stop_id_that_config_json_names_needs_no_other_file(tiny: Any, tmp_path: Path) -> None:
-    tiny.make_model().save(tmp_path)
-    assert not (tmp_path / "generation_config.json").exists()
 
 
 def test_a_changed_tokenizer_is_saved_changed(tiny, tmp_path):

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from rlhf_core import create_state, load_model
 from rlhf_core.models import Lora, module_paths, paths, resolve, with_noise
 from rlhf_core.models.layers import Adapter
+from tests.shared.drawn import with_adapters_drawn
 
 ALL = (
     "mlp.down_proj",
@@ -30,22 +31,8 @@ IDS = np.array([[3, 9, 4, 7, 8, 5], [6, 4, 0, 0, 0, 0]])
 MASK = np.array([[1] * 6, [1, 1, 0, 0, 0, 0]])
 
 
-def spread(model, seed=3):
-    """Adapters that change something: B is no longer zero."""
-    rng = np.random.default_rng(seed)
-    draw = {
-        path: jax.device_put(rng.normal(0, 0.3, leaf.shape).astype(np.float32), leaf.sharding)
-        for path, leaf in paths(model.params)
-        if path[-1] == "lora_b"
-    }
-
-    def one(params, at=()):
-        return {
-            name: one(value, (*at, name)) if isinstance(value, dict) else draw.get((*at, name), value)
-            for name, value in params.items()
-        }
-
-    return model.with_params(one(model.params))
+def spread(model):
+    return with_adapters_drawn(model, 3, 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +48,21 @@ def adapted(base):
 
 
 @pytest.mark.parametrize(
-    ("targets", "expected"),
+    ("targets", "expected", "layers"),
     [
-        ("all-linear", ALL),
-        ("v_proj", ("self_attn.v_proj",)),
-        (["self_attn.q_proj", r"mlp\.(up|gate)_proj"], ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj")),
+        ("all-linear", ALL, {}),
+        ("v_proj", ("self_attn.v_proj",), {}),
+        (["self_attn.q_proj", r"mlp\.(up|gate)_proj"], ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj"), {}),
+        (r"layers\.(?!0\.).*k_proj", ("self_attn.k_proj",), {"self_attn.k_proj": (1,)}),
+        ("layers.1.self_attn.k_proj", ("self_attn.k_proj",), {"self_attn.k_proj": (1,)}),
+        (r"layers\.self_attn\.k_proj|v_proj", ("self_attn.k_proj", "self_attn.v_proj"), {}),
+        (["k_proj", r"layers\.0\.self_attn\.k_proj"], ("self_attn.k_proj",), {}),
     ],
-)
-def test_targets(base, targets, expected):
+)  # fmt: skip
+def test_targets(base, targets, expected, layers):
     names = module_paths(base.definition)
     assert tuple(names) == ALL
-    assert resolve(targets, names) == (expected, (), [])
+    assert resolve(targets, names) == (expected, tuple(layers.items()), [])
 
 
 def test_fresh_adapters_change_nothing(base):
@@ -97,7 +88,6 @@ def test_merged_is_kernel_plus_scale_times_the_product(base, use_rslora):
 
 def test_saved_as_peft_does_and_read_again(adapted, base, tmp_path):
     adapted.save(tmp_path)
-    assert not (tmp_path / "config.json").exists()
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (3, 6, "CAUSAL_LM")
@@ -209,19 +199,3 @@ def test_layers_without_an_adapter_are_neither_trained_nor_saved(base, tmp_path)
     again = load_model(tmp_path)
     assert again.definition == model.definition
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-
-
-@pytest.mark.parametrize(
-    ("targets", "layers"),
-    [
-        (r"layers\.(?!0\.).*k_proj", {"self_attn.k_proj": (1,)}),
-        ("layers.1.self_attn.k_proj", {"self_attn.k_proj": (1,)}),
-        (r"layers\.self_attn\.k_proj|v_proj", {}),
-        (["k_proj", r"layers\.0\.self_attn\.k_proj"], {}),
-    ],
-)
-def test_targets_with_the_number_of_a_layer(base, targets, layers):
-    found = resolve(targets, module_paths(base.definition))
-    assert dict(found.layers) == layers
-    assert "self_attn.k_proj" in found.modules
-    assert not found.absent

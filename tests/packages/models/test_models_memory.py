@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 from rlhf_core.models import fresh_model
@@ -142,11 +140,5 @@ def test_no_more_than_the_shards_and_two_parameters(
     for peak in (*loading, *saving):
         assert 0.9 * shards < peak < shards + 2 * LARGEST + SLACK, (loading, saving)
     given = (source / "model.safetensors").read_bytes()
+    assert len(given) == pytest.approx(WHOLE, rel=0.01)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == given
-
-
-def test_the_model_is_what_the_bounds_say(source: Path) -> None:
-    assert (source / "model.safetensors").stat().st_size == pytest.approx(WHOLE, rel=0.01)
-    shapes = jax.tree.leaves(fresh_model(TABLE).definition.abstract_params())
-    assert max(4 * int(np.prod(x.shape)) for x in shapes) == LARGEST
-    assert WHOLE // 2 + 2 * LARGEST + SLACK < WHOLE  # half the shards, and the whole would be too much

@@ -12,26 +12,8 @@ import pytest
 
 from rlhf_core import create_state, optimizers
 from rlhf_core.metrics import Mean
-from rlhf_core.models import join, matching, numbered, paths, split, without_layers
+from rlhf_core.models import matching, numbered, paths, without_layers
 from rlhf_core.step import Accumulated, apply
-
-PARAMS = {"embed": {"w": 1.0}, "layers": {"q": {"kernel": 2.0, "bias": 3.0}, "norm": {"w": 4.0}}}
-
-
-def test_paths_and_their_split():
-    assert [".".join(path) for path, _ in paths(PARAMS)] == [
-        "embed.w",
-        "layers.q.kernel",
-        "layers.q.bias",
-        "layers.norm.w",
-    ]
-    fixed = matching(PARAMS, [r"^embed", "bias$"]).whole
-    trained, rest = split(PARAMS, fixed)
-    assert trained == {"layers": {"q": {"kernel": 2.0}, "norm": {"w": 4.0}}}
-    assert rest == {"embed": {"w": 1.0}, "layers": {"q": {"bias": 3.0}}}
-    assert join(trained, rest) == PARAMS
-    assert split(PARAMS, frozenset()) == (PARAMS, {})
-
 
 STACKED = {
     "embed": {"w": jnp.ones(2)},

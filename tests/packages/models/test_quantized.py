@@ -19,9 +19,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model, join, paths, split, weights
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh
 from rlhf_core.state import fixed_parameters
-from tests.shared.sampled import inputs
+from tests.shared import samplers
+from tests.shared.drawn import with_adapters_drawn
 
 RECORDED = np.load(Path(__file__).with_name("bitsandbytes.npz"))
 """What bitsandbytes 0.50.2 makes of `WEIGHTS`, under the names of its files."""
@@ -114,19 +114,7 @@ def test_equals_bitsandbytes() -> None:
 
 def noisy(model: Model) -> Model:
     """The model with adapters whose B is not zero."""
-    model = model.with_lora(rank=4, seed=1, dropout=0.1)
-    rng = np.random.default_rng(2)
-    draw = {
-        path: rng.normal(0, 0.1, leaf.shape).astype(np.float32)
-        for path, leaf in paths(model.params)
-        if path[-1] == "lora_b"
-    }
-
-    def one(path: Any, leaf: Any) -> Any:
-        name = tuple(key.key for key in path)
-        return jax.device_put(draw[name], leaf.sharding) if name in draw else leaf
-
-    return model.with_params(jax.tree.map_with_path(one, model.params))
+    return with_adapters_drawn(model.with_lora(rank=4, seed=1, dropout=0.1), 2, 0.1)
 
 
 def gradients(model: Model) -> tuple[Any, dict[str, np.ndarray]]:
@@ -183,28 +171,10 @@ def test_computes_what_the_dequantized_model_does(
     for name, grad in expected[1].items():
         assert_close(grads[name], grad)
     whole = model.merged()
-    completions = sample(whole, one)
-    for found in (sample(model, one), sample(model, make_mesh(fsdp=8), tensor=2)):
-        np.testing.assert_array_equal(found.tokens, completions.tokens)
-        np.testing.assert_allclose(found.logps, completions.logps, atol=5e-5)
-
-
-def sample(model: Model, mesh: Any, tensor: int | None = None) -> Rollouts:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 96, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
-    sampler = Sampler(
-        inputs(
-            model.definition,
-            {"max_completion_length": 9, "mesh": SamplingMesh(tensor=tensor)},
-            mesh=mesh,
-            stop_ids=(3,),
-            num_generations=3,
-            prompts_per_call=5,
-            max_prompt_length=24,
-        )
-    )
-    placed = jax.device_put(model.params, model.definition.shardings(mesh))
-    return sampler(placed, prompts, jax.random.key(0))
+    completions = samplers.sample(whole.definition, whole.params, one)
+    for mesh, tensor in ((one, None), (make_mesh(fsdp=8), 2)):
+        found = samplers.sample(model.definition, model.params, mesh, tensor)
+        samplers.assert_same(found, completions, atol=5e-5)
 
 
 def test_dequantizes_one_layer_at_a_time(tmp_path: Path) -> None:
@@ -245,13 +215,6 @@ def test_a_stage_trains_adapters_of_a_quantized_base(short: Any, tiny: ModuleTyp
         short.train("sft", at="again", inputs={"model": str(artifact)}, lora={"rank": 2})
 
 
-def write(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, Any]) -> None:
-    """Write tensors, of the dtypes of their arrays, and the config of a model of one layer and one matrix of them."""
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
-
-
 BITS4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 UP = "model.layers.0.mlp.up_proj."
 
@@ -270,7 +233,9 @@ def replaced(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, 
     others = {
         name: np.array(reader.view(name)) for name, reader in readers.items() if not name.startswith(UP)
     }
-    write(directory, {**others, **tensors}, method)
+    save_file({**others, **tensors}, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""Packed rows agree with the separate sequences: each token once, with its position, parent and visibility."""
+"""Packed rows agree with the separate sequences: each token once, with its position, parent and visibility.
+
+And the classes of rows that are chosen for some data, and how full they get.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from rlhf_core.packing import Layout, Packed, Tree, pack, shared_prefix, tree, with_room
-from rlhf_core.packing.rows import split, useful_fraction
+from rlhf_core.packing import Layout, Packed, Tree, choose_layout, pack, shared_prefix, tree, with_room
 
 
 def ints(*values):
@@ -163,11 +165,20 @@ def test_pairs_lie_side_by_side():
         np.testing.assert_array_equal(batch.example[:, 0::2], batch.example[:, 1::2])
 
 
-def test_trees_that_fit_no_row_are_split_between_groups():
+@pytest.mark.parametrize(
+    ("layout", "group", "sizes"),
+    [
+        (Layout((8,), (1,), (8,), (32,)), 1, [3, 3]),
+        (Layout((8,), (1,), (8,), (32,)), 2, [2, 2, 2]),
+        (Layout((64,), (1,), (4,), (32,)), 1, [4, 2]),
+        (Layout((64,), (1,), (8,), (4,)), 1, [2, 2, 2]),
+    ],
+)
+def test_trees_that_fit_no_row_are_split_between_groups(layout, group, sizes):
+    """By their tokens, by how many sequences a row has, and by how many are trained."""
     tree = Tree(ints(5), tuple(ints(7, 8) for _ in range(6)))
-    for group, sizes in ((1, [3, 3]), (2, [2, 2, 2])):
-        packed = pack([tree], Layout((8,), (1,), (4,), (32,)), group=group)
-        assert [int((batch.last >= 0).sum()) for batch in packed] == sizes
+    packed = pack([tree], layout, group=group)
+    assert [int((batch.last >= 0).sum()) for batch in packed] == sizes
 
 
 def test_packing_ignores_the_order_of_names_and_is_repeatable():
@@ -189,24 +200,10 @@ def test_packing_ignores_the_order_of_names_and_is_repeatable():
         np.testing.assert_array_equal(x.token_values["old"], y.token_values["old"])
 
 
-def test_no_trees_give_no_micro_batch():
-    assert pack([], LAYOUT) == []
-    assert useful_fraction([]) == 1.0
-
-
 def test_a_class_without_trees_gives_no_micro_batch():
+    assert pack([], LAYOUT) == []
     packed = pack([Tree(ints(), (np.arange(1, 40, dtype=np.int32),))], LAYOUT)
     assert [batch.rows.tokens.shape for batch in packed] == [(2, 64)]
-
-
-def test_sequences_and_trained_tokens_open_new_rows():
-    short = [Tree(ints(5), (ints(7), ints(8))) for _ in range(4)]  # 8 sequences of one token each
-    layout = Layout((32,), (1,), (4,), (32,))
-    packed = pack(short, layout)
-    assert [int((batch.last >= 0).sum()) for batch in packed] == [4, 4]
-    dense = [Tree(ints(5), (ints(7, 7, 7),)) for _ in range(4)]
-    packed = pack(dense, Layout((32,), (1,), (4,), (6,)))
-    assert [int((batch.trained >= 0).sum()) for batch in packed] == [6, 6]
 
 
 def test_trained_zero_limits_nothing_and_lays_out_nothing():
@@ -215,28 +212,6 @@ def test_trained_zero_limits_nothing_and_lays_out_nothing():
     assert sum(int((batch.last >= 0).sum()) for batch in packed) == sum(
         len(t.branches) for t in random_trees(1, 5)
     )
-
-
-def test_a_first_token_is_never_trained():
-    (batch,) = pack([Tree(ints(), (ints(4, 5, 6),))], Layout((32,), (1,), (2,), (32,)))
-    assert batch.rows.weight[0, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
-    assert batch.trained[0, :3].tolist() == [1, 2, -1]
-
-
-def test_useful_fraction_counts_a_shared_prompt_once():
-    packed = pack([Tree(ints(*range(1, 11)), (ints(1, 2), ints(3)))], Layout((32,), (2,), (2,), (0,)))
-    assert useful_fraction(packed) == pytest.approx(13 / 64)
-
-
-def test_a_pair_in_numbers():
-    (batch,) = pack([Tree(ints(11, 12), (ints(21, 22), ints(31)))], Layout((8,), (1,), (2,), (8,)))
-    rows = batch.rows
-    assert rows.tokens[0].tolist() == [11, 12, 21, 22, 31, 0, 0, 0]
-    assert rows.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
-    assert rows.visible_until[0].tolist() == [5, 5, 4, 4, 5, 0, 0, 0]
-    assert rows.parent[0].tolist() == [-1, 0, 1, 2, 1, -1, -1, -1]
-    assert rows.sequence[0].tolist() == [-1, -1, 0, 0, 1, -1, -1, -1]
-    assert batch.last[0].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -268,26 +243,11 @@ def test_tree_shares_no_trained_token():
 
 def test_long_trees_are_split_with_their_prompt_repeated():
     t = random_trees(5, 1, branches=(12, 13))[0]
-    parts = split(t, len(t.prefix) + 30)
-    assert len(parts) > 1
-    assert all(part.size <= len(t.prefix) + 30 for part in parts)
-    assert [b.tolist() for part in parts for b in part.branches] == [b.tolist() for b in t.branches]
-    assert (
-        np.concatenate([p.sequence_values["advantage"] for p in parts]).tolist()
-        == t.sequence_values["advantage"].tolist()
-    )
+    assert t.size > LAYOUT.time[-1]
     packed = pack([*random_trees(6, 3), t], LAYOUT, token_names=["old"], sequence_names=["advantage"])
     assert sorted(unpack(packed), key=key) == sorted(expected([*random_trees(6, 3), t]), key=key)
-
-
-def test_split_keeps_groups_and_says_what_does_not_fit():
-    pairs = Tree(ints(1), tuple(ints(2, 3) for _ in range(6)))
-    assert [len(part.branches) for part in split(pairs, 8, group=2)] == [2, 2, 2]
-    assert [len(part.branches) for part in split(pairs, 8)] == [3, 3]
-    assert [len(part.branches) for part in split(pairs, 64, sequences=4)] == [4, 2]
-    assert [len(part.branches) for part in split(pairs, 64, trained=4)] == [2, 2, 2]
     with pytest.raises(ValueError, match=r"branches of \[2, 2\] tokens does not fit a row of 4 tokens"):
-        split(pairs, 4, group=2)
+        pack([Tree(ints(1), (ints(2, 3), ints(2, 3)))], Layout((4,), (1,), (2,), (8,)), group=2)
 
 
 def test_trees_that_fit_no_class_get_a_longer_one() -> None:
@@ -301,3 +261,123 @@ def test_trees_that_fit_no_class_get_a_longer_one() -> None:
     trained = layout._replace(trained=(4, 8))
     assert with_room(trained, [short], 2).trained == (4, 8, 32)
     assert with_room(trained, [short], 2).time == (16, 32, 32)
+
+
+def useful_fraction(packed):
+    """Return the share of all slots that hold a token."""
+    used = np.concatenate([(batch.rows.visible_until > 0).ravel() for batch in packed])
+    return used.mean()
+
+
+@pytest.mark.parametrize(
+    ("branches", "hidden_size"),
+    [
+        (2, 64),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((1, 64), (8, 64), (1, 4096), (2, 4096), (8, 4096))
+        ),
+    ],
+)
+def test_chosen_layouts_keep_the_rules(branches, hidden_size):
+    rng = np.random.default_rng(branches)
+    sizes = np.minimum(rng.lognormal(4.5, 0.8, 500).astype(int) + 2 * branches, 900)
+    layout = choose_layout(
+        sizes,
+        branches,
+        hidden_size=hidden_size,
+        max_tokens=8192,
+        trees_per_update=32,
+        trained_counts=sizes // 2,
+        row_multiple=4,
+    )
+    assert 1 <= len(layout.time) <= 3
+    assert list(layout.time) == sorted(set(layout.time))
+    assert layout.time[-1] >= sizes.max()
+    for time, rows, sequences, trained in zip(*layout[:4], strict=True):
+        assert time % 32 == 0
+        assert time % 64 == 0 or time <= 128
+        assert rows % 4 == 0
+        assert rows * time <= 8192
+        assert sequences % branches == 0
+        assert sequences == branches or sequences <= time // 16
+        assert trained <= time
+        assert trained >= (sizes // 2)[sizes <= time].max()
+    trees = []
+    for size in sizes[:64]:
+        own = np.full(branches, max(1, int(size) // 2 // branches))
+        trees.append(Tree(np.ones(size - own.sum(), np.int32), tuple(np.ones(n, np.int32) for n in own)))
+    packed = pack(trees, layout)
+    assert useful_fraction(packed) > 0.6
+    assert sum(int((batch.last >= 0).sum()) for batch in packed) == 64 * branches
+
+
+def test_a_few_long_trees_get_rows_of_their_own_where_the_run_is_worth_several_programs():
+    sizes = np.where(np.arange(400) % 10 == 0, 1000, 40)
+    options = {"hidden_size": 32, "max_tokens": 8192, "trees_per_update": 40}
+    layout = choose_layout(sizes, 2, **options)
+    assert len(layout.time) > 1
+    assert layout.time[0] <= 256
+    assert layout.trained == (0,) * len(layout.time)
+    assert len(choose_layout(sizes, 2, **options, updates=5).time) == 1
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_rows_get_the_class_they_need_and_few_slots_are_empty(skips):
+    """With attention that skips masked blocks, long rows cost nothing extra and fill best."""
+    draw = np.random.default_rng(3)
+    sizes = np.minimum(draw.lognormal(5.6, 0.5, 1500).astype(int) + 20, 560)
+    layout = choose_layout(
+        sizes, 2, hidden_size=256, max_tokens=16384, trees_per_update=32, skips_blocks=skips
+    )
+    used = slots = 0
+    for update in range(20):
+        chosen = draw.choice(sizes, 32, replace=False)
+        trees = [Tree(np.ones(0, np.int32), (np.ones(n // 2, np.int32),) * 2) for n in chosen]
+        packed = pack(trees, layout, group=2)
+        assert sum(int((batch.last >= 0).sum()) for batch in packed) == 64, update
+        slots += sum(batch.rows.tokens.size for batch in packed)
+        used += sum(2 * (n // 2) for n in chosen)
+    assert used / slots > (0.9 if skips else 0.8)
+
+
+def test_layout_has_room_for_what_may_come():
+    layout = choose_layout([50, 60], 4, hidden_size=64, max_tokens=2048, trained_counts=[20, 30], longest=700)
+    assert layout.time[-1] >= 700
+    assert layout.trained[-1] == layout.time[-1]
+
+
+def test_layout_of_a_small_update_is_small():
+    layout = choose_layout([100] * 64, 2, hidden_size=64, max_tokens=1 << 20, trees_per_update=8)
+    slots = sum(rows * time for rows, time in zip(layout.rows, layout.time, strict=True))
+    assert slots <= 8 * 128
+
+
+def test_the_largest_class_holds_all():
+    sizes = [40, 50, 60, 700]
+    layout = choose_layout(sizes, 1, hidden_size=64, max_tokens=1024, trees_per_update=4)
+    trees = [Tree(np.zeros(0, np.int32), (np.ones(size, np.int32),)) for size in sizes]
+    batches = pack(trees, layout.largest())
+    assert len({batch.rows.tokens.shape for batch in batches}) == 1
+    assert sum(int((batch.example >= 0).sum()) for batch in batches) == 4
+
+
+@pytest.mark.parametrize(("completions", "length"), [(16, 64), (64, 48), (64, 64)])
+def test_rollouts_of_completions_of_full_length_fill_their_rows(completions, length):
+    """The rows are made for them; what shorter completions do not write stays empty."""
+    prompts = np.random.default_rng(0).integers(53, 56, completions // 8)
+    sizes, group = prompts + 8 * length, np.ones(length, np.int32)
+    layout = choose_layout(
+        sizes,
+        8,
+        hidden_size=576,
+        max_tokens=int(sizes.sum()),
+        trees_per_update=len(sizes),
+        trained_counts=np.full(len(sizes), 8 * length),
+        skips_blocks=True,
+    )
+    packed = pack([Tree(np.ones(n, np.int32), (group,) * 8) for n in prompts], layout)
+    assert useful_fraction(packed) > 0.95
+    slots = sum(batch.rows.tokens.size for batch in packed)
+    short = pack([Tree(np.ones(n, np.int32), (group[: length * 3 // 4],) * 8) for n in prompts], layout)
+    assert sum(batch.rows.tokens.size for batch in short) == slots

@@ -18,21 +18,11 @@ from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
 from rlhf_core.sampling.schedule import Conversation, Schedule
 from tests.shared import samplers, worlds
+from tests.shared.compiled import compilations
 
 KEY = jax.random.key(6)
-VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
-CONFIG = {
-    "model_type": "gemma2",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 12,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.4,
-}
+VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = samplers.VOCAB, 12, 20, 100
+CONFIG = {**samplers.SIZES, "model_type": "gemma2", "sliding_window": 12, "initializer_range": 0.4}
 DEFINITION = DECODER.define(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
 
@@ -94,40 +84,6 @@ def test_neither_slots_nor_neighbours_nor_the_order_of_replies_change_a_bit(
         worlds.assert_same({number: world.said[0]}, {number: expected[number]}, bits=True)
 
 
-def test_a_conversation_that_gave_up_its_slot_is_the_same(
-    params: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_up = told(3, params, 1, monkeypatch)
-    worlds.assert_same(told(3, params, 5, monkeypatch), given_up, bits=True)
-    worlds.assert_same(told(3, params, None, monkeypatch), given_up, atol=2e-5)
-
-
-def test_log_probabilities_are_those_of_the_full_forward(
-    params: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float64 NumPy from the logits on, for every turn of conversations that take turns in slots."""
-    prompts, world = make_prompts(), worlds.MadeUp(VOCAB, added=24, seed=3)
-    sampler = make_sampler(3, monkeypatch, SamplingOptions(max_completion_length=12, temperature=0.7))
-    sampler.converse(params, prompts, KEY, None, world)
-    kernel, cap = DEFINITION.unembedding(params)
-    length = LONGEST_PROMPT + FOLLOWING
-    hidden = jax.jit(DEFINITION.hidden)
-    for number, turns_said in world.said.items():
-        whole, places = [*prompts[number]], []
-        for turn, reply in zip(turns_said, world.added[number], strict=True):
-            places.append(slice(len(whole), len(whole) + len(turn.tokens)))
-            whole += [*turn.tokens, *([] if reply.tokens is None else reply.tokens)]
-        tokens = np.pad(np.array(whole, np.int32), (0, length - len(whole)))[None]
-        positions = np.arange(length, dtype=np.int32)[None]
-        states = np.asarray(hidden(params, tokens, positions, np.full_like(tokens, length))[0], np.float64)
-        logits = states @ np.asarray(kernel, np.float64)
-        logits = (logits if cap is None else cap * np.tanh(logits / cap)) / 0.7
-        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        for place, turn in zip(places, turns_said, strict=True):
-            index = np.arange(place.start, place.stop)
-            np.testing.assert_allclose(turn.logps, logps[index - 1, tokens[0, index]], atol=2e-5)
-
-
 def test_a_slot_is_never_idle_while_a_conversation_waits(
     params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,23 +111,14 @@ def test_nothing_compiles_after_warm_up(
 ) -> None:
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     params = jax.device_put(params, DEFINITION.shardings(mesh))
-    compiled: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(about.get("fun_name")))
-
     make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
     sampler = make_sampler(5, monkeypatch, options, mesh)
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as compiled:
         sampler.warm_up(params, [5, LONGEST_PROMPT])
         sampler._ahead.wait_for_all()
         ahead = len(compiled)
         sampler.converse(params, make_prompts(), jax.random.key(9), None, make_world())
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert ahead
     assert compiled[ahead:] == []
 

@@ -125,7 +125,6 @@ def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("slots", "seed"), [(1000, None), (1, 3)])
 @pytest.mark.parametrize(
     ("name", "axes", "tensor", "options"),
     [
@@ -136,19 +135,14 @@ def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold
     ids=str,
 )
 def test_a_mesh_changes_nothing(
-    name: str,
-    axes: dict[str, int],
-    tensor: int,
-    options: dict[str, Any],
-    slots: int,
-    seed: int | None,
-    hold: Any,
+    name: str, axes: dict[str, int], tensor: int, options: dict[str, Any], hold: Any
 ) -> None:
     """With a slot for each, and with fewer, whose world answers late and in any order."""
     expected = hold(name, **options)
-    world = worlds.MadeUp(VOCAB, seed=seed)
-    found = hold(name, mesh=make_mesh(**axes), tensor=tensor, slots=slots, world=world, **options)
-    worlds.assert_same(found, expected)
+    for slots, seed in ((1000, None), (1, 3)):
+        world = worlds.MadeUp(VOCAB, seed=seed)
+        found = hold(name, mesh=make_mesh(**axes), tensor=tensor, slots=slots, world=world, **options)
+        worlds.assert_same(found, expected)
 
 
 def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,17 +215,6 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any, monkeypatch:
 def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, message: str, hold: Any) -> None:
     with pytest.raises(ValueError, match=message):
         hold(world=Script(reply), prompts=PROMPTS[-1:])
-
-
-def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
-    definition, world = define("llama"), worlds.MadeUp(VOCAB)
-    lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
-    groups = {"num_generations": 3, "prompts_per_call": 3}
-    inputs = samplers.inputs(definition, max_completion_length=8, **groups, **lengths)
-    sampler = make_sampler(inputs)
-    assert sampler.room.slots == len(PROMPTS)
-    sampler.converse(draw("llama"), PROMPTS, KEY, IDS, world)
-    worlds.assert_same(world.said, hold())
 
 
 def test_calls_that_cannot_be_are_refused(hold: Any) -> None:

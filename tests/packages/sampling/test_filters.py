@@ -90,9 +90,7 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "vocab", [1, pytest.param(2, marks=pytest.mark.long), 50, pytest.param(1000, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("vocab", [1, 50, pytest.param(1000, marks=pytest.mark.long)])
 def test_draws_follow_the_distribution(vocab: int) -> None:
     count = 200_000
     mass = masses(1, vocab, spread=1.5)[0]

@@ -16,19 +16,10 @@ from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
 from tests.shared import samplers
+from tests.shared.compiled import compilations
 
-VOCAB, SLOTS, KEY = 40, 6, jax.random.key(3)
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.5,
-}
-DEFINITION = DECODER.define(CONFIG, "lm")
-LOGITS = jax.jit(DEFINITION.padded_logits)
+SLOTS, KEY = 6, jax.random.key(3)
+DEFINITION = DECODER.define({**samplers.SIZES, "model_type": "llama", "initializer_range": 0.5}, "lm")
 
 
 class Wish(NamedTuple):
@@ -131,13 +122,6 @@ def run(sampler: ConversationSampler, weights: list[Weights], wishes: dict[int, 
     return world
 
 
-def whole_logits(params: Any, ids: list[int]) -> np.ndarray:
-    """Compute a sequence's logits [time, vocabulary] in one pass, padded so that one program serves every length."""
-    mask = (np.arange(192) < len(ids)).astype(np.int32)[None]
-    padded = np.pad(np.array([ids], np.int32), ((0, 0), (0, 192 - len(ids))))
-    return np.asarray(LOGITS(params, padded, mask), np.float64)[0, : len(ids)]
-
-
 def test_settings_per_turn(
     sampler: ConversationSampler,
     weights: list[Weights],
@@ -151,9 +135,9 @@ def test_settings_per_turn(
         assert tokens.tolist() == alone.result(77)[0].tolist()
         assert logps.tobytes() == alone.result(77)[1].tobytes()
         # The log-probabilities of softmax(logits / temperature), in float64.
-        logits = whole_logits(params[wish.own], [*wish.prompt, *tokens])
+        logits = samplers.full_logits(DEFINITION, params[wish.own], [*wish.prompt, *tokens])
         at = logits[len(wish.prompt) - 1 : -1] / (wish.settings.get("temperature", 1.0) or 1.0)
-        everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
+        everything = samplers.log_softmax(at)
         np.testing.assert_allclose(logps, everything[np.arange(len(tokens)), tokens], atol=2e-5)
         if wish.settings.get("alternatives"):
             np.testing.assert_allclose(best, -np.sort(-everything)[:, :4], atol=2e-5)
@@ -249,21 +233,13 @@ def test_contexts_are_packed_whole_and_where_their_bits_do_not_depend_on_the_pla
 
 @pytest.mark.long
 def test_nothing_compiles_after_the_warm_up(params: list[Any]) -> None:
-    fresh, compiled = make_sampler(SLOTS + 1), list[str]()
-
-    def note(name: str, *_: Any, **__: Any) -> None:
-        if "backend_compile" in name:
-            compiled.append(name)
-
+    fresh = make_sampler(SLOTS + 1)
     fresh.warm_up(params[0], [1])
     fresh._ahead.wait_for_all()
     both = [fresh.place(each) for each in params]
     jax.random.key_data(jax.random.fold_in(KEY, 0))  # the world's
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations() as compiled:
         run(fresh, both, dict(enumerate(WISHES)))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert not compiled
 
 
@@ -290,6 +266,6 @@ def test_weights_that_change_in_the_middle(
         pass
     tokens, logps, *_ = world.result(0)
     for some, own in ((slice(0, 4), 0), (slice(4, 30), 1)):
-        at = whole_logits(params[own], [5, 6, 7, *tokens])[2:-1]
-        everything = at - np.log(np.exp(at).sum(-1, keepdims=True))
+        at = samplers.full_logits(DEFINITION, params[own], [5, 6, 7, *tokens])[2:-1]
+        everything = samplers.log_softmax(at)
         np.testing.assert_allclose(logps[some], everything[np.arange(30), tokens][some], atol=2e-5)

@@ -1,4 +1,4 @@
-"""The experts of sampled tokens, and their way into the rows that are trained on."""
+"""What rollouts hold besides tokens: fields that are filled in, and experts on their way into rows that are trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from rlhf_core import Rollouts
 from rlhf_core.contracts import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import experts, fresh_model
@@ -74,3 +76,23 @@ def test_a_trainer_replays_the_experts_of_a_sampler(monkeypatch: Any) -> None:
     changed, replayed = read(model.params, batch._replace(routes=other))
     assert replayed[:, 1].min() > 0
     assert np.abs(np.asarray(changed) - np.asarray(logps)).max() > 1e-3
+
+
+LENGTHS = np.array([2, 3, 1], np.int32)
+
+
+@pytest.fixture
+def samples() -> Rollouts:
+    tokens = np.array([[5, 6, 0], [7, 8, 9], [1, 0, 0]], np.int32)
+    return Rollouts(tokens, LENGTHS, np.zeros((3, 3), np.float32), np.array([True, False, True]))
+
+
+def test_the_policy_wrote_all_tokens_unless_the_sampler_says_otherwise(samples: Rollouts) -> None:
+    assert samples.mask.dtype == np.bool_
+    np.testing.assert_array_equal(samples.mask, [[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    assert samples.version.dtype == np.int32
+    np.testing.assert_array_equal(samples.version, [0, 0, 0])
+    mask = samples.mask & ~np.array([False, True, False])
+    given = Rollouts(*samples[:4], mask=mask, version=np.full(3, 7, np.int32))
+    assert given.mask is mask
+    np.testing.assert_array_equal(given.version, 7)

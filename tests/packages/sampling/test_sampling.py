@@ -8,30 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_core import SAMPLER, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket, loop
+from rlhf_core.sampling import Rollouts, Sampler, bucket, loop
 from tests.shared import samplers
 
-VOCAB, NEW = 40, 12
+VOCAB, NEW = samplers.VOCAB, 12
 STOPS = (3, 9, 11)
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.5,
-}
+CONFIG = {**samplers.SIZES, "model_type": "qwen3", "tie_word_embeddings": True, "initializer_range": 0.5}
 
 
 @functools.cache
@@ -57,28 +46,6 @@ def make_sampler(
     return Sampler(samplers.inputs(definition or model()[0], mesh, stop_ids=stop_ids, **counts | given))
 
 
-@jax.jit
-def _padded_logits(tokens: jax.Array, length: jax.Array) -> jax.Array:
-    definition, params = model()
-    positions = jnp.arange(tokens.shape[1])[None]
-    hidden = definition.hidden(params, tokens, positions, jnp.where(positions < length, length, 0))
-    kernel, _ = definition.unembedding(params)
-    return hidden[0] @ kernel
-
-
-def full_logits(tokens: np.ndarray) -> np.ndarray:
-    """float32 [T, V] of one sequence [T], by the forward pass that training uses."""
-    padded = np.pad(tokens, (0, 64 - len(tokens)))[None]
-    return np.asarray(_padded_logits(padded, len(tokens)))[: len(tokens)]
-
-
-def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
-    logits = full_logits(np.concatenate([prompt, completion]))[len(prompt) - 1 : -1]
-    logits = logits.astype(np.float64) / temperature
-    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return np.asarray(logps[np.arange(len(completion)), completion])
-
-
 class OddIds:
     """Stands for a tokenizer with a hole at ids 7 and 8, whose ids end at 24."""
 
@@ -86,58 +53,45 @@ class OddIds:
         return {str(i): i for i in range(25) if i not in (7, 8)}
 
 
+ABSENT = np.array([7, 8, *range(25, VOCAB)])
+
+
+def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
+    """Log-probabilities of a completion's tokens among the ids that the tokenizer has."""
+    logits = samplers.full_logits(*model(), [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
+    logits[:, ABSENT] = -np.inf
+    return np.asarray(samplers.log_softmax(logits)[np.arange(len(completion)), completion])
+
+
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [
-        ({"top_k": 30, "min_p": 1e-3, "repetition_penalty": 1.5}, {}),
-        pytest.param({"temperature": 0.0}, {}, marks=pytest.mark.long),
-        pytest.param({"temperature": 1.3, "top_p": 0.99}, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.long),
+        ({"temperature": 1.4, "top_p": 0.8, "repetition_penalty": 1.5}, {}),
+        *(
+            pytest.param(options, mesh, marks=pytest.mark.long)
+            for options, mesh in (
+                ({}, {}),
+                ({"top_k": 5, "min_p": 0.05}, {}),
+                ({"temperature": 0.0}, {}),
+                ({"temperature": 1.3, "top_p": 0.99}, {"fsdp": 4, "tensor": 2}),
+            )
+        ),
     ],
     ids=str,
 )
-def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[str, Any], mesh: Any) -> None:
+def test_log_probs_are_the_unfiltered_ones_of_a_full_forward(options: dict[str, Any], mesh: Any) -> None:
+    """Of the tokenizer's ids, which alone are sampled and have probability."""
+    lengths = (1, 5, 20, 7, 31) if options else (1, 5, 33, 7, 40)  # two buckets are tried once
+    prompts = make_prompts(*lengths)
     definition, params = model()
     devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
-    sampler = make_sampler(mesh=devices, num_generations=3, tokenizer=OddIds(), **options)
-    assert sampler.definition.absent == ((7, 9), (25, VOCAB))
-    prompts = make_prompts(3, 9, 20, 30)
+    given = {"stop_ids": (3, 9), "num_generations": 3, "tokenizer": OddIds(), **options}
+    sampler = make_sampler(mesh=devices, **given)
     out = sampler(jax.device_put(params, definition.shardings(devices)), prompts, jax.random.key(0))
-    assert set(np.unique(out.tokens)) <= {*range(7), *range(9, 25)}
-    for i, prompt in enumerate(np.repeat(np.array(prompts, object), 3)):
-        logits = full_logits(np.concatenate([prompt, out.tokens[i]]).astype(np.int32))[len(prompt) - 1 : -1]
-        logits = np.delete(logits, [7, 8, *range(25, VOCAB)], axis=1) / (
-            options.get("temperature", 1.0) or 1.0
-        )
-        kept = np.searchsorted([*range(7), *range(9, 25)], out.tokens[i])
-        expected = np.take_along_axis(logits, kept[:, None], 1)[:, 0] - np.log(np.exp(logits).sum(1))
-        np.testing.assert_allclose(out.logps[i], expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"temperature": 0.7}, marks=pytest.mark.long),
-        {"temperature": 1.4, "top_p": 0.8},
-        pytest.param({"top_k": 5, "min_p": 0.05}, marks=pytest.mark.long),
-        pytest.param({"temperature": 0.0}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_log_probs_are_the_unfiltered_ones_of_a_full_forward(options: dict[str, Any]) -> None:
-    lengths = (
-        (1, 5, 20, 7, 31) if options else (1, 5, 33, 7, 40)
-    )  # two buckets are tried once: each is compiled
-    prompts = make_prompts(*lengths)
-    sampler = make_sampler(stop_ids=(3, 9), num_generations=3, **options)
-    out = sampler(model()[1], prompts, jax.random.key(0))
     assert out.tokens.shape == out.logps.shape == (15, NEW)
-    assert (out.tokens.dtype, out.lengths.dtype, out.logps.dtype, out.finished.dtype) == (
-        np.int32,
-        np.int32,
-        np.float32,
-        np.bool_,
-    )
+    dtypes = [x.dtype for x in (out.tokens, out.lengths, out.logps, out.finished)]
+    assert dtypes == [np.int32, np.int32, np.float32, np.bool_]
+    assert not np.isin(out.tokens, ABSENT).any()
     for j in range(15):
         length = out.lengths[j]
         expected = teacher_forced(prompts[j // 3], out.tokens[j, :length], options.get("temperature") or 1.0)
@@ -152,7 +106,7 @@ def test_greedy_is_the_argmax_of_the_full_forward() -> None:
     for j in range(4):
         sequence = prompts[j // 2]
         for _ in range(NEW):
-            sequence = np.append(sequence, full_logits(sequence)[-1].argmax())
+            sequence = np.append(sequence, samplers.full_logits(*model(), sequence)[-1].argmax())
         np.testing.assert_array_equal(out.tokens[j], sequence[len(prompts[j // 2]) :])
     assert not out.finished.any()
     assert (out.lengths == NEW).all()
@@ -174,12 +128,11 @@ def test_each_stop_token_ends_a_completion_and_counts() -> None:
     assert not out.finished.all()
 
 
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_results_depend_neither_on_the_calls_nor_on_the_neighbours(at_once: int) -> None:
+def test_results_depend_neither_on_the_calls_nor_on_the_neighbours() -> None:
     prompts = make_prompts(3, 39, 8, 20, 33)
     key = jax.random.key(5)
     whole = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
-    sampler = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=at_once)
+    sampler = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=3)
     samplers.assert_same(sampler(model()[1], prompts, key), whole)
     ids = np.arange(10)
     order = [4, 2, 0]
@@ -271,6 +224,12 @@ def test_prompts_that_do_not_fit_are_refused_by_number() -> None:
         sampler(model()[1], make_prompts(3), jax.random.key(0), np.arange(2))
 
 
+def test_the_registered_sampler_is_this_one() -> None:
+    counts = {"prompts_per_call": 4, "max_prompt_length": 40}
+    made = plugins.load().registry.get(SAMPLER, "jax")(samplers.inputs(model()[0], **counts))
+    assert isinstance(made, Sampler)
+
+
 def test_no_prompts_give_no_rollouts() -> None:
     out = make_sampler()(model()[1], [], jax.random.key(0))
     assert [x.shape for x in out] == [(0, NEW), (0,), (0, NEW), (0,), (0, NEW), (0,), (0, NEW, 0, 0)]
@@ -280,25 +239,3 @@ def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
     """Of a prompt without its last token; the longest has a multiple of eight, too."""
     assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 200, 200]
     assert [bucket(n, n) for n in (1, 9, 10, 1024)] == [8, 8, 16, 1024]
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
-    definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
-    mesh = make_mesh(devices=jax.devices()[:1])
-    options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
-    program = loop.SamplingProgram(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((4, 32), "int32"),
-            ((4,), "int32"),
-            ((4,), "int32"),
-            ((8,), "uint32"),
-            ((2,), "uint32"),
-        )
-    ]
-    traced = loop.generate.trace(definition.abstract_params(), *arrays, None, program=program)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert "bf16" in text
-    assert traced.out_info[0].logps.dtype == jnp.float32

@@ -17,7 +17,6 @@ from rlhf_core.fit import attention_skips_blocks
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, fresh_model
 from rlhf_core.packing import Layout, pack, tree
-from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.training.choose_attention import (
     FASTER_FROM,
     choose_attention,
@@ -26,6 +25,7 @@ from rlhf_core.training.choose_attention import (
     why_kernels,
 )
 from tests.shared.mesh_cases import FAMILIES
+from tests.shared.plans import planned_for
 
 
 def test_what_rows_visit() -> None:
@@ -61,7 +61,7 @@ def test_models_with_sinks_take_what_computes_sinks() -> None:
 
 @pytest.fixture
 def eight_gpus() -> Iterator[None]:
-    with planning_for(Planned("gpu", 8, 76_500_000_000)):
+    with planned_for("gpu", 8, 76_500_000_000):
         yield
 
 

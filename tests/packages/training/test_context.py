@@ -13,10 +13,10 @@ from rlhf_dpo import DPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
-from rlhf_core import hookimpl, load_model
+from rlhf_core import load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.pipeline.file import assemble
+from tests.shared.plans import file_of
 
 SHARED: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -36,20 +36,14 @@ EXPERTS = {
 }
 
 
-class Logged:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    @hookimpl
-    def rlhf_step_end(self, step: int, metrics: dict[str, float]) -> None:
-        self.rows.append(
-            {k: v for k, v in metrics.items() if k in ("loss", "grad_norm", "accuracy", "margin")}
-        )
+COMPARED = ("loss", "grad_norm", "accuracy", "margin")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "distill"])
-def test_a_stage_trains_what_it_does_on_one_device(trainer: str, tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_stage_trains_what_it_does_on_one_device(
+    trainer: str, tiny: ModuleType, short_runs: ModuleType, tmp_path: Path
+) -> None:
     """Adapters, the balance of experts and evaluation too, on data 2, context 2, tensor 2."""
     configs = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "distill": DistillConfig}
     rows = {"sft": tiny.texts, "distill": tiny.texts}.get(trainer, tiny.pairs)
@@ -65,12 +59,13 @@ def test_a_stage_trains_what_it_does_on_one_device(trainer: str, tiny: ModuleTyp
     tiny.make_model(scale=4.0, **sizes).save(tmp_path / "base")
     found, head = {}, "score" if trainer == "reward" else "lm"
     for name, mesh in {"one": tiny.one_device(), "cut": make_mesh(2, 1, 2, context=2)}.items():
-        logged, model = Logged(), str(tmp_path / "base")
+        logged, model = short_runs.Watch(), str(tmp_path / "base")
         config = configs[trainer](**SHARED, **more)
         artifact = tiny.run(
             trainer, config, tmp_path / name, listeners=[logged], mesh=mesh, model=model, **inputs
         )
-        found[name] = logged.rows, tiny.leaves(load_model(artifact.path, head, mesh=tiny.one_device()).params)
+        rows_of = [{name: row[name] for name in COMPARED if name in row} for row in logged.rows]
+        found[name] = rows_of, tiny.leaves(load_model(artifact.path, head, mesh=tiny.one_device()).params)
     (rows_of_one, params), (rows_of_cut, cut) = found["one"], found["cut"]
     assert len(rows_of_one) == 2
     for expected, got in zip(rows_of_one, rows_of_cut, strict=True):
@@ -87,14 +82,15 @@ def test_attention_of_whole_rows_is_refused(tiny: ModuleType, tmp_path: Path) ->
         tiny.run("sft", config, tmp_path, mesh=mesh, model=tiny.make_model(), train_dataset=tiny.texts(8))
 
 
-def test_an_axis_has_one_size() -> None:
-    def read(mesh: dict[str, int], *sets: str) -> Any:
-        return assemble(
-            {"mesh": mesh, "stage": [{"name": "a", "trainer": "sft"}]}, base=Path.cwd(), sets=sets
-        )
+def test_an_axis_has_one_size(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
 
-    assert read({"sp": 4, "data": 2}).mesh == {"context": 4, "data": 2}
-    assert read({"sp": 4}, "mesh.context=2").mesh == read({"context": 4}, "mesh.sp=2").mesh == {"context": 2}
-    problems = read({"context": 4, "sp": 2}).problems
+    def given(mesh: str, *sets: str) -> Any:
+        file.write_text(f'mesh = {{ {mesh} }}\n[[stage]]\nname = "a"\ntrainer = "sft"\n')
+        return file_of(file, sets=sets)
+
+    assert given("sp = 4, data = 2").mesh == {"context": 4, "data": 2}
+    assert given("sp = 4", "mesh.context=2").mesh == given("context = 4", "mesh.sp=2").mesh == {"context": 2}
+    problems = given("context = 4, sp = 2").problems
     assert "mesh.context: given twice, sp is another name of it; remove one" in problems
     assert make_mesh(context=4).shape["context"] == 4

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
-from rlhf_core import TrainerConfig, create_state, data
+from rlhf_core import TrainerConfig, data
 from rlhf_core.errors import InputError
 from rlhf_core.fit import DatasetUpdates, choose_row_layout
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
-from rlhf_core.objective import sequence_scores
 from rlhf_core.training import HeldOut
 
 Make = Callable[..., HeldOut]
@@ -42,46 +38,10 @@ def context(config: TrainerConfig, mesh: Any) -> Any:
 def make(tiny: ModuleType, model: Model, pairs: data.Pairs) -> Make:
     def make(**fields: Any) -> HeldOut:
         config = TrainerConfig(eval_batch_size=5, **fields)
-        names = ("margin",)
-        return HeldOut(
-            context(config, tiny.one_device()),
-            model,
-            pairs,
-            pairs.trees(),
-            reads_tokens=False,
-            sequence_names=names,
-            group=2,
-        )
+        rows = pairs.trees()
+        return HeldOut(context(config, tiny.one_device()), model, pairs, rows, reads_tokens=False, group=2)
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("limit", "count"), [(2, 10), *(pytest.param(limit, 13, marks=pytest.mark.long) for limit in (None, 9))]
-)
-def test_every_row_counts_once(
-    make: Make, model: Model, pairs: data.Pairs, limit: int | None, count: int
-) -> None:
-    held_out = make(max_evaluation_steps=limit)
-    assert len(held_out.trees) == count
-
-    def objective(params: Any, batch: Any) -> Any:
-        used = batch.last >= 0
-        margins = Mean.of(batch.sequence_values["margin"], used)
-        return Mean.of(sequence_scores(model.definition, params, batch), used), {"margin": margins}
-
-    scores = [[one(model, ids) for ids in pair[:2]] for pair in pairs.pairs[:count]]
-    found = held_out.evaluator(objective)(create_state(model, optax.identity()))
-    assert found["loss"] == pytest.approx(np.mean(scores), abs=1e-5)
-    assert found["margin"] == pytest.approx(np.mean(pairs.margins[:count]), abs=1e-5)
-    values = held_out.reader(partial(sequence_scores, model.definition))(model.params)
-    np.testing.assert_allclose(values.reshape(-1, 2), scores, atol=1e-5)
-
-
-def one(model: Model, ids: np.ndarray) -> float:
-    """In a batch of its own, of a width that all share."""
-    padded, mask = (np.pad(x, (0, 20 - len(ids)))[None] for x in (ids, np.ones_like(ids)))
-    return float(model.scores(padded, mask)[0])
 
 
 def test_evaluations_read_what_would_be_saved(make: Make, model: Model, monkeypatch: Any) -> None:

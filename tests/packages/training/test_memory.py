@@ -8,23 +8,18 @@ import jax
 import numpy as np
 from rlhf_grpo import GRPOConfig
 
-from rlhf_core import optimizers
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
 from rlhf_core.sampling import cache_bytes
 from rlhf_core.training import definition_of, memory, saved_bytes
-from rlhf_core.training.memory import memory_line, scoring_bytes, state_bytes
 
 
 def size(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_parameters_optimizer_and_cache_are_exact(tiny):
+def test_a_cache_is_exact(tiny):
     model = tiny.make_model(scale=4.0)
-    parts = state_bytes(model, optimizers.adamw(1e-3))
-    assert parts["parameters"] == parts["gradients"] == size(model.params)
-    assert parts["optimizer"] == size(optimizers.adamw(1e-3).init(model.params))
     tokens = np.zeros((5, 8), np.int32)
     _, cache = model.definition.prefill(model.params, tokens, tokens, tokens + 8)
     assert cache_bytes(model.definition, 5, 30) == size(model.definition.ring(cache, 30, 0))
@@ -56,13 +51,8 @@ def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
     model = tiny.make_model("score", scale=4.0)
     model.save(tmp_path)
     widths = 16_384 * 16 * 12 * 4  # micro-batch slots × hidden size × arrays per layer × bytes per number
-    assert scoring_bytes(str(tmp_path), None, None) == size(model.params) + widths
-    assert scoring_bytes("rm.model", None, None) is None
-
-
-def test_the_line():
-    line = memory_line({"parameters": 1_234_567, "optimizer": 0, "activations": 2_500_000_000})
-    assert line == ("memory about 2.5 GB in all, float32: parameters 1.23 MB, activations 2.5 GB")
+    assert memory.scoring_bytes(str(tmp_path), None, None) == size(model.params) + widths
+    assert memory.scoring_bytes("rm.model", None, None) is None
 
 
 def test_a_process_is_compared_with_its_machine(monkeypatch):

@@ -1,4 +1,4 @@
-"""Memory of each device of a mesh that is only planned, against what eight virtual devices hold."""
+"""Memory of each device of a mesh that is only planned, against what eight virtual devices hold; state that waits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_core import optimizers
-from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_per_device
+from rlhf_core import create_state, optimizers
+from rlhf_core.mesh import HOST, make_mesh, planned_mesh, put_rows, rows_per_device
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
-from rlhf_core.state import create_state
 from rlhf_core.step import Programs
-from rlhf_core.training.memory import memory_line, state_bytes
+from rlhf_core.training import Reference, memory
 
 UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
 """Sizes that 8 does not divide, some not even 4: they stay whole on an axis of that size."""
@@ -53,10 +52,10 @@ def test_parameters_and_optimizer_are_exact(
     shape: tuple[int, int, int], sizes: dict[str, int], tiny: ModuleType
 ) -> None:
     model = model_on(tiny, make_mesh(*shape), **sizes)
-    told = state_bytes(replace(model, mesh=planned_mesh(8, *shape)), optimizers.adamw(1e-3))
+    told = memory.state_bytes(replace(model, mesh=planned_mesh(8, *shape)), optimizers.adamw(1e-3))
     assert held(model.params) == {told["parameters"]} == {told["gradients"]}
     assert held(create_state(model, optimizers.adamw(1e-3)).opt_state) == {told["optimizer"]}
-    alone = state_bytes(replace(model, mesh=planned_mesh(1)), optimizers.adamw(1e-3))
+    alone = memory.state_bytes(replace(model, mesh=planned_mesh(1)), optimizers.adamw(1e-3))
     whole = shape[0] == 8 or (sizes == UNEVEN and 8 in shape)
     assert (told["parameters"] == alone["parameters"]) == whole
 
@@ -64,7 +63,7 @@ def test_parameters_and_optimizer_are_exact(
 @pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
 def test_optimizers_that_keep_other_shapes(name: str, tiny: ModuleType) -> None:
     model, tx = model_on(tiny, make_mesh(2, 2, 2), "score"), getattr(optimizers, name)(1e-3)
-    told = state_bytes(replace(model, mesh=planned_mesh(8, 2, 2, 2)), tx)
+    told = memory.state_bytes(replace(model, mesh=planned_mesh(8, 2, 2, 2)), tx)
     assert held(create_state(model, tx).opt_state) == {told["optimizer"]}
 
 
@@ -74,7 +73,7 @@ def test_what_is_not_trained(tiny: ModuleType) -> None:
     adapted = model_on(tiny, make_mesh(*shape)).with_lora(rank=4)
     for model, frozen in ((adapted, None), (model_on(tiny, make_mesh(*shape)), "embed_tokens|norm")):
         state = create_state(model, tx, frozen=frozen)
-        told = state_bytes(replace(model, mesh=planned_mesh(8, *shape)), tx, frozen)
+        told = memory.state_bytes(replace(model, mesh=planned_mesh(8, *shape)), tx, frozen)
         assert held(model.params) == {told["parameters"]}
         assert held(state.trained().params) == {told["gradients"]}
         assert held(state.opt_state) == {told["optimizer"]}
@@ -90,7 +89,7 @@ def test_gradients_of_a_step_are_placed_so(tiny: ModuleType) -> None:
 
     state = create_state(model, optax.identity())
     done = Programs(objective, state).accumulate(state, put_rows(mesh, np.zeros((8, 8), np.int32)), None)
-    told = state_bytes(replace(model, mesh=planned_mesh(8, fsdp=4, tensor=2)), optax.identity())
+    told = memory.state_bytes(replace(model, mesh=planned_mesh(8, fsdp=4, tensor=2)), optax.identity())
     assert held(done.grads) == {told["gradients"]}
 
 
@@ -102,11 +101,36 @@ def test_devices_that_are_not_here(tiny: ModuleType) -> None:
     many = planned_mesh(4096, fsdp=16)
     assert dict(many.shape) == {"data": 256, "fsdp": 16, "expert": 1, "context": 1, "tensor": 1}
     model = model_on(tiny, make_mesh(2, 2, 2))
-    alone = state_bytes(replace(model, mesh=planned_mesh(1)), optax.identity())
-    kernels = state_bytes(replace(model, mesh=many), optax.identity())
+    alone = memory.state_bytes(replace(model, mesh=planned_mesh(1)), optax.identity())
+    kernels = memory.state_bytes(replace(model, mesh=many), optax.identity())
     assert alone["parameters"] / 16 <= kernels["parameters"] < alone["parameters"] / 12
-    assert memory_line({"parameters": 1000, "activations": 0}, "bfloat16", many) == (
-        "memory about 1 kB on each of 4,096 devices (data 256, fsdp 16, tensor 1), computed in bfloat16: "
-        "parameters 1 kB"
-    )
-    assert "on 1 device (data 1, fsdp 1, tensor 1)" in memory_line({"parameters": 1}, None, planned_mesh(1))
+
+
+BOTH = ["optimizer", "reference"]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*offload. has no effect on CPUs")
+def test_a_run_has_the_same_bits_where_its_state_waits_also_resumed(short: Any) -> None:
+    plain, _ = short.train("grpo", at="plain")
+    short.train("grpo", at="waits", offload=BOTH, max_training_steps=1)
+    after, _ = short.train("grpo", at="waits", offload=BOTH)
+    assert plain.keys() == after.keys()
+    for name, leaf in plain.items():
+        np.testing.assert_array_equal(after[name], leaf, err_msg=name)
+
+
+def test_what_waits_is_not_counted_for_devices(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.make_model()
+    state = create_state(model, optax.adamw(1e-3), offload=True)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+    reference = Reference(model.params, None, model.mesh, offload=True)
+    assert kinds == {HOST}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.copied)} == {HOST}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)} == {"device"}
+    assert reference.equals(model.params)
+    parameters = memory.device_bytes(model.params)
+    assert memory.host_bytes(reference.copied) == parameters == memory.device_bytes(reference.copied)
+    monkeypatch.setattr(memory, "platform", lambda: "gpu")
+    assert memory.device_bytes(reference.copied) == 0 == memory.device_bytes(state.opt_state)
+    assert memory.host_bytes(state.opt_state) > 2 * parameters
