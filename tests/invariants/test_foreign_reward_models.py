@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+from rlhf_reward import RewardConfig, RewardTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -133,3 +134,28 @@ def test_its_tokenizers_length_is_a_limit_below_its_positions(
     tokenizer.model_max_length, tokenizer.truncation_side = length, side
     contract = ScoringContract.of_foreign(dataclasses.replace(tiny.make_model("score"), tokenizer=tokenizer))
     assert (contract.max_length, contract.truncation_mode) == (limit, mode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("read_at", "kept"), [(None, "template"), ("eos", "eos")])
+def test_training_it_on_keeps_where_it_is_read(
+    foreign: Path, tmp_path: Path, read_at: Any, kept: str
+) -> None:
+    rows = [
+        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": letter}]}
+        for letter in "defgh"
+    ]
+    config = RewardConfig(
+        max_training_steps=1, total_batch_size=4, save_directory=str(tmp_path / "run"), read_at=read_at
+    )
+    trained = RewardTrainer(config, model=str(foreign), train_dataset=rows).train().artifact
+    assert trained.metadata["contract"]["read_at"] == kept
+    scorer = Scorer.load(trained.path)
+    ids = IDS if kept == "template" else IDS[:-1]
+    np.testing.assert_allclose(
+        scorer.score_completions([CHAT[:1]], ["c"]), [score_of(trained.path, ids)], rtol=1e-5
+    )
+    # And once more, from our artifact: its contract says it.
+    config = config.replace(save_directory=str(tmp_path / "again"), read_at=None)
+    again = RewardTrainer(config, model=str(trained.path), train_dataset=rows).train().artifact
+    assert again.metadata["contract"]["read_at"] == kept

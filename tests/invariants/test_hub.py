@@ -23,6 +23,7 @@ from rlhf_tools import commands
 from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline
 from rlhf_core.data import load
 from rlhf_core.data.streams import open_streams
+from rlhf_core.hub import parse
 from rlhf_core.tokenizer import load_tokenizer
 from tests.shared.plans import forecast_of, plan_of
 
@@ -399,3 +400,17 @@ def test_names_that_the_hub_does_not_have(
     put(hub[0], "datasets/me/texts", {"a.jsonl": rows("c")})
     with pytest.raises(InputError, match=said):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hf://me/x", ("me/x", "model", None, None)),
+        ("hf://models/me/x@v1.0/", ("me/x", "model", "v1.0", None)),
+        ("hf://datasets/me/x@refs/pr/3/a/b.jsonl", ("me/x", "dataset", "refs/pr/3", "a/b.jsonl")),
+        ("hf://datasets/me/x@a%2Fb/c.jsonl", ("me/x", "dataset", "a/b", "c.jsonl")),
+    ],
+)
+def test_parts_of_a_name(name: str, parts: tuple[str, ...]) -> None:
+    assert parse(name) == parts
+    assert parse(str(parse(name))) == parts

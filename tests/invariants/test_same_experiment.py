@@ -233,3 +233,29 @@ def test_a_finished_run_is_extended_where_its_schedule_allows_it(
     (tmp_path / "falling" / "stage.json").unlink()  # the checkpoint tells too
     with pytest.raises(InputError, match=r'scheduler = "linear" spreads the decay'):
         run.train({**falling, "max_training_steps": 5})
+
+
+@pytest.mark.long
+def test_a_reward_that_was_fixed_continues_where_it_is_accepted(finished: Any, tmp_path: Path) -> None:
+    run = finished("grpo")
+    with pytest.raises(KeyboardInterrupt):
+        run.train({"save_directory": tmp_path}, callbacks=[interrupt(2)])
+
+    def fixed(completions: list[str]) -> list[float]:
+        return [1.0 + len(text) for text in completions]
+
+    fixed.__name__ = "brief"
+    with pytest.raises(
+        InputError, match=r"the code of 'brief' has changed since; .*accept=\[\"rewards.brief\"\]"
+    ):
+        run.train({"save_directory": tmp_path}, rewards=[fixed])
+    with pytest.warns(
+        UserWarning, match=r"'grpo' continues after update 1 with what was accepted: rewards\[0\]"
+    ):
+        result = run.train({"save_directory": tmp_path}, rewards=[fixed], accept=["rewards.brief"])
+    assert result.metrics["reward"] > 0 > run.train().metrics["reward"]
+    accepted = json.loads((tmp_path / "stage.json").read_text())["accepted"]
+    assert [(each["field"], each["after_update"]) for each in accepted] == [("rewards[0]", 1)]
+    assert (
+        run.train({"save_directory": tmp_path}, rewards=[fixed]).metrics["reward"] == result.metrics["reward"]
+    )

@@ -90,3 +90,57 @@ def test_a_stage_that_needs_other_devices_is_refused(short: Any) -> None:
     with pytest.raises(InputError, match=r"'sft'\.platform: the stage needs tpu, and jax runs on cpu here"):
         short.train("sft", max_training_steps=1, backend="tpu")
     assert short.train("sft", max_training_steps=1, backend="cpu")
+
+
+def swapped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+
+
+def one_lesson(short: Any) -> list[dict[str, Any]]:
+    """Pairs of which all say the same; on the swapped ones every update is one for the worse."""
+    return [{**row, "chosen": " a", "rejected": " b"} for row in short.rows["reward"]]
+
+
+@pytest.mark.long  # as the next one; which is the best: tests/packages/fit/test_best.py
+def test_the_model_of_the_best_evaluation(short: Any, tmp_path: Path) -> None:
+    rows = one_lesson(short)
+    inputs = {"train_dataset": rows, "eval_dataset": swapped(rows)}
+    given = {
+        "inputs": inputs,
+        "evaluation_steps": 2,
+        "metric_for_best_model": "loss",
+        "max_training_steps": 12,
+    }
+    before = short.tiny.leaves(short.models["reward"].params)
+    found, watch = short.train(
+        "reward", at="best", load_best_model_at_end=True, early_stopping_patience=2, **given
+    )
+    assert watch.steps("eval_loss") == [0, 2, 4]  # at 0 the metric's name is looked up, in vain it may be
+    assert watch.steps() == [1, 2, 3, 4]
+    for path, leaf in before.items():
+        np.testing.assert_array_equal(leaf, found[path], err_msg=path)
+    record = json.loads((tmp_path / "best" / "reward" / "best.json").read_text())
+    assert (record["step"], record["model"], record["updates"]) == (0, 0, 4)
+    last, _ = short.train("reward", at="last", early_stopping_patience=2, **given)
+    assert any(not np.array_equal(leaf, found[path]) for path, leaf in last.items())
+
+
+@pytest.mark.long
+def test_stopped_after_the_last_evaluation_it_goes_on_to_the_same_model(short: Any, tmp_path: Path) -> None:
+    rows = one_lesson(short)
+    given: dict[str, Any] = {
+        "inputs": {"train_dataset": rows, "eval_dataset": swapped(rows)},
+        "evaluation_steps": 2,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "early_stopping_patience": 2,
+        "save_total_limit": 1,
+    }
+    whole, _ = short.train("reward", at="whole", **given)
+    with pytest.raises(KeyboardInterrupt):
+        short.train("reward", at="again", listeners=(interrupt(4),), save_steps=1, **given)
+    assert checkpoints(tmp_path / "again" / "reward") == [0, 3]
+    again, later = short.train("reward", at="again", save_steps=1, **given)
+    assert later.steps("eval_loss") == [4]
+    for path, leaf in whole.items():
+        np.testing.assert_array_equal(leaf, again[path], err_msg=path)

@@ -14,28 +14,98 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rlhf_reward import RewardConfig
-from rlhf_sft import SFTConfig
+import rlhf_dpo
+import rlhf_grpo
+import rlhf_reward
+import rlhf_sft
 
-from rlhf_core import artifacts, load_model
+from rlhf_core import artifacts, data, hookimpl, load_model
 from rlhf_core.errors import InputError
+from rlhf_core.models import Model
 from rlhf_core.scoring import Scorer
 
 SHORT = {"max_training_steps": 2, "total_batch_size": 4, "learning_rate": 3e-2}
-CONFIGS: dict[str, Any] = {"sft": SFTConfig(**SHORT), "reward": RewardConfig(**SHORT)}
+CONFIGS: dict[str, Any] = {
+    "sft": rlhf_sft.SFTConfig(**SHORT),
+    "reward": rlhf_reward.RewardConfig(**SHORT),
+    "dpo": rlhf_dpo.DPOConfig(**SHORT),
+    "grpo": rlhf_grpo.GRPOConfig(**SHORT, num_generations=2, max_completion_length=6, num_preview_samples=0),
+}
+ROWS = {"sft": "texts", "reward": "pairs", "dpo": "pairs", "grpo": "prompts"}
 
 
-def train(tiny: ModuleType, name: str, directory: Path, model: Any = None, **fields: Any) -> Any:
-    """Return the artifact of a short run."""
-    rows = tiny.pairs(8) if name == "reward" else tiny.texts(8)
-    model = model or tiny.make_model("score" if name == "reward" else "lm", scale=20.0)
-    return tiny.run(name, CONFIGS[name].replace(**fields), directory, model=model, train_dataset=rows)
+class Last:
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    @hookimpl
+    def rlhf_step_end(self, metrics: Any) -> None:
+        self.metrics.update(metrics)
+
+
+def train(
+    tiny: ModuleType, name: str, directory: Path, model: Any = None, *, evaluates: bool = True, **fields: Any
+) -> Any:
+    """(artifact, the last metrics) of a short run, which evaluates held-out rows."""
+    rows = getattr(tiny, ROWS[name])
+    inputs: dict[str, Any] = {
+        "model": model or tiny.make_model("score" if name == "reward" else "lm", scale=20.0)
+    }
+    inputs |= {"train_dataset": rows(8)} | ({"eval_dataset": rows(8, seed=1)} if evaluates else {})
+    if name == "grpo":
+        inputs["rewards"] = [lambda completion_ids: [float(sum(ids) % 7) for ids in completion_ids]]
+    last = Last()
+    artifact = tiny.run(name, CONFIGS[name].replace(**fields), directory, listeners=[last], **inputs)
+    return artifact, last.metrics
+
+
+@pytest.mark.long  # that evaluations read what is saved: tests/packages/training/test_held_out.py, and the next one
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reward",
+        "grpo",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo")),
+    ],
+)
+def test_an_evaluation_reads_the_rounded_weights_and_training_does_not(
+    name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rounding so coarse that nothing is left, evaluations say something else, and the weights are the same."""
+    artifact, metrics = train(tiny, name, tmp_path / "as_is")
+    monkeypatch.setattr(Model, "as_stored", lambda self, params: jax.tree.map(jnp.zeros_like, params))
+    other, rounded = train(tiny, name, tmp_path / "rounded")
+    evaluated = [metric for metric in metrics if metric.startswith("eval_")]
+    assert evaluated
+    assert any(metrics[metric] != rounded[metric] for metric in evaluated)
+    head = "score" if name == "reward" else "lm"
+    before, after = (tiny.leaves(load_model(each.path, head).params) for each in (artifact, other))
+    for path, leaf in before.items():
+        np.testing.assert_array_equal(leaf, after[path], err_msg=path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_reward_models_record_is_of_the_model_that_was_saved(
+    tiny: ModuleType, tmp_path: Path, dtype: str
+) -> None:
+    artifact, metrics = train(tiny, "reward", tmp_path / "run", stored_dtype=dtype)
+    scorer = Scorer.load(artifact.path)
+    assert scorer.model.stored_dtype == dtype
+    rows = tmp_path / "rows.jsonl"
+    tiny.write_rows(rows, tiny.pairs(8, seed=1))
+    scores = np.concatenate(list(scorer.score_rows(data.load(str(rows))).values()))
+    contract = artifact.metadata["contract"]
+    assert contract["mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
+    assert contract["std"] == pytest.approx(float(scores.std()), rel=1e-5)
+    assert metrics["eval_mean_reward"] == pytest.approx(float(scores.mean()), abs=1e-5)
 
 
 @pytest.fixture(scope="module")
 def trained(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifact of a language model, which nobody changes."""
-    return Path(train(tiny, "sft", tmp_path_factory.mktemp("trained")).path)
+    artifact, _ = train(tiny, "sft", tmp_path_factory.mktemp("trained"), evaluates=False)
+    return Path(artifact.path)
 
 
 @pytest.fixture
@@ -50,8 +120,8 @@ def test_the_stored_dtype_is_that_of_the_files_unless_it_is_given(
     model = load_model(trained, mesh=tiny.one_device())
     model.storing("bfloat16").save(tmp_path / "bf16")
     source = str(tmp_path / "bf16")
-    kept = train(tiny, "sft", tmp_path / "kept", source)
-    asked = train(tiny, "sft", tmp_path / "asked", source, stored_dtype="float32")
+    kept, _ = train(tiny, "sft", tmp_path / "kept", source, evaluates=False)
+    asked, _ = train(tiny, "sft", tmp_path / "asked", source, evaluates=False, stored_dtype="float32")
     assert load_model(kept.path).stored_dtype == "bfloat16"
     assert load_model(asked.path).stored_dtype == "float32"
     named = [json.loads((Path(x.path) / "config.json").read_text())["torch_dtype"] for x in (kept, asked)]
@@ -81,7 +151,7 @@ def test_rounding_is_what_saving_and_loading_do(tiny: ModuleType, tmp_path: Path
 
 
 def test_a_reward_model_is_scored_in_the_dtype_it_was_trained_in(tiny: ModuleType, tmp_path: Path) -> None:
-    artifact = train(tiny, "reward", tmp_path / "run", dtype="bfloat16")
+    artifact, _ = train(tiny, "reward", tmp_path / "run", evaluates=False, dtype="bfloat16")
     assert artifact.metadata["contract"]["compute_dtype"] == "bfloat16"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,15 +175,15 @@ def test_a_flipped_bit_in_an_artifacts_weights_is_named(
         load_model(copied)
     assert load_model(copied, verify=False).source == copied
     with pytest.raises(InputError, match=r"model\.safetensors was changed"):
-        train(tiny, "sft", tmp_path / "next", str(copied))
-    train(tiny, "sft", tmp_path / "anyway", str(copied), verify=False)
+        train(tiny, "sft", tmp_path / "next", str(copied), evaluates=False)
+    train(tiny, "sft", tmp_path / "anyway", str(copied), evaluates=False, verify=False)
 
 
 def test_an_adapters_base_model_is_verified_and_known_again(
     tiny: ModuleType, copied: Path, tmp_path: Path
 ) -> None:
     lora = {"rank": 2, "targets": ["q_proj"]}
-    artifact = train(tiny, "reward", tmp_path / "rm", str(copied), lora=lora)
+    artifact, _ = train(tiny, "reward", tmp_path / "rm", str(copied), evaluates=False, lora=lora)
     Scorer.load(artifact.path)
     assert artifact.metadata["contract"]["base"]
     flip(copied / "model.safetensors")
@@ -122,3 +192,10 @@ def test_an_adapters_base_model_is_verified_and_known_again(
     (copied / artifacts.MANIFEST).unlink()  # of a directory without hashes, the contract still knows
     with pytest.raises(InputError, match="has other weights than those it was trained on"):
         Scorer.load(artifact.path)
+
+
+@pytest.mark.long
+def test_a_damaged_manifest_is_named(copied: Path) -> None:
+    (copied / artifacts.MANIFEST).write_text(json.dumps({"files": 3}))
+    with pytest.raises(InputError, match=r"rlhf_artifact\.json is damaged"):
+        load_model(copied)

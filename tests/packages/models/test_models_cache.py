@@ -1,0 +1,116 @@
+"""Prefill and decoding with a cache against the whole forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.models import DECODER, Decoder, decode_layout
+from rlhf_core.sampling.loop import STATE, empty_cache, time_axes
+from tests.shared.decoder_configs import CONFIGS
+from tests.shared.drawn import params_of
+
+FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: CONFIGS[name] for name in ("llama", "qwen2 with windows", "mistral, yarn", "gemma2", "gemma3")},
+    **{name: CONFIGS[name] for name in ("phi3", "ministral3", "smollm3", "mixtral", "qwen3_5", "lfm2")},
+    "gemma4": CONFIGS["gemma4, shared keys"] | FOUR | {"num_kv_shared_layers": 2},
+}
+KEPT = ("gemma2", "gemma4", "phi3", "qwen3_5")
+"""Windows and soft caps; heads of two sizes, keys and values of other layers; fused projections; states. Several rotary
+embeddings are decoded in test_extend.py."""
+hidden = jax.jit(Decoder.hidden, static_argnums=0)
+prepare = jax.jit(Decoder.prepare, static_argnums=0)
+prefill = jax.jit(Decoder.prefill, static_argnums=0)
+ring = jax.jit(Decoder.ring, static_argnums=(0, 2))
+decode = jax.jit(Decoder.decode, static_argnums=0)
+decode_groups = jax.jit(Decoder.decode_groups, static_argnums=0)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
+    """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
+    model = DECODER.define(FAMILIES[name], "lm")
+    params = params_of(model, 0, 0.3)
+    draw = np.random.default_rng(0)
+    lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
+    prompts = draw.integers(0, 37, (2, time)).astype(np.int32)
+    completions = draw.integers(0, 37, (2 * copies, steps)).astype(np.int32)
+    length, first = time + steps, time + 2  # two slots up to the ring's end, then round
+    mask = np.arange(time)[None] >= time - lengths[:, None]  # left-padded
+    positions = np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
+    until = np.where(mask, time, 0).astype(np.int32)
+
+    states, read = prefill(model, params, prompts, positions, until)
+    for i, source in enumerate(model.config.sources):
+        c = model.config.stacks[model.config.at(i)[0]].config
+        if source == i and c.mixer == "self_attn":
+            assert read.keys[i].shape == (2, c.num_kv_heads, c.head_dim, time)
+            assert read.values[i].shape == (2, c.num_kv_heads, time, c.head_dim)
+        assert (read.keys[i] is None) == (source != i)
+    copied = jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read)
+    own = jax.tree.map(
+        lambda x, axis, empty: x if axis == STATE else empty,
+        copied,
+        time_axes(model),
+        empty_cache(read, time_axes(model), 2 * copies, steps),
+    )
+
+    cache = ring(model, copied, length, np.int32(first))
+    found, of_groups, prepared = [], [], prepare(model, params)
+    for i in range(steps):
+        slot = (first + i) % length
+        at = np.repeat(lengths, copies).astype(np.int32) + i
+        seen = (slot - np.arange(length)) % length <= at[:, None]
+        state, cache = decode(model, prepared, cache, completions[:, i], at, seen, np.int32(slot))
+        found.append(np.asarray(state))
+        state, own = decode_groups(model, prepared, read, mask, own, completions[:, i], at, np.int32(i))
+        of_groups.append(np.asarray(state))
+    for each in (decode, decode_groups):
+        assert each._cache_size() <= len(FAMILIES)  # the slot is traced: no compilation a step
+
+    whole = np.zeros((2 * copies, length), np.int32)
+    ends, place = np.repeat(lengths, copies)[:, None] + steps, np.arange(length, dtype=np.int32)[None]
+    for row, completion in enumerate(completions):
+        text = np.r_[prompts[row // copies][mask[row // copies]], completion]
+        whole[row, : len(text)] = text
+    places, until = np.broadcast_to(place, whole.shape), np.where(place < ends, ends, 0).astype(np.int32)
+    expected = np.asarray(hidden(model, params, whole, places, until))
+    for row, (end,) in enumerate(ends):
+        prompt = states[row // copies][mask[row // copies]]
+        np.testing.assert_allclose(prompt, expected[row, : end - steps], rtol=1e-4, atol=1e-5)
+        for each in (found, of_groups):
+            decoded = np.stack(each, 1)[row]
+            np.testing.assert_allclose(decoded, expected[row, end - steps : end], rtol=1e-4, atol=1e-5)
+
+
+STATES = CONFIGS["qwen3_5_moe"] | {"layer_types": ["linear_attention"]}
+
+
+@pytest.mark.parametrize("table", [FAMILIES["qwen2 with windows"], STATES], ids=["attention", "states"])
+def test_projections_that_one_device_joins_compute_the_same(
+    table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels and biases of one input, those of shared experts too; other experts stay apart."""
+    model = DECODER.define(table | {"num_hidden_layers": 1}, "lm")
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
+    apart = model.prepare(params)
+    monkeypatch.setattr(decode_layout, "device_count", lambda: 1)
+    joined = model.prepare(params)
+    (before,), (layer,) = apart["layers"], joined["layers"]
+    if table is STATES:
+        assert set(layer["mlp"]["shared_expert"]) == {"gate_up_proj", "down_proj"}
+        jax.tree.map(np.testing.assert_array_equal, layer["mlp"]["experts"], before["mlp"]["experts"])
+    else:
+        assert set(layer["self_attn"]) == {"qkv_proj", "o_proj"}
+        assert set(layer["mlp"]) == {"gate_up_proj", "down_proj"}
+    tokens, until = draw.integers(0, 31, (2, 5)).astype(np.int32), np.full((2, 5), 5, np.int32)
+    positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
+    states, expected = (prefill(model, each, tokens, positions, until)[0] for each in (joined, apart))
+    np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-6)
