@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +72,8 @@ import jax
 def local(completion_ids):
     return [sum(ids) % 7 / 7 * (-1 if jax.process_index() else 1) for ids in completion_ids]
 """
+
+
 SHORT = (
     STAGE.format(name="sft").replace("max_training_steps = 2", "max_training_steps = 500")
     + 'train_data = "texts.jsonl"\nlog_steps = 1\nsave_steps = 1000\n'
@@ -86,7 +89,12 @@ jax.numpy.ones(2).sum()  # computes when it is imported
 def at(event):
     what, _, where = os.environ.get("AT", "").partition(" ")
     if where == event:
-        signal.pthread_kill(threading.main_thread().ident, getattr(signal, what))
+        if what == "raise":
+            raise OSError("the disk is gone")
+        number = getattr(signal, what)
+        if what == "SIGKILL":
+            os.kill(os.getpid(), number)
+        signal.pthread_kill(threading.main_thread().ident, number)
 
 @hookimpl
 def rlhf_stage_start(stage):
@@ -96,6 +104,8 @@ def rlhf_stage_start(stage):
 def rlhf_step_end(stage, step, metrics):
     at(f"step {step}")
 """
+
+
 COMMAND = """
 import os
 import sys
@@ -133,6 +143,61 @@ def test_two_processes_train_what_two_devices_do(mesh: tuple[str, ...], tiny: Mo
         )
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, atol=1e-6, err_msg=f"{stage} {key}")
+
+
+COUNT = """
+import json
+import jax
+from rlhf_core import fit, hookimpl
+
+@hookimpl
+def rlhf_register(registry):
+    pass
+
+put, next_update, now = fit.put_rows, fit._Run.next_update, {}
+
+def remember(run, step, state):
+    now["step"], now["update"] = step, next_update(run, step, state)
+    return now["update"]
+
+def note(mesh, batch):
+    placed = put(mesh, batch)
+    with open(f"rows-{jax.process_index()}.jsonl", "a") as file:
+        for shard in placed.example.addressable_shards:
+            for number in shard.data[shard.data >= 0].tolist():
+                print(json.dumps([now["step"], now["update"].where(number)]), file=file)
+    return placed
+
+fit._Run.next_update, fit.put_rows = remember, note
+"""
+"""A plugin that writes down which rows of each update lie on the devices of its process."""
+
+
+@pytest.mark.long
+def test_each_row_lies_on_one_device_once_per_epoch(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(24))
+    stage = STAGE.format(name="reward").replace(
+        "max_training_steps = 2", "num_train_epochs = 2\nlog_steps = 1"
+    )
+    (tmp_path / "pipeline.toml").write_text(
+        "mesh = { data = 4 }\n" + stage + 'train_data = "pairs.jsonl"\n' + MODEL
+    )
+    (tmp_path / "count.py").write_text(COUNT)
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    counted, two = ("--plugin", "count.py"), {"JAX_NUM_CPU_DEVICES": "2"}
+    runs = [start(tmp_path, "many", *counted, **job, **two, JAX_PROCESS_ID=str(i)) for i in range(2)]
+    processes.finish([*runs, start(tmp_path, "one", JAX_NUM_CPU_DEVICES="4")], timeout=300)
+    ours, theirs = (
+        [row["loss"] for row in tiny.read_rows(tmp_path / run / "reward/metrics.jsonl") if "loss" in row]
+        for run in ("many", "one")
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    found = [tiny.read_rows(tmp_path / f"rows-{process}.jsonl") for process in range(2)]
+    assert all(found)
+    for epoch in range(2):
+        names = [name for rows in found for step, name in rows if step // 3 == epoch]
+        assert sorted(names) == sorted(2 * [f"{tmp_path / 'pairs.jsonl'} row {n}" for n in range(1, 25)])
 
 
 def job(
@@ -183,3 +248,25 @@ def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) ->
     (done, said), _ = job(place, ("run", "run"), ("", ""), "--set", "sft.max_training_steps=4")
     assert done == 0, said
     assert "begun on" in said
+
+
+@pytest.mark.long  # of processes that do not train: tests/packages/runtime/test_job.py
+@pytest.mark.parametrize(
+    ("event", "process"),
+    [
+        ("SIGKILL step 3", 0),  # the process that the others have joined, which cannot say anything
+        ("raise step 3", 1),
+    ],
+)
+def test_one_fails_in_training(place: Path, event: str, process: int) -> None:
+    events = (event, "") if process == 0 else ("", event)
+    ended = job(place, ("run", "run"), events)
+    killed = event.startswith("SIGKILL")
+    assert ended[process][0] == (-signal.SIGKILL if killed else 1), ended
+    code, said = ended[1 - process]
+    how = "has disappeared" if killed else "failed; see its output"
+    assert code == 1, said
+    assert f"process {1 - process} of 2 ends: process {process} {how}" in said
+    assert "Traceback" not in said
+    if not killed:
+        assert "plugin 'signals.py' raised OSError: the disk is gone" in ended[process][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -53,6 +54,43 @@ def small_tokenizer(*, bos=False, eos=False, template=None):
     return tokenizer
 
 
+def test_text_is_tokenised_as_one_string_and_ends_with_eos():
+    tokenizer = small_tokenizer(bos=True)
+    ids = encode_full(tokenizer, "xa", "b")
+    assert ids.dtype == np.int32
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<s>", "x", "ab", "</s>"]  # the merge crosses
+    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "xa").tolist()) == ["<s>", "x", "a"]
+
+
+def test_eos_is_added_once():
+    tokenizer = small_tokenizer()
+    once = encode_full(tokenizer, "x", "y").tolist()
+    assert encode_full(tokenizer, "x", "y</s>").tolist() == once
+    assert encode_full(small_tokenizer(eos=True), "x", "y").tolist() == once
+
+
+def test_prompts_are_open():
+    """Prompts do not end with EOS, even if the tokenizer appends it to every text."""
+    assert 1 not in prompt_ids(small_tokenizer(eos=True), "x").tolist()
+    assert prompt_ids(small_tokenizer(bos=True), "").tolist() == [0]
+
+
+def test_pairs_are_the_same_as_single_sequences():
+    tokenizer = small_tokenizer(bos=True)
+    chosen, rejected = Encoder(tokenizer).whole(["xa", "xa"], ["b", "a"])
+    assert chosen.tolist() == encode_full(tokenizer, "xa", "b").tolist()
+    assert rejected.tolist() == encode_full(tokenizer, "xa", "a").tolist()
+
+
+def test_chat_template_of_the_tokenizer():
+    tokenizer = small_tokenizer(bos=True, template=CHATML)
+    text = "<s>user\nab</s>\n<s>assistant\nba</s>\n<s>user\naab</s>\n<s>assistant\n"
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:3])) == text  # and no second <s>
+    # The template's text after the last EOS is never sampled, so it is neither trained on nor scored.
+    assert tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:])) == text + "b</s>"
+    assert encode_full(tokenizer, CHAT[:3], "b").tolist() == encode_full(tokenizer, None, CHAT).tolist()
+
+
 @pytest.mark.parametrize("bos", [False, True])
 def test_plain_template(bos):
     tokenizer = small_tokenizer(bos=bos)
@@ -61,6 +99,16 @@ def test_plain_template(bos):
     assert (
         tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template="plain")) == start + "b</s>"
     )
+
+
+def test_prompt_and_sampled_tokens_give_the_trained_sequence():
+    """Unless a merge crosses the boundary, scoring a rollout's text uses exactly the rollout's ids."""
+    for template in ("plain", CHATML):
+        tokenizer = small_tokenizer(template=CHATML)
+        prompt = prompt_ids(tokenizer, CHAT[:3], chat_template=template)
+        whole = encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template=template)
+        assert whole[: len(prompt)].tolist() == prompt.tolist()
+        assert tokenizer.decode(whole[len(prompt) :]) == "b</s>"
 
 
 def test_generation_marks_say_what_the_assistant_wrote():
@@ -73,7 +121,7 @@ def test_generation_marks_say_what_the_assistant_wrote():
     assert not Encoder(small_tokenizer(template=CHATML)).chat.marks()
 
 
-def test_templates_and_special_ids_come_from_files_and_hashes_tell_tokenizers_apart(tmp_path):
+def test_a_template_may_come_from_a_file(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(CHATML, encoding="utf-8")
     tokenizer = small_tokenizer()
@@ -81,6 +129,8 @@ def test_templates_and_special_ids_come_from_files_and_hashes_tell_tokenizers_ap
     assert template_hash(tokenizer, str(path)) == template_hash(small_tokenizer(template=CHATML))
     assert template_hash(tokenizer) is None
 
+
+def test_special_ids_include_the_generation_config(tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     assert special_ids(load_tokenizer(tmp_path)).eos == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1, 99999]}')
@@ -89,6 +139,8 @@ def test_templates_and_special_ids_come_from_files_and_hashes_tell_tokenizers_ap
     assert special.eos == (1, 5)  # the tokenizer's own comes first; ids outside its vocabulary are dropped
     assert special.pad is None
 
+
+def test_hashes_tell_tokenizers_apart(tmp_path):
     tokenizer = small_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer_hash(load_tokenizer(tmp_path)) == tokenizer_hash(tokenizer)
