@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from rlhf_sft import SFTConfig
 
@@ -180,19 +179,6 @@ def test_no_evaluation_and_no_limit_where_asked(short: Any) -> None:
         inputs={"train_dataset": long},
     )
     assert watch.rows[0]["num_tokens"] > 1400
-
-
-def test_optax_s_schedules_are_schedules() -> None:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.optimizers import make_optimizer
-    from rlhf_core.plugins import load
-
-    config = TrainerConfig(scheduler=lambda total: optax.cosine_decay_schedule(0.1, total))
-    _, rate = make_optimizer(config, load().registry, 10)
-    np.testing.assert_allclose(
-        [rate(i) for i in range(11)], [0.05 * (1 + np.cos(np.pi * i / 10)) for i in range(11)], atol=1e-7
-    )
-    assert config.to_dict()["scheduler"].endswith("<lambda>")
 
 
 def scaled(total: int, rate: float) -> Any:

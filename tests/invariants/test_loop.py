@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -173,24 +172,3 @@ def test_the_logged_rate_is_the_one_applied(tiny: ModuleType, short: Any) -> Non
     before = tiny.leaves(short.models["sft"].params)
     moved = math.sqrt(sum(((after[n].astype(np.float64) - before[n]) ** 2).sum() for n in before))
     assert moved == pytest.approx(0.05 * watch.rows[0]["grad_norm"], rel=1e-3)
-
-
-def test_half_an_epoch_ends_with_half_of_the_examples(short: Any) -> None:
-    """Eleven rows, four an update: the second update has one."""
-    _, watch = short.train("sft", max_training_steps=None, num_train_epochs=0.5)
-    assert [row["epoch"] for row in watch.rows] == pytest.approx([4 / 11, 5 / 11])
-
-
-def test_host_metrics(short: Any, tiny: ModuleType, tmp_path: Path) -> None:
-    _, watch = short.train("sft", log_steps=4)
-    assert watch.steps() == [4, 6]
-    first, last = watch.rows
-    assert first["epoch"] == pytest.approx(4 * 4 / 11)
-    assert last["num_tokens"] > first["num_tokens"] > 0
-    assert json.loads((tmp_path / "sft" / "plan.json").read_text())["updates"] == 6
-    tokenizer = tiny.make_tokenizer()
-    whole = sum(
-        len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in short.rows["sft"]
-    )
-    assert whole < last["num_tokens"] < 4 * whole
-    assert [row["step"] for row in tiny.read_rows(tmp_path / "sft" / "metrics.jsonl")] == [4, 6]

@@ -19,11 +19,6 @@ TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"
 FOREIGN = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny.make_tokenizer()
-
-
 @pytest.fixture(params=["in memory", "on the disk"])
 def place(request, tmp_path, monkeypatch):
     """Run with files held in memory, and with files read from disk."""
