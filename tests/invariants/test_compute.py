@@ -35,7 +35,6 @@ def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("trainer", "given"),
     [
-        pytest.param("sft", "object", marks=pytest.mark.exhaustive),
         pytest.param("sft", "directory", marks=pytest.mark.long),
         ("reward", "object"),
         pytest.param("grpo", "object", marks=pytest.mark.long),

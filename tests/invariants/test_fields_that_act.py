@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from rlhf_sft import SFTConfig
 
@@ -31,15 +30,6 @@ def interrupted(short: Any, at: str, step: int = 4, **given: Any) -> None:
 
 def equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return all(np.array_equal(leaf, right[path]) for path, leaf in left.items())
-
-
-def test_a_run_without_resuming_starts_over(short: Any, tmp_path: Path) -> None:
-    whole, _ = short.train("sft", at="whole")
-    interrupted(short, "again")
-    assert checkpoints(tmp_path / "again/sft") == [2]
-    again, watch = short.train("sft", at="again", resume_if_possible=False)
-    assert watch.steps() == [1, 2, 3, 4, 5, 6]
-    assert equal(whole, again)
 
 
 def test_a_checkpoint_without_the_optimizer_s_state(
@@ -71,7 +61,9 @@ def test_a_run_begins_at_a_later_update(short: Any) -> None:
     assert not equal(first, later)
 
 
-def test_the_last_checkpoint_and_the_one_that_was_loaded(short: Any, tmp_path: Path) -> None:
+def test_the_last_checkpoint_the_one_that_was_loaded_and_a_run_that_starts_over(
+    short: Any, tmp_path: Path
+) -> None:
     whole, _ = short.train("sft", at="whole", do_last_save=False)
     assert checkpoints(tmp_path / "whole/sft") == []
     interrupted(short, "again", step=5)
@@ -79,6 +71,10 @@ def test_the_last_checkpoint_and_the_one_that_was_loaded(short: Any, tmp_path: P
     again, _ = short.train("sft", at="again", remove_ckpt_after_load=True, do_last_save=False)
     assert checkpoints(tmp_path / "again/sft") == [2]
     assert equal(whole, again)
+    interrupted(short, "anew")
+    anew, watch = short.train("sft", at="anew", resume_if_possible=False)
+    assert watch.steps() == [1, 2, 3, 4, 5, 6]
+    assert equal(whole, anew)
 
 
 def half(total: int) -> Any:
@@ -115,7 +111,8 @@ def test_loggers_hear_of_every_third_update(short: Any) -> None:
     assert watch.steps() == [3, 4, 6]
 
 
-def test_norms_of_layers(short: Any) -> None:
+def test_norms_of_layers() -> None:
+    """That a run logs them: the golden pipeline sft."""
     draw = np.random.default_rng(0)
     grads = {
         "embed_tokens": {"embedding": draw.normal(size=(5, 3))},
@@ -142,9 +139,6 @@ def test_norms_of_layers(short: Any) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6)
-    _, watch = short.train("sft", max_training_steps=1, log_grad_norms=True)
-    norms = [x for name, x in watch.rows[0].items() if name.startswith("grad_norm/")]
-    np.testing.assert_allclose(np.sqrt(np.sum(np.square(norms))), watch.rows[0]["grad_norm"], rtol=1e-5)
 
 
 def test_columns_that_are_dropped_are_not_seen(short: Any) -> None:
@@ -180,19 +174,6 @@ def test_no_evaluation_and_no_limit_where_asked(short: Any) -> None:
         inputs={"train_dataset": long},
     )
     assert watch.rows[0]["num_tokens"] > 1400
-
-
-def test_optax_s_schedules_are_schedules() -> None:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.optimizers import make_optimizer
-    from rlhf_core.plugins import load
-
-    config = TrainerConfig(scheduler=lambda total: optax.cosine_decay_schedule(0.1, total))
-    _, rate = make_optimizer(config, load().registry, 10)
-    np.testing.assert_allclose(
-        [rate(i) for i in range(11)], [0.05 * (1 + np.cos(np.pi * i / 10)) for i in range(11)], atol=1e-7
-    )
-    assert config.to_dict()["scheduler"].endswith("<lambda>")
 
 
 def scaled(total: int, rate: float) -> Any:

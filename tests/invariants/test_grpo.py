@@ -52,10 +52,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_combinations_are_few():
-    assert len(COMBINATIONS) <= 40
-
-
 @pytest.fixture
 def case(request):
     """On arrays: the tokens are their own numbers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -86,24 +85,14 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     assert 2 <= len(updates) <= 5, updates
 
 
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        pytest.param("embed_tokens", marks=pytest.mark.long),
-        [r"self_attn|layers\.1\.mlp", r"^norm\."],
-    ],
-)
-def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any, frozen: Any) -> None:
+def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any) -> None:
     before = tiny.leaves(short.models["sft"].params)
+    frozen = [r"self_attn|layers\.1\.mlp", r"^norm\."]
     after, _ = short.train("sft", frozen_parameters=frozen, weight_decay=0.5)
-    still = {
-        n
-        for n in before
-        if ("embed_tokens" in n if frozen == "embed_tokens" else "self_attn" in n or n.startswith("norm."))
-    }
+    still = {name for name in before if "self_attn" in name or name.startswith("norm.")}
     assert still
     for name, leaf in after.items():
-        if isinstance(frozen, list) and ".mlp." in name:
+        if ".mlp." in name:
             np.testing.assert_array_equal(leaf[1], before[name][1], err_msg=name)
             assert (leaf[0] != before[name][0]).any(), name
         else:
@@ -173,24 +162,3 @@ def test_the_logged_rate_is_the_one_applied(tiny: ModuleType, short: Any) -> Non
     before = tiny.leaves(short.models["sft"].params)
     moved = math.sqrt(sum(((after[n].astype(np.float64) - before[n]) ** 2).sum() for n in before))
     assert moved == pytest.approx(0.05 * watch.rows[0]["grad_norm"], rel=1e-3)
-
-
-def test_half_an_epoch_ends_with_half_of_the_examples(short: Any) -> None:
-    """Eleven rows, four an update: the second update has one."""
-    _, watch = short.train("sft", max_training_steps=None, num_train_epochs=0.5)
-    assert [row["epoch"] for row in watch.rows] == pytest.approx([4 / 11, 5 / 11])
-
-
-def test_host_metrics(short: Any, tiny: ModuleType, tmp_path: Path) -> None:
-    _, watch = short.train("sft", log_steps=4)
-    assert watch.steps() == [4, 6]
-    first, last = watch.rows
-    assert first["epoch"] == pytest.approx(4 * 4 / 11)
-    assert last["num_tokens"] > first["num_tokens"] > 0
-    assert json.loads((tmp_path / "sft" / "plan.json").read_text())["updates"] == 6
-    tokenizer = tiny.make_tokenizer()
-    whole = sum(
-        len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in short.rows["sft"]
-    )
-    assert whole < last["num_tokens"] < 4 * whole
-    assert [row["step"] for row in tiny.read_rows(tmp_path / "sft" / "metrics.jsonl")] == [4, 6]

@@ -99,7 +99,5 @@ def test_the_next_stage_trains_the_adapter_on_or_merges_it(
     with pytest.raises(InputError, match=r"'sft'\.lora: the model already has adapters of rank 2, alpha 8"):
         short.train("sft", at="other", inputs={"model": adapter}, lora={"rank": 4})
 
-
-def test_a_model_without_a_directory_has_nothing_to_adapt(short: Any) -> None:
     with pytest.raises(InputError, match=r"lora: an adapter needs a base model in a directory"):
         short.train("sft", lora={})

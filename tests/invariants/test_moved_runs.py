@@ -68,12 +68,12 @@ def test_adapters_find_their_base_in_a_run_that_was_moved(rlhf: Any, run: Path, 
     assert saved["base_model_name_or_path"] == "../../../base/artifacts/model"
 
 
-def test_a_copy_of_a_run_reads_its_own_base(run: Path, tmp_path: Path) -> None:
+def test_a_copy_reads_its_own_base_and_absolute_paths_of_earlier_versions_are_found_after_a_move(
+    run: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     assert load_model(copy / ADAPTER).source == (copy / "base/artifacts/model").resolve()
 
-
-def test_an_absolute_path_of_an_earlier_version_is_found_after_a_move(run: Path, tmp_path: Path) -> None:
     edit(run / ADAPTER, base_model_name_or_path=str(run / "base/artifacts/model"))
     before = logits(run / ADAPTER)
     np.testing.assert_array_equal(logits(Path(shutil.move(run, tmp_path / "moved")) / ADAPTER), before)

@@ -97,17 +97,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: Callable[[
     monkeypatch.setattr(HeldOut, "evaluator", evaluator)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        pytest.param(RunError("the judge is away"), marks=pytest.mark.long),
-        ZeroDivisionError("division by zero"),
-    ],
-)
 def test_an_evaluation_that_fails_is_left_out_and_costs_nothing(
-    train: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    train: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, error, at=lambda step: step in (2, 6))
+    failing(monkeypatch, ZeroDivisionError("division by zero"), at=lambda step: step in (2, 6))
     with pytest.warns(UserWarning, match="evaluation after update") as warned:
         found, _ = train(evaluation_steps=2)
     said = [str(each.message) for each in warned if "evaluation after update" in str(each.message)]
@@ -115,7 +108,7 @@ def test_an_evaluation_that_fails_is_left_out_and_costs_nothing(
         "stage 'sft': the evaluation after update 2",
         "stage 'sft': the evaluation after update 6",
     ]
-    assert all(str(error) in line for line in said)
+    assert all("division by zero" in line for line in said)
     assert_same(found, whole)
     assert (rows(tmp_path), rows(tmp_path, "eval_loss")) == ([1, 2, 3, 4, 5, 6], [4])
 

@@ -267,13 +267,9 @@ def test_losses_of_functional_updates_are_told_apart_by_type() -> None:
     assert losses == [3, 3, 5, 5, 2, 2]
 
 
-def test_installed_components_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "sft" in installed_registry().names(TRAINER)
-    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "sft")
-    assert "sft" not in installed_registry().names(TRAINER)
-
-
-def test_a_file_that_changes_within_a_second_is_read_as_it_is(tmp_path: Path) -> None:
+def test_files_and_environments_that_change_are_read_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its time stamp and its size are those that Python's bytecode was kept for."""
     file = tmp_path / "quick.py"
     found = []
@@ -282,6 +278,10 @@ def test_a_file_that_changes_within_a_second_is_read_as_it_is(tmp_path: Path) ->
         os.utime(file, (1e9, 1e9))
         found.append(load_file(file).VALUE)
     assert found == [1, 2]
+
+    assert "sft" in installed_registry().names(TRAINER)
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "sft")
+    assert "sft" not in installed_registry().names(TRAINER)
 
 
 def test_forecasts_for_planned_devices_do_not_take_the_bytes_of_these(tiny: Any) -> None:

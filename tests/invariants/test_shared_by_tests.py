@@ -109,12 +109,10 @@ def test_what_may_hold_arrays_is_not_kept() -> None:
     assert gone() is None
 
 
-def test_a_function_that_cannot_be_hashed_works_under_jit() -> None:
+def test_results_are_shared_as_functions_are() -> None:
     made = shared(partial(combine, Scale(1.0), power=jnp.float32(2.0)))
     assert float(jax.jit(made)(jnp.float32(3.0))) == 9.0
 
-
-def test_results_are_shared_as_functions_are() -> None:
     first = shared_result(partial(numbered, "a"))
     assert shared_result(partial(numbered, "a")) is first
     assert shared_result(partial(numbered, "b")) is not first

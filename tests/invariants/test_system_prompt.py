@@ -58,12 +58,21 @@ def test_every_kind_of_data_begins_with_it_unless_it_has_one() -> None:
     assert ids(own, OPTIONS) == ids(own, TextOptions(read_at="template"))
 
 
-def test_a_system_prompt_before_a_reply_is_not_trained_on() -> None:
+def test_a_system_prompt_is_not_trained_on_and_plain_texts_are_refused(tmp_path: Path) -> None:
     encoder, plain = Encoder(tokenizer_with(), OPTIONS), Encoder(tokenizer_with())
     found, wanted = encoder.marked([REPLY]), plain.marked([SYSTEM, REPLY])
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
     assert encoder.prompt_text(None, [REPLY]) == plain.prompt_text([SYSTEM], [REPLY])
+
+    config = TrainerConfig(system_prompt=BRIEF)
+    stage = stage_of([{"prompt": "a", "completion": "b"}], tmp_path)
+    with pytest.raises(InputError, match=r"stage 's'.train_data: system_prompt: .*plain texts"):
+        context_of(config, stage).texts("train_data")
+    stage = stage_of([{"prompt": [ASKED]}], tmp_path)
+    opened = context_of(config, stage).prompts("train_data", 99)
+    assert opened is not None
+    assert BRIEF in tokenizer_with().decode(opened.ids[0])
 
 
 @pytest.mark.parametrize(
@@ -90,17 +99,6 @@ def context_of(config: TrainerConfig, stage: Any) -> Context:
     context = Context(config, stage)
     context.tokenizer = tokenizer_with()
     return context
-
-
-def test_plain_texts_are_refused(tmp_path: Path) -> None:
-    config = TrainerConfig(system_prompt=BRIEF)
-    stage = stage_of([{"prompt": "a", "completion": "b"}], tmp_path)
-    with pytest.raises(InputError, match=r"stage 's'.train_data: system_prompt: .*plain texts"):
-        context_of(config, stage).texts("train_data")
-    stage = stage_of([{"prompt": [ASKED]}], tmp_path)
-    opened = context_of(config, stage).prompts("train_data", 99)
-    assert opened is not None
-    assert BRIEF in tokenizer_with().decode(opened.ids[0])
 
 
 def test_a_reward_model_keeps_it_in_its_contract(tiny: ModuleType, tmp_path: Path) -> None:

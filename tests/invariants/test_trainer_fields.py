@@ -75,7 +75,7 @@ def test_the_console_shows_the_metrics_asked_for(
     assert all("grad_norm" in line and "loss" not in line for line in lines)
 
 
-def test_an_unknown_metric_is_refused_before_the_first_update(short: Any) -> None:
+def test_unknown_metrics_and_other_devices_are_refused_before_the_first_update(short: Any) -> None:
     with pytest.raises(InputError, match=r"does not report entrpy\. Did you mean 'eval_entropy'\?"):
         short.train(
             "sft",
@@ -85,8 +85,6 @@ def test_an_unknown_metric_is_refused_before_the_first_update(short: Any) -> Non
             listeners=(interrupt(1),),
         )
 
-
-def test_a_stage_that_needs_other_devices_is_refused(short: Any) -> None:
     with pytest.raises(InputError, match=r"'sft'\.platform: the stage needs tpu, and jax runs on cpu here"):
         short.train("sft", max_training_steps=1, backend="tpu")
     assert short.train("sft", max_training_steps=1, backend="cpu")

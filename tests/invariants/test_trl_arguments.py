@@ -172,23 +172,6 @@ def test_sets_of_rows_may_have_any_name(short: Any, tiny: ModuleType) -> None:
     assert {f"eval_{name}_loss" for name in sets} <= set(found.rows[-1])
 
 
-def test_several_sets_in_a_file(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
-    tiny.make_model("lm").save(tmp_path / "model")
-    for name, seed in (("train", 0), ("easy", 1), ("hard", 2)):
-        tiny.write_rows(tmp_path / f"{name}.jsonl", tiny.texts(6, seed=seed))
-    (tmp_path / "run.toml").write_text(
-        'dir = "run"\n[[stage]]\nname = "s"\ntrainer = "sft"\nmodel = "model"\ntrain_data = "train.jsonl"\n'
-        'eval_data = { easy = "easy.jsonl", hard = { path = "hard.jsonl" } }\n'
-        'max_training_steps = 2\nevaluation_steps = 1\nmetric_for_best_model = "hard_loss"\n'
-    )
-    ended = rlhf("run", str(tmp_path / "run.toml"), "--dir", str(tmp_path / "run"))
-    assert ended.code == 0, ended.said
-    row = rows_of(tmp_path / "run/s")[-1]
-    assert {"eval_easy_loss", "eval_hard_loss"} <= set(row)
-    inputs = json.loads((tmp_path / "run/s/stage.json").read_text())["inputs"]
-    assert {"eval_data.easy", "eval_data.hard.path"} <= set(inputs)
-
-
 def test_a_finished_run_is_compared_with_its_sets(tiny: ModuleType, tmp_path: Path) -> None:
     def run(**sets: Any) -> None:
         config = GRPOConfig(

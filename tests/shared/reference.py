@@ -111,26 +111,3 @@ def reward_loss(
         c, r = score(params, config, chosen), score(params, config, rejected)
         values.append(np.log1p(np.exp(-(c - r - float(margin)))) + coefficient * (c + r) ** 2)
     return float(np.mean(values))
-
-
-def grpo_loss(
-    params: Params, config: dict, groups: list[dict], *, kind: str, beta: float, length: int
-) -> float:
-    """groups: prompt, completions, advantages, old and ref log-probabilities of the completions' tokens."""
-    totals, counts = [], []
-    for group in groups:
-        for i, completion in enumerate(group["completions"]):
-            tokens = np.concatenate([group["prompt"], completion])
-            own = logps(params, config, tokens, 0.7)[len(group["prompt"]) - 1 :]
-            ratio = np.exp(own - group["old"][i])
-            a = group["advantages"][i]
-            value = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
-            d = group["ref"][i] - own
-            value = value + beta * (np.exp(d) - d - 1)
-            totals.append(value.sum())
-            counts.append(len(value))
-    if kind == "dapo":
-        return float(sum(totals) / sum(counts))
-    if kind == "grpo":
-        return float(np.mean([t / c for t, c in zip(totals, counts, strict=True)]))
-    return float(sum(totals) / (len(totals) * length))

@@ -21,11 +21,6 @@ def directory(tmp_path, monkeypatch):
     return tmp_path / "cache" / "tokens"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny.make_tokenizer()
-
-
 ROWS = [
     {"prompt": "a b", "chosen": " c d", "rejected": " e", "completion": " c", "margin": 0.1},
     {"prompt": "a b", "chosen": "a b c", "rejected": " e", "completion": "a b c", "margin": None},

@@ -71,7 +71,7 @@ def test_a_completion_starts_after_its_prompt(row, expected, tokenizer):
     assert completions(pairs([row], tokenizer), tokenizer) == [expected]
 
 
-def test_of_token_ids():
+def test_nothing_but_completions_is_trained_of_token_ids_too(tokenizer):
     rows = [{"chosen_ids": [5, 6, 7, 8], "rejected_ids": [5, 6, 9]}]
     assert pairs(rows, None).pairs[0].starts == (2, 2)
     given = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [7, 9]}]
@@ -80,8 +80,6 @@ def test_of_token_ids():
     encoded = pairs(both, None)
     assert (len(encoded), encoded.report.empty) == (1, ["dataset row 2"])
 
-
-def test_nothing_but_completions_is_trained_and_no_trained_token_is_shared(tokenizer):
     (tree,) = pairs([{"prompt": "ask ", "chosen": "yes", "rejected": "yet"}], tokenizer).trees()
     assert tokenizer.decode(tree.prefix) == "ask "
     assert [tokenizer.decode(own) for own in tree.branches] == ["yes</s>", "yet</s>"]

@@ -19,11 +19,6 @@ TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"
 FOREIGN = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny.make_tokenizer()
-
-
 @pytest.fixture(params=["in memory", "on the disk"])
 def place(request, tmp_path, monkeypatch):
     """Run with files held in memory, and with files read from disk."""
@@ -61,7 +56,7 @@ def test_an_empty_completion_is_no_match_for_a_missing_answer(place):
     assert list(reward(completions=["", "b"], answer=answers)) == [None, 1.0]
 
 
-def test_missing_values_of_data_frames_and_tables_are_null(tokenizer):
+def test_missing_values_are_null_and_data_sets_of_one_name_are_told_apart(tokenizer):
     frame = pd.DataFrame({"prompt": ["a", "b"], "answer": ["x", None], "score": [1.0, np.nan]})
     assert list(data.load(frame)) == [
         {"prompt": "a", "answer": "x", "score": 1.0},
@@ -70,8 +65,6 @@ def test_missing_values_of_data_frames_and_tables_are_null(tokenizer):
     assert len(data.encode_prompts(data.load(frame), tokenizer, max_prompt_length=None)) == 2
     assert list(data.load(pa.table({"prompt": ["a", None]}))) == [{"prompt": "a"}, {"prompt": None}]
 
-
-def test_data_sets_of_one_name_are_told_apart(tokenizer):
     one = [{**PAIR, "subset": "one"}, {**PAIR, "chosen": " d", "subset": "one"}]
     other = [{**PAIR, "chosen": " e", "subset": "other"}]
     records = data.load([one, other])
@@ -144,7 +137,7 @@ def test_other_names_of_columns(place, tokenizer):
     assert list(twice) == [{**PAIR, "x": 1}] * 2
 
 
-def test_sharegpt_is_read_and_said(place, tokenizer, tiny):
+def test_sharegpt_and_conversations_as_json_are_read_and_said(place, tokenizer, tiny):
     (place / "a.jsonl").write_bytes(lines([{"conversations": FOREIGN}, {"conversations": TALK}] * 2))
     records = data.load(place / "a.jsonl")
     assert list(records) == [{"messages": TALK}] * 4
@@ -161,8 +154,6 @@ def test_sharegpt_is_read_and_said(place, tokenizer, tiny):
     (row,) = data.load([{"prompt": roles[:1], "completion": roles[1:]}])
     assert [row["prompt"][0]["role"], row["completion"][0]["role"]] == ["user", "assistant"]
 
-
-def test_conversations_as_json_in_csv_are_read(place, tokenizer):
     frame = pd.DataFrame({"messages": [json.dumps(TALK), json.dumps(FOREIGN)]})
     frame.to_csv(place / "a.csv", index=False)
     records = data.load(place / "a.csv")

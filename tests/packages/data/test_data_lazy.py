@@ -13,11 +13,6 @@ from rlhf_core.data import cache, files, source
 from rlhf_core.packing.trees import trained_per_branch
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny.make_tokenizer()
-
-
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Treat every file as large: read it in parts, from disk."""

@@ -84,7 +84,7 @@ def test_rows_are_numbered_as_in_their_file(tmp_path):
     assert data.load("prefs.jsonl", base=tmp_path / "sub").where(0) == "prefs.jsonl row 1"
 
 
-def test_memory_and_saved_datasets(tmp_path):
+def test_data_in_memory_saved_datasets_and_those_of_grain(tmp_path):
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": table, "test": table.select([2])}).save_to_disk(str(tmp_path / "splits"))
@@ -103,8 +103,6 @@ def test_memory_and_saved_datasets(tmp_path):
     with pytest.raises(InputError, match="has the splits train, test"):
         data.load(str(tmp_path / "splits"))
 
-
-def test_what_grain_filters_is_passed_over_and_what_it_repeats_for_ever_is_refused():
     rows = grain.MapDataset.source(ROWS)
     kept = data.load(rows.filter(lambda row: row["prompt"] != "p1"))
     assert list(kept) == [ROWS[0], *ROWS[2:]]

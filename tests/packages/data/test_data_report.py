@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from rlhf_core import data
 
@@ -15,11 +14,6 @@ TOOLED = (
     "{% for t in tools or [] %}{{ t.name }} {{ t.parameters | length }} {% endfor %}{% for m in messages %}"
     "{{ m.role }} {{ m.content }} {% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}{% endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny.make_tokenizer()
 
 
 def pairs(rows, tokenizer, **options):
@@ -84,23 +78,12 @@ def test_a_report_in_one_line_names_a_row_of_each_kind_and_the_command_that_list
     assert str(one).endswith("; rlhf data 'some pairs.jsonl' --model DIR lists the rows")
 
 
-def test_rows_that_a_weight_draws_again_are_no_duplicates(tokenizer):
-    rows = [row("a", " b", " c"), row("d", " e", " f")]
-    records = data.load({"name": "mine", "weight": 2}, registry=_Registry(rows))
+def test_rows_that_a_weight_draws_again_are_no_duplicates(tokenizer, tiny, tmp_path):
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [row("a", " b", " c"), row("d", " e", " f")])
+    records = data.load({"path": str(path), "weight": 2})
     assert len(records) == 4
     encoded = data.encode_pairs(records, tokenizer, max_length=None)
     assert (len(encoded), encoded.report.duplicates) == (4, [])
-
-
-class _Registry:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def names(self, kind):
-        return ["mine"]
-
-    def get(self, kind, name):
-        return self.rows
 
 
 def test_texts_and_prompts_are_counted_alike(tokenizer):

@@ -16,11 +16,6 @@ OTHER = {"prompt": "e ", "chosen": "f", "rejected": "g"}
 TEXT = {"prompt": "a b ", "completion": "a b c"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny: Any) -> Any:
-    return tiny.make_tokenizer()
-
-
 def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool | None) -> Any:
     options = TextOptions(prompt_repeated=repeated)
     records = data.load(rows)

@@ -229,13 +229,28 @@ def test_tokenizers_of_all_kinds(name: str, ending: str) -> None:
     assert ids[: len(ids)] == encoder.encoder.prompts([case.prompt], [case.tools])[0].tolist()
 
 
-def test_a_conversation_that_the_template_refuses_is_an_input_error() -> None:
+def test_what_the_template_refuses_and_what_tokens_would_join_are_input_errors() -> None:
     tokenizer = chat.byte_level(bos="<s>")
     tokenizer.chat_template = chat.GEMMA
     encoder = ConversationEncoder(tokenizer)
     assert encoder.problem(tools=None, roles=["user"]) is None
     with pytest.raises(InputError, match="System role not supported"):
         encoder.prompt([chat.SYSTEM, chat.user("a")])
+
+    template = HEADED + "{{ 'ab' if m.role == 'assistant' else '' }}\n{% endfor %}" + OPENED
+    tokenizer = chat.byte_level()
+    tokenizer.chat_template = template
+    encoder = ConversationEncoder(tokenizer)
+    assert encoder.observation(SAID, [chat.user("c")], ended_by=None).size
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["model"]["vocab"] |= {"ya": len(tokenizer)}
+    backend["model"]["merges"].insert(0, ["y", "a"])
+    joined = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="</s>"
+    )
+    joined.chat_template = template
+    with pytest.raises(InputError, match="the tokenizer merges the end of a reply with what"):
+        ConversationEncoder(joined).observation(SAID, [chat.user("c")], ended_by=None)
 
 
 HEADED = "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
@@ -375,23 +390,6 @@ def test_templates_that_take_arguments_as_text_get_them_so() -> None:
         assert encoder.write([reply]) == 'assistant: <call>{"x": "é"}</call>'
 
 
-def test_text_that_tokens_would_join_is_an_input_error() -> None:
-    template = HEADED + "{{ 'ab' if m.role == 'assistant' else '' }}\n{% endfor %}" + OPENED
-    tokenizer = chat.byte_level()
-    tokenizer.chat_template = template
-    encoder = ConversationEncoder(tokenizer)
-    assert encoder.observation(SAID, [chat.user("c")], ended_by=None).size
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend["model"]["vocab"] |= {"ya": len(tokenizer)}
-    backend["model"]["merges"].insert(0, ["y", "a"])
-    joined = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="</s>"
-    )
-    joined.chat_template = template
-    with pytest.raises(InputError, match="the tokenizer merges the end of a reply with what"):
-        ConversationEncoder(joined).observation(SAID, [chat.user("c")], ended_by=None)
-
-
 def test_a_stop_token_that_begins_the_next_turn_is_not_repeated() -> None:
     template = (
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
@@ -450,7 +448,7 @@ def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None
     assert [m["tool_call_id"] for m in encoder.with_call_ids(said)[2:]] == ["000000000", "000000001"]
 
 
-def test_the_first_and_longest_token_after_a_reply_ends_it() -> None:
+def test_the_first_and_longest_token_after_a_reply_ends_it_and_none_of_the_next_turn() -> None:
     encoder = encoder_of(HEADED + "{{ ' <e><e>+<f>' if m.role == 'assistant' }};{% endfor %}" + OPENED)
     encoder.stops = {7: "<f>", 8: "<e>", 9: "<e><e>"}
     tail = encoder.tail(SAID, [chat.user("c")])
@@ -461,8 +459,6 @@ def test_the_first_and_longest_token_after_a_reply_ends_it() -> None:
     encoder.stops = {7: "<f>"}
     assert not encoder.tail(SAID, [chat.user("c")]).bordered
 
-
-def test_a_stop_token_of_the_next_turn_ends_no_reply() -> None:
     header = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}" + header
     tokenizer = chat.byte_level()

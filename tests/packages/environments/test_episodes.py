@@ -189,16 +189,6 @@ def test_numbers_of_other_libraries_are_rewards(reward: Any) -> None:
     assert turn.done is False
 
 
-def test_rewards_of_turns_that_add_up_to_infinity_fail_the_episode() -> None:
-    held = episodes(lambda: Plain(lambda: Turn([USER], 2e38)))
-    assert say(held, 2).tokens is not None
-    assert say(held, 2).tokens is None
-    assert "add up to 4e+38" in str(held.episodes[0].failure)
-    assert checked_turn(Turn([USER], -2e38), 2e38).reward == -2e38
-    with pytest.raises(EpisodeError):
-        checked_turn(Turn([USER], -2e38), -2e38)
-
-
 @pytest.mark.parametrize(
     ("messages", "said"), [([], "no messages"), ([USER, {"role": "assistant", "content": "b"}], "last")]
 )
@@ -275,7 +265,7 @@ def test_a_history_that_is_encoded_again_leaves_room_in_its_context_and_in_the_e
         ]
 
 
-def test_max_turns_is_the_number_of_turns() -> None:
+def test_an_episode_ends_with_its_last_turn_or_where_rewards_add_up_to_infinity() -> None:
     held = episodes(max_turns=2)
     assert say(held, 2).tokens is not None
     assert not held.episodes[0].cut
@@ -283,6 +273,14 @@ def test_max_turns_is_the_number_of_turns() -> None:
     assert held.episodes[0].cut
     assert [turn.message for turn in held.episodes[0].turns] == [0, 2]
     assert [(turn.start, turn.end) for turn in held.episodes[0].turns] == [(0, 2), (5, 7)]
+
+    held = episodes(lambda: Plain(lambda: Turn([USER], 2e38)))
+    assert say(held, 2).tokens is not None
+    assert say(held, 2).tokens is None
+    assert "add up to 4e+38" in str(held.episodes[0].failure)
+    assert checked_turn(Turn([USER], -2e38), 2e38).reward == -2e38
+    with pytest.raises(EpisodeError):
+        checked_turn(Turn([USER], -2e38), -2e38)
 
 
 @pytest.mark.parametrize(("seconds", "cut"), [(3.0, False), (3.5, True)])

@@ -253,10 +253,17 @@ def test_values_without_quotes_are_read_by_their_schema(
     assert plainly(parser_of(text, make_tokenizer, [tool]).parse(text)) == [["add", {"x": value}]]
 
 
-def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
+def test_ids_that_the_policy_wrote_and_good_calls_beside_malformed_ones_are_kept(make_tokenizer: Any) -> None:
     parser = CallParser(encoder_for(written("mistral"), make_tokenizer), TOOLS)
     message = parser.parse('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]')
     assert message["tool_calls"][0]["id"] == "abcdefghi"
+
+    good, bad = '<tool_call>{"name": "add", "arguments": {"i": 1}}</tool_call>', "<tool_call>{</tool_call>"
+    message = CallParser(encoder_for(written("hermes"), make_tokenizer), TOOLS).parse(
+        f"{good}\n{bad}\n{good}"
+    )
+    assert len(message["tool_calls"]) == 2
+    assert len(message["call_errors"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -291,15 +298,6 @@ def test_what_is_wrong_with_a_call(text: str, error: str, make_tokenizer: Any) -
     message = parser_of(text, make_tokenizer).parse(text)
     assert "tool_calls" not in message
     assert message["call_errors"][0].startswith(error), message
-
-
-def test_good_calls_beside_malformed_ones_are_kept(make_tokenizer: Any) -> None:
-    good, bad = '<tool_call>{"name": "add", "arguments": {"i": 1}}</tool_call>', "<tool_call>{</tool_call>"
-    message = CallParser(encoder_for(written("hermes"), make_tokenizer), TOOLS).parse(
-        f"{good}\n{bad}\n{good}"
-    )
-    assert len(message["tool_calls"]) == 2
-    assert len(message["call_errors"]) == 1
 
 
 def test_a_call_stands_alone_where_the_template_drops_the_text_beside_it(make_tokenizer: Any) -> None:

@@ -202,12 +202,12 @@ def test_errors_are_short_and_secrets_are_hidden_before_they_are_cut(monkeypatch
     assert "canary" not in content
 
 
-def test_a_signal_is_no_error_of_a_tool() -> None:
+def test_functions_by_name_and_signals_which_are_no_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Stopped):
         step(call("fails", {"how": "stop"}))
 
-
-def test_plain_and_async_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("calc.py").write_text(
         'def double(x: int) -> int:\n    """Double.\n\n    Args:\n        x: A number.\n    """\n    return 2 * x\n'

@@ -194,15 +194,13 @@ async def doubles(completions):
     return [2.0] * len(completions)
 
 
-def test_a_plain_function_is_ended_at_its_timeout(mine):
+def test_a_plain_function_is_ended_at_its_timeout_and_the_next_call_is_as_any_other(mine):
     begin = time.perf_counter()
     with pytest.raises(RunError, match=r"^reward 'slow' took longer than its timeout of 1 s$"):
         score([Reward("slow", 1.0, mine.backtracks, timeout=1.0)], INPUTS)
     assert time.perf_counter() - begin < 20  # alone, the regular expression takes days
     assert not [pid for pid in mine.pids() if Path(f"/proc/{pid}").exists()]
 
-
-def test_the_next_call_after_a_timeout_is_as_any_other(mine):
     reward = Reward("slow", 1.0, mine.slow_once, timeout=1.0, on_error="skip")
     with pytest.warns(UserWarning, match="'slow' took longer"):
         score([reward, Reward("ones", 1.0, ones)], INPUTS)
@@ -292,7 +290,7 @@ def test_what_functions_raise_names_the_row_and_is_passed_on():
         score([Reward("r", 1.0, refuses, on_error="skip"), Reward("ones", 1.0, ones)], INPUTS)
 
 
-def test_a_function_without_a_name_elsewhere_is_refused_where_it_needs_one():
+def test_the_config_says_timeout_and_policy_where_a_function_can_have_them():
     registry = Registry()
     registry.add(REWARD, "local", lambda completions: ones(completions))
     for limit in ({"timeout": 1.0}, {"processes": 2}):
@@ -300,6 +298,21 @@ def test_a_function_without_a_name_elsewhere_is_refused_where_it_needs_one():
             InputError, match=r"'local' has `\w+`, so it runs in another process.*file\.py:fun"
         ):
             open_rewards([WeightedReward(name="local", **limit)], stage_with(registry))
+
+    registry = Registry()
+    registry.add(REWARD, "ones", ones)
+    registry.add(REWARD, "mesh", OnTheMesh())
+
+    def made(**component):
+        return open_rewards([WeightedReward(**component)], stage_with(registry))[0]
+
+    assert (made(name="ones").timeout, made(name="ones").on_error) == (None, "stop")
+    limited = made(name="ones", timeout=2.5, on_error="skip")
+    assert (limited.timeout, limited.on_error) == (2.5, "skip")
+    with pytest.raises(
+        InputError, match=r"stage 'policy'.rewards: 'mesh' is an object with `setup`.*`timeout`"
+    ):
+        made(name="mesh", timeout=1.0)
 
 
 def test_clients_and_locks_made_in_one_call_work_in_the_next():
@@ -471,23 +484,6 @@ class OnTheMesh:
 
     def __call__(self, completions):
         return ones(completions)
-
-
-def test_the_config_says_timeout_and_policy():
-    registry = Registry()
-    registry.add(REWARD, "ones", ones)
-    registry.add(REWARD, "mesh", OnTheMesh())
-
-    def made(**component):
-        return open_rewards([WeightedReward(**component)], stage_with(registry))[0]
-
-    assert (made(name="ones").timeout, made(name="ones").on_error) == (None, "stop")
-    limited = made(name="ones", timeout=2.5, on_error="skip")
-    assert (limited.timeout, limited.on_error) == (2.5, "skip")
-    with pytest.raises(
-        InputError, match=r"stage 'policy'.rewards: 'mesh' is an object with `setup`.*`timeout`"
-    ):
-        made(name="mesh", timeout=1.0)
 
 
 @dataclass

@@ -93,14 +93,12 @@ STAGE = SimpleNamespace(name="policy", mesh=None, is_main=True)
 PROMPTS = SimpleNamespace(columns={"answer": ["x"], "number": [1]}, where=str)
 
 
-def test_objects_are_set_up_once_and_called():
+def test_objects_are_set_up_once_unless_a_column_is_missing():
     judge = Judge()
     set_up([reward(judge)], PROMPTS, STAGE)
     assert judge.stages[0].name == "policy"
     assert values(judge) == [1.0, 1.0, 1.0]
 
-
-def test_a_missing_column_is_reported_at_set_up_before_anything_is_loaded():
     judge = Judge()
     rewards = [reward(judge), reward(lambda completions, gold, key: None, "exact")]
     with pytest.raises(InputError, match=r"needs the column 'gold'[\s\S]*needs the column 'key'"):
@@ -119,6 +117,16 @@ def test_none_and_nan_mean_not_scored_and_nan_is_warned_of_once():
         warnings.simplefilter("error")
         score([function], INPUTS)
         score([reward(lambda completions: [1, None, 0])], INPUTS)
+
+    rewards = [
+        reward(lambda completions: [1.0, None, 1.0], "f1", 0.7),
+        reward(lambda completions: [0.0, 0.0, None], "f2", 0.3),
+    ]
+    each = score(rewards, INPUTS)
+    total = total_reward(each, np.array([0.7, 0.3]))
+    assert total.tolist() == pytest.approx([0.7, 0.0, 0.7])
+    assert np.isnan(each).tolist() == [[False, False], [True, False], [False, True]]
+    assert np.isnan(total_reward(np.array([[np.nan, np.nan]]), np.ones(2)))
 
 
 def fail(completions):
@@ -151,18 +159,6 @@ def test_an_exception_keeps_its_cause():
     with pytest.raises(RunError) as caught:
         values(fail)
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_weights_and_functions_that_do_not_apply():
-    rewards = [
-        reward(lambda completions: [1.0, None, 1.0], "f1", 0.7),
-        reward(lambda completions: [0.0, 0.0, None], "f2", 0.3),
-    ]
-    each = score(rewards, INPUTS)
-    total = total_reward(each, np.array([0.7, 0.3]))
-    assert total.tolist() == pytest.approx([0.7, 0.0, 0.7])
-    assert np.isnan(each).tolist() == [[False, False], [True, False], [False, True]]
-    assert np.isnan(total_reward(np.array([[np.nan, np.nan]]), np.ones(2)))
 
 
 def brevity(completions):

@@ -189,12 +189,9 @@ def test_a_default_in_place_of_a_misspelt_column_is_a_warning(registry: Registry
         return [partly] * len(completions)
 
     reward, table = Reward("graded", 1.0, graded), prompts(answer=["4"], level=[1])
-    told = (
-        "reward 'graded': anwser is '' for every row: no option sets it, and train_data has no column of that name. "
-        "Did you mean 'answer'? If the default is meant, set the option"
-    )
     forecast = forecast_rewards([reward], table, STAGE)
-    assert forecast.warnings == (told,)
+    (told,) = forecast.warnings
+    assert told.startswith("reward 'graded': anwser is '' for every row: no option sets it")
     assert forecast.lines == ("columns that no reward reads: answer, level",)
     set_up([reward], table, STAGE)
     assert [told in str(each.message) for each in recwarn] == [True]

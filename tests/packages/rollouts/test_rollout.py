@@ -137,7 +137,7 @@ def test_metrics_without_a_value(rollout):
     assert (found["reward_std"], found["frac_reward_zero_std"]) == (pytest.approx(np.sqrt(0.5)), 0.0)
 
 
-def test_samples_file(prompts, rollout, tokenizer, tmp_path):
+def test_samples_file_without_secrets(prompts, rollout, tokenizer, tmp_path, monkeypatch):
     inputs = collectors.scored(prompts, rollout.prompts, rollout.samples, tokenizer).inputs
     rewards = [SimpleNamespace(label="right"), SimpleNamespace(label="short")]
     path = tmp_path / "samples" / "some.jsonl"
@@ -159,6 +159,17 @@ def test_samples_file(prompts, rollout, tokenizer, tmp_path):
     replace(rollout, inputs=inputs, advantages=by_token).write(path, rewards)
     means = [json.loads(line)["advantage"] for line in path.read_text().splitlines()]
     assert means == [0.5, 1.5, 0.0, 1.0, 0.5, 1.5]  # over the tokens of the completion
+
+    secret = 'canary-"said"-9'
+    monkeypatch.setenv("MY_API_KEY", secret)
+    inputs = collectors.scored(prompts, rollout.prompts, rollout.samples, tokenizer).inputs
+    said = [{"role": "user", "content": f"401 for {secret}"}]
+    cells = {"key": ["x" * 990 + secret] * 6, "object": [Path(secret)] * 6}
+    inputs = inputs._replace(completions=[said] * 6, columns=cells)
+    replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
+    text = (tmp_path / "some.jsonl").read_text()
+    assert "canary" not in text
+    assert json.loads(text.splitlines()[0])["completion"][0]["content"] == "401 for " + 10 * "*"
 
 
 def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_path):
@@ -191,20 +202,6 @@ def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_pa
         "keyed": {"b": 3},
     }
     assert "columns" not in write({"environment_rewards": 1.0})
-
-
-def test_samples_hold_no_secret(prompts, rollout, tokenizer, tmp_path, monkeypatch):
-    """Neither a message that quotes one, nor a column, however it is cut."""
-    secret = 'canary-"said"-9'
-    monkeypatch.setenv("MY_API_KEY", secret)
-    inputs = collectors.scored(prompts, rollout.prompts, rollout.samples, tokenizer).inputs
-    said = [{"role": "user", "content": f"401 for {secret}"}]
-    cells = {"key": ["x" * 990 + secret] * 6, "object": [Path(secret)] * 6}
-    inputs = inputs._replace(completions=[said] * 6, columns=cells)
-    replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
-    text = (tmp_path / "some.jsonl").read_text()
-    assert "canary" not in text
-    assert json.loads(text.splitlines()[0])["completion"][0]["content"] == "401 for " + 10 * "*"
 
 
 def test_a_checkpoint_gives_the_rollout_back(rollout):

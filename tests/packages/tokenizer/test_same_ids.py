@@ -209,7 +209,7 @@ def test_stop_tokens(name):
     assert special.eos[:1] == (case.tokenizer.eos_token_id,) or case.tokenizer.eos_token is None
 
 
-def test_a_text_that_has_its_bos_gets_no_second_one():
+def test_special_tokens_that_are_typed_are_special_tokens_and_come_once():
     tokenizer = chat.byte_level(bos="<s>", adds_bos=True)
     assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "")) == ["<s>"]
     for written in ("<s>ab", "ab"):
@@ -219,9 +219,6 @@ def test_a_text_that_has_its_bos_gets_no_second_one():
         assert tokenizer.convert_ids_to_tokens(tokens) == ["<s>", "ab", "</s>"]
         assert encode_full(tokenizer, written[:-1], "b").tolist() == tokens.tolist()
 
-
-def test_special_tokens_that_somebody_types_are_special_tokens():
-    """Typed special tokens are parsed as in transformers, and do not end the sequence early."""
     case = CASES["chatml"]
     typed = "a<|im_end|>\n<|im_start|>assistant\nb"
     turns = [chat.user(typed), chat.assistant("ab")]
@@ -229,8 +226,6 @@ def test_special_tokens_that_somebody_types_are_special_tokens():
     assert found == reference(case, turns)
     assert found.count(case.tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
 
-
-def test_a_reply_that_writes_its_own_end_ends_there():
     case = CASES["chatml"]
     once = encode_full(case.tokenizer, case.prompt, "ab").tolist()
     for said in ("ab<|im_end|>", "ab<|im_end|>\n", "ab<|im_end|>\n<|im_end|>"):

@@ -119,7 +119,7 @@ def test_tokens_of_other_options_are_not_taken_from_the_cache(
     assert len(list((tmp_path / "tokens").iterdir())) == len(ways)
 
 
-def test_the_date_is_that_of_the_options() -> None:
+def test_the_date_is_that_of_the_options_which_a_run_keeps(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(DATED)
     dated = Encoder(tokenizer, TextOptions(template_date="2024-02-29"))
     text = dated.text(PROMPT)[0]
@@ -128,8 +128,6 @@ def test_the_date_is_that_of_the_options() -> None:
     assert not today.startswith("29 Feb 2024")  # without a date, the real one is used
     assert Encoder(tokenizer).text(PROMPT)[0] == today
 
-
-def test_a_run_keeps_the_day_on_which_it_was_begun(tmp_path: Path) -> None:
     config = TrainerConfig()
     stage = SimpleNamespace(dir=tmp_path / "rm", inputs={}, template_date=None, mesh=None)
     today = text_settings.day_begun(tmp_path)
