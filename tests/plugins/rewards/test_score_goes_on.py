@@ -7,15 +7,12 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_rewards.score import Unfinished
 
 from rlhf_core import RunError, load_model, scoring
 from rlhf_core.data import whole_sequences
-from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer
 
 
@@ -159,38 +156,42 @@ def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypat
     assert os.listdir(output.parent) == ["out.jsonl"]
 
 
-def unfinished(directory):
-    """Make the files of a command that was killed after two parts, and a second one that finds them."""
-    layout = SimpleNamespace(layout=1, snapshot=lambda: {"rows": [1]}, restore=lambda saved: None)
-    killed = Unfinished(directory / "out.jsonl", "same", layout)
-    assert killed.open() == []
-    killed.write('{"score": 1.5}\n{"score": 2.5}\n', ["row 3"])
-    killed.write('{"score": 3.5}\n', [])
-    killed.file.close()
-    return Unfinished(directory / "out.jsonl", "same", layout)
+@pytest.fixture
+def interrupted(model, rows, calls, tmp_path, score):
+    """{"rows" or "state": the file of a command that was interrupted after two parts}."""
+    calls.stop = 2
+    assert score(model, rows, tmp_path / "out.jsonl").code
+    calls.clear()
+    calls.stop = None
+    kept, state = sorted(tmp_path.glob(".out.jsonl*"))
+    return {"rows": kept, "state": state}
 
 
-@pytest.mark.parametrize("damage", [b"7", b"\xff", b"[" * 9000, b"null"])
-def test_damaged_rows_of_an_interrupted_run_are_an_error_that_names_their_file(damage, tmp_path):
-    again = unfinished(tmp_path)
-    content = again.rows.read_bytes()
-    again.rows.write_bytes(content[:10] + damage + content[10 + len(damage) :])
-    with pytest.raises(InputError, match=r"\.out\.jsonl\.unfinished is damaged: delete it to score all rows"):
-        again.open()
-    again.rows.unlink()
-    anew = Unfinished(again.output, "same", again.scorer)
-    assert (anew.open(), anew.parts) == ([], 0)
-    anew.file.close()
+def others(*damages):
+    """Of the same kind as the first one, which `make test` tries."""
+    return [pytest.param(damage, marks=pytest.mark.long) for damage in damages]
 
 
-@pytest.mark.parametrize("damage", [b'{"parts": 1}', b"[]", b"null", b"\xff", b"[" * 9000, None])
-def test_a_damaged_state_of_an_interrupted_run_begins_anew(damage, tmp_path):
-    again = unfinished(tmp_path)
-    content = again.state.read_bytes()
-    again.state.write_bytes(content.replace(b'"parts": 2', b'"parts": 3') if damage is None else damage)
-    assert (again.open(), again.parts, again.rows.read_bytes()) == ([], 0, b"")
-    again.file.close()
-    whole = unfinished(tmp_path)
-    assert [row["score"] for row in whole.open()] == [1.5, 2.5, 3.5]
-    assert (whole.parts, whole.unread) == (2, ["row 3"])
-    whole.file.close()
+@pytest.mark.parametrize("damage", [b"7", *others(b"\xff", b"[" * 9000, b"null")])
+def test_damaged_rows_of_an_interrupted_run_are_an_error_that_names_their_file(
+    model, rows, calls, tmp_path, score, interrupted, damage
+):
+    content = interrupted["rows"].read_bytes()
+    interrupted["rows"].write_bytes(content[:10] + damage + content[10 + len(damage) :])
+    said = score(model, rows, tmp_path / "out.jsonl").message
+    assert ".out.jsonl.unfinished is damaged: delete it to score all rows" in " ".join(said.split())
+    interrupted["rows"].unlink()
+    assert score(model, rows, tmp_path / "out.jsonl").code == 0
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("damage", [None, b"[]", *others(b'{"parts": 1}', b"null", b"\xff", b"[" * 9000)])
+def test_a_damaged_state_of_an_interrupted_run_begins_anew(
+    model, rows, calls, tmp_path, score, interrupted, damage
+):
+    content = interrupted["state"].read_bytes()
+    assert b'"parts": 2' in content
+    changed = content.replace(b'"parts": 2', b'"parts": 3') if damage is None else damage
+    interrupted["state"].write_bytes(changed)
+    assert score(model, rows, tmp_path / "out.jsonl").code == 0
+    assert len(calls) == 4
