@@ -1,4 +1,4 @@
-"""Samplers of tests: their inputs from one list of settings, small families, and what two rollouts must share."""
+"""Samplers of tests: their inputs from one list of settings, and what two rollouts must share."""
 
 from __future__ import annotations
 
@@ -10,35 +10,12 @@ import numpy as np
 from rlhf_core import Rollouts, SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import SamplingMesh, SamplingOptions
+from tests.shared import sampled
+from tests.shared.sampled import SIZES as SIZES
+from tests.shared.sampled import VOCAB as VOCAB
 
-VOCAB = 48
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-}
-QWEN3_5: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # biases of projections, tied
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},  # norms of heads
-    "phi3": {"model_type": "phi3"},  # fused projections
-    "gemma2": {
-        "model_type": "gemma2",
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 8,
-    },  # windows and soft caps
+    **sampled.FAMILIES,
     "gemma4": {
         "model_type": "gemma4_text",
         "num_hidden_layers": 4,
@@ -50,27 +27,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 4,
         "vocab_size_per_layer_input": VOCAB,
         "rms_norm_eps": 0.01,
-    },  # heads of two sizes, keys and values of other layers, inputs per layer
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},  # biases, sinks
-    "qwen3_5": QWEN3_5,
-    "lfm2": {
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention"],
-        "block_auto_adjust_ff_dim": False,
-        "conv_bias": True,
-    },
-    # Next to layers with a state, only experts are shared.
-    "qwen3_5_moe": QWEN3_5
-    | {
-        "model_type": "qwen3_5_moe_text",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 16,
-    },
-    "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
 }
+"""Of the two that differ, two devices can share heads, and four the experts."""
 
 
 def inputs(
