@@ -43,6 +43,8 @@ PAGES = [
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
     Page("docs/how-to/add_a_model_family.md"),
+]
+ABOUT_COMPONENTS = [
     Page(
         "docs/how-to/write_a_loss.md",
         ("rlhf check pipeline.toml --plugin bounded.py --set policy.loss.kk=2.0",),
@@ -88,7 +90,7 @@ def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: Path(page.path).stem)
+@pytest.mark.parametrize("page", [*PAGES, *ABOUT_COMPONENTS], ids=lambda page: Path(page.path).stem)
 def test_a_page_can_be_followed(page: Page, workplace: Path) -> None:
     documents.follow(REPOSITORY / page.path, fails=page.fails)
 
@@ -208,11 +210,19 @@ SMALL = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
-def test_the_stage_of_a_trainers_page_runs(name: str, workplace: Path, tiny: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/reference/trainers/sft.md",
+        "docs/reference/trainers/reward.md",
+        "docs/reference/trainers/grpo.md",
+    ],
+    ids=lambda page: Path(page).stem,
+)
+def test_the_stage_of_a_trainers_page_runs(page: str, workplace: Path, tiny: ModuleType) -> None:
     """As it stands, with one small update."""
     documents.write_what_pages_name(tiny)
-    blocks = documents.blocks(REPOSITORY / f"docs/reference/trainers/{name}.md")
+    blocks = documents.blocks(REPOSITORY / page)
     text = next(text for language, text in blocks if language == "toml")
     for large, small in SMALL.items():
         text = text.replace(large, small)

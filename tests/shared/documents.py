@@ -154,8 +154,9 @@ def on_one_device(patch: Any) -> None:
     """Tests see eight devices; a reader of most pages has one, and it is faster."""
     import jax
 
-    from rlhf_core import mesh
+    from rlhf_core import mesh, testing
 
+    assert testing.check_trainer  # is imported before: it tries meshes of several devices
     make, one = mesh.make_mesh, jax.devices()[:1]
     patch.setattr(
         mesh, "make_mesh", lambda *sizes, devices=None, **named: make(*sizes, devices=devices or one, **named)

@@ -1,13 +1,19 @@
-"""Standard output: its width, and wrapping between words."""
+"""Standard output: its width, wrapping between words, and control characters, which are never sent to a terminal."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import pty
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.table import Table
 
+from rlhf_core.loggers.console import Pace, PlainView, TqdmView
 from rlhf_core.runtime import terminal
 
 WORDS = "three words here and many more that follow them " * 8
@@ -42,3 +48,68 @@ def test_lists_are_wrapped_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
     assert first.startswith("  three words")
     assert second.startswith("    ")
     assert max(len(first), len(second)) <= 80
+
+
+HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g\u061c"
+SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g\u061c"
+
+
+def test_tables_and_lists_show_them() -> None:
+    assert terminal.escape_control(HOSTILE) == SAFE
+    assert terminal.escape_control("tabs\tand\nlines, ä 漢字 🙂 ✓") == "tabs\tand\nlines, ä 漢字 🙂 ✓"
+    table = Table("name")
+    table.add_row(HOSTILE)
+    out = io.StringIO()
+    terminal.SafeConsole(file=out, force_terminal=True, color_system="truecolor", width=120).print(table)
+    assert SAFE in out.getvalue()
+    for forbidden in ("\x1b]0", "\x07", "\x9b", "\u202e", "\x7f"):
+        assert forbidden not in out.getvalue()
+    assert "\x1b" not in terminal.indented_list(HOSTILE, [HOSTILE])
+
+
+@pytest.mark.parametrize("view", [PlainView, TqdmView])
+def test_views_show_them(view: type[PlainView], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(HOSTILE, Pace(tmp_path / "plan.json", ()))
+    shown.start(HOSTILE)
+    shown.saved(HOSTILE, "kind", HOSTILE)
+    err = capsys.readouterr().err
+    assert SAFE in err
+    assert "\x1b" not in err
+    assert "\x9b" not in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["data", "pairs.jsonl"], pytest.param(["check", "pipe.toml"], marks=pytest.mark.long)],
+    ids=" ".join,
+)
+def test_a_terminal_never_gets_the_escapes_of_a_data_file(command: list[str], tmp_path: Path) -> None:
+    """Print through a real pseudo-terminal, as `rlhf check` and its errors do."""
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"\x1b]0;owned\x07column": "x"}) + "\n")
+    (tmp_path / "pipe.toml").write_text(
+        'dir = "run"\n[[stage]]\nname = "rm"\ntrainer = "reward\\u001b[2J"\ntrain_data = "pairs.jsonl"\n'
+    )
+    seen = _on_a_terminal([sys.executable, "-m", "rlhf_core.cli", *command], tmp_path)
+    assert rb"\x1b" in seen
+    for forbidden in (b"\x1b]0", b"\x07", b"\x1b[2J"):
+        assert forbidden not in seen
+
+
+def _on_a_terminal(command: list[str], directory: Path) -> bytes:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=directory, stdin=slave, stdout=slave, stderr=slave, close_fds=True
+    )
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux says EIO once the other side is closed
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(master)
+    process.wait()
+    return seen

@@ -1,4 +1,4 @@
-"""The prompts of `rlhf generate`, and its warnings about texts for chat models and empty completions."""
+"""The prompts and options of `rlhf generate`, and its warnings about texts for chat models and empty completions."""
 
 from __future__ import annotations
 
@@ -229,3 +229,23 @@ def test_a_system_message_precedes_prompts_without_one(
         result = CliRunner().invoke(cli.app, ["generate", *map(str, [model, *arguments]), "--system", "g"])
         assert result.exit_code != 0
         assert "--system" in str(result.exception or result.output)
+
+
+def test_flags_reach_the_sampler(tmp_path: Path, tiny: Any) -> None:
+    tiny.make_model(scale=6.0).save(tmp_path / "model")
+
+    def generate(*flags: str) -> str:
+        limits = ("--max_completion_length", "12", "--temperature", "0")
+        return str(run(tmp_path / "model", "--prompt", "a b", *limits, *flags).stdout.rstrip("\n"))
+
+    plain = generate().split()
+    assert len(plain) > 5
+    stop = " ".join(plain[3:5])
+    ended = generate("--stop_strings", "no such words", "--stop-strings", stop)
+    at = " ".join(plain).index(stop)
+    assert ended.strip() == " ".join(plain)[: at + len(stop)]
+    ids = [str(tiny.WORDS.index(word)) for word in ("Q", plain[3])]
+    ended = generate("--stop_token_ids", ids[0], "--stop_token_ids", ids[1])
+    assert ended.split() == plain[: plain.index(plain[3])]  # without the token that ended it
+    varied = generate("--repetition_penalty", "50").split()
+    assert len(set(varied)) > len(set(plain))
