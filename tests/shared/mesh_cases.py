@@ -1,4 +1,4 @@
-"""One update of small models on a mesh: the tests of `test_models_mesh.py` run it here and in other processes."""
+"""Small models, and what one update of them is on a mesh."""
 
 from __future__ import annotations
 
