@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, load_model, plugins, sampling
 from rlhf_core.fit import batches
-from rlhf_core.rewards.reward import score
-from rlhf_core.rollouts import Reward
+from rlhf_core.rollouts import Reward, score
 from rlhf_core.rollouts.collector import reward_inputs
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer

@@ -122,7 +122,7 @@ def _make_calls(how: list[str], seed: int, report: Path) -> None:
 
     from rlhf_core import workers
     from rlhf_core.plugins import load_file
-    from rlhf_core.rewards.reward import Reward
+    from rlhf_core.rollouts import Reward
 
     warnings.simplefilter("ignore")
     functions = load_file(Path(hostile_rewards.__file__))
@@ -178,7 +178,7 @@ def _score(
     """
     from rlhf_core.contracts import RewardInputs
     from rlhf_core.errors import RunError
-    from rlhf_core.rewards.reward import score
+    from rlhf_core.rollouts import score
 
     completions = ["x" * int(stream.integers(0, 50)) for _ in range(6)]
     if stream.random() < 0.3:
