@@ -29,7 +29,6 @@ __all__ = [
     "shared_prefix",
     "split",
     "tree",
-    "useful_fraction",
     "with_room",
 ]
 
@@ -322,10 +321,3 @@ def _slice(batch: Packed, start: int, stop: int) -> Packed:
         example=batch.example[part],
         routes=None if batch.routes is None else batch.routes[part],
     )
-
-
-def useful_fraction(packed: Sequence[Packed]) -> float:
-    """Return the share of slots that hold a token; a shared prompt counts once. 1.0 if there are no slots."""
-    slots = sum(batch.rows.tokens.size for batch in packed)
-    used = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in packed)
-    return used / slots if slots else 1.0
