@@ -18,14 +18,13 @@ from rlhf_core.plugins import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
-RESULTS = REPOSITORY / "docs/results"
 SCRIPTS = {
-    "speed/table.py": "benchmarks.md",
-    "growth/tables.py": "benchmarks.md",
-    "smollm2/table.py": "learning.md",
-    "trust/table.py": "reward_benchmark.md",
+    "speed/table.py": "docs/results/benchmarks.md",
+    "growth/tables.py": "docs/results/benchmarks.md",
+    "smollm2/table.py": "docs/results/learning.md",
+    "trust/table.py": "docs/results/reward_benchmark.md",
 }
-"""{script below benchmarks: the page of docs/results whose tables it writes}."""
+"""{script below benchmarks: the page whose tables it writes}."""
 OF_SEVERAL = ("task", "rewards", "judge", "measure", "pairs", "tasks", "topics", "calc")
 """Modules that more than one benchmark, or its example, has."""
 
@@ -49,7 +48,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 def test_the_tables_are_those_of_the_results(
     script: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, page, copy = load(script), RESULTS / SCRIPTS[script], tmp_path / "page.md"
+    table, page, copy = load(script), REPOSITORY / SCRIPTS[script], tmp_path / "page.md"
     shutil.copy(page, copy)
     monkeypatch.setattr(table, "FILE", copy)
     table.main()
@@ -73,7 +72,7 @@ def test_products_by_hand(load: Any) -> None:
 
 
 def test_every_axis_has_its_table(load: Any) -> None:
-    text = (RESULTS / "benchmarks.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / SCRIPTS["growth/tables.py"]).read_text(encoding="utf-8")
     assert all(f"<!-- end of growth with {axis} -->" in text for axis in load("growth/tables.py").read())
 
 
