@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,36 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_core import cli
+from rlhf_core import cli, data
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.tokenizer import load_tokenizer
+from rlhf_core.tokenizer import Encoder, load_tokenizer, special_ids, template_hash, tokenizer_hash
 from tests.shared import chat_cases as chat
 
 TURNS = [chat.user("a b"), chat.assistant("b")]
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Evil: pass\nclass EvilConfig: pass\n"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    tokenizer = chat.byte_level(bos="<s>", eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = {"default": chat.CHATML, "tool_use": chat.TOOLS}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    return tmp_path / "tokenizer"
+
+
+def use(directory: Path) -> None:
+    """Use a tokenizer in all the ways the entry points do."""
+    tokenizer = load_tokenizer(directory)
+    encoder = Encoder(tokenizer)
+    encoder.whole([None], ["a b"])
+    special_ids(tokenizer)
+    tokenizer_hash(tokenizer)
+    template_hash(tokenizer)
+    rows = [{"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [chat.assistant("a")]}]
+    data.encode_pairs(data.load(rows), tokenizer, max_length=None)
+    data.encode_prompts(data.load([{"prompt": "a"}]), tokenizer, max_prompt_length=None)
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
@@ -60,6 +85,80 @@ def test_code_beside_a_tokenizer_is_never_run(
         with contextlib.suppress(InputError):
             load(path)
     assert not marker.exists()
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    2**70,
+    1.5,
+    "",
+    "x",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    "{%",
+    "{{ a.b.c() }}",
+]
+
+
+def mutate(value: Any, draw: random.Random) -> Any:
+    """Replace, delete or multiply one place of a JSON value."""
+    value = copy.deepcopy(value)
+    parent, key, at = None, None, value
+    for _ in range(draw.randint(1, 6)):
+        if isinstance(at, dict) and at:
+            parent, key = at, draw.choice(list(at))
+        elif isinstance(at, list) and at:
+            parent, key = at, draw.randrange(len(at))
+        else:
+            break
+        at = parent[key]
+    if parent is None:
+        return draw.choice(ODD)
+    if draw.random() < 0.2:
+        del parent[key]
+    elif draw.random() < 0.1:
+        for _ in range(5000):
+            at = [at]
+        parent[key] = at
+    else:
+        parent[key] = draw.choice(ODD)
+    return value
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_files_are_one_message_or_work(seed: int, directory: Path, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    refused = 0
+    for number in range(25):
+        path = tmp_path / str(number)
+        shutil.copytree(directory, path)
+        file = draw.choice([each for each in path.rglob("*") if each.is_file()])
+        content = file.read_bytes()
+        if file.suffix == ".json" and draw.random() < 0.7:
+            nested = mutate(json.loads(content), draw)
+            content = _dumps(nested).encode("utf-8", "surrogatepass")
+        else:
+            at = draw.randrange(len(content))
+            content = content[:at] + bytes([draw.randrange(256)]) + content[at + draw.randint(0, 40) :]
+        file.write_bytes(content)
+        try:
+            use(path)
+        except InputError:
+            refused += 1
+        shutil.rmtree(path)
+    assert 2 < refused < 25
+
+
+def _dumps(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return '{"a":' + "[" * 5000 + "]" * 5000 + "}"
 
 
 @pytest.mark.parametrize("command", ["score", "generate"])
