@@ -14,9 +14,9 @@ import numpy as np
 
 from rlhf_core.errors import SHOWN, InputError, NonFiniteError
 from rlhf_core.mesh import fetch_array
-from rlhf_core.models import weights
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.params import paths
+from rlhf_core.models.weights import tensor_names
 
 TRIED = 8
 """Sequences that are computed again by themselves."""
@@ -76,7 +76,7 @@ def nonfinite_weights(definition: Any, params: Any) -> str:
 
 def _nonfinite_tensors(definition: Any, params: Any) -> Iterator[tuple[str, int, int]]:
     """Yield (tensor, values that are not finite, values)."""
-    known = weights.tensor_names(definition) if isinstance(definition, Decoder) else {}
+    known = tensor_names(definition) if isinstance(definition, Decoder) else {}
     for path, leaf in paths(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
