@@ -60,15 +60,19 @@ def _is_for_types(node: ast.If) -> bool:
     return ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def product(root: Path) -> dict[str, Module]:
-    """Read every module of the product."""
+def files(root: Path) -> dict[str, Path]:
+    """Find the file of every module of the product."""
     found = {}
     for top in [root / "rlhf_core", *sorted((root / "plugins").glob("*/rlhf_*"))]:
         for file in sorted(top.rglob("*.py")):
             parts = file.relative_to(top.parent).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = Module(name, file)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
+
+
+def product(root: Path) -> dict[str, Module]:
+    """Read every module of the product."""
+    return {name: Module(name, file) for name, file in files(root).items()}
 
 
 def figures(root: Path) -> dict[str, int]:

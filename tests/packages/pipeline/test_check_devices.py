@@ -95,5 +95,5 @@ def test_a_mesh_that_does_not_fit_is_reported_with_all_else(place: Any, rlhf: An
     place.write("corpus.jsonl", '{"prompt": "a"}\n')
     ended = rlhf("check", "base.toml", "--devices", "8", "--set", "mesh.tensor=3")
     assert ended.code == cli.BAD_INPUT
-    assert "mesh.tensor: 3 does not fit 8 device(s), it must divide 8; set mesh.tensor = 2" in ended.message
+    assert "mesh.tensor: 3 does not fit 8 devices: it must divide 8; set mesh.tensor = 2" in ended.message
     assert "corpus.jsonl" in ended.message

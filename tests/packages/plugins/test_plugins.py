@@ -95,7 +95,7 @@ BROKEN = {
     ),
     "late argument": (
         REGISTER.format(name="half") + "\n@hookimpl\ndef rlhf_stage_end(stage, result): ...",
-        "{'result'} are declared in the hookimpl",
+        "rlhf_stage_end is not called with 'result'. Its arguments: stage, error",
     ),
 }
 

@@ -256,7 +256,7 @@ def test_processes_share_a_call_in_order_and_never_split_a_prompt(mine):
     for processes, parts in ((3, [6] * 6 + [3] * 6), (5, [3] * 12)):
         found = score([Reward("r", 1.0, mine.where, processes=processes)], inputs)[:, 0]
         assert (found % 1000).tolist() == parts
-    with pytest.raises(RunError, match="reward 'r' returned 1 values for 6 completions"):
+    with pytest.raises(RunError, match="reward 'r' returned 1 value for 6 completions"):
         score([Reward("r", 1.0, mine.one, processes=2)], inputs)
 
 

@@ -201,6 +201,6 @@ def test_rewards_by_name_or_as_functions_with_their_labels_and_weights(registry)
     made = build([{"name": "scaled"}], [values], [0.7, 0.3], registry=registry, environment=environment)
     assert [each.weight for each in made] == [3.0, 0.7, 0.3]
     with pytest.raises(
-        InputError, match=r"3 weights for 1 rewards; the environment has its own, environment\.weight"
+        InputError, match=r"3 weights for 1 reward; the environment has its own, environment\.weight"
     ):
         build([{"name": "scaled"}], weights=[1.0, 2.0, 3.0], registry=registry, environment=environment)
