@@ -78,7 +78,7 @@ def test_no_file_holds_a_secret(tmp_path: Path, fail: bool, monkeypatch: pytest.
         report = tmp_path / "run/report.html"
         assert documents.rlhf(["report", "run"]).code == 0
         assert not any(canary in report.read_text() for canary in CANARIES)
-        monkeypatch.setenv("SINK_URL", "another")
+        monkeypatch.setenv("SINK_URL", "canary-another-6")
         again = documents.rlhf(["run", "p.toml", "--plugin", "plugin.py"])
         assert again.code == 0  # a secret is no difference
     for name in ("run/pipeline.resolved.toml", *(["run/a/stage.json"] if not fail else [])):
