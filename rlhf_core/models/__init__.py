@@ -10,7 +10,6 @@ from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.definition import Definition as Definition
 from rlhf_core.models.experts import recording as recording
 from rlhf_core.models.families import Architecture as Architecture
-from rlhf_core.models.finite import nonfinite_output_error as nonfinite_output_error
 from rlhf_core.models.flax_modules import nnx_family as nnx_family
 from rlhf_core.models.flax_modules import nnx_model as nnx_model
 from rlhf_core.models.hf_config import DECODER as DECODER

@@ -17,7 +17,8 @@ from rlhf_core import RunError, data, load_model
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit import evaluate_or_warn
-from rlhf_core.models import Model, nonfinite_output_error
+from rlhf_core.models import Model
+from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.rollouts import Reward, score
 from rlhf_core.sampling import Sampler
 from rlhf_core.scoring import Scorer, ScoringContract
