@@ -27,13 +27,36 @@ from tests.shared import mesh_cases as cases
 from tests.shared.decoder_configs import CONFIGS
 
 WINDOW = {"sliding_window": 30}
-LINEAR = {
-    "rms_norm_eps": 1e-2
-}  # outputs of the delta rule near zero are normalised, which magnifies rounding
+LINEAR: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 36,
+    # Outputs of the delta rule near zero are normalised, which magnifies rounding.
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention"],
+    # XLA on CPU crashes where `data` and `tensor` both cut the heads of these layers: `tensor` divides neither number.
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 20,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     **{name: CONFIGS[name] for name in ("lfm2_moe", "glm4_moe", "granite", "ministral3", "smollm3")},
     **{name: CONFIGS[name] | WINDOW for name in ("gpt_oss", "olmo3", "gemma2")},
-    **{name: CONFIGS[name] | LINEAR for name in ("qwen3_5", "qwen3_5_moe")},
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": LINEAR | EXPERTS,
     **{name: CONFIGS[name] | WINDOW for name in CONFIGS if name.startswith("gemma4")},
 }
 TREES = [
