@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import Definition
+from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_cached import (
     attend_cached,
     attend_groups,
@@ -18,6 +18,7 @@ from rlhf_core.models.attention_cached import (
 )
 from rlhf_core.sampling.loop import empty_cache, time_axes
 from tests.shared.decoder_configs import CONFIGS
+from tests.shared.drawn import params_of
 
 VOCAB, LENGTH = 37, 64
 WINDOW = {"sliding_window": 8, "rms_norm_eps": 0.01}  # without it, norms of short vectors enlarge rounding
@@ -35,6 +36,40 @@ def used(definition: Definition, params: Any, rows: int) -> Any:
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     read = jax.eval_shape(definition.prefill, params, one, one, one)[1]
     return jax.tree.map(jnp.ones_like, empty_cache(read, time_axes(definition), rows, LENGTH))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
+    """Three rows at places of their own; padding behind a chunk is overwritten; plain parameters of one family, too."""
+    definition = DECODER.define(FAMILIES[name], "lm")
+    params = params_of(definition, 0, 0.3)
+    extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
+    # Short outputs of the delta rule are normalised, which magnifies what parameters are rounded by as much.
+    bound = 2e-4 if name == "qwen3_5" else 2e-5
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    expected = np.asarray(jax.jit(definition.hidden)(params, tokens, positions, np.full_like(tokens, LENGTH)))
+    plain = (params,) if name == KEPT[0] else ()
+    for weights in (*plain, definition.prepare(params)):
+        cache, start = used(definition, params, 3), np.zeros(3, np.int32)
+        for lengths in ((7, 16, 1), (16, 3, 9), (2, 11, 16)):
+            chunk = rng.integers(0, VOCAB, (3, 16)).astype(np.int32)
+            for row, n in enumerate(lengths):
+                chunk[row, :n] = tokens[row, start[row] : start[row] + n]
+            hidden, cache = extend(weights, cache, chunk, start, np.array(lengths, np.int32))
+            for row, n in enumerate(lengths):
+                states = expected[row, start[row] : start[row] + n]
+                np.testing.assert_allclose(hidden[row, :n], states, atol=bound)
+            start = start + np.array(lengths, np.int32)
+        for _ in range(3):
+            visible = np.arange(LENGTH) <= start[:, None]
+            step = tokens[np.arange(3), start]
+            hidden, cache = decode(weights, cache, step, start, visible, start)
+            np.testing.assert_allclose(hidden, expected[np.arange(3), start], atol=bound)
+            start = start + 1
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 3.0), (9, 2.0)], ids=str)
