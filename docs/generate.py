@@ -24,16 +24,15 @@ import typer
 from pydantic.fields import FieldInfo
 from python_page import WIDTH, joined, table
 
-from rlhf_core import cli, contracts, plugins
+from rlhf_core import cli, contracts, installed_registry, plugins
 from rlhf_core.cli import extensions
 from rlhf_core.config import Component, Ignored, Options, TrainerConfig, fields
 from rlhf_core.config.toml import to_value
-from rlhf_core.contracts import TRAINER, Kind
+from rlhf_core.contracts import MODEL, TRAINER, Kind
 from rlhf_core.contracts.models import Head
 from rlhf_core.mesh import AXES, RULES
-from rlhf_core.models import DECODER, Architecture, Decoder, DecoderConfig
-from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.hf_config import EXPERT_COUNTS
+from rlhf_core.models import Architecture, Decoder, DecoderConfig, Layer, find_family
+from rlhf_core.models.hf_config import EXPERT_COUNTS, DecoderFamily
 from rlhf_core.models.loading import complete_table
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.models.params import paths
@@ -87,7 +86,6 @@ SMALL = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-MIXERS = {"self_attn": "attention", "conv": "short convolutions", "linear_attn": "gated delta rule"}
 METHODS = {
     "with_lora": "LoRA adapters",
     "decode_groups": "one cache of a prompt for all its completions",
@@ -279,9 +277,21 @@ def component(distribution: str, entry: Entry) -> Iterator[str]:
 # Models
 
 
+def architectures() -> dict[str, Architecture]:
+    """The descriptions of decoders, by model_type, those of rlhf-families too."""
+    registry = installed_registry()
+    families = [registry.get(MODEL, name) for name in registry.names(MODEL)]
+    return {
+        name: rules
+        for family in families
+        if isinstance(family, DecoderFamily)
+        for name, rules in family.architectures.items()
+    }
+
+
 def model_parts() -> Iterator[str]:
     """What all families have in common, and a table of what differs."""
-    facts = {name: family_facts(name, rules) for name, rules in ARCHITECTURES.items()}
+    facts = {name: family_facts(name, rules) for name, rules in architectures().items()}
     columns = list(next(iter(facts.values())))
     alike = {column for column in columns if len({row[column] for row in facts.values()}) == 1}
     first = next(iter(facts.values()))
@@ -292,7 +302,7 @@ def model_parts() -> Iterator[str]:
     yield "## Linear layers with adapters"
     yield 'What `lora.targets = "all-linear"` names, and what a name of these adapts. Routers and experts take none.'
     groups: dict[str, list[str]] = {}
-    for name, rules in ARCHITECTURES.items():
+    for name, rules in architectures().items():
         shapes = small_model(name, rules).abstract_params()
         words = dict.fromkeys(f"`{module.rpartition('.')[2]}`" for module in linear_modules(shapes))
         groups.setdefault(", ".join(words), []).append(f"`{name}`")
@@ -304,7 +314,7 @@ def small_model(name: str, rules: Architecture, head: Any = "lm") -> Decoder:
     sizes: dict[str, Any] = {"model_type": name, **SMALL}
     if rules.other_layers:
         sizes["layer_types"] = [*rules.other_layers, "full_attention"] * 3
-    found: Any = DECODER.define(complete_table(sizes, None, None), head)
+    found: Any = find_family(name).define(complete_table(sizes, None, None), head)
     return found
 
 
@@ -313,7 +323,7 @@ def family_facts(name: str, rules: Architecture) -> dict[str, str]:
     model = small_model(name, rules)
     config = model.config
     stacks = [stack.config for stack in config.stacks.values()]
-    mixers = list(dict.fromkeys(MIXERS[of.mixer] for of in stacks))
+    mixers = list(dict.fromkeys((of.layer or Layer).about for of in stacks))
     if any(of.sinks for of in stacks):
         mixers[mixers.index("attention")] = "attention with sinks"
     windows = {"windows" if window else "no windows" for of in stacks for window in of.windows}
@@ -361,7 +371,7 @@ def expert_layouts(model: Decoder) -> Iterator[str]:
 
 def carries_layers(config: DecoderConfig) -> bool:
     """Whether tensors of layers that predict further tokens may lie in the files."""
-    return bool(config.carried) or "num_nextn_predict_layers" in ARCHITECTURES[config.model_type].defaults
+    return bool(config.carried) or "num_nextn_predict_layers" in architectures()[config.model_type].defaults
 
 
 # Commands and hooks

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
     from rlhf_core.contracts import ENVIRONMENT as ENVIRONMENT
+    from rlhf_core.contracts import LAYER as LAYER
     from rlhf_core.contracts import LOGGER as LOGGER
     from rlhf_core.contracts import MODEL as MODEL
     from rlhf_core.contracts import OPTIMIZER as OPTIMIZER
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from rlhf_core.errors import InputError as InputError
     from rlhf_core.errors import RunError as RunError
     from rlhf_core.models import load_model as load_model
-    from rlhf_core.models import nnx_family as nnx_family
-    from rlhf_core.models import nnx_model as nnx_model
     from rlhf_core.pipeline import run_pipeline as run_pipeline
     from rlhf_core.plugins import installed_registry as installed_registry
     from rlhf_core.plugins.hooks import hookimpl as hookimpl
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE ATTENTION DATASET ENVIRONMENT LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
+    "ADVANTAGE ATTENTION DATASET ENVIRONMENT LAYER LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
     "TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
     "PairwiseLoss PolicyInputs PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer "
     "Turn"
@@ -72,7 +71,7 @@ _HOMES = {
     "installed_registry": "plugins",
     "Stage": "stage",
     "hookimpl": "plugins.hooks",
-    **dict.fromkeys(("load_model", "nnx_family", "nnx_model"), "models"),
+    "load_model": "models",
     "RolloutConfig": "rollouts.config",
     "run_pipeline": "pipeline",
 }

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from rlhf_core import data, loggers, optimizers, sampling
-from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LOGGER, MODEL, OPTIMIZER, SAMPLER
+from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LAYER, LOGGER, MODEL, OPTIMIZER, SAMPLER
 from rlhf_core.data.files import FORMATS
 from rlhf_core.environments import ToolEnvironment
-from rlhf_core.models import DECODER
+from rlhf_core.models import DECODER, Layer
 from rlhf_core.models.attention import attend, attend_blocks, attend_cudnn
 from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.plugins.hooks import hookimpl
@@ -19,6 +19,7 @@ from rlhf_core.plugins.registry import Registry
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     registry.add(MODEL, "decoder", DECODER)
+    registry.add(LAYER, "attention", Layer)
     registry.add(ATTENTION, "auto", attend)
     registry.add(ATTENTION, "xla", attend)
     registry.add(ATTENTION, "blocks", attend_blocks)

@@ -44,7 +44,7 @@ from rlhf_core import (
 from rlhf_core.config import TrainerConfig
 from rlhf_core.fit import TreeReader, empty_batches
 from rlhf_core.mesh import put_rows, replicated_sharding, with_shardings
-from rlhf_core.models import DECODER, Model
+from rlhf_core.models import Model, find_family
 from rlhf_core.models.definition import complete
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.model import config_for
@@ -103,7 +103,7 @@ class Bench:
     def model(self, table: Any, head: Any) -> Model:
         """Draw a model on the devices; make it of shapes alone where these are only planned."""
         table = dict(table) if head == "lm" else config_for(dict(table), head, None)
-        definition = DECODER.define(table, head)
+        definition = find_family(table["model_type"]).define(table, head)
         make = partial(complete, definition, {}, self.mesh, SEED)
         params = (
             with_shardings(definition.abstract_params(), definition.shardings(self.mesh))
@@ -206,7 +206,7 @@ def text_update(bench: Bench, model: Model, sequences: int, length: int) -> Trai
 def adapter_update(bench: Bench) -> Training:
     """LoRA: float32 adapters on every linear layer of a base in bfloat16, which is not trained."""
     sizes, table = bench.sizes, dict(bench.sizes.adapted)
-    plain = DECODER.define(table, "lm")
+    plain = find_family(table["model_type"]).define(table, "lm")
     modules = linear_modules(plain.abstract_params())
     definition = plain.with_lora(Lora(sizes.rank, 2.0 * sizes.rank, 0.0, False, modules))
     fixed = fixed_parameters(definition.abstract_params(), None, definition)

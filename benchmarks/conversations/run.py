@@ -23,7 +23,6 @@ import numpy as np
 from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions, converse_by_turns
 
 VOCAB, GROUP, LONGEST_PROMPT, TURN, REPLY = 1024, 4, 64, 32, 24
@@ -70,7 +69,7 @@ class Episodes:
 
 def samplers(count: int, most: int) -> dict[str, Callable[[Episodes], None]]:
     """Make {name: what holds all conversations with a world}."""
-    definition = DECODER.define(CONFIG, "lm")
+    definition = find_family(CONFIG["model_type"]).define(CONFIG, "lm")
     params = jax.jit(definition.init)(jax.random.key(1))
     following = most * (TURN + REPLY)
     common: dict[str, Any] = {

@@ -306,6 +306,11 @@ class Artifact:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+LAYER: Kind[type] = Kind("layer")
+"""A decoder's layer: a class that is made with (config, rngs) and called with (x, ctx), see
+`rlhf_core.models.layer.Layer`."""
+
+
 class AttentionOver(Protocol):
     """Self-attention over rows, with the arguments, shapes and result of `rlhf_core.models.attention.attend`.
 

@@ -8,12 +8,20 @@ from rlhf_core.models.attention import visible_blocks as visible_blocks
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.definition import Definition as Definition
+from rlhf_core.models.experts import Experts as Experts
 from rlhf_core.models.experts import recording as recording
 from rlhf_core.models.families import Architecture as Architecture
-from rlhf_core.models.flax_modules import nnx_family as nnx_family
-from rlhf_core.models.flax_modules import nnx_model as nnx_model
 from rlhf_core.models.hf_config import DECODER as DECODER
+from rlhf_core.models.hf_config import Fields as Fields
 from rlhf_core.models.hf_config import decoder_family as decoder_family
+from rlhf_core.models.layer import Layer as Layer
+from rlhf_core.models.layer import Recurrent as Recurrent
+from rlhf_core.models.layers import ACTIVATIONS as ACTIVATIONS
+from rlhf_core.models.layers import MLP as MLP
+from rlhf_core.models.layers import Attention as Attention
+from rlhf_core.models.layers import Embedding as Embedding
+from rlhf_core.models.layers import Linear as Linear
+from rlhf_core.models.layers import RMSNorm as RMSNorm
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import complete_table as complete_table
@@ -34,7 +42,13 @@ from rlhf_core.models.params import numbered as numbered
 from rlhf_core.models.params import paths as paths
 from rlhf_core.models.params import split as split
 from rlhf_core.models.params import without_layers as without_layers
+from rlhf_core.models.readers import Aux as Aux
+from rlhf_core.models.readers import Context as Context
+from rlhf_core.models.readers import RowReader as RowReader
+from rlhf_core.models.readers import previous_tokens as previous_tokens
+from rlhf_core.models.rope import rotate as rotate
 from rlhf_core.models.weights import open_weights as open_weights
+from rlhf_core.models.weights import save_tensors as save_tensors
 
 __all__ = [
     "Definition",

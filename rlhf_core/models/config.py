@@ -47,19 +47,6 @@ class Rope:
     growth: float = 0.0
 
 
-class Gemma4(NamedTuple):
-    """What a layer of Gemma 4 has in addition to other layers; see `gemma4`.
-
-    per_layer: (words, size) of the table of the inputs that each layer has of its own; (0, 0): there are none.
-    keys_as_values: the values are the projected keys. source: the number of the layer whose keys and values this one
-        attends to; None: it has its own.
-    """
-
-    per_layer: tuple[int, int] = (0, 0)
-    keys_as_values: bool = False
-    source: int | None = None
-
-
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and switches of one decoder; what is off costs nothing.
@@ -79,17 +66,16 @@ class DecoderConfig:
     router: probabilities are a softmax over all experts, a softmax over the chosen ones ("chosen"), or sigmoids, with a
         correction that is not trained and counts for the choice alone.
     expert_groups: (groups of experts, groups that a token's experts may come from).
-    mixer: what mixes tokens: attention; "conv", a gated convolution over `taps` tokens (LFM2), with biases or without,
-        `taps_bias`; "linear_attn", the gated delta rule, with `linear_heads`: (key heads, value heads, size of keys,
-        size of values) (Qwen3.5).
-    apart: projections of layers with a state to several kinds of channels are kept apart, as devices share them.
+    layer: the class of the layers, see `layer`; None: `layer.Layer`. settings: what a family's own class has to know
+        beyond what is here; hashable.
+    source: the number of the layer whose keys and values these read; None: each has its own.
+    apart: mixers with a state keep the parts of their parameters apart, as devices share them, see `Recurrent.apart`.
     attention_gate: attention's output is multiplied by a sigmoid that the query's projection computes, too.
     sinks: each head's softmax has one more logit, a parameter, for nothing to attend to (gpt-oss).
     swiglu: (slope, limit) of experts with biases, (up + 1) · gate · sigmoid(slope · gate) of clamped values, where gate
         and up are one projection, in turn (gpt-oss). None: activation(gate) · up.
     shared_size: intermediate size of an MLP that computes every token beside its experts; 0: there is none.
         shared_gate: whether its output is multiplied by a sigmoid of its own.
-    gemma4: of a layer of Gemma 4; None: of every other.
     placeholders: tokens that stand for images and sounds, after the one that is embedded in their place (Gemma 4).
     weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
     fused_experts: in the files, the experts of a layer are two tensors, gate_up_proj [experts, 2 · size, hidden] and
@@ -135,17 +121,15 @@ class DecoderConfig:
     expert_groups: tuple[int, int] = (1, 1)
     expert_scale: float = 1.0
     normalise_floor: float = 0.0
-    mixer: Literal["self_attn", "conv", "linear_attn"] = "self_attn"
-    taps: int = 0
-    taps_bias: bool = False
+    layer: Any = None
+    settings: Any = None
+    source: int | None = None
     apart: bool = False
-    linear_heads: tuple[int, int, int, int] = (0, 0, 0, 0)
     attention_gate: bool = False
     sinks: bool = False
     swiglu: tuple[float, float] | None = None
     shared_size: int = 0
     shared_gate: bool = False
-    gemma4: Gemma4 | None = None
     placeholders: tuple[int, ...] = ()
     weight_names: tuple[tuple[str, str], ...] = ()
     fused_experts: bool = False
@@ -182,8 +166,8 @@ class DecoderConfig:
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
         """The number of the layer whose keys and values each layer attends to: mostly its own."""
-        own = [self.stacks[kind].config.gemma4 for kind in self.kinds or ("",) * self.num_layers]
-        return tuple(i if of is None or of.source is None else of.source for i, of in enumerate(own))
+        found = [self.stacks[kind].config.source for kind in self.kinds or ("",) * self.num_layers]
+        return tuple(i if source is None else source for i, source in enumerate(found))
 
     def at(self, layer: int) -> tuple[str, int]:
         """Return the kind of a layer, and its index among the layers of its kind."""
@@ -221,8 +205,8 @@ def repetition(loops: Sequence[Any]) -> tuple[int, int, int]:
     return best
 
 
-class LayerKinds(NamedTuple):
-    """How layers differ; a field is None where they do not."""
+class PerLayer(NamedTuple):
+    """How the layers of a loop differ beside their parameters; a field is None where they do not."""
 
     window: jax.Array | None
     """int32 [layers]; the largest integer for a layer that sees everything."""
@@ -234,10 +218,10 @@ class LayerKinds(NamedTuple):
     """int8 or int16 [layers, B, T, k], the experts of each layer's tokens; -1 where the router chooses."""
 
 
-def layer_kinds(config: DecoderConfig) -> LayerKinds:
+def per_layer(config: DecoderConfig) -> PerLayer:
     """Return the windows and rotary embeddings of the layers, for a loop over them."""
     windows = [window or jnp.iinfo(jnp.int32).max for window in config.windows]
-    return LayerKinds(
+    return PerLayer(
         jnp.asarray(windows, jnp.int32) if any(config.windows) else None,
         jnp.asarray(config.layer_ropes, jnp.int32) if config.layer_ropes else None,
     )

@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.contracts import TensorParallel
+from rlhf_core.models.layer import Recurrent, layer_of
 from rlhf_core.models.lora import ROUTER, Lora, merge
 from rlhf_core.models.quantized import BLOCK, GROUP, plain, with_plain_scales
-from rlhf_core.models.recurrence import apart
 from rlhf_core.runtime.devices import device_count
 
 if TYPE_CHECKING:
+    from rlhf_core.models.config import DecoderConfig
     from rlhf_core.models.decoder import Decoder, Params
 
-EXACT = ("A_log", "dt_bias", ROUTER, GROUP)
-"""Parameters, or modules, that keep their dtype."""
+EXACT = (ROUTER, GROUP)
+"""Parameters, or modules, that keep their dtype, beside those that a mixer with a state names."""
 JOINED = (
     ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
@@ -57,7 +58,14 @@ def prepare(decoder: Decoder, params: Params) -> Params:
 
 
 def _cast(decoder: Decoder, path: Any, x: jax.Array) -> jax.Array:
-    return x if any(part.key in EXACT for part in path) else x.astype(decoder.compute_dtype)
+    exact = {*EXACT, *(name for mixer in _recurrent(decoder) for name in mixer.exact)}
+    return x if any(part.key in exact for part in path) else x.astype(decoder.compute_dtype)
+
+
+def _recurrent(decoder: Decoder) -> list[type[Recurrent]]:
+    """List the mixers that have a state."""
+    mixers = [layer_of(stack.config).mixer for stack in decoder.config.stacks.values()]
+    return [mixer for mixer in mixers if issubclass(mixer, Recurrent)]
 
 
 def _merged(decoder: Decoder, params: Params, i: int) -> Params:
@@ -82,10 +90,7 @@ def tensor_parallel(decoder: Decoder) -> TensorParallel:
     # heads for their many experts.
     states, experts = decoder.has_states, any(of.experts for of in each)
     whole = c.qk_norm == "projection" or (states and (experts or decoder.quantized is not None))
-    heads = [
-        {"self_attn": of.num_kv_heads, "linear_attn": of.linear_heads[0], "conv": of.hidden_size}[of.mixer]
-        for of in each
-    ]
+    heads = [layer_of(of).mixer.heads(of) for of in each]
     sizes = [n for of in each for n in (of.experts or of.intermediate_size, of.shared_size)]
     if decoder.quantized not in (None, "int8"):  # the blocks of a matrix that is cut along its inputs
         inner = (0 if of.experts else of.intermediate_size for of in each)
@@ -109,9 +114,17 @@ def _prepare_shards(decoder: Decoder, shares_heads: bool, params: Params) -> Par
     def one(i: int) -> Params:
         layer = _merged(decoder, params, i)
         layer = _separated(decoder, layer) if c.fused else layer
-        return cast(apart(layer, c.stacks[c.at(i)[0]].config) if shares_heads else layer)
+        return cast(_apart(layer, c.stacks[c.at(i)[0]].config) if shares_heads else layer)
 
     return {**cast(params), "layers": tuple(map(one, range(c.num_layers)))}
+
+
+def _apart(layer: Params, config: DecoderConfig) -> Params:
+    """Keep the parts of the parameters of a mixer with a state apart."""
+    kind = layer_of(config)
+    if not issubclass(kind.mixer, Recurrent):
+        return layer
+    return {**layer, kind.name: kind.mixer.apart(layer[kind.name], config)}
 
 
 def _separated(decoder: Decoder, layer: Params) -> Params:
@@ -152,11 +165,13 @@ def _shard_axes(decoder: Decoder, whole_layers: bool) -> Params:
 
     layers = jax.tree.map_with_path(shared, names["layers"], is_leaf=lambda x: isinstance(x, tuple))
     each = (stack_of(layers, c.at(i)[0]) for i in range(c.num_layers))
-    axes, whole = {**names, "layers": tuple(each)}, {"embedding": (None, None)}
-    axes["embed_tokens"] = whole
-    if inputs := names.get("per_layer_inputs"):
-        axes["per_layer_inputs"] = {**inputs, "embed_tokens_per_layer": whole}
-    return axes
+    around = {name: axes for name, axes in names.items() if name in ("embed_tokens", "per_layer_inputs")}
+
+    def whole_tables(path: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        return (None,) * len(names) if path[-1].key == "embedding" else names
+
+    tables = jax.tree.map_with_path(whole_tables, around, is_leaf=lambda x: isinstance(x, tuple))
+    return {**names, **tables, "layers": tuple(each)}
 
 
 def _without_keys(layer: Params) -> Params:

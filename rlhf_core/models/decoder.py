@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,29 +33,38 @@ from rlhf_core.mesh import (
     with_room,
     zigzag,
 )
-from rlhf_core.models import decode_layout, gemma4, weights
-from rlhf_core.models.attention import attend, attend_at, attend_blocks
-from rlhf_core.models.attention_cached import attend_cached, attend_groups, cache_parts
+from rlhf_core.models import decode_layout, weights
+from rlhf_core.models.attention import attend, attend_blocks
+from rlhf_core.models.attention_cached import cache_parts
 from rlhf_core.models.attention_pallas import attend_pallas
-from rlhf_core.models.attention_pieces import attend_pieces
 from rlhf_core.models.config import (
     DecoderConfig,
-    LayerKinds,
+    PerLayer,
     Remat,
     Rope,
     Stack,
-    layer_kinds,
     layer_loops,
+    per_layer,
     remat_policy,
     repetition,
 )
 from rlhf_core.models.decode_layout import is_joined, separate, stack_of, unmerged
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.experts import Experts, Recorder, recorder_of
-from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
+from rlhf_core.models.experts import Recorder, Router, recorder_of
+from rlhf_core.models.layer import Recurrent, has_state, layer_of, take_rows
+from rlhf_core.models.layers import Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules
 from rlhf_core.models.quantized import Quantization, plain
-from rlhf_core.models.recurrence import MIXERS, Order, chunk_paths, previous_tokens
+from rlhf_core.models.readers import (
+    CacheReader,
+    ChunkReader,
+    Context,
+    GroupReader,
+    Reader,
+    RowReader,
+    TokenReader,
+    written,
+)
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import platform
@@ -65,64 +74,13 @@ UNROLLED_LAYERS = 8
 """Up to this many layers are unrolled where all activations are kept: nothing is copied into or out of stacked ones."""
 
 
-Mix: TypeAlias = Callable[[int, Any, int | None, Any, jax.Array], jax.Array]
-"""(number of a layer, its rotation, its window or None, its attention or another mixer, the mixer's input [B, T, D]) →
-the mixer's output [B, T, D]."""
-
-
 class Cache(NamedTuple):
-    """The KV cache of a batch, in the layouts that a single query reads fastest; S is the cache length.
-
-    One array per layer, so that writing a token touches nothing else: keys [B, kv heads, head_dim, S] and values
-    [B, kv heads, S, head_dim], both in the compute dtype; positions int32 [B, S]. A layer with a state has the two
-    parts of its state in their place; one that attends to another layer's keys and values has None.
+    """The cache of a batch. layers: each layer's `Aux.cache`, apart, so that writing a token touches nothing else;
+    positions: int32 [B, S], of the entries of keys and values.
     """
 
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
+    layers: tuple[Any, ...]
     positions: jax.Array
-
-
-class Layer(nnx.Module):
-    """Attention and gated MLP, normalised before, after, or both. Holds stacked parameters, runs on one layer's.
-
-    The norms have Hugging Face's names: where layers normalise before only, `post_attention_layernorm` is the MLP's.
-    """
-
-    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        norm = functools.partial(RMSNorm, config, (config.num_layers,), config.hidden_size)
-        self.norms, self.residual_scale = config.norms, config.residual_scale
-        self.mixer = config.mixer
-        setattr(self, self.mixer, MIXERS.get(self.mixer, Attention)(config, rngs))
-        self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
-        self.post_attention_layernorm = norm()
-        if self.norms != "after":
-            self.input_layernorm = norm()
-        if self.norms == "both":
-            self.pre_feedforward_layernorm = norm()
-        if self.norms != "before":
-            self.post_feedforward_layernorm = norm()
-
-    def __call__(self, x: jax.Array, mix: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
-        """[B, T, D] → the same. mix: (attention or another mixer, its input [B, T, D]) → its output [B, T, D]."""
-        mixed = mix(getattr(self, self.mixer), self.normed(x))
-        if self.norms == "before":
-            x = x + self.scaled(mixed)
-            return x + self.scaled(self.mlp(self.post_attention_layernorm(x)))
-        x = x + self.post_attention_layernorm(mixed)
-        inner = x if self.norms == "after" else self.pre_feedforward_layernorm(x)
-        return x + self.post_feedforward_layernorm(self.mlp(inner))
-
-    def normed(self, x: jax.Array) -> jax.Array:
-        return x if self.norms == "after" else self.input_layernorm(x)
-
-    def scaled(self, x: jax.Array) -> jax.Array:
-        return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)
-
-
-def make_layers(config: DecoderConfig, rngs: Any) -> Any:
-    """Make the layers of one kind."""
-    return gemma4.Layer(config, rngs) if config.gemma4 else Layer(config, rngs)
 
 
 class Stacks(nnx.Module):
@@ -130,7 +88,7 @@ class Stacks(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         for kind, stack in config.stacks.items():
-            setattr(self, kind, make_layers(stack.config, rngs))
+            setattr(self, kind, layer_of(stack.config)(stack.config, rngs))
 
 
 class Trunk(nnx.Module):
@@ -146,9 +104,10 @@ class Trunk(nnx.Module):
     ) -> None:
         linear = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
         self.embed_tokens = Embedding(config, rngs)
-        if config.gemma4 and config.gemma4.per_layer[1]:
-            self.per_layer_inputs = gemma4.PerLayerInputs(config, rngs)
-        self.layers = Stacks(config, rngs) if config.kinds else make_layers(config, rngs)
+        layer = layer_of(config)
+        if layer.given is not None:
+            self.per_layer_inputs = layer.given(config, rngs)
+        self.layers = Stacks(config, rngs) if config.kinds else layer(config, rngs)
         self.norm = RMSNorm(config, (), config.hidden_size)
         if head == "score":
             self.score = linear((config.hidden_size, 1), axes=("embed", None))
@@ -296,10 +255,8 @@ class Decoder(Definition):
         if mesh is not None:
             hidden = self._forward_pieces(mesh, params, tokens, positions, visible_until)
             return hidden if at is None else take_tokens(hidden, at), None
-        mix = self._over_rows(positions, visible_until)
-        return self._forward_with(
-            mix, recorder_of(self), params, (tokens, positions, visible_until), keep, at
-        )
+        reader = self._row_reader(positions, visible_until)
+        return self._run_stacked(reader, recorder_of(self), params, tokens, positions, keep=keep, at=at)
 
     def _forward_pieces(
         self,
@@ -319,129 +276,99 @@ class Decoder(Definition):
         def cut(x: jax.Array) -> jax.Array:
             return cut_rows(with_room(x, mesh, 2 * step)[:, order], mesh)
 
-        pieces = tuple(map(cut, whole))
+        pieces = tuple(map(cut, whole[:2]))
         if recorder:
             given = [None if x is None else cut(x) for x in (recorder.counted, recorder.routes)]
             recorder = replace(recorder, counted=given[0], routes=given[1])
         with of_cut_rows():
-            mix = self._over_rows(whole[1], whole[2], mesh)
-            hidden, _ = self._forward_with(mix, recorder, params, pieces)
+            reader = self._row_reader(whole[1], whole[2], mesh)
+            hidden, _ = self._run_stacked(reader, recorder, params, *pieces)
         return join_zigzag(hidden, mesh)[:, :time]
 
-    def _forward_with(
+    def _row_reader(
+        self, positions: jax.Array, visible_until: jax.Array, mesh: AbstractMesh | None = None
+    ) -> RowReader:
+        """Make the reader of rows. mesh: what cuts the rows that layers get into pieces."""
+        over = self.attention or attend
+        if mesh is not None:
+            over = self.attention or (attend_blocks if platform() == "cpu" else attend_pallas)
+        reader = RowReader(positions=positions, visible_until=visible_until, over=over, mesh=mesh)
+        mixers = dict.fromkeys(layer_of(stack.config).mixer for stack in self.config.stacks.values())
+        orders = {mixer: mixer.order(reader) for mixer in mixers if issubclass(mixer, Recurrent)}
+        return replace(reader, orders=orders)
+
+    def _run_stacked(
         self,
-        mix: Callable[..., jax.Array],
+        reader: RowReader,
         recorder: Recorder | None,
         params: Params,
-        rows: tuple[jax.Array, ...],
+        tokens: jax.Array,
+        positions: jax.Array,
+        *,
         keep: bool = False,
         at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Compute `_forward`. mix: from `_over_rows`. rows: tokens, positions, visible_until, or pieces of them."""
-        (c, dtype), (tokens, positions, visible_until) = (self.config, self.compute_dtype), rows
+        """Compute `_forward` with stacked parameters. tokens, positions: int32 [B, T], of rows or pieces of them."""
+        c = self.config
         trunk: Trunk = nnx.merge(self._tree[0], params)
-        rotations = self._rotations(positions, shared_rotation)
-        policy = remat_policy(c, self.remat, tokens.size * row_parts(), dtype.itemsize)
-        x = trunk.embed_tokens(tokens, dtype)
+        x = trunk.embed_tokens(tokens, self.compute_dtype)
         given = trunk.per_layer_inputs(tokens, x) if hasattr(trunk, "per_layer_inputs") else None
-        own = next((i for i, source in enumerate(c.sources) if source != i), c.num_layers)
-        shared: list[
-            Any
-        ] = []  # what the layers keep that have keys and values, `own` of them, for those that have none
+        rotations = self._rotations(positions, shared_rotation)
+        policy = remat_policy(c, self.remat, tokens.size * row_parts(), self.compute_dtype.itemsize)
+        # The first layers have keys and values, which those that have none read.
+        owners = next((i for i, source in enumerate(c.sources) if source != i), c.num_layers)
+        keeps_caches = keep or owners < c.num_layers
+        caches: list[Any] = []
 
-        def rope_of(stack: Stack) -> Callable[[LayerKinds], tuple[jax.Array, ...]]:
-            ropes = [rotations[rope, stack.config.head_dim] for rope in stack.config.ropes]
-            if len(ropes) == 1:
-                return lambda kind: ropes[0]
-            several = jax.tree.map(lambda *each: jnp.stack(each), *ropes)
-            return lambda kind: jax.tree.map(lambda each: each[kind.rope], several)
-
-        def prepared(kind: str, stack: Stack) -> tuple[Any, tuple[Any, LayerKinds]]:
+        def prepared(kind: str, stack: Stack) -> tuple[Any, tuple[Any, PerLayer]]:
+            """Return (the function of a loop over layers of a kind, their stacked parameters and what differs)."""
             graph, state = nnx.split(stack_of(trunk.layers, kind))
-            rope = rope_of(stack)
+            rotation = rotation_of(stack.config, rotations)
 
-            def one(x: jax.Array, slice_: tuple[Any, LayerKinds]) -> tuple[jax.Array, Any]:
-                layer, it = nnx.merge(graph, slice_[0]), slice_[1]
-                kept = [*shared]
-                more = () if it.given is None else (it.given,)
-                watch = recorder.watch(layer, it.routes) if recorder else None
-                x = layer(x, functools.partial(mix, kept, rope(it), it.window), *more)
-                keeps = kept[-1] if keep or own < c.num_layers else None
-                return x, (keeps, watch.load if watch else None)
+            def one(x: jax.Array, slice_: tuple[Any, PerLayer]) -> tuple[jax.Array, Any]:
+                own = slice_[1]
+                ctx = Context(
+                    reader=reader,
+                    rotation=rotation(own),
+                    window=own.window,
+                    given=own.given,
+                    router=recorder and Router(recorder.counted, own.routes),
+                    source=None if stack.config.source is None else caches[stack.config.source],
+                )
+                x, aux = nnx.merge(graph, slice_[0])(x, ctx)
+                return x, (aux.cache if keeps_caches else None, aux.routed and aux.routed.load)
 
             if policy is not None:
                 # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
                 one = jax.checkpoint(one, policy=policy, prevent_cse=False)
             inputs = None if given is None else given[jnp.asarray(stack.layers)]
             routes = recorder.routes_of(self, stack.layers) if recorder else None
-            kinds = layer_kinds(stack.config)._replace(given=inputs, routes=routes)
-            return one, (nnx.to_pure_dict(state), kinds)
+            differs = per_layer(stack.config)._replace(given=inputs, routes=routes)
+            return one, (nnx.to_pure_dict(state), differs)
 
         stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
         # Layers with a state take about three times as long to compile as attention: each is written out once.
         unroll = policy is None and c.num_layers <= UNROLLED_LAYERS and not self.has_states
         if at is None or not unroll or c.kinds or recorder:
             kinds = c.kinds or ("",) * c.num_layers
-            x, outputs = run_layers(kinds[:own], stacks, x, unroll=unroll)
-            if own < len(kinds):
-                shared += [keeps for keeps, _ in outputs]
-                x, more = run_layers(kinds[own:], stacks, x, unroll=unroll)
+            x, outputs = run_layers(kinds[:owners], stacks, x, unroll=unroll)
+            if owners < len(kinds):
+                caches += [cache for cache, _ in outputs]
+                x, more = run_layers(kinds[owners:], stacks, x, unroll=unroll)
                 outputs += more
             kept, loads = zip(*outputs, strict=True)
             if recorder:
                 recorder.add(self, loads)
-            return trunk.norm(x if at is None else _read(x, at)), kept
+            return trunk.norm(x if at is None else take_rows(x, at)), kept
         # The last layer computes keys and values of all tokens, and everything else only for `at`.
         body, layers = stacks[""]
         x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
-        last, kind = jax.tree.map(lambda each: each[-1], layers)
-        layer, rope = nnx.merge(nnx.split(trunk.layers)[0], last), rope_of(c.stacks[""])(kind)
-        _, k, v, _ = layer.self_attn.project(layer.normed(x), rope)
-        rope = jax.tree.map(lambda angle: _read(angle, at), rope)
-
-        def over(q: jax.Array, *_: jax.Array) -> jax.Array:
-            cap = c.attention_softcap
-            more = layer.self_attn.options
-            return attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap, **more)
-
-        return trunk.norm(layer(_read(x, at), lambda attention, y: attention(y, rope, over))), None
-
-    def _over_rows(
-        self, positions: jax.Array, visible_until: jax.Array, mesh: AbstractMesh | None = None
-    ) -> Callable[..., jax.Array]:
-        """Make the function that mixes the tokens of rows: a `Mix` with a list for the layer's number, which gets
-        what `Cache` has of the layer. mesh: what cuts the rows that are mixed, but not these, into pieces.
-        """
-        over, cap = self.attention or attend, self.config.attention_softcap
-        if mesh is not None:
-            over = self.attention or (attend_blocks if platform() == "cpu" else attend_pallas)
-        order: Order | None = None
-        if self.has_states:
-            paths = chunk_paths(positions, visible_until)
-            order = Order(previous_tokens(positions, visible_until), paths, mesh)
-
-        def mix(kept: list[Any], rope: Any, window: Any, mixer: Any, x: jax.Array) -> jax.Array:
-            if not isinstance(mixer, Attention):
-                out, state = mixer.over_rows(x, order)
-                kept.append(state)
-                return out
-
-            def attention(q: jax.Array, k: Any, v: Any) -> jax.Array:
-                if k is None:
-                    keys, v = kept[mixer.source or 0]
-                    k = keys.swapaxes(2, 3)
-                    kept.append((None, None))
-                else:
-                    kept.append((k.swapaxes(2, 3), v))
-                more = mixer.options
-                if mesh is not None:
-                    of_rows = positions, visible_until
-                    return attend_pieces(over, mesh, (q, k, v), of_rows, window, softcap=cap, **more)
-                return over(q, k, v, positions, visible_until, window=window, softcap=cap, **more)
-
-            return mixer(x, rope, attention)
-
-        return mix
+        last, own = jax.tree.map(lambda each: each[-1], layers)
+        layer = nnx.merge(nnx.split(trunk.layers)[0], last)
+        ctx = Context(
+            reader=reader, rotation=rotation_of(c.stacks[""].config, rotations)(own), window=own.window
+        )
+        return trunk.norm(layer.at(x, ctx, at)), None
 
     def hidden(
         self, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
@@ -477,8 +404,7 @@ class Decoder(Definition):
             outputs, cache = self._prefill(params, tokens, positions, visible_until)
             return outputs[-1], cache
         states, kept = self._forward(params, tokens, positions, visible_until, keep=True)
-        keys, values = zip(*kept, strict=True)
-        return states, Cache(keys, values, positions)
+        return states, Cache(kept, positions)
 
     def layer_outputs(
         self, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
@@ -494,15 +420,10 @@ class Decoder(Definition):
         """Compute what `_run_prepared` returns, and the cache of the tokens."""
         self._check_length(tokens.shape[1])
         rotations = self._rotations(positions, shared_rotation)
-        rows = self._over_rows(positions, visible_until)
-        kept: list[Any] = []
-
-        def mix(i: int, rope: Any, window: int | None, *inputs: Any) -> jax.Array:
-            return rows(kept, rope, None if window is None else jnp.int32(window), *inputs)
-
-        outputs = self._run_prepared(weights, tokens, rotations, mix)
-        keys, values = zip(*kept, strict=True)
-        return outputs, Cache(keys, values, positions)
+        nothing = (None,) * self.config.num_layers
+        reader = self._row_reader(positions, visible_until)
+        outputs, layers = self._run_prepared(weights, tokens, rotations, reader, nothing)
+        return outputs, Cache(layers, positions)
 
     def _rotations(self, positions: jax.Array, make: Callable[..., Any]) -> dict[tuple[Rope, int], Any]:
         """Make {(rotary embedding, head_dim): its rotation} of all layers."""
@@ -510,32 +431,53 @@ class Decoder(Definition):
         return {(rope, size): make(rope, size, positions) for rope, size in dict.fromkeys(every)}
 
     def _run_prepared(
-        self, weights: Params, tokens: jax.Array, rotations: Mapping[tuple[Rope, int], Any], mix: Mix
-    ) -> list[jax.Array]:
-        """Run tokens, int32 [B, T], through the layers; return the outputs, [B, T, D], of the embedding, of every layer
-        and of the last norm.
+        self,
+        weights: Params,
+        tokens: jax.Array,
+        rotations: Mapping[tuple[Rope, int], Any],
+        reader: Reader,
+        caches: Sequence[Any],
+    ) -> tuple[list[jax.Array], tuple[Any, ...]]:
+        """Run tokens, int32 [B, T], through the layers: (the outputs, [B, T, D], of the embedding, of every layer and
+        of the last norm; each layer's cache with them).
 
-        weights: from `prepare`. rotations: from `_rotations`.
+        weights: from `prepare`. rotations: from `_rotations`. caches: of the tokens before these, by layer.
         """
+        c, recorder = self.config, recorder_of(self)
         fused = any(map(is_joined, weights["layers"]))
-        separate = any("in_proj_q" in layer.get("linear_attn", {}) for layer in weights["layers"])
-        separate |= any("in_proj_inner" in layer.get("conv", {}) for layer in weights["layers"])
-        around, blocks = _parts(self.config, fused, separate, unmerged(self), plain(self.quantized))
+        around, blocks = _parts(c, fused, self._is_apart(weights), unmerged(self), plain(self.quantized))
         parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
         given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
-        recorder = recorder_of(self)
+        after: list[Any] = []
         for i, parameters in enumerate(weights["layers"]):
-            kind, n = self.config.at(i)
-            c = self.config.stacks[kind].config
-            rope = c.ropes[c.layer_ropes[n] if c.layer_ropes else 0]
-            layer = nnx.merge(blocks[kind], parameters)
-            own = functools.partial(mix, i, rotations[rope, c.head_dim], c.windows[n])
-            watch = recorder.watch(layer, None) if recorder else None
-            outputs.append(layer(outputs[-1], own, *(() if given is None else (given[i],))))
-            if recorder and watch and watch.chosen is not None:
-                recorder.chosen.append(watch.chosen)
-        return [*outputs, parts["norm"](outputs[-1])]
+            kind, n = c.at(i)
+            own = c.stacks[kind].config
+            rope = own.ropes[own.layer_ropes[n] if own.layer_ropes else 0]
+            ctx = Context(
+                reader=reader,
+                rotation=rotations[rope, own.head_dim],
+                window=own.windows[n],
+                given=None if given is None else given[i],
+                router=recorder and Router(recorder.counted, None),
+                cache=caches[i],
+                source=None if own.source is None else after[own.source],
+                reads=c.sources[i],
+            )
+            x, aux = nnx.merge(blocks[kind], parameters)(outputs[-1], ctx)
+            outputs.append(x)
+            after.append(aux.cache)
+            if recorder and aux.routed:
+                recorder.chosen.append(aux.routed.chosen)
+        return [*outputs, parts["norm"](outputs[-1])], tuple(after)
+
+    def _is_apart(self, weights: Params) -> bool:
+        """Tell whether mixers with a state have the parts of their parameters apart."""
+        for i, layer in enumerate(weights["layers"]):
+            kind = layer_of(self.config.stacks[self.config.at(i)[0]].config)
+            if issubclass(kind.mixer, Recurrent) and kind.mixer.is_apart(layer[kind.name]):
+                return True
+        return False
 
     def cache_parts(self, length: int) -> tuple[int, ...]:
         return cache_parts(length)
@@ -548,11 +490,12 @@ class Decoder(Definition):
             padding[axis] = (length - x.shape[axis], 0)
             return jnp.roll(jnp.pad(x, padding), slot, axis)
 
-        keys, values = list(cache.keys), list(cache.values)
+        layers = list(cache.layers)
         for i in range(self.config.num_layers):
             if not self._has_state(i) and self.config.sources[i] == i:
-                keys[i], values[i] = rolled(keys[i], 3), rolled(values[i], 2)
-        return Cache(tuple(keys), tuple(values), rolled(cache.positions, 1))
+                keys, values = layers[i]
+                layers[i] = rolled(keys, 3), rolled(values, 2)
+        return Cache(tuple(layers), rolled(cache.positions, 1))
 
     @property
     def has_states(self) -> bool:
@@ -561,7 +504,7 @@ class Decoder(Definition):
 
     def _has_state(self, layer: int) -> bool:
         """Tell whether a layer keeps a state in place of keys and values."""
-        return self.config.stacks[self.config.at(layer)[0]].config.mixer != "self_attn"
+        return has_state(self.config.stacks[self.config.at(layer)[0]].config)
 
     def decode(
         self,
@@ -572,16 +515,9 @@ class Decoder(Definition):
         visible: jax.Array,
         slot: jax.Array | int,
     ) -> tuple[jax.Array, Cache]:
-        def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
-            place = jnp.arange(visible.shape[1]) if in_order else cache.positions
-            seen = visible & (positions[:, None] - place < window) if window else visible
-            cap = self.config.attention_softcap
-            more |= {"in_order": in_order}
-            return attend_cached(q, cache.keys[i], cache.values[i], seen[:, None], cap, **more)
-
-        in_order = jnp.ndim(slot) > 0
-
-        states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], slot, over)
+        entries = written(cache.positions, positions[:, None], slot, 1)
+        reader = TokenReader(tokens=positions[:, None], slot=slot, entries=entries, visible=visible)
+        states, cache = self._run_cached(params, cache, tokens[:, None], reader)
         return states[:, 0], cache
 
     def decode_groups(
@@ -594,18 +530,16 @@ class Decoder(Definition):
         positions: jax.Array,
         step: jax.Array | int,
     ) -> tuple[jax.Array, Cache]:
-        entries = jnp.arange(cache.positions.shape[1])
-        self._check_length(used.shape[1] + len(entries))
-        own, read = entries <= step, used[:, None]
-        age = positions.reshape(len(used), -1, 1) - prompts.positions[:, None]  # [P, G, time]
-
-        def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
-            near, recent = (read & (age < window), own & (step - entries < window)) if window else (read, own)
-            before = (prompts.keys[i], prompts.values[i], near)
-            after = (cache.keys[i], cache.values[i], recent)
-            return attend_groups(q[:, :, :, 0], before, after, self.config.attention_softcap, **more)[:, None]
-
-        states, cache = self._extend(params, cache, tokens[:, None], positions[:, None], step, over)
+        self._check_length(used.shape[1] + cache.positions.shape[1])
+        reader = GroupReader(
+            tokens=positions[:, None],
+            slot=step,
+            entries=written(cache.positions, positions[:, None], step, 1),
+            prompts=prompts.layers,
+            used=used,
+            positions=prompts.positions,
+        )
+        states, cache = self._run_cached(params, cache, tokens[:, None], reader)
         return states[:, 0], cache
 
     def extend(
@@ -617,59 +551,23 @@ class Decoder(Definition):
         count: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         self._check_length(cache.positions.shape[1])
-        count = jnp.full_like(start, tokens.shape[1]) if count is None else count
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        age = positions[:, :, None] - jnp.arange(cache.positions.shape[1])  # [B, T, S]
+        reader = ChunkReader(
+            tokens=positions,
+            slot=start,
+            entries=written(cache.positions, positions, start, 1),
+            count=jnp.full_like(start, tokens.shape[1]) if count is None else count,
+        )
+        return self._run_cached(params, cache, tokens, reader)
 
-        def over(q: jax.Array, i: int, cache: Cache, window: int | None, **more: Any) -> jax.Array:
-            seen = age >= 0 if window is None else (age >= 0) & (age < window)
-            cap = self.config.attention_softcap
-            return attend_cached(q, cache.keys[i], cache.values[i], seen, cap, in_order=True, **more)
-
-        return self._extend(params, cache, tokens, positions, start, over, count)
-
-    def _extend(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens: jax.Array,
-        positions: jax.Array,
-        slot: jax.Array | int,
-        over: Callable[..., jax.Array],
-        count: jax.Array | None = None,
+    def _run_cached(
+        self, params: Params, cache: Cache, tokens: jax.Array, reader: CacheReader
     ) -> tuple[jax.Array, Cache]:
-        """Compute tokens, int32 [B, T], that follow those of a cache: (hidden states [B, T, D], cache with them).
-
-        slot: the entry of the first of them. over: (scaled queries [B, K, G, T, h], number of a layer, the cache with
-        the tokens of that layer, its window or None; sinks, if it has any) → attention's output [B, T, K·G·h].
-        count: int32 [B], the tokens of a row before its padding; None: T is 1.
-        """
+        """Compute tokens, int32 [B, T], that follow those of a cache: (hidden states [B, T, D], cache with them)."""
         weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
-        keys, values = list(cache.keys), list(cache.values)
-        placed = _placed(cache.positions, positions, slot, 1)
-
-        def mix(i: int, rope: Any, window: int | None, mixer: Any, x: jax.Array) -> jax.Array:
-            if not isinstance(mixer, Attention):
-                state = jax.tree.map(
-                    functools.partial(_zero_where, positions[:, 0] == 0), (keys[i], values[i])
-                )
-                if count is None:
-                    out, (keys[i], values[i]) = mixer.next(x[:, 0], state)
-                    return out[:, None]
-                out, (keys[i], values[i]) = mixer.extend(x, state, count)
-                return out
-
-            def attention(q: jax.Array, k: Any, v: Any) -> jax.Array:
-                if k is not None:
-                    keys[i] = _placed(keys[i], k.swapaxes(2, 3), slot, 3)
-                    values[i] = _placed(values[i], v, slot, 2)
-                source, whole = self.config.sources[i], Cache(tuple(keys), tuple(values), placed)
-                return over(q, source, whole, window, **mixer.options)
-
-            return mixer(x, rope, attention)
-
-        states = self._run_prepared(weights, tokens, self._rotations(positions, rotation), mix)[-1]
-        return states, Cache(tuple(keys), tuple(values), placed)
+        rotations = self._rotations(reader.tokens, rotation)
+        outputs, layers = self._run_prepared(weights, tokens, rotations, reader, cache.layers)
+        return outputs[-1], Cache(layers, reader.entries)
 
     def prepare(self, params: Params) -> Params:
         return decode_layout.prepare(self, params)
@@ -735,37 +633,12 @@ def _each(stacked: Any, count: int) -> list[Any]:
     return [jax.tree.map(lambda each: each[i], stacked) for i in range(count)]  # noqa: B023
 
 
-def _read(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Gather x[b, at[b, j]]: [B, T, …] → [B, n, …]."""
-    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-def _zero_where(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """Set the rows of `x`, [B, …], to 0 where `rows`, bool [B]."""
-    return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), 0, x)
-
-
-def _placed(x: Any, new: jax.Array, slot: jax.Array | int, axis: int) -> Any:
-    """Write `new`, [B, …], into the cache `x` from index `slot` of `axis` on: one for all rows, or one for each. In a
-    tuple of parts, it is one entry.
-    """
-    if isinstance(x, tuple):
-        ends = itertools.accumulate(part.shape[axis] for part in x)
-        return tuple(
-            _placed_inside(part, new.squeeze(axis), slot - end + part.shape[axis], axis)
-            for part, end in zip(x, ends, strict=True)
-        )
-    if jnp.ndim(slot) == 0:
-        start: list[jax.Array | int] = [0] * x.ndim
-        start[axis] = slot
-        return lax.dynamic_update_slice(x, new, start)
-    over_rows: Any = jax.vmap(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis - 1))
-    return over_rows(x, new, slot)
-
-
-def _placed_inside(part: jax.Array, new: jax.Array, at: jax.Array | int, axis: int) -> jax.Array:
-    """Write an entry of each row, [B, …], to index `at`, int32 [B], of `axis`, if there is one."""
-    size = part.shape[axis]
-    at = jnp.where((at >= 0) & (at < size), at, size)
-    index = (jnp.arange(len(part)), *[slice(None)] * (axis - 1), at)
-    return part.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+def rotation_of(
+    config: DecoderConfig, rotations: Mapping[tuple[Rope, int], Any]
+) -> Callable[[PerLayer], tuple[jax.Array, ...]]:
+    """Make the function that finds a layer's rotation among those of `Decoder._rotations`."""
+    own = [rotations[rope, config.head_dim] for rope in config.ropes]
+    if len(own) == 1:
+        return lambda layer: own[0]
+    several = jax.tree.map(lambda *each: jnp.stack(each), *own)
+    return lambda layer: jax.tree.map(lambda each: each[layer.rope], several)

@@ -154,29 +154,33 @@ class Load(NamedTuple):
     """float32 [2], or [layers, 2]: tokens whose experts were given, and those that the router sends elsewhere."""
 
 
-@dataclass
-class Watch:
-    """Takes what the router of one layer does while it is traced, and gives it the experts to use instead.
+class Routed(NamedTuple):
+    """What the router of one layer did with its tokens."""
 
-    counted: bool [B, T], the tokens that count; None: their load is not wanted. routes: int8 or int16 [B, T, k], the
+    chosen: jax.Array
+    """int32 [B · T, k], the experts of each token."""
+    load: Load | None
+    """Of the tokens that count; None where it is not asked for."""
+
+
+class Router(NamedTuple):
+    """What the router of one layer is told, and asked.
+
+    counted: bool [B, T], the tokens whose load is wanted; None: no load is. routes: int8 or int16 [B, T, k], the
     experts of tokens, -1 where the router chooses; None: it chooses all.
     """
 
     counted: jax.Array | None
     routes: jax.Array | None
-    chosen: jax.Array | None = None
-    """int32 [B · T, k]."""
-    load: Load | None = None
 
-    def see(self, config: DecoderConfig, logits: jax.Array, own: jax.Array) -> jax.Array:
-        """Return the experts to use, int32 [B · T, k]. own: those of the router; logits: float32 [B · T, experts]."""
+    def follow(self, config: DecoderConfig, logits: jax.Array, own: jax.Array) -> Routed:
+        """Choose each token's experts. own: int32 [B · T, k], the router's; logits: float32 [B · T, experts]."""
         chosen = own
         if self.routes is not None:
             routes = self.routes.reshape(own.shape).astype(jnp.int32)
             chosen = jnp.where(routes < 0, own, routes)
-        self.chosen = chosen
         if self.counted is None:
-            return chosen
+            return Routed(chosen, None)
         counted = self.counted.reshape(-1).astype(jnp.float32)
         pairs = jnp.zeros(config.experts).at[chosen].add(counted[:, None])
         if config.router == "sigmoid":
@@ -189,8 +193,7 @@ class Watch:
             given = counted * (routes[:, 0] >= 0)
             same = (own[:, :, None] == chosen[:, None]).any(2).all(1)
             replayed = jnp.stack([given.sum(), (given * ~same).sum()])
-        self.load = Load(pairs, (counted[:, None] * probability).sum(0), replayed)
-        return chosen
+        return Routed(chosen, Load(pairs, (counted[:, None] * probability).sum(0), replayed))
 
 
 @dataclass
@@ -204,15 +207,6 @@ class Recorder:
     """(definition, load [layers, experts]) of each pass."""
     chosen: list[jax.Array] = field(default_factory=list)
     """int32 [B, k] of each layer of a decoded token."""
-
-    def watch(self, layer: Any, routes: jax.Array | None) -> Watch | None:
-        """Watch the router of a layer, if it has one. routes: of the layer's tokens."""
-        modules = (layer.mlp, getattr(layer, "moe", None))
-        router = next((module for module in modules if isinstance(module, Experts)), None)
-        if router is None:
-            return None
-        router.watch = Watch(self.counted, routes)
-        return router.watch
 
     def routes_of(self, definition: Any, layers: Sequence[int]) -> jax.Array | None:
         """Return the routes of some layers, [layers, B, T, k]; None where they have no experts, or none are given."""
@@ -474,7 +468,6 @@ class Experts(nnx.Module):
         if c.shared_gate:
             self.shared_expert_gate = linear((c.hidden_size, 1), axes=("layers", "embed", None))
         self.config = c
-        self.watch: Watch | None = None
 
     def logits(self, tokens: jax.Array) -> jax.Array:
         """Compute the router's logits, float32 [N, experts]. tokens: [N, D].
@@ -510,19 +503,25 @@ class Experts(nnx.Module):
             weight = weight / (weight.sum(-1, keepdims=True) + c.normalise_floor)
         return weight if c.expert_scale == 1 else weight * c.expert_scale
 
-    def __call__(self, x: jax.Array, seen: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] → the same. seen: what the router reads, [B, T, D]; None: the same."""
+    def __call__(
+        self, x: jax.Array, router: Router | None, seen: jax.Array | None = None
+    ) -> tuple[jax.Array, Routed | None]:
+        """[B, T, D] → the same, and what the router did where it is asked.
+
+        seen: what the router reads, [B, T, D]; None: the same.
+        """
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = self.logits(tokens if seen is None else seen.reshape(tokens.shape))
         chosen = self.choose(logits)
-        if self.watch is not None:
-            chosen = self.watch.see(c, logits, chosen)
+        routed = None if router is None else router.follow(c, logits, chosen)
+        if routed is not None:
+            chosen = routed.chosen
         weight = self.weigh(logits, chosen)
         k = (*x.shape[:2], -1)
         mixed = self.experts(x, weight.reshape(k), chosen.reshape(k))
         if not c.shared_size:
-            return mixed
+            return mixed, routed
         shared = self.shared_expert(x)
         if c.shared_gate:
             shared = shared * jax.nn.sigmoid(self.shared_expert_gate(x))
-        return mixed + shared
+        return mixed + shared, routed

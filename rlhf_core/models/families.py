@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlhf_core.models import gemma4, glm4_moe, gpt_oss, lfm2, qwen3_5
+from rlhf_core.models import glm4_moe, gpt_oss
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:
@@ -134,26 +134,6 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "sliding_window": 4096,
 }
-_QWEN_3_5 = Architecture(
-    "Qwen3_5ForCausalLM",
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "attention_bias": False,
-        **qwen3_5.DEFAULTS,
-    },
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    qk_norm="head",
-    norm_offset=1.0,
-    partial_rotary=True,
-    rope_fields=_MROPE,
-    other_layers=("linear_attention",),
-    details=qwen3_5.details,
-    weight_names=qwen3_5.WEIGHT_NAMES,
-)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         "LlamaForCausalLM",
@@ -224,20 +204,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_types=every_nth_full,
         layer_types_decide=True,
         left_out={"vocab_size": 262_208, "num_attention_heads": 8},
-    ),
-    "gemma4_text": Architecture(
-        "Gemma4ForCausalLM",
-        gemma4.DEFAULTS,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm="head",
-        norms="both",
-        scaled_embedding=True,
-        activation="hidden_activation",
-        layer_types=gemma4.layer_types,
-        layer_types_decide=True,
-        details=gemma4.details,
-        weight_names=gemma4.WEIGHT_NAMES,
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
@@ -355,40 +321,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_types_decide=True,
         details=gpt_oss.details,
         weight_names=gpt_oss.WEIGHT_NAMES,
-    ),
-    "lfm2": Architecture(
-        "Lfm2ForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128_000,
-            "tie_word_embeddings": True,
-            **lfm2.DEFAULTS,
-        },
-        qk_norm="head",
-        other_layers=("conv",),
-        details=lfm2.details,
-        weight_names=lfm2.WEIGHT_NAMES,
-    ),
-    "lfm2_moe": Architecture(
-        "Lfm2MoeForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128_000,
-            "tie_word_embeddings": True,
-            **lfm2.MOE_DEFAULTS,
-        },
-        qk_norm="head",
-        normalise_experts="norm_topk_prob",
-        other_layers=("conv",),
-        details=lfm2.moe_details,
-        weight_names=lfm2.WEIGHT_NAMES,
-    ),
-    "qwen3_5_text": _QWEN_3_5,
-    "qwen3_5_moe_text": replace(
-        _QWEN_3_5,
-        causal_lm="Qwen3_5MoeForCausalLM",
-        defaults={**_QWEN_3_5.defaults, **qwen3_5.MOE_DEFAULTS},
-        details=qwen3_5.moe_details,
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_core.contracts import ModelFamily
@@ -533,7 +533,14 @@ def _experts(read: Fields) -> int:
     return read.whole(next(iter(counts or names)), most=MOST) if names else 0
 
 
-def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
+@dataclass(frozen=True)
+class DecoderFamily(ModelFamily):
+    """A family of decoders, by their descriptions."""
+
+    architectures: Mapping[str, Architecture] = field(default_factory=dict)
+
+
+def decoder_family(architectures: Mapping[str, Architecture]) -> DecoderFamily:
     """Make the family of the models in `architectures`, by the `model_type` of their config.json.
 
     A package that describes such models registers them: registry.add(MODEL, "name", decoder_family({...})).
@@ -542,7 +549,7 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
     def define(hf_config: Mapping[str, Any], head: Head) -> Decoder:
         return Decoder(config=parse(hf_config, architectures), head=head)
 
-    return ModelFamily(tuple(architectures), define)
+    return DecoderFamily(tuple(architectures), define, architectures)
 
 
 DECODER = decoder_family(ARCHITECTURES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.quantized import Quantization, Quantized, can_quantize
 from rlhf_core.models.rope import rotate
+
+if TYPE_CHECKING:
+    from rlhf_core.models.readers import Context
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
@@ -192,22 +195,20 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(jnp.zeros((*lead, c.num_heads), jnp.float32), axes=("layers", "heads"))
         self.config = c
 
-    source: int | None = None
-    """The number of the layer whose keys and values this one attends to; None: its own."""
-
-    @property
-    def options(self) -> dict[str, jax.Array]:
-        """Return the further arguments of attention: of a layer with sinks, {"sinks": float32 [K, G]}."""
+    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+        """[B, T, D] → the same, and the layer's keys and values."""
         c = self.config
-        return {"sinks": self.sinks[...].reshape(-1, c.num_heads // c.num_kv_heads)} if c.sinks else {}
+        q, k, v, gate = self.project(x, ctx.rotation)
+        sinks = self.sinks[...].reshape(-1, c.num_heads // c.num_kv_heads) if c.sinks else None
+        mixed, cache = ctx.attend(q, k, v, softcap=c.attention_softcap, sinks=sinks)
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
+        return self.o_proj(mixed), cache
 
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, ...], over: Callable[..., jax.Array]
-    ) -> jax.Array:
-        """[B, T, D] → the same. over: (queries, keys, values of `project`) → their attention, [B, T, heads · h]."""
-        q, k, v, gate = self.project(x, rope)
-        mixed = over(q, k, v)
-        return self.o_proj(mixed if gate is None else mixed * jax.nn.sigmoid(gate))
+    @classmethod
+    def heads(cls, config: DecoderConfig) -> int:
+        """Return the number that devices that share the layer while sampling must divide."""
+        return config.num_kv_heads
 
     def project(
         self, x: jax.Array, rope: tuple[jax.Array, ...]

@@ -21,8 +21,8 @@ from rlhf_core.models import peft, weights
 from rlhf_core.models.config import Remat
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete
-from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.hf_config import COMMON, DECODER, EXPERT_COUNTS, text_config
+from rlhf_core.models.families import Architecture
+from rlhf_core.models.hf_config import COMMON, EXPERT_COUNTS, DecoderFamily, text_config
 from rlhf_core.models.model import (
     PROCESSOR_FILES,
     Model,
@@ -256,11 +256,12 @@ def define(
     file, described = str(directory / "config.json"), hf_config
     contained = find_text_family(hf_config, registry)
     if contained is not None:
-        left_out = ARCHITECTURES[contained].left_out if contained in ARCHITECTURES else {}
-        described = {**left_out, **text_config(hf_config), "model_type": contained}
+        described = {**text_config(hf_config), "model_type": contained}
         described.pop("vision_config", None)
         file = f"{file}: text_config"
     family = find_family(described.get("model_type"), registry, where=file)
+    if contained is not None and isinstance(family, DecoderFamily):
+        described = {**family.architectures[contained].left_out, **described}
     definition = describe(family, described, head, file, dtype=dtype, remat=remat)
     if isinstance(definition, Decoder):
         definition = weights.placed(definition, directory, contained=contained is not None)
@@ -376,7 +377,9 @@ def complete_table(
     """Complete a table of sizes to a config.json, as `fresh_model` describes."""
     sizes = {name: value for name, value in table.items() if name != "tokenizer"}
     family = find_family(sizes.get("model_type"), registry, where="model")
-    hf_config = _with_defaults(sizes) if family is DECODER else dict(sizes)
+    hf_config = dict(sizes)
+    if isinstance(family, DecoderFamily):
+        hf_config = _with_defaults(sizes, family.architectures[sizes["model_type"]])
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             hf_config.setdefault(name, getattr(tokenizer, name, None))
@@ -384,6 +387,10 @@ def complete_table(
         if isinstance(size, int) and size < len(tokenizer):
             raise InputError(f"model: vocab_size {size} is less than the tokenizer's {len(tokenizer)} tokens")
     return hf_config
+
+
+IN_FAMILIES = ("gemma4", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe")
+"""The families that rlhf-families brings, without the ending `_text` of some names."""
 
 
 def find_family(
@@ -403,6 +410,8 @@ def find_family(
         )
     known = known_types(registry)
     hint = suggest(str(model_type), known)
+    if str(model_type).removesuffix("_text") in IN_FAMILIES:
+        hint = " It comes with rlhf-families: pip install rlhf-families"
     raise InputError(f"{where}: model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
 
 
@@ -416,9 +425,8 @@ def _families(registry: Registry | None) -> dict[str, ModelFamily]:
     return {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
 
 
-def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(sizes: Mapping[str, Any], rules: Architecture) -> dict[str, Any]:
     """Complete a config.json, in the format of transformers 4, which 5 reads, too."""
-    rules = ARCHITECTURES[sizes["model_type"]]
     filled: dict[str, Any] = {
         "architectures": [rules.causal_lm],
         # Of a family's older names, null is no default: transformers takes it for the value.

@@ -209,12 +209,6 @@ class Model:
         params = self.definition.abstract_params()
         return str(jax.eval_shape(self.definition.hidden, params, tokens, tokens, tokens).dtype)
 
-    def nnx(self) -> Any:
-        """Return the model as a flax nnx.Module that shares its arrays, see `flax_modules.NnxModel`."""
-        from rlhf_core.models.flax_modules import NnxModel  # imports this module
-
-        return NnxModel(self.definition, self.params)
-
     def as_stored(self, params: Any) -> Any:
         """Round parameters as `save` does, to `stored_dtype`, to evaluate the model that will be saved.
 

@@ -514,3 +514,20 @@ def _on_host(value: Any, by_layer: bool) -> Iterator[np.ndarray]:
 
 def _entry(x: jax.Array, at: jax.Array) -> jax.Array:
     return x[at]
+
+
+def save_tensors(tensors: Mapping[str, jax.Array], directory: Path, dtype: str) -> None:
+    """Write the weights of a model, by their names in the files, in place of those that the directory has.
+
+    dtype: "float32", "float16" or "bfloat16". Every process calls it; the main one writes.
+    """
+    if jax.process_index() != 0:
+        for tensor in tensors.values():  # each one needs all processes
+            fetch_array(tensor)
+        return
+    for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
+        old.unlink(missing_ok=True)
+    shapes = {name: described(dtype, tensor.shape) for name, tensor in tensors.items()}
+    with Writer(directory, shapes, SHARD_BYTES) as writer:
+        for name, tensor in tensors.items():
+            writer.put(name, fetch_array(tensor))

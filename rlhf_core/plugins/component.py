@@ -27,7 +27,7 @@ from rlhf_core.config.secrets import (
     reads_environment,
     remember_all,
 )
-from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
+from rlhf_core.contracts import LAYER, LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
 from rlhf_core.hidden import SECRET_NAME, remember, remember_attributes
 from rlhf_core.runtime.caches import at_run_end, cached
@@ -211,6 +211,10 @@ def _read_value(model: type[Options], value: Any) -> Any:
 def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
     """Make the registry entry of a thing. Raises InputError if it cannot be a component of that kind."""
     what = f"{kind.name} '{name}' ({qualified_name(thing)})"
+    if kind == LAYER:
+        if not inspect.isclass(thing):
+            raise InputError(f"{what}: expected a class, got {type(thing).__name__}")
+        return Entry(kind, name, thing, owner, None)
     wanted = _FINISHED.get(kind)
     if wanted is not None or isinstance(thing, tuple(_FINISHED.values())):
         if wanted is None or not isinstance(thing, wanted):

@@ -85,7 +85,12 @@ def spread(predictions):
 SMALL = """
 from flax import nnx
 
-from rlhf_core import MODEL, hookimpl, nnx_family
+from rlhf_core import MODEL, hookimpl
+
+try:
+    from rlhf_families import nnx_family
+except ImportError:
+    from rlhf_core import nnx_family
 
 
 class Small(nnx.Module):

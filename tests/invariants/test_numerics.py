@@ -16,10 +16,11 @@ from rlhf_sft.train import objective as sft_objective
 
 from rlhf_core import PAIRWISE_LOSS, plugins
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
 from rlhf_core.packing import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
 from tests.shared import reference
+from tests.shared.decoder_configs import defined
 from tests.shared.reference import CONFIG
 
 ONE = Layout((64,), (20,), (16,), (64,))  # everything in one micro-batch
@@ -28,7 +29,7 @@ SHORT = Layout((32, 64), (3, 2), (4, 8), (32, 64))  # several classes and micro-
 
 
 def definition(head: str) -> Definition:
-    return DECODER.define(CONFIG, head)
+    return defined(CONFIG, head)
 
 
 @cache

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from rlhf_core import load_model, plugins
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.mesh import planned_mesh
-from rlhf_core.models import DECODER, Definition, fresh_model
+from rlhf_core.models import Definition, fresh_model
 from tests.mistakes.mistake import Mistake, call, file, setting
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 
 LLAMA = {name: value for name, value in CONFIGS["llama"].items() if not name.startswith("r")}
 WEIGHTS, INDEX = "model/model.safetensors", "model/model.safetensors.index.json"
@@ -28,7 +28,7 @@ def config(changes: Mapping[str, Any], of: str = "llama") -> Mistake:
     """Fields of a family's config.json, as it is read without a tokenizer, which transformers reads it for, too."""
     fields = LLAMA | CONFIGS.get(of, {"model_type": of}) | changes
     name = f"config.json of {of}: {json.dumps(changes)[1:-1]}"
-    return call(name, lambda place: DECODER.define(fields, "lm"))
+    return call(name, lambda place: defined(fields, "lm"))
 
 
 def adapter(changes: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]] | None = None) -> Mistake:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_core.models import find_family
+
 BASE: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -193,3 +195,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 CONFIGS = {name: BASE | fields for name, fields in FAMILIES.items()}
+
+
+def defined(fields: dict[str, Any], head: Any = "lm") -> Any:
+    """Define the model that the fields of a config.json describe, by its registered family."""
+    return find_family(fields["model_type"]).define(fields, head)

@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_core import Stage, artifacts, plugins
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model, complete_table, fresh_model
+from rlhf_core.models import Model, complete_table, fresh_model
 from rlhf_core.stage.execute import execute
+from tests.shared.decoder_configs import defined
 
 WORDS = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRS"]
 SIZES = {
@@ -79,7 +80,7 @@ def make_model(head: str = "lm", *, seed: int = 1, scale: float = 1.0, **sizes: 
 def drawn(table: dict[str, Any]) -> Model:
     """A model of a table of sizes, its parameters drawn by NumPy: `fresh_model` compiles how it draws them."""
     hf_config, draw = complete_table(table, None, None), np.random.default_rng(0)
-    definition = DECODER.define(hf_config, "lm")
+    definition = defined(hf_config, "lm")
     params = jax.tree.map(
         lambda x: draw.normal(size=x.shape).astype(np.float32), definition.abstract_params()
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
+from tests.shared.decoder_configs import defined
 
 GB = 10**9
 SIZES = {
@@ -20,7 +21,7 @@ ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 
 
 def model(remat: str = "full", **changes: Any) -> Definition:
-    return DECODER.define({**SIZES, **changes}, "lm").computing(dtype="bfloat16", remat=remat)
+    return defined({**SIZES, **changes}, "lm").computing(dtype="bfloat16", remat=remat)
 
 
 def job(on: str, pipeline: str = "base.toml", **more: Any) -> dict[str, Any]:

@@ -72,8 +72,7 @@ def _layer_bytes(part: Decoder, shape: tuple[int, int], remat: str, platform: st
         c = part.config
         windows, ropes = (2 * c.windows)[:layers], (2 * c.layer_ropes)[:layers]
         # By itself, a layer that attends to keys and values of another one has its own.
-        own = c.gemma4 and c.gemma4._replace(source=None)
-        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes, gemma4=own)
+        config = replace(c, num_layers=layers, windows=windows, layer_ropes=ropes, source=None)
         changed = replace(part, config=config).computing(remat=remat)
         return saved_bytes(changed, shape)
 

@@ -20,7 +20,7 @@ from rlhf_topologies.hlo import count_apart
 from rlhf_core import PolicyInputs, create_state
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Definition, Lora
+from rlhf_core.models import Definition, Lora
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, empty_batches, pack, tree
@@ -29,6 +29,7 @@ from rlhf_core.sampling.loop import SamplingProgram, generate
 from rlhf_core.step import Programs
 from rlhf_core.training import definition_of
 from tests.shared import mesh_cases as cases
+from tests.shared.decoder_configs import defined
 from tests.shared.drawn import of_shapes
 from tests.shared.sent import sent
 
@@ -39,7 +40,7 @@ MESHES = {"one device": (1, 1, 1), "eight devices": (2, 2, 2)}
 
 def definition(name: str) -> Definition:
     """Define a model in an accelerator's dtype."""
-    made = DECODER.define(cases.FAMILIES[name], "lm").computing(dtype="bfloat16")
+    made = defined(cases.FAMILIES[name], "lm").computing(dtype="bfloat16")
     return made.with_lora(Lora(2, 4.0, 0.1, False, ADAPTED)) if "adapters" in name else made
 
 

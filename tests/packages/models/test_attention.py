@@ -21,7 +21,7 @@ from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.fit import attention_skips_blocks
 from rlhf_core.mesh import make_mesh, planned_mesh
-from rlhf_core.models import DECODER, fresh_model, in_blocks
+from rlhf_core.models import fresh_model, in_blocks
 from rlhf_core.packing import Layout, pack, tree
 from rlhf_core.plugins import installed_registry
 from rlhf_core.training.choose_attention import (
@@ -31,6 +31,7 @@ from rlhf_core.training.choose_attention import (
     visited_share,
     why_kernels,
 )
+from tests.shared.decoder_configs import defined
 from tests.shared.mesh_cases import FAMILIES
 from tests.shared.plans import planned_for
 
@@ -193,7 +194,7 @@ def test_auto_takes_kernels_where_dense_attention_does_not_fit(monkeypatch: pyte
     """Heads of an 8B model, one row per device, layers recomputed: 10.7 GB at 8,192 tokens, 42.9 GB at 16,384."""
     sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2}
     table = {"model_type": "llama", "intermediate_size": 64, "vocab_size": 64, **sizes}
-    definition = DECODER.define(table, "lm").computing(remat="full")
+    definition = defined(table, "lm").computing(remat="full")
     mesh = planned_mesh(8, 1, 8)
 
     def why(time: int, mesh: Any = mesh) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 from rlhf_topologies import hlo, interpreters
 
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
 from rlhf_core.models.attention_cached import (
     CACHE_PART,
     attend_cached,
@@ -24,7 +24,7 @@ from rlhf_core.models.attention_cached import (
     cut,
 )
 from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 from tests.shared.drawn import params_of
 from tests.shared.plans import planned_for
 
@@ -137,7 +137,7 @@ COMPILE = """
 import sys
 from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
 from rlhf_core.runtime import devices
 from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, placement
 from rlhf_topologies.compile import find_devices
@@ -148,7 +148,7 @@ planning = devices.planning_for(devices.Planned(topology.chip.platform, len(foun
 planning.__enter__()
 sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
-definition = DECODER.define({"model_type": "llama", **sizes, **heads}, "lm").computing(dtype="bfloat16")
+definition = defined({"model_type": "llama", **sizes, **heads}, "lm").computing(dtype="bfloat16")
 mesh = make_mesh(fsdp=len(found), devices=found)
 options = SamplingOptions(max_completion_length=512, mesh=SamplingMesh(tensor=4))
 counts = {"num_generations": 4, "prompts_per_call": 8, "max_prompt_length": 32}
@@ -209,7 +209,7 @@ def used(definition: Definition, params: Any, rows: int) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; plain parameters of one family, too."""
-    definition = DECODER.define(FAMILIES[name], "lm")
+    definition = defined(FAMILIES[name], "lm")
     params = params_of(definition, 0, 0.3)
     extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
     # Short outputs of the delta rule are normalised, which magnifies what parameters are rounded by as much.

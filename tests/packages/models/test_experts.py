@@ -15,7 +15,7 @@ from flax import nnx
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Model, experts, experts_exchange, fresh_model, paths, recording
+from rlhf_core.models import Model, experts, experts_exchange, fresh_model, paths, recording
 from rlhf_core.models.decoder import _parts
 from rlhf_core.models.experts import ACTIVATIONS, _kernel_gradient, expert_product
 from rlhf_core.models.experts_pallas_gpu import expert_rows
@@ -27,11 +27,12 @@ from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 from rlhf_core.training.define import _move_biases
 from tests.shared.decoder_configs import FAMILIES as FIELDS
+from tests.shared.decoder_configs import defined
 from tests.shared.drawn import params_of
 from tests.shared.mesh_cases import FAMILIES, SIZES
 
 SCALE = SIZES["initializer_range"]
-MIXTRAL, GPT_OSS = (DECODER.define(FAMILIES[name], "lm") for name in ("mixtral", "gpt_oss"))
+MIXTRAL, GPT_OSS = (defined(FAMILIES[name], "lm") for name in ("mixtral", "gpt_oss"))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -119,10 +120,8 @@ def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
     @jax.jit
     def run(x: jax.Array, routes: jax.Array) -> Any:
         layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], params["layers"]))
-        with experts.recording([None], jnp.ones((2, 5), bool)) as recorder:
-            watch = recorder.watch(layer, routes)
-            made = layer.mlp(x)
-        return made, watch.load
+        made, routed = layer.mlp(x, experts.Router(jnp.ones((2, 5), bool), routes))
+        return made, routed.load
 
     made, load = run(x.astype(np.float32), given.astype(np.int8))
     share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -159,13 +158,13 @@ def test_a_token_counts_once_in_the_probabilities_of_experts(router: str) -> Non
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(6, 4)).astype(np.float32)
     counted = np.array([[True, True, False], [True, True, True]])
-    watch = experts.Watch(jnp.asarray(counted), None)
     config: Any = SimpleNamespace(router=router, experts=4)
-    watch.see(config, jnp.asarray(logits), jnp.zeros((6, 2), jnp.int32))
-    assert watch.load is not None
+    asked = experts.Router(jnp.asarray(counted), None)
+    load = asked.follow(config, jnp.asarray(logits), jnp.zeros((6, 2), jnp.int32)).load
+    assert load is not None
     score = 1 / (1 + np.exp(-logits)) if router == "sigmoid" else np.exp(logits)
     expected = (score / score.sum(1, keepdims=True))[counted.reshape(-1)].sum(0)
-    np.testing.assert_allclose(watch.load.probability, expected, rtol=1e-6)
+    np.testing.assert_allclose(load.probability, expected, rtol=1e-6)
 
 
 DRAW = np.random.default_rng(2)
@@ -251,7 +250,7 @@ def objective(definition: Any, params: Any, batch: Packed) -> tuple[Mean, Mappin
 
 
 def mixtral(mesh: Any) -> Model:
-    definition = DECODER.define(FAMILIES["mixtral"], "lm")
+    definition = defined(FAMILIES["mixtral"], "lm")
     params = params_of(definition, 3, SIZES["initializer_range"])
     return Model(definition, jax.device_put(params, definition.shardings(mesh)), None, {}, None, mesh)
 

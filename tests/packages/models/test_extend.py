@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
 from rlhf_core.models.attention_cached import (
     attend_cached,
     attend_groups,
     attend_visible,
 )
 from rlhf_core.sampling.loop import empty_cache, time_axes
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 from tests.shared.drawn import params_of
 
 VOCAB, LENGTH = 37, 64
@@ -43,7 +43,7 @@ def used(definition: Definition, params: Any, rows: int) -> Any:
 )
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; plain parameters of one family, too."""
-    definition = DECODER.define(FAMILIES[name], "lm")
+    definition = defined(FAMILIES[name], "lm")
     params = params_of(definition, 0, 0.3)
     extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
     # Short outputs of the delta rule are normalised, which magnifies what parameters are rounded by as much.

@@ -17,14 +17,14 @@ import pytest
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
-from rlhf_core.models import DECODER, Model, load_model, paths
+from rlhf_core.models import Model, load_model, paths
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 from tests.shared import mesh_cases as cases
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 
 WINDOW = {"sliding_window": 30}
 LINEAR: dict[str, Any] = {
@@ -99,7 +99,7 @@ LONG = [
 
 def make(name: str, mesh: Any) -> Model:
     """A model in which nothing is 0 or 1, with the same parameters on every mesh."""
-    definition = DECODER.define(FAMILIES[name], "lm")
+    definition = defined(FAMILIES[name], "lm")
     draw = np.random.default_rng(0)
 
     def value(path: Any, leaf: Any) -> Any:

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.models import DECODER, Decoder
+from rlhf_core.models import Decoder
+from rlhf_core.models.layer import has_state
 from rlhf_core.sampling.loop import STATE, empty_cache, time_axes
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 from tests.shared.drawn import params_of
 
 FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -35,7 +36,7 @@ decode_groups = jax.jit(Decoder.decode_groups, static_argnums=0)
 )
 def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
     """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
-    model = DECODER.define(FAMILIES[name], "lm")
+    model = defined(FAMILIES[name], "lm")
     params = params_of(model, 0, 0.3)
     draw = np.random.default_rng(0)
     lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
@@ -49,10 +50,11 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
     states, read = prefill(model, params, prompts, positions, until)
     for i, source in enumerate(model.config.sources):
         c = model.config.stacks[model.config.at(i)[0]].config
-        if source == i and c.mixer == "self_attn":
-            assert read.keys[i].shape == (2, c.num_kv_heads, c.head_dim, time)
-            assert read.values[i].shape == (2, c.num_kv_heads, time, c.head_dim)
-        assert (read.keys[i] is None) == (source != i)
+        if source == i and not has_state(c):
+            keys, values = read.layers[i]
+            assert keys.shape == (2, c.num_kv_heads, c.head_dim, time)
+            assert values.shape == (2, c.num_kv_heads, time, c.head_dim)
+        assert (read.layers[i] is None) == (source != i)
     copied = jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read)
     own = jax.tree.map(
         lambda x, axis, empty: x if axis == STATE else empty,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import DECODER
 from rlhf_core.models.decoder import run_layers
 from rlhf_core.training import definition_of, saved_bytes
 from tests.shared import mesh_cases as cases
+from tests.shared.decoder_configs import defined
 
 DEEP = cases.SIZES | {
     "model_type": "llama",
@@ -41,7 +41,7 @@ def test_heads_adapters_and_merging_keep_it(tiny: Any) -> None:
 
 def gradient(remat: str, dtype: str = "float32") -> tuple[Any, int]:
     """(the gradient of a loss, the bytes that its program needs beside arguments and results)."""
-    definition = DECODER.define(DEEP, "lm").computing(dtype=dtype, remat=remat)
+    definition = defined(DEEP, "lm").computing(dtype=dtype, remat=remat)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 36, TOKENS), jnp.int32)
     places = jnp.broadcast_to(jnp.arange(TOKENS[1], dtype=jnp.int32), TOKENS)
 

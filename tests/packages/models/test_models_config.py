@@ -24,14 +24,14 @@ from rlhf_core.models import (
     paths,
 )
 from rlhf_core.state import fixed_parameters
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 from tests.shared.mesh_cases import FAMILIES
 
 LLAMA = FAMILIES["llama"]
 
 
 def parse(fields: dict[str, Any]) -> Any:
-    model: Any = DECODER.define(fields, "lm")
+    model: Any = defined(fields, "lm")
     return model.config
 
 
@@ -96,7 +96,7 @@ def test_the_magnitude_of_yarn_and_longrope() -> None:
 
 def test_longrope_refuses_rows_that_it_would_turn_otherwise() -> None:
     long = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
-    model = DECODER.define(of("phi3", rope_scaling=long, original_max_position_embeddings=8), "lm")
+    model = defined(of("phi3", rope_scaling=long, original_max_position_embeddings=8), "lm")
     params, rows = model.abstract_params(), jax.ShapeDtypeStruct((1, 9), np.int32)
     assert jax.eval_shape(model.hidden, params, *[jax.ShapeDtypeStruct((1, 8), np.int32)] * 3)
     with pytest.raises(InputError, match=r"rows of 9 tokens .* original_max_position_embeddings .* 8"):
@@ -204,7 +204,7 @@ def test_names_of_experts_and_routers(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_no_update_changes_the_scalars_of_layers() -> None:
-    params = DECODER.define(DENSE, "lm").abstract_params()
+    params = defined(DENSE, "lm").abstract_params()
     fixed = fixed_parameters(params, None)
     assert fixed == {path for path, _ in paths(params) if path[-1] == "layer_scalar"}
     assert len(fixed) == 4
@@ -215,4 +215,4 @@ def test_heads_of_single_layers_say_the_same_as_those_of_a_type() -> None:
     kinds = DENSE["layer_types"]
     table = {f"{i:02}": {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
     written = {name: value for name, value in DENSE.items() if name != "global_head_dim"}
-    assert DECODER.define(written | {"per_layer_config": table}, "lm") == DECODER.define(DENSE, "lm")
+    assert defined(written | {"per_layer_config": table}, "lm") == defined(DENSE, "lm")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model, model
+from tests.shared.decoder_configs import defined
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -51,13 +52,13 @@ def test_a_fresh_model_takes_its_vocabulary_from_the_tokenizer() -> None:
     assert {name: made.hf_config[name] for name in IDS} == IDS | {"vocab_size": 21}
     assert "tokenizer" not in made.hf_config
     assert complete_table(TABLE | {"vocab_size": 32}, tokenizer, None)["vocab_size"] == 32
-    qwen = DECODER.define(complete_table(TABLE | IDS | {"model_type": "qwen3"}, None, None), "lm")
+    qwen = defined(complete_table(TABLE | IDS | {"model_type": "qwen3"}, None, None), "lm")
     assert qwen.config.head_dim == 4  # not the family's 128
     experts = TABLE | IDS | {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
     for name in ("num_experts", "num_local_experts"):  # by one name, the one that was given
         table = complete_table(experts | {name: 4}, None, None)
         counts = {key: value for key, value in table.items() if key.endswith("_experts")}
-        assert (counts, DECODER.define(table, "lm").config.experts) == ({name: 4}, 4)
+        assert (counts, defined(table, "lm").config.experts) == ({name: 4}, 4)
 
 
 def test_a_fresh_model_has_its_familys_defaults() -> None:
@@ -155,7 +156,7 @@ def test_calls_of_one_shape_are_traced_once() -> None:
     made.logits(ids, ids)
     before = model._logits._cache_size()
     made.with_params(jax.tree.map(lambda x: x + 1, made.params)).logits(ids, ids)
-    Model(DECODER.define(made.hf_config, "lm"), made.params, None, {}, None, made.mesh).logits(ids, ids)
+    Model(defined(made.hf_config, "lm"), made.params, None, {}, None, made.mesh).logits(ids, ids)
     assert model._logits._cache_size() == before
 
 

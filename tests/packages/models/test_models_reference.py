@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.models import DECODER, Decoder, decode_layout
+from rlhf_core.models import Decoder, decode_layout
 from tests.shared import decoder_reference as reference
-from tests.shared.decoder_configs import CONFIGS
+from tests.shared.decoder_configs import CONFIGS, defined
 
 hidden = jax.jit(Decoder.hidden, static_argnums=0)
 # Row 0: unused, then a tree of a prompt of 4 and branches of 3 and 4. Row 1: two sequences, then unused.
@@ -26,7 +26,7 @@ def make(name: str, **changes: Any) -> tuple[Decoder, dict[str, Any]]:
 
     Norms and biases have a mean other than 0, matrices have not: deep layers would see one direction only.
     """
-    model = DECODER.define(CONFIGS[name], "lm").computing(**changes)
+    model = defined(CONFIGS[name], "lm").computing(**changes)
     draw = np.random.default_rng(0)
 
     def value(path: Any, leaf: Any) -> jax.Array:
@@ -104,7 +104,7 @@ def test_a_few_tokens_have_the_values_and_gradients_of_all(name: str, changes: d
 
 
 def test_the_reward_head_and_the_initial_values() -> None:
-    model = DECODER.define(CONFIGS["llama"] | {"initializer_range": 0.05}, "score")
+    model = defined(CONFIGS["llama"] | {"initializer_range": 0.05}, "score")
     params = jax.jit(model.init)(jax.random.key(0))
     assert "lm_head" not in params
     assert params["score"]["kernel"].shape == (24, 1)
@@ -133,7 +133,7 @@ def test_projections_that_one_device_joins_compute_the_same(
     table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels and biases of one input, those of shared experts too; other experts stay apart."""
-    model = DECODER.define(table | {"num_hidden_layers": 1}, "lm")
+    model = defined(table | {"num_hidden_layers": 1}, "lm")
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), model.abstract_params())
     apart = model.prepare(params)

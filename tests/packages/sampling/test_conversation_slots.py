@@ -14,16 +14,16 @@ from rlhf_topologies.sampling import sampling_programs
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
-from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, SamplingOptions, cache_bytes, packed, placement, turns
 from rlhf_core.sampling.schedule import Conversation, Schedule
 from tests.shared import samplers, worlds
 from tests.shared.compiled import compilations
+from tests.shared.decoder_configs import defined
 
 KEY = jax.random.key(6)
 VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = samplers.VOCAB, 12, 20, 100
 CONFIG = {**samplers.SIZES, "model_type": "gemma2", "sliding_window": 12, "initializer_range": 0.4}
-DEFINITION = DECODER.define(CONFIG, "lm")
+DEFINITION = defined(CONFIG, "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
 
 
@@ -152,7 +152,7 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("alternatives", [None, 4])
 def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str, alternatives: int | None) -> None:
-    definition = DECODER.define(CONFIG, "lm").computing(dtype="bfloat16")
+    definition = defined(CONFIG, "lm").computing(dtype="bfloat16")
     mesh = make_mesh(devices=jax.devices()[:1])
     program = turns.TurnsProgram(
         definition, OPTIONS, mesh, (3,), 16, turns.cache_length(300), "threefry2x32", False, alternatives

@@ -16,10 +16,11 @@ import pytest
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Decoder, Definition
+from rlhf_core.models import Decoder, Definition
 from rlhf_core.sampling import Sampler, converse_by_turns, make_sampler, placement
 from rlhf_core.sampling.devices import Devices
 from tests.shared import samplers, worlds
+from tests.shared.decoder_configs import defined
 
 KEY = jax.random.key(4)
 VOCAB, LONGEST_PROMPT, FOLLOWING = samplers.VOCAB, 24, 120
@@ -27,7 +28,7 @@ SIZES = {**samplers.SIZES, "initializer_range": 0.3}
 
 
 def define(name: str, **changes: Any) -> Definition:
-    made = DECODER.define({**SIZES, **samplers.FAMILIES[name]}, "lm")
+    made = defined({**SIZES, **samplers.FAMILIES[name]}, "lm")
     return type("Changed", (Decoder,), changes)(config=made.config) if changes else made  # type: ignore[attr-defined]
 
 

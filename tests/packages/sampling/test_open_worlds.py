@@ -12,14 +12,14 @@ import pytest
 
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER
 from rlhf_core.sampling import ConversationSampler, Sampler
 from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
 from tests.shared import samplers
 from tests.shared.compiled import compilations
+from tests.shared.decoder_configs import defined
 
 SLOTS, KEY = 6, jax.random.key(3)
-DEFINITION = DECODER.define({**samplers.SIZES, "model_type": "llama", "initializer_range": 0.5}, "lm")
+DEFINITION = defined({**samplers.SIZES, "model_type": "llama", "initializer_range": 0.5}, "lm")
 
 
 class Wish(NamedTuple):

@@ -12,10 +12,11 @@ import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
 from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.sampling import Rollouts, placement
 from tests.shared import samplers
+from tests.shared.decoder_configs import defined
 from tests.shared.drawn import params_of
 
 FAMILIES = {name: table for name, table in samplers.FAMILIES.items() if name != "llama"}
@@ -24,7 +25,7 @@ FAMILIES = {name: table for name, table in samplers.FAMILIES.items() if name != 
 @functools.cache
 def model(name: str) -> tuple[Definition, Any]:
     config = {**samplers.SIZES, "initializer_range": 0.5, **FAMILIES[name]}
-    definition = DECODER.define(config, "lm")
+    definition = defined(config, "lm")
     if name.startswith("qwen3_5"):  # short outputs of the delta rule are normalised, which enlarges rounding
         return definition, jax.jit(definition.init)(jax.random.key(1))
     return definition, params_of(definition, 1, 0.5)
@@ -119,7 +120,7 @@ PER_TOKEN = 32 * 2 * 8 * 128 * 2
 
 
 def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> placement.Room:
-    definition = DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16")
+    definition = defined(LLAMA_8B, "lm").computing(dtype="bfloat16")
     return placement.plan_room(
         definition,
         planned_mesh(8, fsdp=8),
@@ -169,7 +170,7 @@ def test_what_is_planned_fits_and_fewer_calls_would_not(
 
 def test_completions_of_one_prompt_take_turns_where_they_do_not_all_fit() -> None:
     room = placement.plan_room(
-        DECODER.define(LLAMA_8B, "lm").computing(dtype="bfloat16"),
+        defined(LLAMA_8B, "lm").computing(dtype="bfloat16"),
         planned_mesh(1),
         [1],
         memory=20 * 10**9,

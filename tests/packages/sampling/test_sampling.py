@@ -14,9 +14,10 @@ import pytest
 from rlhf_core import SAMPLER, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition
+from rlhf_core.models import Definition
 from rlhf_core.sampling import Rollouts, Sampler, bucket, loop
 from tests.shared import samplers
+from tests.shared.decoder_configs import defined
 
 VOCAB, NEW = samplers.VOCAB, 12
 STOPS = (3, 9, 11)
@@ -25,7 +26,7 @@ CONFIG = {**samplers.SIZES, "model_type": "qwen3", "tie_word_embeddings": True, 
 
 @functools.cache
 def model() -> tuple[Definition, Any]:
-    definition = DECODER.define(CONFIG, "lm")
+    definition = defined(CONFIG, "lm")
     return definition, jax.jit(definition.init)(jax.random.key(1))
 
 

@@ -10,17 +10,17 @@ from rlhf_dpo.objective import objective, pair_loss
 
 from rlhf_core import installed_registry
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.models import DECODER
 from rlhf_core.packing import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
 from tests.shared import reference
+from tests.shared.decoder_configs import defined
 from tests.shared.reference import CONFIG
 
 BETA = 0.2
 ONE = Layout((64,), (20,), (16,), (64,))
 SHORT = Layout((32, 64), (3, 2), (4, 8), (32, 64))
 PADDED = Layout((32,), (4,), (2,), (32,))
-MODEL = DECODER.define(CONFIG, "lm")
+MODEL = defined(CONFIG, "lm")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from rlhf_core import ModelFamily
 from rlhf_core.models import DECODER, Decoder, Definition
 from rlhf_core.testing import check_model
 from tests.shared import mesh_cases as cases
+from tests.shared.decoder_configs import defined
 
 FAMILIES = ("llama", "gemma2", "mixtral")
 ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
@@ -35,7 +36,7 @@ def changed(**methods: Any) -> ModelFamily:
     kind: Any = type("Changed", (Decoder,), methods)
 
     def define(hf_config: Any, head: Any) -> Any:
-        return kind(config=DECODER.define(hf_config, head).config, head=head)  # type: ignore[attr-defined]
+        return kind(config=defined(hf_config, head).config, head=head)  # type: ignore[attr-defined]
 
     return ModelFamily(DECODER.name, define)
 

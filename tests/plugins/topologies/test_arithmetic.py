@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rlhf_topologies import chips, description, hlo, pass_memory, roofline
 
-from rlhf_core.models import DECODER, complete_table
+from rlhf_core.models import complete_table
+from tests.shared.decoder_configs import defined
 from tests.shared.topologies import GB, ONE, model
 
 
@@ -129,7 +130,7 @@ def test_an_embedding_that_no_token_is_multiplied_with_does_not_count() -> None:
 
     def weights(head: Any, *, tied: bool) -> int:
         hf_config = complete_table({**table, "tie_word_embeddings": tied}, None, None)
-        return roofline.token_weights(DECODER.define(hf_config, head))
+        return roofline.token_weights(defined(hf_config, head))
 
     language = weights("lm", tied=True)
     assert language == weights("lm", tied=False)
@@ -146,7 +147,7 @@ def test_inputs_per_layer_are_looked_up() -> None:
 
     def described(words: int, **changes: Any) -> Any:
         hf_config = complete_table({**table, "vocab_size_per_layer_input": words, **changes}, None, None)
-        return DECODER.define(hf_config, "lm")
+        return defined(hf_config, "lm")
 
     mlp, inputs = 3 * 16 * 32 * (2 + 2 * 2), 4 * 4 * (16 + 2 * 16)
     attention = 16 * (8 + 16) * ((4 + 2 + 2 + 4) + (4 + 4))

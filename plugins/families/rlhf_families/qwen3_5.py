@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from rlhf_core.models.hf_config import Fields
+from rlhf_core.models import Architecture, Fields, Layer
+from rlhf_families.mixers import DeltaNet, DeltaSettings
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULTS: Mapping[str, Any] = {
@@ -25,7 +26,16 @@ MOE_DEFAULTS: Mapping[str, Any] = {
     "num_experts_per_tok": 8,
     "intermediate_size": 512,
 }
-WEIGHT_NAMES: Mapping[str, str] = {}
+MROPE = ("mrope_section", "mrope_interleaved")
+"""What only images need: text has one position per token."""
+
+
+class DeltaLayer(Layer):
+    """A layer whose tokens are mixed by the gated delta rule."""
+
+    mixer = DeltaNet
+    name = "linear_attn"
+    about = "gated delta rule"
 
 
 def details(read: Fields, layers: int) -> dict[str, Any]:
@@ -40,17 +50,17 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
             f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
     return {
-        "taps": read.whole("linear_conv_kernel_dim", least=2),
-        "linear_heads": (
-            key_heads,
-            value_heads,
-            read.whole("linear_key_head_dim"),
-            read.whole("linear_value_head_dim"),
+        "settings": DeltaSettings(
+            taps=read.whole("linear_conv_kernel_dim", least=2),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_size=read.whole("linear_key_head_dim"),
+            value_size=read.whole("linear_value_head_dim"),
         ),
         "attention_gate": True,
         "carried": (r"mtp\.",),  # layers that predict further tokens
         "kinds": tuple(kinds),
-        "variants": ((LINEAR, (("mixer", "linear_attn"),)),),
+        "variants": ((LINEAR, (("layer", DeltaLayer),)),),
     }
 
 
@@ -63,3 +73,33 @@ def moe_details(read: Fields, layers: int) -> dict[str, Any]:
         "shared_size": read.whole("shared_expert_intermediate_size"),
         "shared_gate": True,
     }
+
+
+DENSE = Architecture(
+    "Qwen3_5ForCausalLM",
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": False,
+        **DEFAULTS,
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    norm_offset=1.0,
+    partial_rotary=True,
+    rope_fields=MROPE,
+    other_layers=(LINEAR,),
+    details=details,
+)
+ARCHITECTURES = {
+    "qwen3_5_text": DENSE,
+    "qwen3_5_moe_text": replace(
+        DENSE,
+        causal_lm="Qwen3_5MoeForCausalLM",
+        defaults={**DENSE.defaults, **MOE_DEFAULTS},
+        details=moe_details,
+    ),
+}

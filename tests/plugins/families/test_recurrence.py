@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from rlhf_core.models.recurrence import (
+from rlhf_families.recurrence import (
     Inputs,
     chunk_paths,
     gated_delta_rule,
     next_state,
-    previous_tokens,
     short_convolution,
 )
+
+from rlhf_core.models import previous_tokens
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 2, 5, 7
 

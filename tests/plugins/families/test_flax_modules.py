@@ -12,10 +12,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rlhf_families import nnx_family, nnx_model, nnx_module
 
 from rlhf_core import create_state, load_model
 from rlhf_core.errors import InputError
-from rlhf_core.models import Definition, Model, nnx_family, nnx_model, paths
+from rlhf_core.models import Definition, Model, paths
 from rlhf_core.sampling import Sampler
 from rlhf_core.testing import check_model
 from tests.shared import samplers
@@ -81,7 +82,7 @@ class Wrapped(nnx.Module):
     """The decoder within a stranger's module: its logits and gradients are known."""
 
     def __init__(self, model: Model) -> None:
-        self.inner, self.definition = model.nnx(), model.definition
+        self.inner, self.definition = nnx_module(model), model.definition
 
     def __call__(self, input_ids: jax.Array, positions: jax.Array, attention_mask: jax.Array) -> jax.Array:
         params = nnx.to_pure_dict(nnx.state(self.inner))
@@ -109,7 +110,7 @@ def by_decoder(model: Model) -> tuple[jax.Array, Any]:
 
 def test_a_model_as_a_module_has_its_arrays_values_and_gradients(tiny: ModuleType) -> None:
     model = tiny.make_model()
-    module = model.nnx()
+    module = nnx_module(model)
     state = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     assert all(one is two for (_, one), (_, two) in zip(paths(state), paths(model.params), strict=True))
     np.testing.assert_allclose(module(IDS, MASK), model.logits(IDS, MASK), rtol=1e-4, atol=1e-5)
@@ -121,7 +122,7 @@ def test_a_model_as_a_module_has_its_arrays_values_and_gradients(tiny: ModuleTyp
     graph, split = nnx.split(module)
     np.testing.assert_allclose(nnx.merge(graph, split)(IDS), module(IDS))
     scores = tiny.make_model("score")
-    np.testing.assert_allclose(scores.nnx()(IDS, MASK), scores.scores(IDS, MASK), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(nnx_module(scores)(IDS, MASK), scores.scores(IDS, MASK), rtol=1e-4, atol=1e-5)
 
 
 def test_a_module_as_a_model_has_its_values_and_gradients(tiny: ModuleType) -> None:

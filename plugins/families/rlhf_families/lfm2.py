@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rlhf_core.models.hf_config import Fields
+from rlhf_core.models import Architecture, Fields, Layer
+from rlhf_families.mixers import Convolution, ConvolutionSettings
+
+
+class ConvolutionLayer(Layer):
+    """A layer whose tokens are mixed by a short convolution."""
+
+    mixer = Convolution
+    name = "conv"
+    about = "short convolutions"
+
 
 DEFAULTS: Mapping[str, Any] = {
     "norm_eps": 1e-5,
@@ -94,9 +103,39 @@ def _mixers(read: Fields, layers: int) -> dict[str, Any]:
     tied = read.get("tie_embedding")
     return {
         "norm_eps": read.number("norm_eps", 1e-5),
-        "taps": read.whole("conv_L_cache", least=2),
-        "taps_bias": read.switch("conv_bias"),
+        "settings": ConvolutionSettings(read.whole("conv_L_cache", least=2), read.switch("conv_bias")),
         "tied": read.switch("tie_word_embeddings" if tied is None else "tie_embedding"),
         "kinds": tuple(kinds),
-        "variants": (("conv", (("mixer", "conv"),)),),
+        "variants": (("conv", (("layer", ConvolutionLayer),)),),
     }
+
+
+ARCHITECTURES = {
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "tie_word_embeddings": True,
+            **DEFAULTS,
+        },
+        qk_norm="head",
+        other_layers=("conv",),
+        details=details,
+        weight_names=WEIGHT_NAMES,
+    ),
+    "lfm2_moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "tie_word_embeddings": True,
+            **MOE_DEFAULTS,
+        },
+        qk_norm="head",
+        normalise_experts="norm_topk_prob",
+        other_layers=("conv",),
+        details=moe_details,
+        weight_names=WEIGHT_NAMES,
+    ),
+}

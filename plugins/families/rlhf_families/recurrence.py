@@ -1,4 +1,4 @@
-"""Layers with a state, over rows of packed trees: the gated delta rule in chunks, and short causal convolutions.
+"""Formulas of layers with a state, over rows of packed trees: the gated delta rule in chunks, short convolutions.
 
 A state is empty at the start of a tree, and every branch continues from the state at the end of its tree's prefix.
 Positions of a tree count from 0.
@@ -7,36 +7,21 @@ Positions of a tree count from 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from rlhf_core.mesh import row_axes, zigzag
-from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.layers import Linear, RMSNorm
+from rlhf_core.models import previous_tokens
 
 CHUNK = 64
 """Tokens whose products are computed together. Work per token grows with it, the number of steps in a row shrinks."""
-
-
-def previous_tokens(positions: jax.Array, visible_until: jax.Array) -> jax.Array:
-    """Return the index of the token before each one in its own sequence, int32 [B, T]; -1 where it has none.
-
-    positions, visible_until: int32 [B, T], see `rlhf_core.contracts.Rows`.
-    """
-    index = jnp.arange(positions.shape[1], dtype=jnp.int32)
-    starts = lax.cummax(jnp.where(positions == 0, index, -1), axis=1)  # of the token's tree
-    follows = (jnp.roll(positions, 1, 1) == positions - 1) & (jnp.roll(visible_until, 1, 1) > index)
-    # The first token of a later branch follows the prefix, in which a token's position is its index in the tree.
-    return jnp.where(positions == 0, -1, jnp.where(follows, index - 1, starts + positions - 1))
 
 
 def short_convolution(x: jax.Array, kernel: jax.Array, previous: jax.Array) -> jax.Array:
@@ -93,16 +78,6 @@ def chunk_paths(positions: jax.Array, visible_until: jax.Array, chunk: int = CHU
         return (precedes & flag[:, :, None, :]).any(-1)
 
     return Paths(precedes, inherited(carried & outside), inherited(outside & ~carried), last, fork)
-
-
-class Order(NamedTuple):
-    """The order of tokens in rows: what `previous_tokens` and `chunk_paths` return; the mesh, if layers get pieces of
-    these rows.
-    """
-
-    previous: jax.Array
-    paths: Paths
-    mesh: AbstractMesh | None = None
 
 
 def across_pieces(
@@ -324,224 +299,3 @@ def next_state(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     delta = (v - jnp.einsum("bkgde,bkd->bkge", state, k)) * inputs.beta[..., None]
     state = state + k[:, :, None, :, None] * delta[:, :, :, None]
     return jnp.einsum("bkgde,bkd->bkge", state, q), state
-
-
-PARTS = {"conv": ("in_proj", ("before", "after", "inner")), "linear_attn": ("in_proj_qkv", ("q", "k", "v"))}
-"""A mixer's projection to several kinds of channels, and the names of the projections to each of them."""
-
-
-def part_sizes(config: DecoderConfig) -> tuple[int, ...]:
-    """Count the channels of each kind."""
-    if config.mixer == "conv":
-        return (config.hidden_size,) * 3
-    key_heads, value_heads, size, width = config.linear_heads
-    return (key_heads * size, key_heads * size, value_heads * width)
-
-
-def _shared(config: DecoderConfig) -> str | None:
-    """Return the logical axis of channels and heads: devices share them while they sample."""
-    return "heads" if config.apart else None
-
-
-def make_parts(module: nnx.Module, config: DecoderConfig, linear: Any) -> tuple[str, ...]:
-    """Set a mixer's projection, or with `config.apart` its projections, and return their names."""
-    (together, names), sizes = PARTS[config.mixer], part_sizes(config)
-    parts = {together: sum(sizes)}
-    if config.apart:
-        parts = {f"in_proj_{name}": size for name, size in zip(names, sizes, strict=True)}
-    for name, size in parts.items():
-        setattr(module, name, linear((config.hidden_size, size), axes=("layers", "embed", _shared(config))))
-    return tuple(parts)
-
-
-def projected(module: Any, x: jax.Array) -> list[jax.Array]:
-    """Project to the channels of each kind."""
-    made = [getattr(module, name)(x) for name in module.parts]
-    if len(made) > 1:
-        return made
-    return jnp.split(made[0], np.cumsum(module.sizes)[:-1], axis=-1)
-
-
-def apart(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Split the parameters of one layer's mixer as its module has them with `config.apart`."""
-    if config.mixer not in PARTS:
-        return layer
-    together, names = PARTS[config.mixer]
-    ends = np.cumsum(part_sizes(config))[:-1]
-    inside = {name: value for name, value in layer[config.mixer].items() if name != together}
-    pieces = {name: jnp.split(x, ends, axis=-1) for name, x in layer[config.mixer][together].items()}
-    inside |= {f"in_proj_{part}": {name: x[i] for name, x in pieces.items()} for i, part in enumerate(names)}
-    if "conv1d" in inside:
-        weights = jnp.split(inside["conv1d"]["weight"], ends)
-        inside["conv1d"] = {f"weight_{i}": weight for i, weight in enumerate(weights)}
-    return {**layer, config.mixer: inside}
-
-
-class Convolution(nnx.Module):
-    """A short convolution between two gates (LFM2). Its state: the last inputs of the convolution, [B, taps - 1, D]."""
-
-    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        c = config
-        linear = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=c.taps_bias)
-        self.parts, self.sizes = make_parts(self, c, linear), part_sizes(c)
-        self.conv = Taps(c, (c.hidden_size,), rngs)
-        self.out_proj = linear((c.hidden_size, c.hidden_size), ("layers", _shared(c), "embed"), sums=True)
-
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
-        """[B, T, D] → the same, and the state after each row's last token."""
-        before, after, x = projected(self, x)
-        mixed, kept = self.conv.over_rows(before * x, order)
-        return self.out_proj(after * mixed), (kept, None)
-
-    def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
-        """[B, T, D] → the same, and the state after the first `count` tokens, int32 [B]."""
-        before, after, x = projected(self, x)
-        mixed, kept = self.conv.extend(before * x, state[0], count)
-        return self.out_proj(after * mixed), (kept, None)
-
-    def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """[B, D] → the same, and the next state."""
-        before, after, x = projected(self, x)
-        mixed, kept = self.conv.next(before * x, state[0])
-        return self.out_proj(after * mixed), (kept, None)
-
-
-class Taps(nnx.Module):
-    """A convolution of every channel with the tokens before it; parameters as in Hugging Face's files."""
-
-    def __init__(self, config: DecoderConfig, channels: Sequence[int], rngs: Any) -> None:
-        """channels: of each kind. With `config.apart`, each kind has weights of its own, weight_0 and so on."""
-        parts = {"weight": sum(channels)}
-        if config.apart and len(channels) > 1:
-            parts = {f"weight_{i}": size for i, size in enumerate(channels)}
-        for name, size in parts.items():
-            shape, bound = (config.num_layers, size, 1, config.taps), config.taps**-0.5
-            start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
-            setattr(self, name, nnx.Param(start, axes=("layers", _shared(config), None, None)))
-        zero = jnp.zeros((config.num_layers, sum(channels)), jnp.float32)
-        self.bias = nnx.Param(zero, axes=("layers", _shared(config))) if config.taps_bias else None
-        self.parts = tuple(parts)
-
-    def kernel(self, dtype: Any) -> jax.Array:
-        """Return the taps, [taps, channels]."""
-        return jnp.concatenate([getattr(self, name)[...][:, 0] for name in self.parts]).T.astype(dtype)
-
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array | None]:
-        """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]; None for pieces."""
-        kernel = self.kernel(x.dtype)
-        if order.mesh is not None:
-
-            def convolve(x: jax.Array, taps: jax.Array, previous: jax.Array) -> jax.Array:
-                return short_convolution(x, taps.T, previous)
-
-            return self._biased(across_pieces(convolve, order.mesh, x, kernel.T, order.previous)), None
-        at, kept = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32), []
-        for _ in range(len(kernel) - 1):
-            read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
-            kept.append(jnp.where(at[..., None] < 0, 0, read))
-            at = jnp.where(at < 0, -1, jnp.take_along_axis(order.previous, jnp.maximum(at, 0), 1))
-        # The backward pass reads the taps' inputs again: it would keep a copy for each tap.
-        y = jax.checkpoint(short_convolution, prevent_cse=False)(x, kernel, order.previous)
-        return self._biased(y), jnp.concatenate(kept[::-1], 1)
-
-    def extend(self, x: jax.Array, kept: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, T, channels] → the same, and the last inputs after the first `count` tokens, int32 [B]."""
-        window, kernel = jnp.concatenate([kept, x], 1), self.kernel(x.dtype)
-        y = sum(window[:, i : i + x.shape[1]] * tap for i, tap in enumerate(kernel))
-        at = count[:, None] + jnp.arange(kept.shape[1])
-        return self._biased(y), jnp.take_along_axis(window, at[..., None], 1)
-
-    def next(self, x: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, channels] → the same, and the next last inputs."""
-        window = jnp.concatenate([kept, x[:, None]], 1)
-        y = jnp.einsum("btc,tc->bc", window, self.kernel(x.dtype))
-        return self._biased(y), window[:, 1:]
-
-    def _biased(self, y: jax.Array) -> jax.Array:
-        return y if self.bias is None else (y + self.bias[...]).astype(y.dtype)
-
-
-class DeltaNet(nnx.Module):
-    """The gated delta rule (Yang et al. 2024) as in Qwen3.5.
-
-    Its state: the last inputs of the convolution, [B, taps - 1, channels], and float32 [B, K, G, d, e].
-    """
-
-    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        c, lead = config, (config.num_layers,)
-        key_heads, value_heads, size, width = c.linear_heads
-        linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
-        inside, values = ("layers", "embed", _shared(c)), value_heads * width
-        self.parts, self.sizes = make_parts(self, c, linear), part_sizes(c)
-        self.in_proj_z = linear((c.hidden_size, values), axes=inside)
-        self.in_proj_b = linear((c.hidden_size, value_heads), axes=inside)
-        self.in_proj_a = linear((c.hidden_size, value_heads), axes=inside)
-        self.conv1d = Taps(c, (key_heads * size, key_heads * size, values), rngs)
-        self.dt_bias = nnx.Param(jnp.ones((*lead, value_heads), jnp.float32), axes=("layers", _shared(c)))
-        decay = jax.random.uniform(rngs.params(), (*lead, value_heads), jnp.float32, 0.01, 16)
-        self.A_log = nnx.Param(jnp.log(decay), axes=("layers", _shared(c)))
-        self.norm = RMSNorm(replace(c, norm_offset=0.0), lead, width)
-        self.out_proj = linear((values, c.hidden_size), axes=("layers", _shared(c), "embed"), sums=True)
-        self.heads = c.linear_heads
-
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
-        """[B, T, D] → the same, and the state after each row's last token."""
-        mixed, kept = self.conv1d.over_rows(jnp.concatenate(projected(self, x), -1), order)
-        inputs = self._inputs(mixed, x)
-        if order.mesh is None:
-            out, state = gated_delta_rule(inputs, order.paths)
-        else:
-
-            def of_heads(inputs: Inputs, _: Any, paths: Paths) -> jax.Array:
-                return gated_delta_rule(inputs, paths)[0]
-
-            out, state = across_pieces(of_heads, order.mesh, inputs, (), order.paths), None
-        return self._output(out, x), (kept, state)
-
-    def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
-        """[B, T, D] → the same, and the state after the first `count` tokens, int32 [B]."""
-        mixed, kept = self.conv1d.extend(jnp.concatenate(projected(self, x), -1), state[0], count)
-        inputs, place = self._inputs(mixed, x), jnp.arange(x.shape[1])
-        used = (place < count[:, None])[..., None, None]
-        # A token without decay and correction leaves the state as it was.
-        inputs = inputs._replace(
-            log_decay=jnp.where(used, inputs.log_decay, 0), beta=jnp.where(used, inputs.beta, 0)
-        )
-        positions = jnp.broadcast_to(place.astype(jnp.int32), x.shape[:2])
-        paths = chunk_paths(positions, jnp.full_like(positions, x.shape[1]))
-        paths = paths._replace(carried=jnp.ones_like(paths.carried))
-        out, after = gated_delta_rule(inputs, paths, state[1])
-        return self._output(out, x), (kept, after)
-
-    def next(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """[B, D] → the same, and the next state."""
-        mixed, kept = self.conv1d.next(jnp.concatenate(projected(self, x), -1), state[0])
-        out, after = next_state(state[1], self._inputs(mixed, x))
-        return self._output(out, x), (kept, after)
-
-    def _inputs(self, mixed: jax.Array, x: jax.Array) -> Inputs:
-        """[…, channels] after the convolution, [..., D] → queries, keys, values, logarithm of the decay, beta."""
-        size, width = self.heads[2:]
-        lead, groups = x.shape[:-1], self.heads[1] // self.heads[0]
-        key_heads = mixed.shape[-1] // (2 * size + groups * width)  # of this device
-        q, k, v = jnp.split(jax.nn.silu(mixed), (key_heads * size, 2 * key_heads * size), axis=-1)
-        q, k = (_unit(y.reshape(*lead, key_heads, size).astype(jnp.float32)) for y in (q, k))
-        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        decay = -jnp.exp(self.A_log[...]) * jax.nn.softplus(
-            self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...]
-        )
-        decay, beta = (y.reshape(*lead, key_heads, groups) for y in (decay, beta))
-        return Inputs(q * size**-0.5, k, v.reshape(*lead, key_heads, groups, width), decay, beta)
-
-    def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32)).reshape(out.shape)
-        gated = self.norm(out) * gate
-        return self.out_proj(gated.reshape(*x.shape[:-1], -1).astype(x.dtype))
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + 1e-6)
-
-
-MIXERS: Mapping[str, Any] = {"conv": Convolution, "linear_attn": DeltaNet}
-"""The layers with a state, by the name of their parameters."""

@@ -6,22 +6,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from rlhf_core.models import experts, layers
-from rlhf_core.models.config import DecoderConfig, Gemma4
-from rlhf_core.models.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
-from rlhf_core.models.rope import rotate
-
-if TYPE_CHECKING:
-    from rlhf_core.models.hf_config import Fields
+from rlhf_core import models
+from rlhf_core.models import (
+    ACTIVATIONS,
+    MLP,
+    Architecture,
+    Aux,
+    Context,
+    DecoderConfig,
+    Embedding,
+    Fields,
+    Linear,
+    RMSNorm,
+    rotate,
+)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULTS: Mapping[str, Any] = {
@@ -109,17 +116,15 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
         differs = {
             **heads,
             size: mlp * (1 + (wide and borrows)),
-            "gemma4": Gemma4(
-                per_layer=table,
-                keys_as_values=read.switch("attention_k_eq_v") and types[first] == FULL,
-                source=own - 1 - types[:own][::-1].index(types[first]) if borrows else None,
-            ),
+            "settings": Settings(table, read.switch("attention_k_eq_v") and types[first] == FULL),
+            "source": own - 1 - types[:own][::-1].index(types[first]) if borrows else None,
         }
         variants[kind] = tuple(differs.items())
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     stand_ins = [read.whole(name, least=0) for name in names if read.get(name) is not None]
     return found | {
-        "gemma4": Gemma4(per_layer=table),
+        "layer": LayerWithInput if table[1] else Layer,
+        "settings": Settings(table),
         "placeholders": (read.whole("pad_token_id", 0, least=0), *stand_ins) if stand_ins else (),
         "fused_experts": True,
         # Published files have keys and values of layers that use another layer's.
@@ -185,17 +190,27 @@ def normed(x: jax.Array, eps: float) -> jax.Array:
     return wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
 
 
-class Attention(layers.Attention):
-    """Attention with normalised values, over the keys and values of an earlier layer where `source` names one."""
+class Settings(NamedTuple):
+    """What a layer has in addition to other layers.
+
+    per_layer: (words, size) of the table of the inputs that each layer has of its own; (0, 0): there are none.
+    keys_as_values: the values are the projected keys.
+    """
+
+    per_layer: tuple[int, int] = (0, 0)
+    keys_as_values: bool = False
+
+
+class Attention(models.Attention):
+    """Attention with normalised values, over the keys and values of an earlier layer where the config names one."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        assert config.gemma4 is not None
-        c, own = config, config.gemma4
+        c, own = config, config.settings
         make = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range)
         inside = functools.partial(make, axes=("layers", "embed", "heads"), bias=c.qkv_bias)
         heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         parts = {"q_proj": heads, "k_proj": keys, "v_proj": keys}
-        if own.source is not None:
+        if c.source is not None:
             parts = {"q_proj": heads}
         elif own.keys_as_values:
             del parts["v_proj"]
@@ -209,12 +224,12 @@ class Attention(layers.Attention):
             (heads, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True
         )
         self.q_norm = RMSNorm(c, (c.num_layers,), c.head_dim)
-        if own.source is None:
+        if c.source is None:
             self.k_norm = RMSNorm(c, (c.num_layers,), c.head_dim)
-        self.config, self.source = c, own.source
+        self.config = c
 
     def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, Any, Any, None]:
-        """[B, T, D] → as `layers.Attention.project`, with None for keys and values of a layer that has a `source`."""
+        """[B, T, D] → as `models.Attention.project`, with None for keys and values of a layer that reads another's."""
         c, (cosine, sine) = self.config, (angle[:, None] for angle in rope)
         if self.joined:
             ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
@@ -231,7 +246,7 @@ class Attention(layers.Attention):
         return q, k, v, None
 
 
-class Experts(experts.Experts):
+class Experts(models.Experts):
     """Experts whose router reads the layer's normalised input, and whose weights are scaled."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
@@ -250,15 +265,14 @@ class Experts(experts.Experts):
         return super().weigh(logits, chosen) * self.gate.per_expert_scale[...][chosen]
 
 
-class Layer(nnx.Module):
+class Layer(models.Layer):
     """Attention, MLP with or without experts next to it, and the layer's own input; each normalised before and after.
 
     Holds stacked parameters, runs on one layer's. `layer_scalar` is not trained.
     """
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        assert config.gemma4 is not None
-        c, lead, size = config, (config.num_layers,), config.gemma4.per_layer[1]
+        c, lead, size = config, (config.num_layers,), config.settings.per_layer[1]
         norm = functools.partial(RMSNorm, c, lead, c.hidden_size)
         linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
         self.self_attn = Attention(c, rngs)
@@ -276,28 +290,25 @@ class Layer(nnx.Module):
             self.post_per_layer_input_norm = norm()
         self.layer_scalar = nnx.Param(jnp.ones((*lead, 1), jnp.float32), axes=("layers", None))
 
-    def __call__(
-        self, x: jax.Array, mix: Callable[[Any, jax.Array], jax.Array], given: jax.Array | None = None
-    ) -> jax.Array:
-        """[B, T, D] → the same. mix: as for `decoder.Layer`. given: the layer's own input [B, T, size], if any."""
-        x = x + self.post_attention_layernorm(mix(self.self_attn, self.input_layernorm(x)))
-        inner = self.mlp(self.pre_feedforward_layernorm(x))
+    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
+        mixed, cache = self.self_attn(self.input_layernorm(x), ctx)
+        x = x + self.post_attention_layernorm(mixed)
+        inner, routed = self.mlp(self.pre_feedforward_layernorm(x)), None
         if self.has_experts:
-            chosen = self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(x), x))
-            inner = self.post_feedforward_layernorm_1(inner) + chosen
+            chosen, routed = self.moe(self.pre_feedforward_layernorm_2(x), ctx.router, x)
+            inner = self.post_feedforward_layernorm_1(inner) + self.post_feedforward_layernorm_2(chosen)
         x = x + self.post_feedforward_layernorm(inner)
-        if given is not None:
-            own = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * given
+        if ctx.given is not None:
+            own = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * ctx.given
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(own))
-        return x * lax.stop_gradient(self.layer_scalar[...]).astype(x.dtype)
+        return x * lax.stop_gradient(self.layer_scalar[...]).astype(x.dtype), Aux(cache, routed)
 
 
 class PerLayerInputs(nnx.Module):
     """The layers' own inputs: of each token, a row of a table and a projection of its embedding."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        assert config.gemma4 is not None
-        words, size = config.gemma4.per_layer
+        words, size = config.settings.per_layer
         width = config.num_layers * size
         table = replace(config, vocab_size=words, hidden_size=width, embedding_scale=math.sqrt(size))
         self.embed_tokens_per_layer = Embedding(table, rngs)
@@ -315,3 +326,27 @@ class PerLayerInputs(nnx.Module):
         )
         projected, found = (y.reshape(*tokens.shape, -1, self.size) for y in made)
         return jnp.moveaxis((self.per_layer_projection_norm(projected) + found) * 2**-0.5, 2, 0)
+
+
+class LayerWithInput(Layer):
+    """A layer that has an input of its own."""
+
+    given = PerLayerInputs
+
+
+ARCHITECTURES = {
+    "gemma4_text": Architecture(
+        "Gemma4ForCausalLM",
+        DEFAULTS,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        norms="both",
+        scaled_embedding=True,
+        activation="hidden_activation",
+        layer_types=layer_types,
+        layer_types_decide=True,
+        details=details,
+        weight_names=WEIGHT_NAMES,
+    )
+}

@@ -15,15 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rlhf_core.contracts import ModelFamily
-from rlhf_core.contracts.models import Head
-from rlhf_core.errors import InputError
-from rlhf_core.mesh import fetch_array, make_mesh
-from rlhf_core.models import weights
-from rlhf_core.models.definition import Definition
-from rlhf_core.models.model import Model
-from rlhf_core.models.params import paths
-from rlhf_core.models.safetensors import Writer, described
+from rlhf_core import InputError, ModelFamily
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import Definition, Head, Model, open_weights, paths, save_tensors
 from rlhf_core.runtime.caches import cached
 
 if TYPE_CHECKING:
@@ -132,7 +126,7 @@ class NnxDefinition(Definition):
         return _named(nnx.state(self.make(json.loads(self.hf_config), nnx.Rngs(key)), nnx.Param))
 
     def load(self, directory: Path, shardings: Any) -> dict[str, Any]:
-        readers, params = weights.open_weights(directory), _describe(self.make, self.hf_config)[1]
+        readers, params = open_weights(directory), _describe(self.make, self.hf_config)[1]
         expected = {".".join(path): leaf.shape for path, leaf in paths(params)}
         stored = {name: tuple(reader.header[name]["shape"]) for name, reader in readers.items()}
         if self.head == "score":
@@ -152,18 +146,7 @@ class NnxDefinition(Definition):
         return loaded
 
     def save(self, params: Any, directory: Path, dtype: str) -> None:
-        named = self._tensors(params)
-        writes = jax.process_index() == 0
-        if writes:
-            for old in [*directory.glob("model*.safetensors"), directory / weights.INDEX]:
-                old.unlink(missing_ok=True)
-            tensors = {name: described(dtype, leaf.shape) for name, leaf in named.items()}
-            with Writer(directory, tensors, weights.SHARD_BYTES) as writer:
-                for name, leaf in named.items():
-                    writer.put(name, fetch_array(leaf))
-        else:
-            for leaf in named.values():  # each one needs all processes
-                fetch_array(leaf)
+        save_tensors(self._tensors(params), directory, dtype)
 
     def _tensors(self, params: Any) -> dict[str, jax.Array]:
         """Name the arrays as the files do."""
@@ -256,7 +239,7 @@ class NnxScorer(NnxDefinition):
         return {**super().init(of_module), "score": {"kernel": kernel}}
 
     def load(self, directory: Path, shardings: Any) -> dict[str, Any]:
-        readers = weights.open_weights(directory)
+        readers = open_weights(directory)
         module = {name: each for name, each in shardings.items() if name != "score"}
         loaded = super().load(directory, module)
         if HEAD in readers:
@@ -324,6 +307,11 @@ def _named(state: Any) -> dict[str, Any]:
 
     pure: dict[str, Any] = named(nnx.to_pure_dict(state))
     return pure
+
+
+def nnx_module(model: Model) -> NnxModel:
+    """Return a model as a flax nnx.Module that shares its arrays."""
+    return NnxModel(model.definition, model.params)
 
 
 class NnxModel(nnx.Module):
