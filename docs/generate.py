@@ -52,12 +52,13 @@ KINDS = {
     "distillation stage",
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
     "advantage": "advantages of groups of completions, from their rewards: `advantage` of a GRPO stage",
+    "layer": "a decoder's layer, a class: what [a family with its own](../how-to/add_a_model_family.md) names",
     "attention": "attention within rows: `attention` of any stage",
     "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
     "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
     "environment": "what a policy talks with over several turns, an object per episode: `environment` of a GRPO stage",
     "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`, whose models subclass "
-    "`Definition`; `nnx_family` makes one of a [flax module](../../examples/flax/README.md)",
+    "`Definition`; `rlhf_families.nnx_family` makes one of a [flax module](../../examples/flax/README.md)",
     "dataset": "rows by index: the `name` in a table `train_data` or `eval_data`",
     "logger": "an object with hooks, called while its stage runs: an entry of `logger`",
     "optimizer": "a gradient transformation for a learning rate: `optimizer` of any stage",
@@ -312,8 +313,8 @@ def model_parts() -> Iterator[str]:
 def small_model(name: str, rules: Architecture, head: Any = "lm") -> Decoder:
     """A model of a family with the defaults of its class, and one of each kind of layer, small."""
     sizes: dict[str, Any] = {"model_type": name, **SMALL}
-    if rules.other_layers:
-        sizes["layer_types"] = [*rules.other_layers, "full_attention"] * 3
+    if rules.layers:
+        sizes["layer_types"] = [*rules.layers, "full_attention"] * 3
     found: Any = find_family(name).define(complete_table(sizes, None, None), head)
     return found
 
@@ -332,7 +333,7 @@ def family_facts(name: str, rules: Architecture) -> dict[str, str]:
     elif "windows" in windows:
         windowed = "in all layers"
     else:
-        windowed = "none" if rules.layer_types is None else "where set"
+        windowed = "none" if rules.layer_types is None or rules.layers else "where set"
     mlps = ["dense"] if any(not of.experts for of in stacks) else []
     if any(of.experts for of in stacks):
         mlps += ["experts", "shared expert"] if config.shared_size else ["experts"]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.errors import InputError, counted
 
-__all__ = ["over_pieces", "put_rows"]
+__all__ = ["make_mesh", "over_pieces", "put_rows"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh

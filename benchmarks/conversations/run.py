@@ -23,6 +23,7 @@ import numpy as np
 from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.mesh import make_mesh
+from rlhf_core.models import find_family
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions, converse_by_turns
 
 VOCAB, GROUP, LONGEST_PROMPT, TURN, REPLY = 1024, 4, 64, 32, 24

@@ -5,6 +5,7 @@ from rlhf_core.models.attention import Blocks as Blocks
 from rlhf_core.models.attention import attend_blocks as attend_blocks
 from rlhf_core.models.attention import in_blocks as in_blocks
 from rlhf_core.models.attention import visible_blocks as visible_blocks
+from rlhf_core.models.attention_pieces import across_pieces as across_pieces
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.definition import Definition as Definition
@@ -49,8 +50,15 @@ from rlhf_core.models.readers import previous_tokens as previous_tokens
 from rlhf_core.models.rope import rotate as rotate
 from rlhf_core.models.weights import open_weights as open_weights
 from rlhf_core.models.weights import save_tensors as save_tensors
+from rlhf_core.runtime.caches import cached as cached
 
 __all__ = [
     "Definition",
     "Model",
 ]
+"""What authors of trainers rely on."""
+FOR_FAMILIES = (
+    "ACTIVATIONS Architecture Attention Aux Context DecoderConfig Embedding Experts Fields Layer Linear MLP RMSNorm "
+    "Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate save_tensors"
+)
+"""What authors of model families rely on in addition."""

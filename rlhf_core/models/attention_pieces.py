@@ -1,4 +1,4 @@
-"""Attention over rows that devices share along time, the mesh's axis `context`: what each sends, and to whom."""
+"""Rows that devices share along time, the mesh's axis `context`: what each sends, and to whom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from rlhf_core.mesh import row_axes
+from rlhf_core.mesh import row_axes, zigzag
 from rlhf_core.models.attention import Blocks, visible_blocks
 
 
@@ -107,3 +107,33 @@ def _ends_before(both: list[jax.Array], count: int) -> list[jax.Array]:
         return placed[:, :, count:]
 
     return [whole(x) for x in both]
+
+
+def across_pieces(
+    function: Callable[[Any, Any, Any], jax.Array], mesh: AbstractMesh, x: Any, by_part: Any, of_rows: Any
+) -> jax.Array:
+    """Call a function of whole rows, in which channels, or heads, are independent, on rows that `cut_rows` has cut.
+
+    The devices that share a row exchange pieces of all channels for some channels of the whole row, and back.
+    function: (x, by_part, of_rows) → [B, T, n, …]. x: arrays of pieces, [B · c, T / c, n, …], cut in the order of
+    `zigzag`. by_part: arrays [n, …]. of_rows: arrays of whole rows, [B, …].
+    """
+    axes, size = row_axes(), mesh.shape["context"]
+    n = jax.tree.leaves(x)[0].shape[2]
+
+    def with_room(axis: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jnp.pad(x, [(0, -n % size if i == axis else 0) for i in range(x.ndim)])
+
+    def local(x: Any, by_part: Any, of_rows: Any) -> jax.Array:
+        def gathered(x: jax.Array) -> jax.Array:
+            whole = lax.all_to_all(x, "context", 2, 1, tiled=True)
+            return whole[:, np.argsort(zigzag(whole.shape[1], size))]
+
+        made = function(jax.tree.map(gathered, x), by_part, of_rows)
+        back: jax.Array = lax.all_to_all(made[:, zigzag(made.shape[1], size)], "context", 1, 2, tiled=True)
+        return back
+
+    pieces, parts, rows = PartitionSpec(axes), PartitionSpec("context"), PartitionSpec(axes[:-1])
+    over = jax.shard_map(local, mesh=mesh, in_specs=(pieces, parts, rows), out_specs=pieces, check_vma=False)
+    made: jax.Array = over(jax.tree.map(with_room(2), x), jax.tree.map(with_room(0), by_part), of_rows)
+    return made[:, :, :n]

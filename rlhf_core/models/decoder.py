@@ -332,7 +332,7 @@ class Decoder(Definition):
                     rotation=rotation(own),
                     window=own.window,
                     given=own.given,
-                    router=recorder and Router(recorder.counted, own.routes),
+                    router=None if recorder is None else Router(recorder.counted, own.routes),
                     source=None if stack.config.source is None else caches[stack.config.source],
                 )
                 x, aux = nnx.merge(graph, slice_[0])(x, ctx)
@@ -459,7 +459,7 @@ class Decoder(Definition):
                 rotation=rotations[rope, own.head_dim],
                 window=own.windows[n],
                 given=None if given is None else given[i],
-                router=recorder and Router(recorder.counted, None),
+                router=None if recorder is None else Router(recorder.counted, None),
                 cache=caches[i],
                 source=None if own.source is None else after[own.source],
                 reads=c.sources[i],

@@ -504,7 +504,7 @@ class Experts(nnx.Module):
         return weight if c.expert_scale == 1 else weight * c.expert_scale
 
     def __call__(
-        self, x: jax.Array, router: Router | None, seen: jax.Array | None = None
+        self, x: jax.Array, router: Router | None = None, seen: jax.Array | None = None
     ) -> tuple[jax.Array, Routed | None]:
         """[B, T, D] → the same, and what the router did where it is asked.
 

@@ -47,8 +47,8 @@ class Architecture:
     """Chooses the layers with a sliding window where the file has no `layer_types`; None: no layer ever has one."""
     layer_types_decide: bool = False
     """Whether the file's `layer_types` decide; otherwise they must equal the result of `layer_types` above."""
-    other_layers: tuple[str, ...] = ()
-    """What `layer_types` may have in addition to FULL; `details` reads it."""
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    """Layers of the family's own: {name in `layer_types`: the class, see `layer.Layer`}, beside FULL."""
     longrope: tuple[str, ...] = ()
     """Names of the rope type longrope; empty for families without it."""
     partial_rotary: bool = False

@@ -412,8 +412,10 @@ def parse(
     kv_heads, head_dim = read.whole("num_key_value_heads", heads), _head_dim(read, hidden, heads)
     if not read.problems:
         _check_heads(read, heads, kv_heads, head_dim)
-    kinds, windows = _windows(read, rules, model_type, layers)
-    ropes, layer_ropes = read_ropes(read, rules, kinds, rotated_layers(read, layers), head_dim)
+    types = _layer_types(read, rules, model_type, layers)
+    window = read.whole("sliding_window") if SLIDING in types else None
+    attention = [FULL if kind in rules.layers else kind for kind in types]
+    ropes, layer_ropes = read_ropes(read, rules, attention, rotated_layers(read, layers), head_dim)
     experts = _experts(read)
     scalar = read.positive("query_pre_attn_scalar")
 
@@ -445,7 +447,7 @@ def parse(
         logit_scale=1 / factor("logits_scaling"),
         attention_softcap=read.positive("attn_logit_softcapping"),
         logit_softcap=read.positive("final_logit_softcapping"),
-        windows=windows,
+        windows=tuple(window if kind == SLIDING else None for kind in types),
         ropes=ropes,
         layer_ropes=layer_ropes,
         experts=experts,
@@ -453,6 +455,8 @@ def parse(
         normalise_experts=read.switch(rules.normalise_experts),
         weight_names=tuple(rules.weight_names.items()),
         initializer_range=read.number("initializer_range", 0.02),
+        kinds=tuple(types) if rules.layers else (),
+        variants=tuple((kind, (("layer", layer),)) for kind, layer in rules.layers.items()),
     )
     if rules.details is not None:
         config = replace(config, **rules.details(read, layers))
@@ -495,22 +499,18 @@ def _activation(read: Fields, rules: Architecture) -> str:
     return str(name)
 
 
-def _windows(
-    read: Fields, rules: Architecture, model_type: str, layers: int
-) -> tuple[list[str], tuple[int | None, ...]]:
-    """Read (FULL or SLIDING per layer, window per layer)."""
+def _layer_types(read: Fields, rules: Architecture, model_type: str, layers: int) -> list[str]:
+    """Read the type of each layer: FULL, SLIDING, or a name of `rules.layers`."""
+    allowed = (FULL, *rules.layers) if rules.layers else (FULL, SLIDING)
     kinds = [FULL] * layers if rules.layer_types is None else rules.layer_types(read, layers)
     stored = read.get("layer_types")
     if stored is not None and (
-        not isinstance(stored, list)
-        or len(stored) != layers
-        or any(kind not in (FULL, SLIDING, *rules.other_layers) for kind in stored)
+        not isinstance(stored, list) or len(stored) != layers or any(kind not in allowed for kind in stored)
     ):
-        names = " or ".join((FULL, *rules.other_layers) if rules.other_layers else (FULL, SLIDING))
-        read.problem(f"layer_types must be {names}, one for each of {layers} layers; it is {shown(stored)}")
-    elif rules.other_layers:
-        pass  # read by the family's own code
-    elif stored is not None and rules.layer_types_decide:
+        read.problem(
+            f"layer_types must be {' or '.join(allowed)}, one for each of {layers} layers; it is {shown(stored)}"
+        )
+    elif stored is not None and (rules.layer_types_decide or rules.layers):
         kinds = stored
         if SLIDING in kinds and read.get("use_sliding_window") is False:
             read.problem(f"layer_types has {SLIDING}, but use_sliding_window is false")
@@ -518,8 +518,7 @@ def _windows(
         read.problem(
             f"layer_types {shown(stored)} is not supported in {model_type}: its layers are {kinds!r}"
         )
-    window = read.whole("sliding_window") if SLIDING in kinds else None
-    return kinds, tuple(window if kind == SLIDING else None for kind in kinds)
+    return kinds
 
 
 def _experts(read: Fields) -> int:

@@ -161,7 +161,8 @@ class CacheReader:
         self, ctx: Context, q: Any, k: Any, v: Any, options: Mapping[str, Any]
     ) -> tuple[jax.Array, Any]:
         if k is None:
-            return self.read(ctx, q, *ctx.source, options), None
+            keys, values = ctx.source
+            return self.read(ctx, q, keys, values, options), None
         keys, values = ctx.cache
         keys = written(keys, k.swapaxes(2, 3), self.slot, 3)
         values = written(values, v, self.slot, 2)

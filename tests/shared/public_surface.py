@@ -36,11 +36,13 @@ AUTHORS = (
     "plugins/testing/rlhf_testing/templates/*/component.py.txt",
 )
 """Written by authors of trainers and components, with public names alone."""
+FAMILIES = ("plugins/families/rlhf_families/*.py",)
+"""Written by authors of model families, with these names and those of `rlhf_core.models.FOR_FAMILIES`."""
 
 
 def surface() -> str:
     """One line a name, sorted within its module."""
-    names = promised()
+    names = promised_to_families()
     lines = [
         f"hook {name}{parameters(hook)}"
         for name, hook in sorted(vars(hooks).items())
@@ -57,9 +59,16 @@ def promised() -> dict[str, set[str]]:
     return {module: set(importlib.import_module(module).__all__) for module in (*PUBLIC, *PLUGINS)}
 
 
-def imported() -> Iterator[tuple[str, str]]:
+def promised_to_families() -> dict[str, set[str]]:
+    """Return what is promised to authors of model families: {module: names}."""
+    promised_names = promised()
+    more = importlib.import_module("rlhf_core.models").FOR_FAMILIES.split()
+    return {**promised_names, "rlhf_core.models": promised_names["rlhf_core.models"] | set(more)}
+
+
+def imported(patterns: tuple[str, ...] = AUTHORS) -> Iterator[tuple[str, str]]:
     """(module of core, name) of every import in what authors write."""
-    for pattern in AUTHORS:
+    for pattern in patterns:
         for file in REPOSITORY.glob(pattern):
             text = re.sub(r"{{(\w+)}}", r"\1_", file.read_text(encoding="utf-8")).replace("class_", "Class")
             yield from read(ast.parse(text))

@@ -17,8 +17,7 @@ from flax import nnx
 
 from rlhf_core import InputError, ModelFamily
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition, Head, Model, open_weights, paths, save_tensors
-from rlhf_core.runtime.caches import cached
+from rlhf_core.models import Definition, Model, cached, open_weights, paths, save_tensors
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -46,7 +45,7 @@ def nnx_family(model_type: str, make: Make) -> ModelFamily:
     whose layers name no dtype of their own then computes in it.
     """
 
-    def define(hf_config: Mapping[str, Any], head: Head) -> Definition:
+    def define(hf_config: Mapping[str, Any], head: str) -> Definition:
         described = json.dumps(dict(hf_config), sort_keys=True)
         _describe(make, described)  # checks the module
         if head == "lm":

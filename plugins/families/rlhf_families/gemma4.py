@@ -293,7 +293,7 @@ class Layer(models.Layer):
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
         mixed, cache = self.self_attn(self.input_layernorm(x), ctx)
         x = x + self.post_attention_layernorm(mixed)
-        inner, routed = self.mlp(self.pre_feedforward_layernorm(x)), None
+        inner, routed = self._feed_forward(self.pre_feedforward_layernorm(x), ctx)
         if self.has_experts:
             chosen, routed = self.moe(self.pre_feedforward_layernorm_2(x), ctx.router, x)
             inner = self.post_feedforward_layernorm_1(inner) + self.post_feedforward_layernorm_2(chosen)

@@ -8,6 +8,8 @@ from typing import Any
 from rlhf_core.models import Architecture, Fields, Layer
 from rlhf_families.mixers import Convolution, ConvolutionSettings
 
+FULL, CONV = "full_attention", "conv"
+
 
 class ConvolutionLayer(Layer):
     """A layer whose tokens are mixed by a short convolution."""
@@ -63,50 +65,47 @@ WEIGHT_NAMES = {
 }
 
 
+def layer_types(read: Fields, layers: int) -> list[str]:
+    """Give the layers that `full_attn_idxs` does not name a convolution."""
+    attention = read.get("full_attn_idxs")
+    return [FULL if attention is None or i in attention else CONV for i in range(layers)]
+
+
 def details(read: Fields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
-    found = _mixers(read, layers)
     size = read.whole("block_ff_dim" if read.get("block_ff_dim") is not None else "intermediate_size")
     if read.switch("block_auto_adjust_ff_dim"):
         factor, step = read.number("block_ffn_dim_multiplier", 1.0), read.whole("block_multiple_of")
         size = step * -(-int(factor * int(2 * size / 3)) // step)
-    return found | {"intermediate_size": size}
+    return {**_common(read), "intermediate_size": size}
 
 
 def moe_details(read: Fields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder, of the models with experts."""
     if read.get("use_expert_bias") is False:
         read.problem("use_expert_bias false is not supported; routers have a correction")
-    found, dense = _mixers(read, layers), read.whole("num_dense_layers", least=0)
+    stored, dense = read.get("layer_types"), read.whole("num_dense_layers", least=0)
+    types = stored if isinstance(stored, list) else layer_types(read, layers)
     plain = {"experts": 0, "experts_per_token": 0, "intermediate_size": read.whole("intermediate_size")}
-    (conv, mixer), kinds = found["variants"][0], found["kinds"]
-    return found | {
+    mixer: dict[str, Any] = {"layer": ConvolutionLayer}
+    variants = {CONV: mixer, f"dense_{CONV}": mixer | plain, f"dense_{FULL}": plain}
+    return {
+        **_common(read),
         "intermediate_size": read.whole("moe_intermediate_size"),
         "router": "sigmoid",
         "expert_scale": read.positive("routed_scaling_factor") or 1.0,
         "normalise_floor": 1e-6,
-        "kinds": tuple(f"dense_{kind}" if i < dense else kind for i, kind in enumerate(kinds)),
-        "variants": (
-            (conv, mixer),
-            (f"dense_{conv}", (*mixer, *plain.items())),
-            ("dense_full_attention", tuple(plain.items())),
-        ),
+        "kinds": tuple(f"dense_{kind}" if i < dense else kind for i, kind in enumerate(types)),
+        "variants": tuple((kind, tuple(fields.items())) for kind, fields in variants.items()),
     }
 
 
-def _mixers(read: Fields, layers: int) -> dict[str, Any]:
-    """Read which layers are convolutions, and what all layers have in common."""
-    kinds = read.get("layer_types")
-    if kinds is None:
-        attention = read.get("full_attn_idxs")
-        kinds = ["full_attention" if attention is None or i in attention else "conv" for i in range(layers)]
+def _common(read: Fields) -> dict[str, Any]:
     tied = read.get("tie_embedding")
     return {
         "norm_eps": read.number("norm_eps", 1e-5),
         "settings": ConvolutionSettings(read.whole("conv_L_cache", least=2), read.switch("conv_bias")),
         "tied": read.switch("tie_word_embeddings" if tied is None else "tie_embedding"),
-        "kinds": tuple(kinds),
-        "variants": (("conv", (("layer", ConvolutionLayer),)),),
     }
 
 
@@ -120,7 +119,8 @@ ARCHITECTURES = {
             **DEFAULTS,
         },
         qk_norm="head",
-        other_layers=("conv",),
+        layer_types=layer_types,
+        layers={CONV: ConvolutionLayer},
         details=details,
         weight_names=WEIGHT_NAMES,
     ),
@@ -134,7 +134,8 @@ ARCHITECTURES = {
         },
         qk_norm="head",
         normalise_experts="norm_topk_prob",
-        other_layers=("conv",),
+        layer_types=layer_types,
+        layers={CONV: ConvolutionLayer},
         details=moe_details,
         weight_names=WEIGHT_NAMES,
     ),

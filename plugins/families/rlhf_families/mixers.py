@@ -14,11 +14,18 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh
 
-from rlhf_core.models import DecoderConfig, Linear, Recurrent, RMSNorm, RowReader, previous_tokens
+from rlhf_core.models import (
+    DecoderConfig,
+    Linear,
+    Recurrent,
+    RMSNorm,
+    RowReader,
+    across_pieces,
+    previous_tokens,
+)
 from rlhf_families.recurrence import (
     Inputs,
     Paths,
-    across_pieces,
     chunk_paths,
     gated_delta_rule,
     next_state,

@@ -38,12 +38,14 @@ class DeltaLayer(Layer):
     about = "gated delta rule"
 
 
+def layer_types(read: Fields, layers: int) -> list[str]:
+    """Give all layers but every `full_attention_interval`-th the delta rule."""
+    interval = read.whole("full_attention_interval")
+    return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
+
+
 def details(read: Fields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
-    kinds = read.get("layer_types")
-    if kinds is None:
-        interval = read.whole("full_attention_interval")
-        kinds = [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     key_heads, value_heads = read.whole("linear_num_key_heads"), read.whole("linear_num_value_heads")
     if value_heads % key_heads:
         read.problem(
@@ -59,8 +61,6 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
         ),
         "attention_gate": True,
         "carried": (r"mtp\.",),  # layers that predict further tokens
-        "kinds": tuple(kinds),
-        "variants": ((LINEAR, (("layer", DeltaLayer),)),),
     }
 
 
@@ -91,7 +91,8 @@ DENSE = Architecture(
     norm_offset=1.0,
     partial_rotary=True,
     rope_fields=MROPE,
-    other_layers=(LINEAR,),
+    layer_types=layer_types,
+    layers={LINEAR: DeltaLayer},
     details=details,
 )
 ARCHITECTURES = {

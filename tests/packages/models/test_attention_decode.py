@@ -137,7 +137,7 @@ COMPILE = """
 import sys
 from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition
+from rlhf_core.models import DECODER, Definition
 from rlhf_core.runtime import devices
 from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, placement
 from rlhf_topologies.compile import find_devices
@@ -148,7 +148,7 @@ planning = devices.planning_for(devices.Planned(topology.chip.platform, len(foun
 planning.__enter__()
 sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
-definition = defined({"model_type": "llama", **sizes, **heads}, "lm").computing(dtype="bfloat16")
+definition = DECODER.define({"model_type": "llama", **sizes, **heads}, "lm").computing(dtype="bfloat16")
 mesh = make_mesh(fsdp=len(found), devices=found)
 options = SamplingOptions(max_completion_length=512, mesh=SamplingMesh(tensor=4))
 counts = {"num_generations": 4, "prompts_per_call": 8, "max_prompt_length": 32}

@@ -65,7 +65,7 @@ def test_exchanged_tokens_give_the_same(dtype: str, monkeypatch: pytest.MonkeyPa
     )
 
     def loss(mlp: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = nnx.merge(graph, {**first, "mlp": mlp}).mlp(x)
+        made = nnx.merge(graph, {**first, "mlp": mlp}).mlp(x)[0]
         return (made.astype(jnp.float32) ** 2).sum(), made
 
     measure = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))

@@ -12,11 +12,12 @@ from tests.shared import processes
 PROGRAM = """
 import numpy as np
 from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER
 from rlhf_core import SamplerInputs
 from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions
 
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
-definition = defined({"model_type": "llama", "initializer_range": 0.5, **sizes}, "lm")
+definition = DECODER.define({"model_type": "llama", "initializer_range": 0.5, **sizes}, "lm")
 mesh = make_mesh(data=2, fsdp=2)
 params = jax.jit(definition.init, out_shardings=definition.shardings(mesh))(jax.random.key(1))
 options = SamplingOptions(max_completion_length=8)
