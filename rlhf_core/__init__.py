@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
     from rlhf_core.contracts import ENVIRONMENT as ENVIRONMENT
+    from rlhf_core.contracts import EXPERTS as EXPERTS
     from rlhf_core.contracts import LOGGER as LOGGER
     from rlhf_core.contracts import MODEL as MODEL
     from rlhf_core.contracts import OPTIMIZER as OPTIMIZER
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE ATTENTION DATASET ENVIRONMENT LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
+    "ADVANTAGE ATTENTION DATASET ENVIRONMENT EXPERTS LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
     "TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
     "PairwiseLoss PolicyInputs PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer "
     "Turn"

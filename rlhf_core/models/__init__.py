@@ -1,10 +1,15 @@
 """Load, run and save language and reward models. The rest of core reads further names from here."""
 
 from rlhf_core.contracts.models import Head as Head
+from rlhf_core.models.attention import MASKED as MASKED
 from rlhf_core.models.attention import Blocks as Blocks
+from rlhf_core.models.attention import attend as attend
 from rlhf_core.models.attention import attend_blocks as attend_blocks
 from rlhf_core.models.attention import in_blocks as in_blocks
+from rlhf_core.models.attention import seen_pairs as seen_pairs
+from rlhf_core.models.attention import sinks_gradient as sinks_gradient
 from rlhf_core.models.attention import visible_blocks as visible_blocks
+from rlhf_core.models.attention import visits as visits
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
 from rlhf_core.models.definition import Definition as Definition
@@ -14,6 +19,7 @@ from rlhf_core.models.flax_modules import nnx_family as nnx_family
 from rlhf_core.models.flax_modules import nnx_model as nnx_model
 from rlhf_core.models.hf_config import DECODER as DECODER
 from rlhf_core.models.hf_config import decoder_family as decoder_family
+from rlhf_core.models.kernels import find_kernels as find_kernels
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import complete_table as complete_table
@@ -35,6 +41,7 @@ from rlhf_core.models.params import paths as paths
 from rlhf_core.models.params import split as split
 from rlhf_core.models.params import without_layers as without_layers
 from rlhf_core.models.weights import open_weights as open_weights
+from rlhf_core.runtime.devices import platform as platform
 
 __all__ = [
     "Definition",

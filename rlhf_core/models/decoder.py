@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh
 
-from rlhf_core.contracts import AttentionOver, TensorParallel
+from rlhf_core.contracts import ATTENTION, AttentionOver, TensorParallel
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import (
@@ -36,7 +36,6 @@ from rlhf_core.mesh import (
 from rlhf_core.models import decode_layout, gemma4, weights
 from rlhf_core.models.attention import attend, attend_at, attend_blocks
 from rlhf_core.models.attention_cached import attend_cached, attend_groups, cache_parts
-from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.models.attention_pieces import attend_pieces
 from rlhf_core.models.config import (
     DecoderConfig,
@@ -52,6 +51,7 @@ from rlhf_core.models.config import (
 from rlhf_core.models.decode_layout import is_joined, separate, stack_of, unmerged
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.experts import Experts, Recorder, recorder_of
+from rlhf_core.models.kernels import find_kernels
 from rlhf_core.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules
 from rlhf_core.models.quantized import Quantization, plain
@@ -414,7 +414,7 @@ class Decoder(Definition):
         """
         over, cap = self.attention or attend, self.config.attention_softcap
         if mesh is not None:
-            over = self.attention or (attend_blocks if platform() == "cpu" else attend_pallas)
+            over = self.attention or find_kernels(ATTENTION) or attend_blocks
         order: Order | None = None
         if self.has_states:
             paths = chunk_paths(positions, visible_until)
