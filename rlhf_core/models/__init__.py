@@ -1,5 +1,6 @@
 """Load, run and save language and reward models. The rest of core reads further names from here."""
 
+from rlhf_core.contracts import AttentionPart as AttentionPart
 from rlhf_core.contracts.models import Head as Head
 from rlhf_core.models.attention import MASKED as MASKED
 from rlhf_core.models.attention import Blocks as Blocks

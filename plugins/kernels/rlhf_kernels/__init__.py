@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from rlhf_core import ATTENTION, EXPERTS, Registry, hookimpl
-from rlhf_core.contracts import AttentionPart
+from rlhf_core.models import AttentionPart
 from rlhf_kernels.attention import Kernels as Kernels
 from rlhf_kernels.attention import attend_pallas as attend_pallas
 from rlhf_kernels.decode import attend_visible as attend_visible
@@ -16,8 +16,9 @@ from rlhf_kernels.experts import PallasExperts
 
 @dataclass(frozen=True)
 class PallasAttention:
-    """Attention in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads of more than 256
-    dimensions, which no kernel holds, are computed like `blocks`. Queries that see no key get 0, and give no gradient.
+    """Compute attention in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads of more
+    than 256 dimensions, which no kernel holds, are computed like `blocks`. Queries that see no key get 0, and give no
+    gradient.
 
     On a mesh each device computes its rows, and with `tensor` its heads; rows that the mesh does not divide are
     computed like `xla`. Samplers read only the entries of a cache that are written.

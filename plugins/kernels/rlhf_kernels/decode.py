@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlhf_core.contracts import AttentionPart
-from rlhf_core.models import MASKED, platform
+from rlhf_core.models import MASKED, AttentionPart, platform
 
 GPU_ENTRIES = 128
 """The most entries per block."""

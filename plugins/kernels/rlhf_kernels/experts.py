@@ -17,8 +17,8 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class PallasExperts:
-    """Products of the rows of every expert: on GPUs in kernels for Triton; on TPUs, where XLA has a kernel for the
-    products, the gradient in that of JAX's megablox.
+    """Compute the products of the rows of every expert: on GPUs in kernels for Triton; on TPUs, where XLA has a kernel
+    for the products, the gradient in that of JAX's megablox.
     """
 
     def rows(

@@ -102,8 +102,7 @@ def installed_kernels() -> str | None:
     registry = installed_registry()
     if "pallas" not in registry.names(ATTENTION):
         return None
-    owner = registry.owner(ATTENTION, "pallas")
-    return f"{owner} {metadata.version(owner)}"
+    return registry.owner(ATTENTION, "pallas")
 
 
 def planned_devices(topology: Topology) -> AbstractContextManager[None]:

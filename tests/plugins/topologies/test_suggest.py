@@ -333,7 +333,7 @@ def test_what_is_printed(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch)
         "by arithmetic, on h100:1",
         "these fit h100:1; for the pipeline:",
         "# stage base",
-        "kernels of rlhf-",
+        "kernels of rlhf-kernels",
     ):
         assert words in ended.out
     assert "mesh = { data = 1, fsdp = 1, tensor = 1 }" in ended.out
