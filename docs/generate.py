@@ -54,8 +54,8 @@ KINDS = {
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
     "advantage": "advantages of groups of completions, from their rewards: `advantage` of a GRPO stage",
     "attention": "attention within rows: `attention` of any stage",
-    "experts": "how the products of a mixture of experts are computed on accelerators: no field, `pallas` is taken if it "
-    "is installed",
+    "experts": "how accelerators compute the products of a mixture of experts: no field, `pallas` is taken where it is "
+    "installed",
     "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
     "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
     "environment": "what a policy talks with over several turns, an object per episode: `environment` of a GRPO stage",
