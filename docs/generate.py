@@ -54,6 +54,8 @@ KINDS = {
     "advantage": "advantages of groups of completions, from their rewards: `advantage` of a GRPO stage",
     "layer": "a decoder's layer, a class: what [a family with its own](../how-to/add_a_model_family.md) names",
     "attention": "attention within rows: `attention` of any stage",
+    "experts": "how accelerators compute the products of a mixture of experts: no field, `pallas` is taken where it is "
+    "installed",
     "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
     "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
     "environment": "what a policy talks with over several turns, an object per episode: `environment` of a GRPO stage",

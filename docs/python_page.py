@@ -37,7 +37,7 @@ TASKS = (
         "[Hooks](components.md#hooks) are called on objects that carry `hookimpl`. A constant of a kind is what "
         "`registry.add` takes first: [components](components.md).",
         "hookimpl Registry installed_registry Kind Options Component InputError RunError ADVANTAGE ATTENTION DATASET "
-        "ENVIRONMENT LAYER LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS "
+        "ENVIRONMENT LAYER EXPERTS LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS "
         "DIVERGENCE",
     ),
     Task(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
     from rlhf_core.contracts import ENVIRONMENT as ENVIRONMENT
+    from rlhf_core.contracts import EXPERTS as EXPERTS
     from rlhf_core.contracts import LAYER as LAYER
     from rlhf_core.contracts import LOGGER as LOGGER
     from rlhf_core.contracts import MODEL as MODEL
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE ATTENTION DATASET ENVIRONMENT LAYER LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
-    "TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
+    "ADVANTAGE ATTENTION DATASET ENVIRONMENT EXPERTS LAYER LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD "
+    "SAMPLER TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
     "PairwiseLoss PolicyInputs PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer "
     "Turn"
 )

@@ -11,7 +11,6 @@ from rlhf_core.data.files import FORMATS
 from rlhf_core.environments import ToolEnvironment
 from rlhf_core.models import DECODER, Layer
 from rlhf_core.models.attention import attend, attend_blocks, attend_cudnn
-from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.plugins.registry import Registry
 
@@ -24,7 +23,6 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(ATTENTION, "xla", attend)
     registry.add(ATTENTION, "blocks", attend_blocks)
     registry.add(ATTENTION, "cudnn", attend_cudnn)
-    registry.add(ATTENTION, "pallas", attend_pallas)
     for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
         registry.add(OPTIMIZER, name, getattr(optimizers, name))
     for name in FORMATS:

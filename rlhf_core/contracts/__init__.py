@@ -311,8 +311,20 @@ LAYER: Kind[type] = Kind("layer")
 `rlhf_core.models.layer.Layer`."""
 
 
+class AttentionPart(NamedTuple):
+    """A softmax over some of the keys that a query sees, float32, to be joined with others over the same query.
+
+    mixed: [B, K, R, h], the sum of e^(logit - highest) · value. highest: [B, K, R], the highest logit;
+    `rlhf_core.models.MASKED` where no key is seen. total: [B, K, R], the sum of e^(logit - highest).
+    """
+
+    mixed: jax.Array
+    highest: jax.Array
+    total: jax.Array
+
+
 class AttentionOver(Protocol):
-    """Self-attention over rows, with the arguments, shapes and result of `rlhf_core.models.attention.attend`.
+    """Self-attention over rows, with the arguments, shapes and result of `rlhf_core.models.attend`.
 
     window: int32 scalar, traced where layers differ in it. softcap: a Python number. Layers with sinks also give
     `sinks`, float32 [K, G]; an implementation without this parameter is refused for their models.
@@ -320,6 +332,10 @@ class AttentionOver(Protocol):
         i begins at the token starts[i]; everything else is of the whole row. An implementation without this parameter
         is refused where the mesh has `context`.
     An implementation raises InputError, while it is traced, for what it cannot compute.
+    Optional attribute: `over_cache(q, keys, values, first, end, softcap)`, the attention of one query per row and head
+        over the entries first … end - 1 of a cache, int32 scalars, without reading the others: an `AttentionPart`, or
+        None for a cache that it does not suit. q: [B, K, R, h], already scaled; keys: [B, K, h, T]; values: [B, K, T,
+        h], all on one device. Samplers on accelerators ask the component "pallas" for it.
     """
 
     def __call__(
@@ -340,3 +356,31 @@ ATTENTION: Kind[AttentionOver] = Kind(
     ("q", "k", "v", "positions", "visible_until", "window", "softcap", "sinks", "starts"),
     constant=True,
 )
+
+
+class ExpertProducts(Protocol):
+    """The products of a mixture of experts, each of which has some of the rows, sorted by expert.
+
+    counts: int32 [experts], how many rows each has; their sum may be less than N, and what is computed of the rows
+    behind those of the last expert is not read.
+    """
+
+    def rows(
+        self, x: jax.Array, weights: jax.Array, counts: jax.Array, *, transposed: bool = False
+    ) -> jax.Array:
+        """Compute x[rows of e] · weights[e] for every expert e: [N, out] in the dtype of `x`, summed in float32.
+
+        x: [N, in]. weights: [experts, in, out], or with `transposed` [experts, out, in], in the dtype of `x`.
+        """
+        ...
+
+    def gradient(self, x: jax.Array, d_y: jax.Array, counts: jax.Array) -> jax.Array:
+        """Compute x[rows of e]ᵀ · d_y[rows of e] for every expert e: float32 [experts, in, out].
+
+        x: [N, in]; d_y: [N, out], in one dtype.
+        """
+        ...
+
+
+EXPERTS: Kind[ExpertProducts] = Kind("experts", constant=True)
+"""Accelerators take the component "pallas"; without one, XLA computes the products."""

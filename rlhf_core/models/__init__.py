@@ -1,10 +1,16 @@
 """Load, run and save language and reward models. The rest of core reads further names from here."""
 
+from rlhf_core.contracts import AttentionPart as AttentionPart
 from rlhf_core.contracts.models import Head as Head
+from rlhf_core.models.attention import MASKED as MASKED
 from rlhf_core.models.attention import Blocks as Blocks
+from rlhf_core.models.attention import attend as attend
 from rlhf_core.models.attention import attend_blocks as attend_blocks
 from rlhf_core.models.attention import in_blocks as in_blocks
+from rlhf_core.models.attention import seen_pairs as seen_pairs
+from rlhf_core.models.attention import sinks_gradient as sinks_gradient
 from rlhf_core.models.attention import visible_blocks as visible_blocks
+from rlhf_core.models.attention import visits as visits
 from rlhf_core.models.attention_pieces import across_pieces as across_pieces
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.decoder import Decoder as Decoder
@@ -15,6 +21,7 @@ from rlhf_core.models.families import Architecture as Architecture
 from rlhf_core.models.hf_config import DECODER as DECODER
 from rlhf_core.models.hf_config import Fields as Fields
 from rlhf_core.models.hf_config import decoder_family as decoder_family
+from rlhf_core.models.kernels import find_kernels as find_kernels
 from rlhf_core.models.layer import Layer as Layer
 from rlhf_core.models.layer import Recurrent as Recurrent
 from rlhf_core.models.layers import ACTIVATIONS as ACTIVATIONS
@@ -51,6 +58,7 @@ from rlhf_core.models.rope import rotate as rotate
 from rlhf_core.models.weights import open_weights as open_weights
 from rlhf_core.models.weights import save_tensors as save_tensors
 from rlhf_core.runtime.caches import cached as cached
+from rlhf_core.runtime.devices import platform as platform
 
 __all__ = [
     "Definition",
@@ -62,3 +70,5 @@ FOR_FAMILIES = (
     "Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate save_tensors"
 )
 """What authors of model families rely on in addition."""
+FOR_KERNELS = "AttentionPart Blocks MASKED attend attend_blocks platform seen_pairs sinks_gradient visible_blocks visits"
+"""What authors of kernels rely on."""

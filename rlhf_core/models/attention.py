@@ -18,7 +18,9 @@ from jax import lax
 
 from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError
-from rlhf_core.models.attention_decode import MASKED as MASKED
+
+MASKED = -1e30
+"""Logit of an invisible key. Finite: a query that sees no key gets the mean of the values, not NaN."""
 
 
 def query_block(time: int) -> int:
@@ -196,16 +198,6 @@ def visible_blocks(
     return visible if at is None else visible[:, at[:: blocks.queries] // blocks.queries]
 
 
-def visible_of(rows: Any, blocks: Blocks) -> jax.Array:
-    """Find `visible_blocks` of the rows of a kernel: visible_until, positions, the window as int32 [1], and the indices
-    and positions of the queries where these are not all of a row; None without.
-    """
-    until, positions, window, of_queries = rows
-    near, at = None if window is None else window[0], None if of_queries is None else of_queries[0]
-    visible: jax.Array = visible_blocks(positions, until, near, blocks, at)
-    return visible
-
-
 def visits(visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (int32 [..., n, m], int32 [..., n]): the visible ones of m blocks, in order and before the others; and
     how many are visible.
@@ -226,18 +218,6 @@ def seen_pairs(
     """
     seen = (keys <= queries) & (queries < until)
     return seen if window is None else seen & (query_positions - key_positions < window)
-
-
-def kernel_cost(products: int, queries: jax.Array, keys: jax.Array, arrays: Any) -> dict[str, int]:
-    """Count what a kernel does at most: all pairs before a query are visited, and every array is moved once.
-
-    products: of queries × keys, two per pair in the forward pass. queries: [B, K, G, time, h]; keys: [B, K, time, h].
-    arrays: those read and written.
-    """
-    *heads, time, size = queries.shape
-    pairs = math.prod(heads) * time * (keys.shape[2] + 1) // 2
-    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-    return {"flops": 2 * products * pairs * size, "transcendentals": pairs, "bytes_accessed": moved}
 
 
 def filled(x: jax.Array, axis: int, fill: int) -> jax.Array:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlhf_core.models.attention import attend_seen, capped, sinks_share, weighted, with_sinks
-from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
-from rlhf_core.runtime.devices import platform
+from rlhf_core.contracts import ATTENTION, AttentionPart
+from rlhf_core.models.attention import MASKED, attend_seen, capped, sinks_share, weighted, with_sinks
+from rlhf_core.models.kernels import find_kernels
+from rlhf_core.runtime.devices import device_count, platform
 
 
 def attend_cached(
@@ -130,6 +131,17 @@ def _blocks(seen: jax.Array) -> jax.Array:
     return jnp.where(used, jnp.arange(1, len(used) + 1, dtype=jnp.int32), 0).max()
 
 
+def visible_reader() -> Callable[..., AttentionPart | None] | None:
+    """Find the kernel that reads only the visible entries of a cache, `over_cache` of `AttentionOver`; None where there
+    is none, and where arrays do not lie on one device each: under a mesh they do within `jax.shard_map` over all axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_local = bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+    if not is_local and device_count() > 1:
+        return None
+    return getattr(find_kernels(ATTENTION), "over_cache", None)
+
+
 def attend_groups(
     q: jax.Array,
     prompts: tuple[jax.Array, jax.Array, jax.Array],
@@ -142,7 +154,7 @@ def attend_groups(
     q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
     the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], one run of entries that all rows see alike. One
     softmax covers both. A shared cache is read once per group, whose queries are the rows of one product; of the rows'
-    own, a kernel reads what is visible, where `reads_visible`.
+    own, a kernel reads what is visible, where `visible_reader` finds one and it suits them.
     """
     (read_keys, read_values, read), (keys, values, visible) = prompts, own
     rows, kv_heads, repeats, _ = q.shape
@@ -157,9 +169,12 @@ def attend_groups(
 
     shared = jnp.einsum("pkgrh,pkhs->pkgrs", by_prompt(q), read_keys, preferred_element_type=jnp.float32)
     shared = jnp.where(read[:, None, :, None], capped(shared, softcap), MASKED)
-    if reads_visible(keys):
+    written = None
+    reader = visible_reader()
+    if reader is not None:
         first = visible.argmax()
-        written = attend_visible(q, keys, values, first, first + visible.sum(), softcap)
+        written = reader(q, keys, values, first, first + visible.sum(), softcap)
+    if written is not None:
         highest = with_sinks(jnp.maximum(by_row(shared.max(-1)), written.highest), sinks)
         shared, scale = jnp.exp(shared - by_prompt(highest)[..., None]), jnp.exp(written.highest - highest)
         total = by_row(shared.sum(-1)) + written.total * scale + sinks_share(sinks, highest)

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh
 
-from rlhf_core.contracts import AttentionOver, TensorParallel
+from rlhf_core.contracts import ATTENTION, AttentionOver, TensorParallel
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import (
@@ -36,7 +36,6 @@ from rlhf_core.mesh import (
 from rlhf_core.models import decode_layout, weights
 from rlhf_core.models.attention import attend, attend_blocks
 from rlhf_core.models.attention_cached import cache_parts
-from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.models.config import (
     DecoderConfig,
     PerLayer,
@@ -51,6 +50,7 @@ from rlhf_core.models.config import (
 from rlhf_core.models.decode_layout import is_joined, separate, stack_of, unmerged
 from rlhf_core.models.definition import Definition
 from rlhf_core.models.experts import Recorder, Router, recorder_of
+from rlhf_core.models.kernels import find_kernels
 from rlhf_core.models.layer import Recurrent, has_state, layer_of, take_rows
 from rlhf_core.models.layers import Embedding, Linear, RMSNorm
 from rlhf_core.models.lora import ROUTER, Lora, linear_modules
@@ -291,7 +291,7 @@ class Decoder(Definition):
         """Make the reader of rows. mesh: what cuts the rows that layers get into pieces."""
         over = self.attention or attend
         if mesh is not None:
-            over = self.attention or (attend_blocks if platform() == "cpu" else attend_pallas)
+            over = self.attention or find_kernels(ATTENTION) or attend_blocks
         reader = RowReader(positions=positions, visible_until=visible_until, over=over, mesh=mesh)
         mixers = dict.fromkeys(layer_of(stack.config).mixer for stack in self.config.stacks.values())
         orders = {mixer: mixer.order(reader) for mixer in mixers if issubclass(mixer, Recurrent)}

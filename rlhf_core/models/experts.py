@@ -16,9 +16,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from rlhf_core.contracts import EXPERTS
 from rlhf_core.mesh import gathered, mesh_of_rows, param_spec, row_axes, row_parts, sum_over_tensor
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.experts_exchange import Exchange, by_expert, exchanged, room, taken
+from rlhf_core.models.kernels import find_kernels
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
 from rlhf_core.models.quantized import Packed, only_now, scales_of
 from rlhf_core.runtime.devices import platform
@@ -53,7 +55,7 @@ def _expert_forward(x: jax.Array, kernel: jax.Array, weights: jax.Array, counts:
 
 def _expert_backward(residuals: tuple[jax.Array, ...], d_y: jax.Array) -> Any:
     x, weights, counts = residuals
-    d_kernel = _kernel_gradient(x, d_y, counts, platform())
+    d_kernel = _kernel_gradient(x, d_y, counts)
     return _rows_product(d_y, weights, counts, transposed=True), d_kernel, None, None
 
 
@@ -76,35 +78,22 @@ def _packed_backward(residuals: Any, d_y: jax.Array) -> Any:
 _packed_expert_product.defvjp(_packed_forward, _packed_backward)
 
 
-def _kernel_gradient(
-    x: jax.Array, d_y: jax.Array, counts: jax.Array, on: str, *, interpret: bool = False
-) -> jax.Array:
+def _kernel_gradient(x: jax.Array, d_y: jax.Array, counts: jax.Array) -> jax.Array:
     """Compute x[rows of e]ᵀ · d_y[rows of e], float32 [experts, in, out]; XLA multiplies all rows for every expert."""
-    if on == "gpu":
-        return _kernels_for_gpus().expert_kernels(x, d_y, counts, interpret=interpret)
-    if on == "tpu":
-        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # Pallas takes a second to import
-
-        x, d_y = (jnp.pad(each, ((0, -len(each) % 128), (0, 0))) for each in (x, d_y))
-        tiles = (128, min(512, x.shape[1]), min(512, d_y.shape[1]))
-        made: jax.Array = tgmm(x.T, d_y, counts, jnp.float32, tiles, interpret=interpret)
-        return made
+    kernels = find_kernels(EXPERTS)
+    if kernels is not None:
+        return kernels.gradient(x, d_y, counts)
     rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     return lax.ragged_dot_general(x, d_y, counts, rows, preferred_element_type=jnp.float32)
-
-
-def _kernels_for_gpus() -> Any:
-    from rlhf_core.models import experts_pallas_gpu  # Pallas takes a second to import
-
-    return experts_pallas_gpu
 
 
 def _rows_product(
     x: jax.Array, weights: jax.Array, counts: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
     """Multiply the rows of every expert by its weights, [experts, in, out], or by their transposes."""
-    if platform() == "gpu":
-        return _kernels_for_gpus().expert_rows(x, weights, counts, transposed=transposed)
+    kernels = find_kernels(EXPERTS)
+    if kernels is not None:
+        return kernels.rows(x, weights, counts, transposed=transposed)
     return lax.ragged_dot(x, weights.swapaxes(1, 2) if transposed else weights, counts)
 
 

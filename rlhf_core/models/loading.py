@@ -32,6 +32,7 @@ from rlhf_core.models.model import (
 )
 from rlhf_core.models.params import paths
 from rlhf_core.plugins import installed_registry
+from rlhf_core.plugins.registry import DISTRIBUTED
 from rlhf_core.tokenizer import SMALL_FILES
 
 if TYPE_CHECKING:
@@ -389,10 +390,6 @@ def complete_table(
     return hf_config
 
 
-IN_FAMILIES = ("gemma4", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe")
-"""The families that rlhf-families brings, without the ending `_text` of some names."""
-
-
 def find_family(
     model_type: Any, registry: Registry | None = None, *, where: str = "config.json"
 ) -> ModelFamily:
@@ -410,8 +407,9 @@ def find_family(
         )
     known = known_types(registry)
     hint = suggest(str(model_type), known)
-    if str(model_type).removesuffix("_text") in IN_FAMILIES:
-        hint = " It comes with rlhf-families: pip install rlhf-families"
+    elsewhere = DISTRIBUTED.get((MODEL, str(model_type).removesuffix("_text")))
+    if elsewhere is not None:
+        hint = f" Install the package that reads it (pip install {elsewhere})"
     raise InputError(f"{where}: model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
 
 

@@ -10,16 +10,19 @@ from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from rlhf_core.contracts import REWARD, TRAINER, Kind
+from rlhf_core.contracts import ATTENTION, EXPERTS, MODEL, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
 REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
-DISTRIBUTED = {(TRAINER, name): f"rlhf-{name}" for name in ("sft", "reward", "grpo", "dpo", "distill")} | {
-    (REWARD, name): "rlhf-rewards" for name in REWARDS
-}
+FAMILIES = ("gemma4", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe")
+TRAINERS = ("sft", "reward", "grpo", "dpo", "distill")
+DISTRIBUTED: dict[tuple[Kind[Any], str], str] = {(TRAINER, name): f"rlhf-{name}" for name in TRAINERS}
+DISTRIBUTED |= {(REWARD, name): "rlhf-rewards" for name in REWARDS}
 DISTRIBUTED |= {(REWARD, name): "rlhf-remote" for name in ("http", "judge")}
+DISTRIBUTED |= {(kind, "pallas"): "rlhf-kernels" for kind in (ATTENTION, EXPERTS)}
+DISTRIBUTED |= {(MODEL, name): "rlhf-families" for name in FAMILIES}
 """{(kind, name): the distribution that has it}, of those that are released together with this one."""
 
 
@@ -211,7 +214,7 @@ class Registry:
                 f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
             )
         elif not ((alike and hint) or elsewhere or is_path or self.failures or self.disabled):
-            package = f", usually {DISTRIBUTED[kind, name]}" if (kind, name) in DISTRIBUTED else ""
+            package = f" (pip install {DISTRIBUTED[kind, name]})" if (kind, name) in DISTRIBUTED else ""
             message += f" Install the package that has it{package}, or give its file with --plugin."
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."

@@ -13,9 +13,7 @@ from jax.sharding import Mesh
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import rows_per_device
-from rlhf_core.models import Decoder
-from rlhf_core.models.attention import Blocks, attend_blocks, in_blocks, visible_blocks
-from rlhf_core.models.attention_pallas import LARGEST_HEAD, attend_pallas
+from rlhf_core.models import Blocks, Decoder, attend_blocks, find_kernels, in_blocks, visible_blocks
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import device_memory, format_bytes
@@ -59,6 +57,7 @@ def choose_attention(
     """
     asked = config.attention
     cut = asked.name == "auto" and stage.devices().shape["context"] > 1
+    dense_suits = asked.name == "auto" and not cut
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         sinks = isinstance(model.definition, Decoder) and model.definition.config.sinks
@@ -73,7 +72,9 @@ def choose_attention(
         reason = cuts or why_kernels(model.definition, layout, stage.devices())
         if reason is None:
             return model
-        chosen, name, why = attend_pallas, "pallas", reason
+        dense_suits = False
+        chosen = find_kernels(ATTENTION, stage.registry) or attend_blocks
+        name, why = "pallas", reason
     # Several devices would have to agree in every layer on the blocks to visit, unless each computes its own queries.
     elif (stage.devices().size > 1 and not cut) or not isinstance(model.definition, Decoder):
         return model
@@ -83,7 +84,7 @@ def choose_attention(
         batches = pack(trees[:SAMPLE], layout, group=group)
         block = fastest_block(batches)
         share = visited_share(batches, block)
-        if asked.name == "auto" and not cut and share > WORTH_BLOCKS:
+        if dense_suits and share > WORTH_BLOCKS:
             return model
         chosen = in_blocks(block)
         name, why = f"attend_blocks, {block} x {block}", f"{share:.0%} of blocks are visited"
@@ -92,12 +93,12 @@ def choose_attention(
 
 
 def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | None:
-    """Return why rows of this layout take the kernels `pallas` on an accelerator; None: dense attention suits them."""
+    """Return why rows of this layout take kernels on an accelerator, or blocks where none are installed; None: dense
+    attention suits them.
+    """
     if not isinstance(definition, Decoder):
         return None
     config = definition.config
-    if all(stack.config.head_dim > LARGEST_HEAD for stack in config.stacks.values()):
-        return None
     heads = -(-config.num_heads // mesh.shape["tensor"])
     layers = config.num_layers if remat_of(definition, (max(layout.rows), max(layout.time))) == "none" else 1
     logits = max(

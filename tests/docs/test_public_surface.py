@@ -26,8 +26,8 @@ def test_the_surface_is_that_of_the_snapshot() -> None:
 
 @pytest.mark.parametrize(
     ("authors", "promised"),
-    [(public.AUTHORS, public.promised), (public.FAMILIES, public.promised_to_families)],
-    ids=["trainers", "families"],
+    [(public.AUTHORS, public.promised), (public.MODEL_AUTHORS, public.promised_to_model_authors)],
+    ids=["trainers", "models"],
 )
 def test_ours_use_public_names_alone(authors: tuple[str, ...], promised: Any) -> None:
     """Ours, the examples and what `rlhf new` writes: a stranger's trainer, or family, can do what they do."""

@@ -16,6 +16,7 @@ DOCUMENTS = (
     "plugins/sft/README.md",
     "plugins/reward/README.md",
     "plugins/grpo/README.md",
+    "plugins/kernels/README.md",
     "plugins/suite/README.md",
     "plugins/trackers/README.md",
     "docs/tutorial/first_run.md",

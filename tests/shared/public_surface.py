@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_core import models
 from rlhf_core.contracts import Kind
 from rlhf_core.plugins import hooks
 
@@ -36,13 +37,13 @@ AUTHORS = (
     "plugins/testing/rlhf_testing/templates/*/component.py.txt",
 )
 """Written by authors of trainers and components, with public names alone."""
-FAMILIES = ("plugins/families/rlhf_families/*.py",)
-"""Written by authors of model families, with these names and those of `rlhf_core.models.FOR_FAMILIES`."""
+MODEL_AUTHORS = ("plugins/families/rlhf_families/*.py", "plugins/kernels/rlhf_kernels/*.py")
+"""Written by authors of model families and of kernels, for whom `promised_to_model_authors` has more names."""
 
 
 def surface() -> str:
     """One line a name, sorted within its module."""
-    names = promised_to_families()
+    names = promised_to_model_authors()
     lines = [
         f"hook {name}{parameters(hook)}"
         for name, hook in sorted(vars(hooks).items())
@@ -59,11 +60,12 @@ def promised() -> dict[str, set[str]]:
     return {module: set(importlib.import_module(module).__all__) for module in (*PUBLIC, *PLUGINS)}
 
 
-def promised_to_families() -> dict[str, set[str]]:
-    """Return what is promised to authors of model families: {module: names}."""
-    promised_names = promised()
-    more = importlib.import_module("rlhf_core.models").FOR_FAMILIES.split()
-    return {**promised_names, "rlhf_core.models": promised_names["rlhf_core.models"] | set(more)}
+def promised_to_model_authors() -> dict[str, set[str]]:
+    """Return what is promised to authors of model families and of kernels: {module: names}."""
+    names = promised()
+    names["rlhf_core.models"] |= set(f"{models.FOR_FAMILIES} {models.FOR_KERNELS}".split())
+    names["rlhf_core.mesh"] |= {"mesh_of_rows", "row_axes"}
+    return names
 
 
 def imported(patterns: tuple[str, ...] = AUTHORS) -> Iterator[tuple[str, str]]:

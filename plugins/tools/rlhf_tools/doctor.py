@@ -38,6 +38,7 @@ LITTLE = 2 * 10**9
 """Bytes of disk or memory below which a small run may fail."""
 GPUS = ("/dev/nvidia0",)
 TPUS = ("/dev/accel0", "/dev/vfio/0")
+KERNELS = "rlhf-kernels"
 SUPPORT = {"cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}
 """{extra: the distributions of which one makes jax use the accelerator}."""
 
@@ -112,6 +113,10 @@ def devices() -> Iterator[Finding]:
     text = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     sizes = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
     yield Finding("devices", text + (f", {format_bytes(min(sizes))} each" if all(sizes) else ""))
+    if found[0].platform != "cpu":
+        version = version_of(KERNELS)
+        missing = f"none, so XLA computes attention and experts: pip install {KERNELS}"
+        yield Finding("kernels", f"{KERNELS} {version}" if version else missing)
     asked = os.environ.get("JAX_PLATFORMS")
     if asked:
         yield Finding("JAX_PLATFORMS", asked)

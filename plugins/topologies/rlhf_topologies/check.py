@@ -107,9 +107,10 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
 def _print(found: Mapping[str, Any]) -> None:
     """Print what was compiled for some devices, stage by stage."""
     chip, axes = found["chip"], ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    kernels = f"kernels of {found['kernels']}" if found["kernels"] else "no kernels: pip install rlhf-kernels"
     echo(
         f"\non {found['on']}: {found['devices']} × {format_bytes(chip['memory'])}, of which arrays may take "
-        f"{format_bytes(chip['usable'])}; mesh {axes}. Per device:"
+        f"{format_bytes(chip['usable'])}; mesh {axes}; {kernels}. Per device:"
     )
     for name, stage in found["stages"].items():
         echo(f"\n{name}")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from rlhf_core import plugins, runtime
+from rlhf_core import ATTENTION, installed_registry, plugins, runtime
 from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.mesh import OPTIONAL, make_mesh
 from rlhf_core.pipeline.file import read
@@ -81,7 +81,7 @@ def compile_pipeline(
 def describe(
     topology: Topology, mesh: Mapping[str, int], compiler: Mapping[str, str], stages: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the devices, their mesh and compiler, and the verdicts on stages, as `--json` prints them."""
+    """Return the devices, their mesh, compiler and kernels, and the verdicts on stages, as `--json` prints them."""
     chip = topology.chip
     return {
         "on": topology.name,
@@ -92,8 +92,17 @@ def describe(
         },
         "mesh": {axis: size for axis, size in mesh.items() if size > 1 or axis not in OPTIONAL},
         "compiler": dict(compiler),
+        "kernels": installed_kernels(),
         "stages": dict(stages),
     }
+
+
+def installed_kernels() -> str | None:
+    """Name the distribution whose kernels are in the programs, and its version; None: they are computed without."""
+    registry = installed_registry()
+    if "pallas" not in registry.names(ATTENTION):
+        return None
+    return registry.owner(ATTENTION, "pallas")
 
 
 def planned_devices(topology: Topology) -> AbstractContextManager[None]:

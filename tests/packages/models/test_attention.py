@@ -178,7 +178,7 @@ def test_models_with_sinks_take_what_computes_sinks() -> None:
         config: Any = SimpleNamespace(attention=Component(name=name))
         return choose_attention(model, config, stage, [], Layout((64,), (1,), (8,), (0,)))
 
-    assert chosen("pallas").definition.attention is stage.registry.get(ATTENTION, "pallas")
+    assert chosen("pallas").definition.attention == stage.registry.get(ATTENTION, "pallas")
     with pytest.raises(InputError, match=r"stage 'policy'.attention: 'cudnn' cannot compute the sinks"):
         chosen("cudnn")
 

@@ -17,8 +17,7 @@ from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, experts, experts_exchange, fresh_model, paths, recording
 from rlhf_core.models.decoder import _parts
-from rlhf_core.models.experts import ACTIVATIONS, _kernel_gradient, expert_product
-from rlhf_core.models.experts_pallas_gpu import expert_rows
+from rlhf_core.models.experts import ACTIVATIONS, expert_product
 from rlhf_core.models.layers import product
 from rlhf_core.objective import trained_logps, trained_weight, with_experts
 from rlhf_core.optimizers import adamw
@@ -201,31 +200,6 @@ def test_the_gradient_of_a_kernel_is_float32(experts: bool) -> None:
         )
     wanted = np.stack([exact[0][at].T @ exact[2][at] for at in parts])
     np.testing.assert_allclose(d_kernel, wanted if experts else wanted[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_compute_the_products_of_experts(dtype: str) -> None:
-    """In interpret mode, against float64: odd sizes, an expert without rows, rows behind the last expert's."""
-    draw, counts = np.random.default_rng(0), np.array([37, 0, 5, 21], np.int32)
-    used, ids = counts.sum(), np.repeat(np.arange(4), counts)
-    x, w, d_y = (draw.normal(size=s).astype(dtype) for s in ((70, 40), (4, 40, 136), (70, 136)))
-    wide, kernels, d_wide = (np.asarray(each, np.float64) for each in (x, w, d_y))
-    wanted = (
-        np.stack([wide[i] @ kernels[e] for i, e in enumerate(ids)]),
-        np.stack([d_wide[i] @ kernels[e].T for i, e in enumerate(ids)]),
-        *[np.stack([wide[:used][ids == e].T @ d_wide[:used][ids == e] for e in range(4)])] * 2,
-    )
-    found = (
-        expert_rows(x, w, counts, interpret=True)[:used],
-        expert_rows(d_y, w, counts, transposed=True, interpret=True)[:used],
-        _kernel_gradient(x, d_y, counts, "gpu", interpret=True),
-        _kernel_gradient(x, d_y, counts, "tpu", interpret=True),
-    )
-    rounded = (1, 1, 1e-3, 1e-3) if dtype == "bfloat16" else (1e-3,) * 4
-    for a, b, tolerance in zip(found, wanted, rounded, strict=True):
-        np.testing.assert_allclose(
-            np.asarray(a, np.float64), b, rtol=0, atol=5e-3 * tolerance * np.abs(b).max()
-        )
 
 
 def test_the_activation_does_not_cancel() -> None:

@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rlhf_kernels import attend_visible
 
 from rlhf_core.models import Definition
-from rlhf_core.models.attention_cached import (
-    attend_cached,
-    attend_groups,
-    attend_visible,
-)
+from rlhf_core.models.attention_cached import attend_cached, attend_groups
 from rlhf_core.sampling.loop import empty_cache, time_axes
 from tests.shared.decoder_configs import CONFIGS, defined
 from tests.shared.drawn import params_of
@@ -110,8 +107,7 @@ def test_rows_of_a_group_see_their_prompt_and_themselves(
     """Three prompts, left-padded, one of them empty; four rows each, which have written three entries of five."""
     if kernel is not None:
         over = functools.partial(attend_visible, on=kernel, interpret=True)
-        monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
-        monkeypatch.setattr("rlhf_core.models.attention_cached.reads_visible", lambda keys: True)
+        monkeypatch.setattr("rlhf_core.models.attention_cached.visible_reader", lambda: over)
     prompts, group, heads, repeats, size, time, longest, step = 3, 4, 2, 3, 4, 6, 5, 2
     draw = np.random.default_rng(1)
 

@@ -140,7 +140,7 @@ def test_only_packages_that_are_released_with_the_core_are_named_for_installatio
     registry = plugins.load().registry
     assert all(name in registry.names(kind) for kind, name in DISTRIBUTED)
     empty = Registry()
-    for kind, name, package in [(REWARD, "length", ", usually rlhf-rewards"), (LOGGER, "dpo", "")]:
+    for kind, name, package in [(REWARD, "length", " (pip install rlhf-rewards)"), (LOGGER, "dpo", "")]:
         with pytest.raises(InputError) as caught:
             empty.get(kind, name)
         assert str(caught.value).endswith(

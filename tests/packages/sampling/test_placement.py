@@ -9,11 +9,11 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from rlhf_kernels import attend_visible
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import Definition
-from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.sampling import Rollouts, placement
 from tests.shared import samplers
 from tests.shared.decoder_configs import defined
@@ -81,9 +81,8 @@ def test_kernels_that_read_what_is_visible_give_the_same(
     """In interpret mode."""
     mesh = make_mesh(devices=jax.devices()[:1])
     expected = sample(name, mesh)
-    monkeypatch.setattr("rlhf_core.models.attention_cached.reads_visible", lambda keys: True)
     over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
-    monkeypatch.setattr("rlhf_core.models.attention_cached.attend_visible", over)
+    monkeypatch.setattr("rlhf_core.models.attention_cached.visible_reader", lambda: over)
     # A filter that keeps everything: not the program that was traced without kernels.
     samplers.assert_same(sample(name, mesh, top_k=samplers.VOCAB), expected)
     assert over.call_count

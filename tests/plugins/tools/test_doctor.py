@@ -32,6 +32,19 @@ def test_it_lists_what_is_installed(
     assert said.endswith("\nnothing is wrong\n")
 
 
+def test_it_says_on_an_accelerator_whether_kernels_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(platform="gpu", device_kind="H100", memory_stats=lambda: None)
+    monkeypatch.setattr("jax.devices", lambda: [gpu])
+    found = doctor.version_of
+
+    def said() -> str:
+        return next(each.value for each in doctor.devices() if each.name == "kernels")
+
+    assert said() == f"rlhf-kernels {found('rlhf-core')}"
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "rlhf-kernels" else found(name))
+    assert said() == "none, so XLA computes attention and experts: pip install rlhf-kernels"
+
+
 def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     info = PluginInfo("mine", "rlhf-mine", "1.0", "failed", error="it raised; uninstall it")
     monkeypatch.setattr(plugins, "load", lambda: SimpleNamespace(plugins=[info]))

@@ -6,16 +6,17 @@ import json
 import os
 import stat
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from rlhf_topologies import interpreters
-from rlhf_topologies.compile import compile_pipeline
+from rlhf_topologies.compile import compile_pipeline, installed_kernels
 from rlhf_topologies.programs import built_programs, stage_programs
 
-from rlhf_core import cli, create_state
+from rlhf_core import cli, create_state, plugins
 from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
 from rlhf_core.models import load_model
@@ -305,6 +306,12 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     layers, head = 2 * (4 * 256 * 256 + 3 * 256 * 512), 256 * 32
     least = 6 * layers * rows * time
     assert least < accumulate["call"]["flops"] < 1.5 * (least + 6 * head * rows * time)
+
+
+def test_kernels_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed_kernels() == f"rlhf-kernels {version('rlhf-kernels')}"
+    monkeypatch.setenv(plugins.DISABLE, "rlhf-kernels")
+    assert installed_kernels() is None
 
 
 def test_without_a_compiler_the_commands_that_install_it(

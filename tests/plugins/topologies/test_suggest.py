@@ -329,7 +329,12 @@ def test_what_is_printed(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch)
     found_by(True, place, monkeypatch)
     ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
     assert ended.code == cli.DONE, ended.message
-    for words in ("by arithmetic, on h100:1", "these fit h100:1; for the pipeline:", "# stage base"):
+    for words in (
+        "by arithmetic, on h100:1",
+        "these fit h100:1; for the pipeline:",
+        "# stage base",
+        "kernels of rlhf-kernels",
+    ):
         assert words in ended.out
     assert "mesh = { data = 1, fsdp = 1, tensor = 1 }" in ended.out
     ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest", "--json")

@@ -1,4 +1,4 @@
-"""The attention kernels of `attention_pallas` for TPUs, in Pallas for Mosaic.
+"""The kernels of `rlhf_kernels.attention` for TPUs, in Pallas for Mosaic.
 
 The grid's last axis goes through the list of visits of a block of queries, or of keys; lists lie in scalar memory, so
 that the blocks to read are known ahead. Steps beyond a list name its last block again, which is not fetched twice.
@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_of, visits
+from rlhf_core.models import MASKED, Blocks, seen_pairs, visits
+from rlhf_kernels.blocks import LOWEST, kernel_cost, visible_of
 
 WIDEST = 1024
 """Values of all query heads of a key head per query, up to which 512 queries fit vector memory."""

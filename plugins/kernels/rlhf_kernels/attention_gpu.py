@@ -1,4 +1,4 @@
-"""The attention kernels of `attention_pallas` for GPUs, in Pallas for Triton.
+"""The kernels of `rlhf_kernels.attention` for GPUs, in Pallas for Triton.
 
 Triton has no dynamic grids: a kernel computes one block of queries, or of keys, and loops over its list of visits.
 Its arrays are powers of two; heads of other sizes are read and written under a mask.
@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rlhf_core.models.attention import LOWEST, MASKED, Blocks, kernel_cost, seen_pairs, visible_of, visits
+from rlhf_core.models import MASKED, Blocks, seen_pairs, visits
+from rlhf_kernels.blocks import LOWEST, kernel_cost, visible_of
 
 
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:

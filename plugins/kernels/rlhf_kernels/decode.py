@@ -7,16 +7,14 @@ softmax, to be joined with others over the same queries. N below is rows times k
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlhf_core.runtime.devices import device_count, planned, platform
+from rlhf_core.models import MASKED, AttentionPart, platform
 
-MASKED = -1e30
-"""Logit of an invisible key. Finite: a query that sees no key gets the mean of the values, not NaN."""
 GPU_ENTRIES = 128
 """The most entries per block."""
 GPU_BLOCK_BYTES = 2**14
@@ -31,38 +29,6 @@ TPU_BLOCK_BYTES = 2**20
 microsecond, and little enough for two of each in vector memory."""
 
 
-class Part(NamedTuple):
-    """A softmax over some of the entries, float32: the sum of e^(logit - highest) · value, the highest logit, and the
-    sum of e^(logit - highest).
-    """
-
-    mixed: jax.Array
-    highest: jax.Array
-    total: jax.Array
-
-
-def reads_visible(keys: jax.Array) -> bool:
-    """Whether a kernel suits caches like `keys`, [B, K, h, T], here.
-
-    Arrays have to lie on one device each: under a mesh, within `jax.shard_map` over all of its axes.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    local = device_count() == 1 or (bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names))
-    size, entries = keys.shape[2:]
-    if not local or keys.dtype.itemsize not in (2, 4):
-        return False
-    if platform() == "gpu":
-        return 16 <= size <= 256 and entries > GPU_ENTRIES and _has_triton()
-    # Values of smaller heads would be padded to 128 numbers in a TPU's memory.
-    return platform() == "tpu" and size % 128 == 0 and entries > TPU_ENTRIES
-
-
-def _has_triton() -> bool:
-    """Whether XLA compiles Triton for the GPUs: NVIDIA's since Ampere, as all planned ones are."""
-    major = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]
-    return planned() is not None or (major.isdigit() and int(major) >= 8)
-
-
 def attend_visible(
     q: jax.Array,
     keys: jax.Array,
@@ -73,17 +39,21 @@ def attend_visible(
     *,
     on: str | None = None,
     interpret: bool = False,
-) -> Part:
+) -> AttentionPart | None:
     """Compute attention of q, [B, K, R, h], scaled, over entries first … end - 1 of keys [B, K, h, T] and values
-    [B, K, T, h]; softcap as in `attention.attend`.
+    [B, K, T, h], all on one device; softcap as in `attend`. None: no kernel suits such a cache.
 
-    on: "gpu" or "tpu", the kernel; None: the platform's. interpret: run it as JAX operations.
+    on: "gpu" or "tpu", the kernel, whatever the cache; None: the platform's. interpret: run it as JAX operations.
     Where no entry is visible, output and sum are 0 and the maximum is MASKED.
     """
+    if on is None:
+        on = platform()
+        if not _suits(keys, on):
+            return None
     batch, kv_heads, repeats, size = q.shape
     entries = keys.shape[3]
     bounds = jnp.stack([first, end]).astype(jnp.int32)
-    kernel = _on_gpu if (on or platform()) == "gpu" else _on_tpu
+    kernel = _on_gpu if on == "gpu" else _on_tpu
     mixed, highest, total = kernel(
         bounds,
         q.reshape(-1, repeats, size),
@@ -92,7 +62,27 @@ def attend_visible(
         softcap,
         interpret,
     )
-    return Part(*(x.reshape(batch, kv_heads, *x.shape[1:]) for x in (mixed, highest, total)))
+    return AttentionPart(*(x.reshape(batch, kv_heads, *x.shape[1:]) for x in (mixed, highest, total)))
+
+
+def _suits(keys: jax.Array, on: str) -> bool:
+    """Return whether a platform has a kernel for caches like `keys`, [B, K, h, T]."""
+    size, entries = keys.shape[2:]
+    if keys.dtype.itemsize not in (2, 4):
+        return False
+    if on == "gpu":
+        return 16 <= size <= 256 and entries > GPU_ENTRIES and _has_triton()
+    # Values of smaller heads would be padded to 128 numbers in a TPU's memory.
+    return on == "tpu" and size % 128 == 0 and entries > TPU_ENTRIES
+
+
+def _has_triton() -> bool:
+    """Return whether XLA compiles Triton for the GPUs: NVIDIA's since Ampere, as all are that programs are compiled for
+    in a process without one.
+    """
+    device = jax.local_devices()[0]
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    return device.platform == "cpu" or (major.isdigit() and int(major) >= 8)
 
 
 def _cost(q: jax.Array, keys: jax.Array, block: int) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Attention over rows in Pallas kernels for GPUs and TPUs, which visit only the blocks that a query sees.
 
-FlashAttention (Dao et al. 2022, 2023) over the rows of `attention.attend`: no array of time × time exists, forward or
-backward, and `visible_until` alone decides which blocks are computed, row by row. Softmax sums and accumulators are
-float32.
+FlashAttention (Dao et al. 2022, 2023) over the rows of `rlhf_core.models.attend`: no array of time × time exists,
+forward or backward, and `visible_until` alone decides which blocks are computed, row by row. Softmax sums and
+accumulators are float32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rlhf_core.errors import InputError
+from rlhf_core import InputError
 from rlhf_core.mesh import mesh_of_rows, row_axes
-from rlhf_core.models.attention import Blocks, attend, attend_blocks, filled, sinks_gradient
-from rlhf_core.runtime.devices import platform
+from rlhf_core.models import Blocks, attend, attend_blocks, platform, sinks_gradient
 
 PLATFORMS = ("gpu", "tpu")
 LARGEST_HEAD = 256
@@ -52,12 +51,12 @@ def attend_pallas(
     starts: jax.Array | None = None,
     kernels: Kernels | None = None,
 ) -> jax.Array:
-    """Compute `attention.attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads
-    of more than 256 dimensions, which no kernel holds, are computed by `attention.attend_blocks`. Queries that see no
-    key get 0, and give no gradient.
+    """Compute `attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads of more
+    than 256 dimensions, which no kernel holds, are computed by `attend_blocks`. Queries that see no key get 0, and
+    give no gradient.
 
     On a mesh each device computes its rows, and with `tensor` its heads; rows that the mesh does not divide are
-    computed by `attention.attend`.
+    computed by `attend`.
 
     Raises InputError on CPUs.
     """
@@ -84,8 +83,8 @@ def attend_pallas(
         of_queries = at, None if window is None else positions[:, at]
     fill = max(each.fill(time) for each in blocks)
     if fill:
-        q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
-        positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
+        q, k, v = (_filled(x, x.ndim - 2, fill) for x in (q, k, v))
+        positions, visible_until = (_filled(x, 1, fill) for x in (positions, visible_until))
     near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     rows = (visible_until, None if window is None else positions, near, of_queries)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
@@ -94,11 +93,16 @@ def attend_pallas(
     return mixed[:, :time] if fill else mixed
 
 
+def _filled(x: jax.Array, axis: int, fill: int) -> jax.Array:
+    """Append `fill` zeros along an axis."""
+    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)])
+
+
 def _kernels_of(platform: str) -> ModuleType:
     """Import the kernels of a platform; not with this module, since Pallas takes longer to import than most commands
     need.
     """
-    return import_module(f"rlhf_core.models.attention_pallas_{platform}")
+    return import_module(f"rlhf_kernels.attention_{platform}")
 
 
 def _is_local(x: jax.Array) -> bool:
