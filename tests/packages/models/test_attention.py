@@ -209,6 +209,22 @@ def test_auto_takes_kernels_where_dense_attention_does_not_fit(monkeypatch: pyte
     assert why(1024, make_mesh(1, 8, 1)) is None
 
 
+@pytest.mark.parametrize("disabled", ["", "rlhf-kernels"])
+def test_auto_takes_blocks_where_no_kernels_are_installed(
+    disabled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugins.DISABLE, disabled)
+    model = fresh_model(FAMILIES["llama"], seed=3)
+    registry = plugins.load().registry
+    stage: Any = SimpleNamespace(name="policy", registry=registry, devices=lambda: planned_mesh(8))
+    config: Any = SimpleNamespace(attention=Component(name="auto"))
+    texts = [tree([np.arange(1024, dtype=np.int32)])]
+    with planned_for("gpu", 8, 10**6):
+        chosen = choose_attention(model, config, stage, texts, Layout((1024,), (8,), (8,), (0,)))
+    over = chosen.definition.attention
+    assert over == (in_blocks(64) if disabled else registry.get(ATTENTION, "pallas"))
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "skips"), [("pallas", 8, True), ("blocks", 8, False), ("blocks", 1, True)]
 )
