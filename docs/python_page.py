@@ -97,6 +97,21 @@ TASKS = (
         "check_advantage check_environment check_logger check_model check_pairwise_loss "
         "check_policy_loss check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
     ),
+    Task(
+        "Describe a model family",
+        "[Add a model family](../how-to/add_a_model_family.md) uses them; "
+        "[rlhf-families](../../plugins/families/README.md) uses nothing else.",
+        "Architecture decoder_family Fields DecoderConfig Layer Recurrent LayerContext Aux RowReader previous_tokens "
+        "across_pieces Attention MLP Experts Linear RMSNorm Embedding ACTIVATIONS rotate open_weights save_tensors "
+        "paths cached",
+    ),
+    Task(
+        "Write kernels",
+        "[Kernels](../how-to/add_a_model_family.md#kernels) has the shapes; "
+        "[rlhf-kernels](../../plugins/kernels/README.md) uses nothing else.",
+        "attend attend_blocks Blocks visible_blocks visits seen_pairs MASKED sinks_gradient AttentionPart platform "
+        "mesh_of_rows row_axes",
+    ),
 )
 
 

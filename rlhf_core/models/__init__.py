@@ -51,7 +51,7 @@ from rlhf_core.models.params import paths as paths
 from rlhf_core.models.params import split as split
 from rlhf_core.models.params import without_layers as without_layers
 from rlhf_core.models.readers import Aux as Aux
-from rlhf_core.models.readers import Context as Context
+from rlhf_core.models.readers import LayerContext as LayerContext
 from rlhf_core.models.readers import RowReader as RowReader
 from rlhf_core.models.readers import previous_tokens as previous_tokens
 from rlhf_core.models.rope import rotate as rotate
@@ -66,8 +66,8 @@ __all__ = [
 ]
 """What authors of trainers rely on."""
 FOR_FAMILIES = (
-    "ACTIVATIONS Architecture Attention Aux Context DecoderConfig Embedding Experts Fields Layer Linear MLP RMSNorm "
-    "Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate save_tensors"
+    "ACTIVATIONS Architecture Attention Aux DecoderConfig Embedding Experts Fields Layer LayerContext Linear MLP "
+    "RMSNorm Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate save_tensors"
 )
 """What authors of model families rely on in addition."""
 FOR_KERNELS = "AttentionPart Blocks MASKED attend attend_blocks platform seen_pairs sinks_gradient visible_blocks visits"

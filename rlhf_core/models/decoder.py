@@ -58,8 +58,8 @@ from rlhf_core.models.quantized import Quantization, plain
 from rlhf_core.models.readers import (
     CacheReader,
     ChunkReader,
-    Context,
     GroupReader,
+    LayerContext,
     Reader,
     RowReader,
     TokenReader,
@@ -327,7 +327,7 @@ class Decoder(Definition):
 
             def one(x: jax.Array, slice_: tuple[Any, PerLayer]) -> tuple[jax.Array, Any]:
                 own = slice_[1]
-                ctx = Context(
+                ctx = LayerContext(
                     reader=reader,
                     rotation=rotation(own),
                     window=own.window,
@@ -365,7 +365,7 @@ class Decoder(Definition):
         x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
         last, own = jax.tree.map(lambda each: each[-1], layers)
         layer = nnx.merge(nnx.split(trunk.layers)[0], last)
-        ctx = Context(
+        ctx = LayerContext(
             reader=reader, rotation=rotation_of(c.stacks[""].config, rotations)(own), window=own.window
         )
         return trunk.norm(layer.at(x, ctx, at)), None
@@ -454,7 +454,7 @@ class Decoder(Definition):
             kind, n = c.at(i)
             own = c.stacks[kind].config
             rope = own.ropes[own.layer_ropes[n] if own.layer_ropes else 0]
-            ctx = Context(
+            ctx = LayerContext(
                 reader=reader,
                 rotation=rotations[rope, own.head_dim],
                 window=own.windows[n],

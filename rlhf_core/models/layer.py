@@ -19,7 +19,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.experts import Experts, Routed
 from rlhf_core.models.layers import MLP, Attention, RMSNorm
-from rlhf_core.models.readers import Aux, Context, RowReader, SomeTokensReader, previous_tokens
+from rlhf_core.models.readers import Aux, LayerContext, RowReader, SomeTokensReader, previous_tokens
 
 
 class Recurrent(nnx.Module):
@@ -88,7 +88,7 @@ class Recurrent(nnx.Module):
         state, out = lax.scan(step, state, (jnp.arange(x.shape[1]), x.swapaxes(0, 1)))
         return out.swapaxes(0, 1), state
 
-    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the state after them."""
         return ctx.recur(self, x)
 
@@ -115,7 +115,7 @@ class Layer(nnx.Module):
     """
 
     mixer: ClassVar[Any] = Attention
-    """The class of what mixes tokens: called with (its input [B, T, D], a `Context`), it returns (its output, the
+    """The class of what mixes tokens: called with (its input [B, T, D], a `LayerContext`), it returns (its output, the
     layer's `Aux.cache`)."""
     name: ClassVar[str] = "self_attn"
     """Of the mixer, among the layer's parameters and in the files."""
@@ -138,7 +138,7 @@ class Layer(nnx.Module):
         if self.norms != "before":
             self.post_feedforward_layernorm = norm()
 
-    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
+    def __call__(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Aux]:
         """[B, T, D] → the same, and what else comes of it."""
         mixed, cache = getattr(self, self.name)(self._normed(x), ctx)
         if self.norms == "before":
@@ -150,7 +150,7 @@ class Layer(nnx.Module):
         computed, routed = self._feed_forward(inner, ctx)
         return x + self.post_feedforward_layernorm(computed), Aux(cache, routed)
 
-    def at(self, x: jax.Array, ctx: Context, at: jax.Array) -> jax.Array:
+    def at(self, x: jax.Array, ctx: LayerContext, at: jax.Array) -> jax.Array:
         """Compute the output of the tokens `at` alone, int32 [B, n]: [B, n, D]; keys and values are those of all."""
         _, k, v, _ = self.self_attn.project(self._normed(x), ctx.rotation)
         assert isinstance(ctx.reader, RowReader)
@@ -161,7 +161,7 @@ class Layer(nnx.Module):
         )
         return self(take_rows(x, at), some)[0]
 
-    def _feed_forward(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Routed | None]:
+    def _feed_forward(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Routed | None]:
         if isinstance(self.mlp, Experts):
             return self.mlp(x, ctx.router)
         return self.mlp(x), None

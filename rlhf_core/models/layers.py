@@ -22,7 +22,7 @@ from rlhf_core.models.quantized import Quantization, Quantized, can_quantize
 from rlhf_core.models.rope import rotate
 
 if TYPE_CHECKING:
-    from rlhf_core.models.readers import Context
+    from rlhf_core.models.readers import LayerContext
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
@@ -195,7 +195,7 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(jnp.zeros((*lead, c.num_heads), jnp.float32), axes=("layers", "heads"))
         self.config = c
 
-    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Any]:
         """[B, T, D] → the same, and the layer's keys and values."""
         c = self.config
         q, k, v, gate = self.project(x, ctx.rotation)

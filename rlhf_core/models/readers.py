@@ -1,7 +1,7 @@
 """What a decoder's layer reads beside its input: the tokens before its own, in packed rows or in a cache.
 
-A pass has one reader, and every layer of it a `Context` with this reader. Layers call `Context.attend` or
-`Context.recur`, and so compute the same in training, prefill and decoding.
+A pass has one reader, and every layer of it a `LayerContext` with this reader. Layers call `LayerContext.attend` or
+`LayerContext.recur`, and so compute the same in training, prefill and decoding.
 """
 
 from __future__ import annotations
@@ -31,23 +31,28 @@ class Aux(NamedTuple):
     """What later tokens read of these: keys [B, kv heads, head_dim, S] and values [B, kv heads, S, head_dim] in the
     compute dtype; a state of a layer that has one; None of a layer that reads another layer's keys and values."""
     routed: Routed | None = None
-    """What its router did, where `Context.router` asks for it."""
+    """What its router did, where `LayerContext.router` asks for it."""
 
 
 class Reader(Protocol):
     """How the tokens of a pass read those before them."""
 
     def attend(
-        self, ctx: Context, q: jax.Array, k: jax.Array | None, v: jax.Array | None, options: Mapping[str, Any]
+        self,
+        ctx: LayerContext,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        options: Mapping[str, Any],
     ) -> tuple[jax.Array, Any]:
-        """Do what `Context.attend` does; options: `softcap`, and `sinks` of a layer that has some."""
+        """Do what `LayerContext.attend` does; options: `softcap`, and `sinks` of a layer that has some."""
 
-    def recur(self, ctx: Context, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Do what `Context.recur` does."""
+    def recur(self, ctx: LayerContext, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Do what `LayerContext.recur` does."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Context:
+class LayerContext:
     """What one layer reads beside its input, [B, T, D].
 
     rotation: of its tokens: cosine and sine, float32 [B, T, pairs], and, of some families, the queries' growth.
@@ -106,7 +111,7 @@ class RowReader:
     orders: Mapping[Any, Any] = field(default_factory=dict)
 
     def attend(
-        self, ctx: Context, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+        self, ctx: LayerContext, q: Any, k: Any, v: Any, options: Mapping[str, Any]
     ) -> tuple[jax.Array, Any]:
         if k is None:
             keys, v = ctx.source
@@ -119,7 +124,7 @@ class RowReader:
             return attend_pieces(self.over, self.mesh, (q, k, v), rows, window, **options), kept
         return self.over(q, k, v, *rows, window=window, **options), kept
 
-    def recur(self, ctx: Context, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    def recur(self, ctx: LayerContext, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         out: tuple[jax.Array, Any] = mixer.over_rows(x, self.orders[type(mixer)])
         return out
 
@@ -134,12 +139,12 @@ class SomeTokensReader:
     v: jax.Array
 
     def attend(
-        self, ctx: Context, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+        self, ctx: LayerContext, q: Any, k: Any, v: Any, options: Mapping[str, Any]
     ) -> tuple[jax.Array, Any]:
         rows = self.rows.positions, self.rows.visible_until
         return attend_at(q, self.k, self.v, self.at, *rows, window=ctx.window, **options), None
 
-    def recur(self, ctx: Context, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    def recur(self, ctx: LayerContext, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         raise NotImplementedError("a state is computed from all tokens")
 
 
@@ -158,7 +163,7 @@ class CacheReader:
     count: jax.Array | None = None
 
     def attend(
-        self, ctx: Context, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+        self, ctx: LayerContext, q: Any, k: Any, v: Any, options: Mapping[str, Any]
     ) -> tuple[jax.Array, Any]:
         if k is None:
             keys, values = ctx.source
@@ -168,11 +173,13 @@ class CacheReader:
         values = written(values, v, self.slot, 2)
         return self.read(ctx, q, keys, values, options), (keys, values)
 
-    def read(self, ctx: Context, q: Any, keys: Any, values: Any, options: Mapping[str, Any]) -> jax.Array:
+    def read(
+        self, ctx: LayerContext, q: Any, keys: Any, values: Any, options: Mapping[str, Any]
+    ) -> jax.Array:
         """Attend to a layer's keys and values, these tokens' included: [B, T, K · G · h]."""
         raise NotImplementedError
 
-    def recur(self, ctx: Context, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    def recur(self, ctx: LayerContext, mixer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         state = jax.tree.map(functools.partial(_zero_where, self.tokens[:, 0] == 0), ctx.cache)
         if self.count is not None:
             extended: tuple[jax.Array, Any] = mixer.extend(x, state, self.count)
@@ -187,7 +194,9 @@ class TokenReader(CacheReader):
 
     visible: jax.Array
 
-    def read(self, ctx: Context, q: Any, keys: Any, values: Any, options: Mapping[str, Any]) -> jax.Array:
+    def read(
+        self, ctx: LayerContext, q: Any, keys: Any, values: Any, options: Mapping[str, Any]
+    ) -> jax.Array:
         # With a slot of its own, a row's entries lie in the order of their positions.
         in_order = jnp.ndim(self.slot) > 0
         seen = self.visible
@@ -209,7 +218,9 @@ class GroupReader(CacheReader):
     used: jax.Array
     positions: jax.Array
 
-    def read(self, ctx: Context, q: Any, keys: Any, values: Any, options: Mapping[str, Any]) -> jax.Array:
+    def read(
+        self, ctx: LayerContext, q: Any, keys: Any, values: Any, options: Mapping[str, Any]
+    ) -> jax.Array:
         assert ctx.reads is not None
         entries = jnp.arange(self.entries.shape[1])
         own, read = entries <= self.slot, self.used[:, None]
@@ -225,7 +236,9 @@ class GroupReader(CacheReader):
 class ChunkReader(CacheReader):
     """T tokens per row read the entries up to their own, each at the index of its position."""
 
-    def read(self, ctx: Context, q: Any, keys: Any, values: Any, options: Mapping[str, Any]) -> jax.Array:
+    def read(
+        self, ctx: LayerContext, q: Any, keys: Any, values: Any, options: Mapping[str, Any]
+    ) -> jax.Array:
         age = self.tokens[:, :, None] - jnp.arange(self.entries.shape[1])  # [B, T, S]
         seen = age >= 0 if ctx.window is None else (age >= 0) & (age < ctx.window)
         return attend_cached(q, keys, values, seen, **options, in_order=True)

@@ -22,7 +22,7 @@ def rlhf_register(registry: Registry) -> None:
 
     for name, module in {"gemma4": gemma4, "lfm2": lfm2, "qwen3_5": qwen3_5}.items():
         registry.add(MODEL, name, decoder_family(module.ARCHITECTURES))
-    registry.add(LAYER, "gemma4", gemma4.Layer)
+    registry.add(LAYER, "gemma4", gemma4.Gemma4Layer)
     registry.add(LAYER, "short_convolution", lfm2.ConvolutionLayer)
     registry.add(LAYER, "gated_delta_rule", qwen3_5.DeltaLayer)
 

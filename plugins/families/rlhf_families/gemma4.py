@@ -21,10 +21,10 @@ from rlhf_core.models import (
     MLP,
     Architecture,
     Aux,
-    Context,
     DecoderConfig,
     Embedding,
     Fields,
+    LayerContext,
     Linear,
     RMSNorm,
     rotate,
@@ -116,15 +116,15 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
         differs = {
             **heads,
             size: mlp * (1 + (wide and borrows)),
-            "settings": Settings(table, read.switch("attention_k_eq_v") and types[first] == FULL),
+            "settings": Gemma4Settings(table, read.switch("attention_k_eq_v") and types[first] == FULL),
             "source": own - 1 - types[:own][::-1].index(types[first]) if borrows else None,
         }
         variants[kind] = tuple(differs.items())
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     stand_ins = [read.whole(name, least=0) for name in names if read.get(name) is not None]
     return found | {
-        "layer": LayerWithInput if table[1] else Layer,
-        "settings": Settings(table),
+        "layer": Gemma4LayerWithInput if table[1] else Gemma4Layer,
+        "settings": Gemma4Settings(table),
         "placeholders": (read.whole("pad_token_id", 0, least=0), *stand_ins) if stand_ins else (),
         "fused_experts": True,
         # Published files have keys and values of layers that use another layer's.
@@ -190,7 +190,7 @@ def normed(x: jax.Array, eps: float) -> jax.Array:
     return wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
 
 
-class Settings(NamedTuple):
+class Gemma4Settings(NamedTuple):
     """What a layer has in addition to other layers.
 
     per_layer: (words, size) of the table of the inputs that each layer has of its own; (0, 0): there are none.
@@ -201,7 +201,7 @@ class Settings(NamedTuple):
     keys_as_values: bool = False
 
 
-class Attention(models.Attention):
+class Gemma4Attention(models.Attention):
     """Attention with normalised values, over the keys and values of an earlier layer where the config names one."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
@@ -246,7 +246,7 @@ class Attention(models.Attention):
         return q, k, v, None
 
 
-class Experts(models.Experts):
+class Gemma4Experts(models.Experts):
     """Experts whose router reads the layer's normalised input, and whose weights are scaled."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
@@ -265,7 +265,7 @@ class Experts(models.Experts):
         return super().weigh(logits, chosen) * self.gate.per_expert_scale[...][chosen]
 
 
-class Layer(models.Layer):
+class Gemma4Layer(models.Layer):
     """Attention, MLP with or without experts next to it, and the layer's own input; each normalised before and after.
 
     Holds stacked parameters, runs on one layer's. `layer_scalar` is not trained.
@@ -275,13 +275,13 @@ class Layer(models.Layer):
         c, lead, size = config, (config.num_layers,), config.settings.per_layer[1]
         norm = functools.partial(RMSNorm, c, lead, c.hidden_size)
         linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
-        self.self_attn = Attention(c, rngs)
+        self.self_attn = Gemma4Attention(c, rngs)
         self.mlp = MLP(replace(c, intermediate_size=c.shared_size) if c.experts else c, rngs)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
         self.has_experts, self.activation = bool(c.experts), c.activation
         if self.has_experts:
-            self.moe = Experts(c, rngs)
+            self.moe = Gemma4Experts(c, rngs)
             self.post_feedforward_layernorm_1 = norm()
             self.pre_feedforward_layernorm_2, self.post_feedforward_layernorm_2 = norm(), norm()
         if size:
@@ -290,7 +290,7 @@ class Layer(models.Layer):
             self.post_per_layer_input_norm = norm()
         self.layer_scalar = nnx.Param(jnp.ones((*lead, 1), jnp.float32), axes=("layers", None))
 
-    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
+    def __call__(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Aux]:
         mixed, cache = self.self_attn(self.input_layernorm(x), ctx)
         x = x + self.post_attention_layernorm(mixed)
         inner, routed = self._feed_forward(self.pre_feedforward_layernorm(x), ctx)
@@ -328,7 +328,7 @@ class PerLayerInputs(nnx.Module):
         return jnp.moveaxis((self.per_layer_projection_norm(projected) + found) * 2**-0.5, 2, 0)
 
 
-class LayerWithInput(Layer):
+class Gemma4LayerWithInput(Gemma4Layer):
     """A layer that has an input of its own."""
 
     given = PerLayerInputs
