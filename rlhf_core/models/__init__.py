@@ -67,8 +67,11 @@ __all__ = [
 """What authors of trainers rely on."""
 FOR_FAMILIES = (
     "ACTIVATIONS Architecture Attention Aux DecoderConfig Embedding Experts Fields Layer LayerContext Linear MLP "
-    "RMSNorm Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate save_tensors"
+    "RMSNorm Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate "
+    "save_tensors"
 )
 """What authors of model families rely on in addition."""
-FOR_KERNELS = "AttentionPart Blocks MASKED attend attend_blocks platform seen_pairs sinks_gradient visible_blocks visits"
+FOR_KERNELS = (
+    "AttentionPart Blocks MASKED attend attend_blocks platform seen_pairs sinks_gradient visible_blocks visits"
+)
 """What authors of kernels rely on."""
