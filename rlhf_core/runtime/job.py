@@ -3,7 +3,7 @@
 jax connects the processes, notices those that are gone by its heartbeats, and has a key-value store. Here a process
 writes there why it ends, and the others, which may be inside a collective that never returns, read it in a thread.
 That one was killed is known by a connection that breaks. jax's heartbeats do not replace it: they, too, end the others
-within 10 s or so, but by SIGABRT, each with the trace of its stack, and jax 0.10 takes no function to call instead.
+within their time limit, but by SIGABRT with a trace of the stack; jax.distributed takes no function to call instead.
 """
 
 from __future__ import annotations
