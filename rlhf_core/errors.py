@@ -233,12 +233,12 @@ def read_limited(file: str | Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def limited_lines(file: str | Path, most: int = MOST_BYTES) -> Iterator[bytes]:
+def limited_lines(file: str | Path) -> Iterator[bytes]:
     """Read a file line by line, their ends included. Raises ValueError for a line that no row needs."""
     with open(file, "rb") as opened:
-        while line := opened.readline(most + 1):
-            if len(line) > most:
-                raise ValueError(f"it has a line of more than {most:,} bytes")
+        while line := opened.readline(MOST_BYTES + 1):
+            if len(line) > MOST_BYTES:
+                raise ValueError(f"it has a line of more than {MOST_BYTES:,} bytes")
             yield line
 
 

@@ -227,15 +227,6 @@ def _require_rates(made: Schedule, total: int, what: str) -> None:
         )
 
 
-def start_afresh(opt_state: Any, step: int) -> Any:
-    """Place an optimizer state without history at update `step` of its schedule; its moments still begin at 0."""
-
-    def of_schedule(path: Any, _: Any) -> bool:
-        return getattr(path[-1], "tuple_name", "") == "ScaleByScheduleState"
-
-    return optax.tree.set(opt_state, of_schedule, count=jnp.int32(step))
-
-
 def make_optimizer(
     config: TrainerConfig,
     registry: Registry,

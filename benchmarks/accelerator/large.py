@@ -96,6 +96,7 @@ def compile_programs(given: argparse.Namespace) -> dict[str, Any]:
     from rlhf_core.pipeline.file import read
     from rlhf_core.pipeline.plan import plan
     from rlhf_core.runtime.files import write_atomic
+    from rlhf_core.training import definition_of
 
     topology, file = parse(given.on), Path(given.out)
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -106,7 +107,9 @@ def compile_programs(given: argparse.Namespace) -> dict[str, Any]:
             lowered, began = program.lower(), time.process_time()
             made = lowered.compile()
             seconds = time.process_time() - began
-            found = {"seconds": seconds, "arrays": large_arrays(made.as_text(), program.shape)}
+            found = {"seconds": seconds, "arrays": []}
+            if program.work != "update":
+                found["arrays"] = large_arrays(made.as_text(), config, row_length(program.name))
             facts = program_facts(made, topology, decodes=program.steps > 0)
             kept[program.name] = {"facts": facts, **found}
             write_atomic(file, json.dumps(kept))
@@ -117,26 +120,32 @@ def compile_programs(given: argparse.Namespace) -> dict[str, Any]:
         host = plugins.load()
         pipeline = str(write_stage(Path(directory), given.model))
         planned = plan(read(pipeline, sets=given.set, dir=None), host)
+        model = definition_of(planned.stages[0].written.model, "lm", None, host.registry)
+        assert model is not None
+        config: Any = model[0].config
         mesh = make_mesh(**planned.mesh, devices=find_devices(topology))
         described = stage_programs(planned, host, mesh)["policy"]
         assert described is not None
         called = [each for each in described.programs if each.calls]
         chosen = tuple(each for each in called if any(only in each.name for only in given.only or [""]))
-        facts = compile_stage(replace(described, programs=chosen), compiled, topology)
+        facts = compile_stage(replace(described, programs=chosen), compiled)
         verdict = judge_stage({**facts, "remat": "full"}, topology, mesh.shape)
     return {**verdict, "kept": kept}
 
 
-def large_arrays(text: str, shape: Any) -> list[str]:
+def row_length(name: str) -> int:
+    """Read the tokens of a row from a program's name, "accumulate 8 × 2944" or "generate …, 1024 + 240 tokens"."""
+    return sum(map(int, re.findall(r"\d+", re.split("[×,]", name)[-1])))
+
+
+def large_arrays(text: str, config: Any, length: int) -> list[str]:
     """List the shapes of a compiled program's arrays that have two axes as long as a row, or all experts' weights."""
-    if shape is None:
-        return []
-    config, time_, seen = shape.model.config, shape.time, set(re.findall(r"\w+\[[\d,]+\]", text))
+    seen = set(re.findall(r"\w+\[[\d,]+\]", text))
     kernels = [(config.experts, config.hidden_size, n * config.intermediate_size) for n in (1, 2)]
 
     def large(sizes: list[int]) -> bool:
         whole = config.experts and any(Counter(each) <= Counter(sizes) for each in kernels)
-        return sizes.count(time_) > 1 or bool(whole)
+        return sizes.count(length) > 1 or bool(whole)
 
     return sorted(
         each for each in seen if large([int(n) for n in re.findall(r"\d+", each.partition("[")[2])])

@@ -81,7 +81,7 @@ def compiled(context: Context, *described: StagePrograms) -> list[Row]:
     }
 
     def one(stage: StagePrograms) -> Row:
-        collected = compile_stage(stage, lambda program: facts[id(program)], context.topology)
+        collected = compile_stage(stage, lambda program: facts[id(program)])
         return judge_stage({**collected, "remat": "auto"}, context.topology, context.bench.mesh.shape)
 
     return [one(stage) for stage in described]

@@ -72,7 +72,7 @@ def predict(
             say = partial(print, flush=True)
             compiled = partial(cache.compiled, stage=name, say=say)
             try:
-                stages[name] = {**compile_stage(work(), compiled, first), "remat": "auto"}
+                stages[name] = {**compile_stage(work(), compiled), "remat": "auto"}
             except Exception as error:  # one work must not take the others with it
                 print(f"{name}: {error_line(error)}", flush=True)
                 continue

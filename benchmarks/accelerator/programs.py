@@ -127,8 +127,8 @@ class Training:
     """Whether batches are known before the training."""
 
     def described(self) -> StagePrograms:
-        definition, batches = self.model.definition, loads([self.batches], self.shapes)
-        programs = training_programs(self.objective, definition, self.state, batches, known=self.known)
+        batches = loads([self.batches], self.shapes)
+        programs = training_programs(self.objective, self.state, batches, known=self.known)
         weights = token_weights(self.model.definition)
         return StagePrograms(tuple(programs), resident(self.state), weights)
 
@@ -283,11 +283,10 @@ class Policy:
         self.training = Training(objective, model, self.state, shapes, batches, self.tokens, known=False)
 
     def described_update(self) -> StagePrograms:
-        definition, params = self.model.definition, self.state.params
+        params = self.state.params
         training = self.training.described()
         reading = reading_programs(
             self.reader.lower,
-            definition,
             {"policy": params, "reference": self.reference},
             loads([self.training.batches], self.reader.shapes()),
             times=1.0,

@@ -98,14 +98,6 @@ class CheckOptions(PipelineOptions):
             "v5p:2x2x4.",
         ),
     ] = None
-    suggest: Annotated[
-        bool,
-        typer.Option(
-            "--suggest",
-            help="With --on: search for a mesh and settings that fit, within 10 minutes; --on h100 takes the fewest "
-            "devices of a machine.",
-        ),
-    ] = False
     json: Annotated[bool, typer.Option("--json", help="With --on: print JSON.")] = False
 
 
@@ -157,7 +149,7 @@ def check(given: CheckOptions) -> None:
     """Report all errors of a pipeline, or print its plan. Uses no device."""
     from rlhf_core.pipeline.check import Target, check
 
-    target = Target(given.devices, given.on, given.suggest, given.json)
+    target = Target(given.devices, given.on, given.json)
     check(given.pipeline, **given.arguments(), target=target)
 
 

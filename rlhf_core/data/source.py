@@ -93,11 +93,11 @@ class Source:
             yield self.part(start, start + size)
 
     @staticmethod
-    def chunks(rows: Sequence[Any], size: int = CHUNK) -> Iterator[tuple[int, Sequence[Any]]]:
-        """Yield (start, rows) in chunks of `size`. Raises Stopped between chunks if the run was asked to stop."""
-        for start in range(0, len(rows), size):
+    def chunks(rows: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yield (start, rows) in chunks. Raises Stopped between chunks if the run was asked to stop."""
+        for start in range(0, len(rows), CHUNK):
             stop_if_asked("while data was read")
-            yield start, rows[start : start + size]
+            yield start, rows[start : start + CHUNK]
 
 
 class Records(Sequence[Mapping[str, Any]]):

@@ -30,13 +30,11 @@ class Target(NamedTuple):
     """The devices that a check is for, which need not exist.
 
     devices: their number, to forecast memory for, per device; None: memory in total. on: devices to compile every
-    program for, such as "h100:8". suggest: search for a mesh and settings that fit these, or a chip's fewest. as_json:
-    print what was found about these devices, and nothing else, as JSON.
+    program for, such as "h100:8". as_json: print what was found about these devices, and nothing else, as JSON.
     """
 
     devices: int | None = None
     on: str | None = None
-    suggest: bool = False
     as_json: bool = False
 
     def resolve(self, host: Host) -> tuple[int | None, Callable[..., None] | None]:
@@ -45,17 +43,16 @@ class Target(NamedTuple):
         Raises InputError for flags that do not go together, and without a distribution that compiles.
         """
         if self.on is None:
-            if self.as_json or self.suggest:
-                flag = "--json" if self.as_json else "--suggest"
-                raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
+            if self.as_json:
+                raise InputError("rlhf check: --json goes with --on, such as --on h100:8")
             return self.devices, None
-        answer = host.hook.rlhf_check_on(on=self.on, suggest=self.suggest)
+        answer = host.hook.rlhf_check_on(on=self.on)
         if answer is None:
             raise InputError(
                 "rlhf check: --on needs the distribution rlhf-topologies: pip install rlhf-topologies"
             )
         count, check_on = answer
-        if self.devices is not None and (self.suggest or self.devices != count):
+        if self.devices is not None and self.devices != count:
             raise InputError(
                 f"rlhf check: --on {self.on} has {counted(count, 'devices')}; leave out --devices {self.devices}"
             )
@@ -85,8 +82,8 @@ def check(
     problems: list[str] = []
     mesh = None
     with collected(problems):
-        if devices is not None:  # a search chooses the mesh and ignores the one in the file
-            mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if target.suggest else planned.mesh))
+        if devices is not None:
+            mesh = planned_mesh(devices, **planned.mesh)
     with collected(problems):
         forecasts = stage_forecasts(planned, host, mesh=mesh)
     states: dict[str, str] = {}

@@ -35,11 +35,11 @@ def rlhf_register(registry: Registry) -> None:
 
 
 @hookspec(firstresult=True)
-def rlhf_check_on(on: str, suggest: bool) -> tuple[int, Callable[..., None]] | None:
+def rlhf_check_on(on: str) -> tuple[int, Callable[..., None]] | None:
     """Return the number of devices that `rlhf check --on` names, and the function that compiles a pipeline for them.
 
-    on: such as "h100:8". suggest: whether to search for settings. The function is called as
-    (pipeline, on, sets=…, plugins=…, dir=…, json_output=…), and prints. Raises InputError for an unknown name.
+    on: such as "h100:8". The function is called as (pipeline, on, sets=…, plugins=…, dir=…, json_output=…), and prints.
+    Raises InputError for an unknown name.
     """
 
 

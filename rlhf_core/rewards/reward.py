@@ -468,13 +468,16 @@ def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException
         return ""
     if hasattr(reward.function, "snapshot"):
         return ""
-    began, failing, passes = time.monotonic(), -1, False
+    until = time.monotonic() + SECONDS_TO_FIND_ROW
+    fails: list[bool] = []
     for i in range(len(inputs.completions)):
         (again,) = call_together([reward], inputs.take([i]))
-        same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
-        failing, passes = i if same and failing < 0 else failing, passes or not same
-        if failing >= 0 and passes:  # an error on every row is not the row's fault
+        alike = type(again) is type(error)
+        fails.append(alike and getattr(again, "type_name", 0) == getattr(error, "type_name", 0))
+        # An error on every row is not the row's fault.
+        if any(fails) and not all(fails):
+            failing = fails.index(True)
             return f" for {inputs.places[failing] if inputs.places else f'completion {failing}'}"
-        if time.monotonic() - began > SECONDS_TO_FIND_ROW:
+        if time.monotonic() > until:
             break
     return ""

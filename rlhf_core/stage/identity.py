@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import artifacts, runtime
@@ -95,9 +94,9 @@ def of_objects(
         if name == "optimizers":
             transformation, schedule = value
             if transformation is not None:
-                functions["optimizer"] = _code("optimizer", "", of_optimizer(transformation))
+                functions |= _own_code("optimizer", transformation.update)
             if schedule is not None:
-                functions["scheduler"] = _code("scheduler", "", of_computation(schedule, jnp.int32(0)))
+                functions |= _own_code("scheduler", schedule)
         elif name == "rewards":
             first = len(table.get("rewards") or ())
             for index, reward in enumerate(value, first):
@@ -175,6 +174,12 @@ def _object(value: Any, content: str) -> dict[str, Any]:
 
 def _code(name: str, owner: str, content: str) -> dict[str, str]:
     return {"name": name, "owner": owner, "hash": content}
+
+
+def _own_code(field: str, function: Any) -> dict[str, dict[str, str]]:
+    """Identify a function given from Python by its source: {field: code}. Those of libraries have their versions."""
+    owner = _top_module(function)
+    return {} if owner in LIBRARIES else {field: _code(_name(function), owner, of_callable(function))}
 
 
 def _name(thing: Any) -> str:
@@ -373,8 +378,13 @@ def of_component(thing: Any) -> str | None:
 
     None for rlhf-core, which is identified by its version, and where there are no files.
     """
-    top = str(getattr(_code_of(thing), "__module__", "")).partition(".")[0]
+    top = _top_module(thing)
     return None if top == "rlhf_core" else _package_hash(top)
+
+
+def _top_module(thing: Any) -> str:
+    """Return the name of the package or file that a component's code is in."""
+    return str(getattr(_code_of(thing), "__module__", "")).partition(".")[0]
 
 
 def of_callable(thing: Any) -> str:
@@ -395,30 +405,6 @@ def of_callable(thing: Any) -> str:
         values = {name: vars(thing)[name] for name in made_with if name in getattr(thing, "__dict__", {})}
     plain = {name: value for name, value in values.items() if isinstance(value, PLAIN)}
     return digest(source, json.dumps(plain, default=repr, sort_keys=True))
-
-
-def of_optimizer(transformation: Any) -> str:
-    """Hash what an optax transformation computes, its rates and decays included, by an update of a few parameters."""
-    layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    params = {"embed": layer, "layers": {"mlp": layer, "norm": {"scale": jnp.ones(2)}}}
-
-    def update(gradients: Any) -> Any:
-        return transformation.update(gradients, transformation.init(params), params)
-
-    return of_computation(update, params, otherwise=transformation.update)
-
-
-def of_computation(function: Callable[..., Any], *args: Any, otherwise: Any = None) -> str:
-    """Hash what a function computes of arrays, by jax's trace of it: numbers that it closes over count.
-
-    otherwise: what is hashed by its source where the function takes no such arrays; None: the function.
-    """
-    try:
-        traced = jax.make_jaxpr(function)(*args)
-        constants = [np.asarray(each).tobytes().hex() for each in traced.consts]
-    except Exception:  # it is the author's; where it is used, the error is reported
-        return of_callable(otherwise or function)
-    return digest(re.sub(r" at 0x[0-9a-f]+", "", str(traced)), *constants)
 
 
 def _code_of(thing: Any) -> Any:

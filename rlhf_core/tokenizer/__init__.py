@@ -15,7 +15,6 @@ from rlhf_core.tokenizer.chat_template import templates_of
 from rlhf_core.tokenizer.encoding import (
     PLAIN,
     Encoder,
-    Ints,
     Message,
     Special,
     TextOptions,
@@ -36,7 +35,6 @@ __all__ = [
     "Turns",
     "join",
     "load_tokenizer",
-    "prompt_ids",
     "special_ids",
     "template_hash",
     "template_text",
@@ -209,8 +207,3 @@ def template_hash(tokenizer: Any, chat_template: str | None = None) -> str | Non
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
     text = template_text(tokenizer, chat_template)
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
-
-
-def prompt_ids(tokenizer: Any, prompt: Turns, *, chat_template: str | None = None) -> Ints:
-    """Encode a prompt as the ids that a completion continues, int32 [n]."""
-    return Encoder(tokenizer, chat_template).prompts([prompt])[0]

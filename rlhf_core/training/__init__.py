@@ -11,7 +11,6 @@ from rlhf_core.training.expected import Expected as Expected
 from rlhf_core.training.expected import ModelNotHereError as ModelNotHereError
 from rlhf_core.training.held_out import HeldOut as HeldOut
 from rlhf_core.training.memory import device_bytes as device_bytes
-from rlhf_core.training.memory import remat_of as remat_of
 from rlhf_core.training.memory import saved_bytes as saved_bytes
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
 from rlhf_core.training.padded import named_loss as named_loss

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rlhf_topologies.pass_memory import pass_bytes
 
 from rlhf_core import TRAINER, LossOutput, RunError, installed_registry, run_pipeline
 from rlhf_core.contracts import PairInputs
@@ -27,7 +26,7 @@ from rlhf_core.models import Decoder
 from rlhf_core.plugins import load_file
 from rlhf_core.runtime import caches, devices
 from rlhf_core.state import TrainState
-from rlhf_core.training import PaddedObjective
+from rlhf_core.training import PaddedObjective, saved_bytes
 
 PROBE = """
 import os
@@ -287,7 +286,7 @@ def test_files_and_environments_that_change_are_read_as_they_are(
 def test_forecasts_for_planned_devices_do_not_take_the_bytes_of_these(tiny: Any) -> None:
     """Layers compute in bfloat16 there."""
     definition = tiny.make_model().definition
-    estimate = partial(pass_bytes, definition, (4, 64), {"data": 1, "fsdp": 1, "tensor": 1}, trains=True)
+    estimate = partial(saved_bytes, definition, (4, 64))
     here = estimate()
     with devices.planning_for(devices.Planned("gpu", 1, 10**9)):
         assert estimate() < here

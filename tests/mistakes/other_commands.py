@@ -65,10 +65,8 @@ DEVICES = [
     typed("check base.toml --on v5e:16"),
     typed("check base.toml --on v5p:4x4"),
     typed("check base.toml --json"),
-    typed("check base.toml --suggest"),
     typed("check base.toml --on h100:8 --devices 4"),
-    typed("check base.toml --on h100 --suggest --devices 4"),
-    typed("check base.toml --on h1000 --suggest"),
+    typed("check base.toml --on h1000"),
     typed("check base.toml --on h100:8 --set mesh.fsdp=3"),
 ]
 SECTIONS = {

@@ -39,8 +39,7 @@ def _printing(config: GRPOConfig) -> Iterator[str]:
 
 def _clipping(config: GRPOConfig) -> Iterator[str]:
     options, level = config.loss.options, "importance_sampling_level"
-    whole = options.get(level, "sequence" if config.loss.name == "gspo" else "token") == "sequence"
-    if whole and config.top_entropy_quantile < 1:
+    if _level(config.loss.name, options) == "sequence" and config.top_entropy_quantile < 1:
         yield (
             f"top_entropy_quantile={config.top_entropy_quantile:g}: with one ratio per sequence, every token of a "
             "sequence is trained if one of them is chosen; use 'gspo_token' or a loss with ratios per token"
@@ -56,6 +55,13 @@ def _clipping(config: GRPOConfig) -> Iterator[str]:
             f"loss.{', loss.'.join(inert)}: has no effect: with one update per rollout the ratio is always 1; raise "
             "num_iterations or steps_per_generation, or leave it out"
         )
+
+
+def _level(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the level of the ratio of a loss of ours."""
+    from rlhf_grpo.losses import LOSSES
+
+    return options.get("importance_sampling_level", LOSSES[name].importance_sampling_level)
 
 
 def _loss(name: str, options: Mapping[str, Any]) -> Iterator[str]:
@@ -84,8 +90,7 @@ def _loss(name: str, options: Mapping[str, Any]) -> Iterator[str]:
         )
     if dual is not None and float(dual) <= 1:
         yield f"loss.dual_clip={float(dual):g}: must be above 1: it cuts off every token with a negative advantage"
-    sequence = options.get("importance_sampling_level", "token") != "token" or name in ("gspo", "gspo_token")
-    if sequence and name not in ("cispo", "sapo") and min(epsilon, high) >= 0.05:
+    if _level(name, options) != "token" and name not in ("cispo", "sapo") and min(epsilon, high) >= 0.05:
         yield (
             f"loss.epsilon={epsilon:g}: a ratio of whole sequences is a geometric mean and hardly leaves 1, so "
             "this clip has practically no effect; the GSPO paper uses 3e-4 and 4e-4"

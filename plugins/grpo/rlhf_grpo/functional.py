@@ -202,8 +202,8 @@ def loss_by_name(name: str, **options: Any) -> PolicyLoss:
         return made
     loss: Any = LOSSES[name]
     chosen = {field.name: options[field.name] for field in fields(loss) if field.name in options}
-    if name in ("gspo", "gspo_token") and level == "token":
-        del chosen["importance_sampling_level"]  # their level is what they are
+    if level == "token":
+        del chosen["importance_sampling_level"]  # the default, which leaves each loss its own
     component: PolicyLoss = loss(**chosen)
     POLICY_LOSS.attribute(component, "importance_sampling_level")
     return component

@@ -77,11 +77,6 @@ class DAPO(Clipped):
 
 
 @dataclass(frozen=True)
-class BNPO(Clipped):
-    """As `dapo`: dividing by the tokens of the whole update, rather than of a local batch, makes the two the same."""
-
-
-@dataclass(frozen=True)
 class GRPO(Clipped):
     """The clipped surrogate, averaged within each sequence, then over sequences (Shao et al. 2024, eq. 3)."""
 
@@ -145,9 +140,9 @@ class SAPO:
         return LossOutput(-4.0 * jax.nn.sigmoid(t * (r - 1.0)) / t * inputs.advantages)
 
 
-LOSSES = {
+LOSSES: dict[str, type[Clipped | CISPO | SAPO]] = {
     "grpo": GRPO,
-    "bnpo": BNPO,
+    "bnpo": DAPO,  # as TRL calls a mean over the tokens of a local batch; here it is one over those of the update
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
     "cispo": CISPO,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from rlhf_core.config.durations import Seconds
 from rlhf_core.tokenizer.thoughts import without_thoughts
 from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
 from rlhf_rewards.functions import completion_text, missing
-from rlhf_rewards.numbers import read_number
 
 MEMORY = 2 << 30
 """Bytes that a worker may use: an expression that needs more is no answer."""
 SECONDS_TO_CHECK = 60.0
 """CPU time for parsing one answer of the data."""
+PLAIN = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+"""Answers that can be parsed, without trying."""
 
 _lock = threading.Lock()
 _pools: list[Pool] = []
@@ -56,7 +58,7 @@ class MathVerify:
         answers = {
             i: str(answer) for i, answer in enumerate(columns.get("answer", ())) if not missing(answer)
         }
-        hard = sorted({answer for answer in answers.values() if read_number(answer) is None})
+        hard = sorted({answer for answer in answers.values() if not PLAIN.fullmatch(answer)})
         calls = [(None, answer) for answer in hard]
         verdicts = dict(zip(hard, _pool().outcomes(calls, cpu_seconds=SECONDS_TO_CHECK), strict=True))
         return {

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.contracts import Kind, LossOutput, ModelFamily, Trainer
+from rlhf_core.contracts import Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, error_line
 from rlhf_core.hidden import hide_named, scrub
 from rlhf_core.plugins.component import make_entry, qualified_name
@@ -152,34 +151,3 @@ def require_finite(values: Any, what: str) -> None:
     if bad.any():
         first = np.asarray(values, np.float64)[bad][0]
         raise Broken(f"{what}: {bad.sum()} of {bad.size} values are not finite, the first is {first}")
-
-
-def require_output(out: Any, shape: tuple[int, ...], element: str) -> None:
-    """Raise Broken unless `out` is a LossOutput with one value per element."""
-    if not isinstance(out, LossOutput):
-        raise Broken(f"it returned {type(out).__name__}; return LossOutput(values, {{name: metric}})")
-    if jnp.shape(out.loss) != shape:
-        raise Broken(
-            f"the loss has shape {list(jnp.shape(out.loss))}; return one value per {element}, {list(shape)}: the "
-            "trainer masks, weights and averages"
-        )
-    if not isinstance(out.metrics, Mapping):
-        raise Broken(f"its metrics are a {type(out.metrics).__name__}; return a dict of names and arrays")
-
-
-def check_outputs(findings: Findings, loss: Any, inputs: Any, used: Any, element: str) -> None:
-    """Check `dtype`, `metrics` and `repeatable` of a loss whose output has the right shape. used: bool, same shape."""
-    out = loss(inputs)
-    with findings.property("dtype"):
-        if out.loss.dtype != jnp.float32:
-            raise Broken(f"the loss is {out.loss.dtype}; return float32")
-    with findings.property("metrics"):
-        for name, x in out.metrics.items():
-            if jnp.shape(x) != used.shape:
-                raise Broken(
-                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per {element}, {list(used.shape)}; "
-                    "the trainer takes the mean"
-                )
-            require_finite(np.asarray(x, np.float32)[used], f"'{name}'")
-    with findings.property("repeatable"):
-        require_close(loss(inputs).loss, out.loss, "called again with the same inputs", rtol=0.0)

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.contracts import PAIRWISE_LOSS, PairInputs
-from rlhf_testing.findings import (
-    Broken,
-    Findings,
-    check_hash,
-    check_outputs,
-    make_component,
-    require_close,
-    require_finite,
-    require_output,
-)
+from rlhf_testing.findings import Broken, Findings, require_close
+from rlhf_testing.loss import LossKind, Measured, check_loss
 
 CHOSEN = (0.3, -1.2, 2.0, 0.1, -0.4, 0.9)
 REJECTED = (0.1, 0.4, -1.0, 0.7, -0.9, 0.2)
 MARGIN = (0.0, 0.5, 0.0, 0.25, 1.0, 0.0)
 EXTREME = 1e4
 
-Array = NDArray[np.float32]
-Measured: TypeAlias = Callable[[PairInputs], tuple[Array, Array, Array]]
-"""(loss per pair, gradient of their sum with respect to the chosen scores, and to the rejected scores)."""
+PAIRS = LossKind(
+    PAIRWISE_LOSS,
+    "pair",
+    ("chosen", "rejected"),
+    split=lambda pairs: (pairs._asdict(), None),
+    join=lambda arrays, _: PairInputs(**arrays),
+    used=lambda pairs: jnp.ones(pairs.chosen.shape, bool),
+)
 
 
 def check_pairwise_loss(loss: Any) -> None:
@@ -46,14 +40,7 @@ def check_pairwise_loss(loss: Any) -> None:
     direction: at equal scores a step downhill raises the chosen score and lowers the rejected one.
     """
     findings = Findings("pairwise loss", loss)
-    loss = make_component(findings, PAIRWISE_LOSS, loss)
-    check_hash(findings, loss)
     base = _pairs(CHOSEN, REJECTED, MARGIN)
-    with findings.property("output", base):
-        require_output(loss(base), base.chosen.shape, "pair")
-    findings.stop_if_broken()
-    check_outputs(findings, loss, base, np.ones(base.chosen.shape, bool), "pair")
-    run = _program(findings, loss, base)
     zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
     cases = {
         "ordinary values": base,
@@ -61,12 +48,7 @@ def check_pairwise_loss(loss: Any) -> None:
         "equal scores": _pairs(zero, zero, zero),
         "one pair": _pairs([0.3], [0.1], [0.0]),
     }
-    for name, inputs in cases.items():
-        value, *slopes = run(inputs)
-        with findings.property("finite value", inputs):
-            require_finite(value, name)
-        with findings.property("finite gradient", inputs):
-            require_finite(np.stack(slopes), name)
+    _, run = check_loss(findings, PAIRS, loss, base, cases)
     with findings.property("pairs"):
         _independent(run, base)
     with findings.property("direction", cases["equal scores"]):
@@ -77,30 +59,6 @@ def check_pairwise_loss(loss: Any) -> None:
                 "the rejected one; losses are minimised, so the first must be negative and the second positive"
             )
     findings.end()
-
-
-def _program(findings: Findings, loss: Any, base: PairInputs) -> Measured:
-    """Compile the loss with its gradients, and check the property `jit`."""
-
-    def measure(pairs: PairInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def total(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = loss(pairs._replace(chosen=chosen, rejected=rejected))
-            return out.loss.sum(), out.loss
-
-        slopes, value = jax.grad(total, argnums=(0, 1), has_aux=True)(pairs.chosen, pairs.rejected)
-        return value, *slopes
-
-    compiled = jax.jit(measure)
-    with findings.property("jit"):
-        require_close(compiled(base)[0], loss(base).loss, "under jax.jit")
-    if "jit" in findings.failures:
-        findings.stop_if_broken()
-
-    def run(pairs: PairInputs) -> tuple[Array, Array, Array]:
-        value, of_chosen, of_rejected = map(np.asarray, compiled(pairs))
-        return value, of_chosen, of_rejected
-
-    return run
 
 
 def _pairs(chosen: Any, rejected: Any, margin: Any) -> PairInputs:

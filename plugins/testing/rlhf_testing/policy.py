@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.contracts import POLICY_LOSS, PolicyInputs
 from rlhf_core.errors import InputError
-from rlhf_testing.findings import (
-    Broken,
-    Findings,
-    check_hash,
-    check_outputs,
-    make_component,
-    require_close,
-    require_finite,
-    require_output,
-)
+from rlhf_testing.findings import Broken, Findings, require_close
+from rlhf_testing.loss import Array, LossKind, Measured, check_loss
 
 FIELDS = ("logps", "old_logps", "advantages", "ref_logps", "entropies", "rewards")
 LENGTHS = (7, 5, 1, 3)
 EXTREME = 40.0
 """Nats between policy and old policy: a ratio of 2e17, whose square float32 still holds."""
-
-Array = NDArray[np.float32]
-Measured: TypeAlias = Callable[[PolicyInputs], tuple[Array, Array]]
-"""(loss per token, gradient of their sum with respect to `logps`), 0 outside the mask."""
 
 
 def check_policy_loss(loss: Any) -> None:
@@ -52,24 +37,9 @@ def check_policy_loss(loss: Any) -> None:
     optional inputs: `ref_logps`, `entropies` and `rewards` may be None, or an InputError says that the loss needs them.
     """
     findings = Findings("policy loss", loss)
-    loss = make_component(findings, POLICY_LOSS, loss)
-    with findings.property("component"):
-        for name in POLICY_LOSS.attributes:
-            POLICY_LOSS.attribute(loss, name)
-    check_hash(findings, loss)
     base = example()
-    with findings.property("output", base):
-        require_output(loss(base), base.mask.shape, "token")
-    findings.stop_if_broken()
-    check_outputs(findings, loss, base, _used(base), "token")
-    run = _program(findings, loss, base)
+    loss, run = check_loss(findings, TOKENS, loss, base, cases(base))
     value, gradient = run(base)
-    for name, inputs in cases(base).items():
-        at, slope = run(inputs)
-        with findings.property("finite value", inputs):
-            require_finite(at[_used(inputs)], name)
-        with findings.property("finite gradient", inputs):
-            require_finite(slope[_used(inputs)], name)
     _layouts(findings, run, base, value, gradient)
     with findings.property("direction", base):
         _direction(run(dataclasses.replace(base, old_logps=base.logps))[1], base)
@@ -121,31 +91,6 @@ def cases(base: PolicyInputs) -> dict[str, PolicyInputs]:
         "one token": PolicyInputs(**one),
         "an empty mask": dataclasses.replace(base, mask=jnp.zeros(shape)),
     }
-
-
-def _program(findings: Findings, loss: Any, base: PolicyInputs) -> Measured:
-    """Compile the loss with its gradient, and check the property `jit`."""
-
-    def measure(arrays: Mapping[str, Any], sequences: int) -> tuple[jax.Array, jax.Array]:
-        def total(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = loss(PolicyInputs(**{**arrays, "logps": logps}, sequences=sequences))
-            return jnp.where(arrays["mask"] != 0, out.loss, 0.0).sum(), out.loss
-
-        gradient, value = jax.grad(total, has_aux=True)(arrays["logps"])
-        return value, gradient
-
-    compiled = jax.jit(measure, static_argnums=1)
-    with findings.property("jit"):
-        require_close(compiled(_arrays(base), 1)[0], loss(base).loss, "under jax.jit")
-    if "jit" in findings.failures:
-        findings.stop_if_broken()
-
-    def run(inputs: PolicyInputs) -> tuple[Array, Array]:
-        arrays = _arrays(inputs) | ({} if inputs.sequence is None else {"sequence": inputs.sequence})
-        value, gradient = (np.where(_used(inputs), x, 0) for x in compiled(arrays, inputs.sequences))
-        return value, gradient
-
-    return run
 
 
 def _layouts(findings: Findings, run: Measured, base: PolicyInputs, value: Array, gradient: Array) -> None:
@@ -209,6 +154,21 @@ def _direction(gradient: Array, base: PolicyInputs) -> None:
             f"at ratio 1 a step downhill makes tokens with a negative advantage more likely (−Σ gradient × advantage = "
             f"{along:.3g}); losses are minimised: return the negative"
         )
+
+
+def _split(inputs: PolicyInputs) -> tuple[dict[str, Any], int]:
+    packed = {} if inputs.sequence is None else {"sequence": inputs.sequence}
+    return {**_arrays(inputs), **packed}, inputs.sequences
+
+
+TOKENS = LossKind(
+    POLICY_LOSS,
+    "token",
+    ("logps",),
+    split=_split,
+    join=lambda arrays, sequences: PolicyInputs(**arrays, sequences=sequences),
+    used=lambda inputs: inputs.mask != 0,
+)
 
 
 def _arrays(inputs: PolicyInputs) -> dict[str, Any]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from rlhf_core import hookimpl
 
 
 @hookimpl
-def rlhf_check_on(on: str, suggest: bool) -> tuple[int, Callable[..., None]]:
+def rlhf_check_on(on: str) -> tuple[int, Callable[..., None]]:
     from rlhf_topologies.check import check_on
-    from rlhf_topologies.chips import machines, parse
+    from rlhf_topologies.chips import parse
 
-    topology = machines(on)[0] if suggest else parse(on)
-    return topology.count, partial(check_on, suggest=suggest)
+    return parse(on).count, check_on

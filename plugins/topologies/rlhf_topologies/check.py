@@ -15,10 +15,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_topologies import interpreters
-from rlhf_topologies.chips import machines, parse
+from rlhf_topologies.chips import parse
 
-SEARCH = 600
-"""Seconds that a search for settings takes at most."""
 COLUMNS = ("program", "per update", "memory", "FLOPs", "bytes", "sends", "at least", "bound by")
 
 
@@ -26,7 +24,6 @@ def check_on(
     pipeline: Path,
     on: str,
     *,
-    suggest: bool = False,
     sets: Sequence[str] = (),
     plugins: Sequence[Path] = (),
     dir: Path | None = None,
@@ -34,63 +31,25 @@ def check_on(
 ) -> None:
     """Compile the programs of a pipeline for devices that need not exist, and print whether and how fast they run.
 
-    on: such as "h100:8". suggest: search for a mesh and settings that fit these, or the fewest devices of one machine
-    where `on` is a chip alone. The rest is as for `rlhf check`. json_output: print one JSON object instead.
+    on: such as "h100:8". The rest is as for `rlhf check`. json_output: print one JSON object instead.
 
     Raises InputError for an unknown name, where no compiler is installed, and with what to change where a stage does
     not fit.
     """
-    job: dict[str, Any] = {
+    job = {
         "on": on,
         "pipeline": str(pipeline.absolute()),
         "sets": list(sets),
         "dir": None if dir is None else str(dir.absolute()),
         "plugins": [str(file.absolute()) for file in plugins],
     }
-    if suggest:
-        job["suggest"] = SEARCH
-    seconds = SEARCH if suggest else None
-    found = interpreters.run(interpreters.find(machines(on)[0]), job, seconds=seconds)
+    found = interpreters.run(interpreters.find(parse(on)), job)
     if json_output:
         echo(json.dumps(found, indent=2, ensure_ascii=False))
-    if suggest:
-        _answer_search(found, on, silent=json_output)
-        return
-    if not json_output:
+    else:
         _print(found)
     if problems := _problems(found):
         raise InputError(*problems)
-
-
-def _answer_search(found: Mapping[str, Any], on: str, *, silent: bool) -> None:
-    compiled = found["compiled"]
-    if not silent:
-        echo(f"\nby arithmetic, on {on}:")
-        show(candidate_table(found["ranked"]))
-        for each in compiled:
-            _print(each)
-    if not found["lines"]:
-        raise InputError(
-            f"--on {on}: none of the {len(compiled)} that were compiled fits; in the last one, "
-            + _problems(compiled[-1])[0]
-            if compiled
-            else _nothing_fits(on, found["ranked"])
-        )
-    if not silent:
-        fit = "these fit" if found["chosen"] else "time ran out; by arithmetic alone these fit"
-        where = (found["chosen"] or next(each for each in found["ranked"] if each["fits"]))["on"]
-        echo("\n".join([f"\n{fit} {where}; for the pipeline:", "", *found["lines"]]))
-
-
-def _nothing_fits(on: str, ranked: Sequence[Mapping[str, Any]]) -> str:
-    least = min(ranked, key=lambda each: each["peak"])
-    name, stage = max(least["stages"].items(), key=lambda item: max(item[1]["programs"].values(), default=0))
-    return (
-        f"--on {on}: nothing fits. On {least['on']} the smallest takes {format_bytes(least['peak'])} of "
-        f"{format_bytes(parse(least['on']).chip.usable)} per device, and stage '{name}' keeps "
-        f"{format_bytes(stage['resident'])} permanently: use more devices or shorter rows, or train adapters with "
-        "lora = { rank = 16 }"
-    )
 
 
 def _problems(found: Mapping[str, Any]) -> list[str]:
@@ -130,20 +89,6 @@ def program_table(stage: Mapping[str, Any]) -> Table:
         table.add_row(each["name"], calls, _memory(each), *_work(each["call"]))
         if each["step"] is not None:
             table.add_row(f"  each of {each['steps']:,} steps", "", "", *_work(each["step"]))
-    return table
-
-
-def candidate_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    """List the first eight that `--suggest` ranked, best first, a row each."""
-    table = _table(("devices", "mesh", "settings", "memory", "an update"), (3, 4))
-    for each in candidates[:8]:
-        settings = "; ".join(
-            f"{stage}: {', '.join(f'{key} {value}' for key, value in chosen.items())}"
-            for stage, chosen in each["settings"].items()
-            if chosen
-        )
-        mesh = ", ".join(f"{axis} {size}" for axis, size in each["mesh"].items())
-        table.add_row(each["on"], mesh, settings, _memory(each), _seconds(each["seconds"]))
     return table
 
 

@@ -154,8 +154,6 @@ FORMS = {
 }
 AXES = {"v5e": 2, "v6e": 2, "v5p": 3}
 """Dimensions of a TPU's interconnect."""
-MACHINES = {"gpu": ("1", "2", "4", "8"), 2: ("1x1", "2x2", "2x4"), 3: ("2x2x1", "2x2x2")}
-"""Shapes from which `--suggest` takes the smallest where no number of devices is given; of TPUs by their dimensions."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +192,3 @@ def parse(name: str) -> Topology:
         form = FORMS[chip.platform].format(chip=kind, example="4x4" if AXES.get(kind) == 2 else "2x2x4")
         raise InputError(f"--on {name}: write {form}")
     return Topology(chip, (1,) * (3 - len(shape)) + shape if chip.platform == "gpu" else shape)
-
-
-def machines(name: str) -> list[Topology]:
-    """Read the name of devices, or of a chip alone, which stands for machines with ever more of them."""
-    kind = name.strip().lower()
-    return (
-        [parse(f"{kind}:{shape}") for shape in MACHINES[AXES.get(kind, "gpu")]]
-        if kind in CHIPS
-        else [parse(name)]
-    )

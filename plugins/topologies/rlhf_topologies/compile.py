@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -37,16 +36,13 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 def main(file: str) -> None:
     """Do the job that a JSON file describes, and write its results or the problems as JSON."""
-    from rlhf_topologies.suggest import suggest
-
     job = json.loads(Path(file).read_text(encoding="utf-8"))
-    say = partial(print, flush=True)
 
     def save(results: Mapping[str, Any]) -> None:
         write_atomic(Path(job["results"]), json.dumps(results))
 
     try:
-        save(suggest(job, say=say, save=save) if job.get("suggest") else compile_pipeline(job, say=say))
+        save(compile_pipeline(job, say=partial(print, flush=True)))
     except InputError as error:
         save({"problems": list(error.problems)})
 
@@ -72,7 +68,7 @@ def compile_pipeline(
             facts, programs = None, described[stage.name]
             if programs is not None:
                 compiled = partial(cache.compiled, stage=stage.name, say=say)
-                facts = compile_stage(programs, compiled, topology, whole="suggest" not in job)
+                facts = compile_stage(programs, compiled)
                 facts["remat"] = stage.preview.remat
             stages[stage.name] = judge_stage(facts, topology, mesh.shape)
     return describe(topology, mesh.shape, cache.versions, stages)
@@ -129,17 +125,10 @@ def find_devices(topology: Topology) -> list[Any]:
     return list(described.devices)
 
 
-def compile_stage(
-    described: StagePrograms,
-    compiled: Callable[[Program], dict[str, Any]],
-    topology: Topology,
-    *,
-    whole: bool = True,
-) -> dict[str, Any]:
+def compile_stage(described: StagePrograms, compiled: Callable[[Program], dict[str, Any]]) -> dict[str, Any]:
     """Collect what `judge_stage` needs of a stage's programs.
 
-    compiled: compiles a program, and returns its `program_facts`. whole: also compile the programs after one that does
-    not fit.
+    compiled: compiles a program, and returns its `program_facts`.
     """
     resident = {key: device_bytes(tree) for key, tree in described.resident.items()}
     programs = []
@@ -147,7 +136,7 @@ def compile_stage(
         facts = {
             "name": program.name,
             "work": program.work,
-            "rows": program.shape.rows if program.shape else None,
+            "rows": program.rows,
             "calls": program.calls,
             "tokens": program.tokens,
             "steps": program.steps,
@@ -156,10 +145,6 @@ def compile_stage(
             **compiled(program),
         }
         programs.append(facts)
-        memory = facts.get("memory", {"arguments": math.inf})
-        size = sum(memory.values()) - 2 * memory.get("aliased", 0) + facts["beside"]
-        if not whole and size > topology.chip.usable:
-            break
     return {
         "note": described.note,
         "resident": resident,

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 PARAMETERS = ("parameters", "frozen parameters")
 """Residents of a stage that are all parameters of the model that is trained."""
-
-
-class ProgramShape(NamedTuple):
-    """What a program computes with, for a forecast of its memory and time without compiling it.
-
-    model: a `rlhf_core.models.Definition`. rows, time: of a call's batch, padding included; of a sampler the sequences
-    that all devices decode at once, and the tokens of each. tensor: devices that share each layer; None: as the
-    stage's mesh has it. memory: bytes per device besides the stage's residents; None: they follow from the rest.
-    step_bytes: those of them that a step of a sampler reads, on average; None: all.
-    """
-
-    model: Any
-    rows: int
-    time: int
-    tensor: int | None = None
-    memory: int | None = None
-    step_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +21,7 @@ class Program:
     steps: at most so often per call runs the loop whose number of rounds depends on data, such as decoding; 0: no loop.
     reads: those of `StagePrograms.resident` that are among its arguments, each as often as it is.
     host: bytes per call that a device gets from the host's memory, where they wait; as many may go back.
-    shape: for `--suggest`, which ranks by arithmetic before it compiles; None: counted as if it took nothing.
+    rows: of a call's batch, padding included; of a sampler the sequences that all devices decode at once; None: none.
     """
 
     name: str
@@ -49,7 +32,7 @@ class Program:
     steps: int = 0
     reads: tuple[str, ...] = ()
     host: float = 0.0
-    shape: ProgramShape | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)

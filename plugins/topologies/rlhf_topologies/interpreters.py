@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +97,8 @@ def find(topology: Topology) -> Path:
     return candidate
 
 
-def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -> dict[str, Any]:
+def run(python: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Run `rlhf_topologies.compile` on a job in another environment; return its results.
-
-    seconds: after so many, return the results that it has written until then.
 
     The environment's own packages come first on its path, then those of this process. Raises RunError where it ends
     without results; InputError with the problems that it finds.
@@ -109,19 +106,16 @@ def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -
     with tempfile.TemporaryDirectory(prefix="rlhf-compile-") as directory:
         file, results, messages = (Path(directory) / name for name in ("job.json", "results.json", "stderr"))
         file.write_text(json.dumps({**job, "results": str(results)}), encoding="utf-8")
-        code = None
-        with messages.open("wb") as stderr, suppress(subprocess.TimeoutExpired):
+        with messages.open("wb") as stderr:
             code = subprocess.run(
                 [python, "-c", START, str(file), json.dumps(import_paths())],
                 env=environment_variables(),
                 stdout=STDERR,  # its progress
                 stderr=stderr,  # where compilers talk of what is not there
-                timeout=seconds,
             ).returncode
         if not results.exists():
             last = messages.read_text(encoding="utf-8", errors="replace").strip()[-3000:]
-            ended = f"was stopped after {seconds:.0f} seconds" if code is None else f"ended with code {code}"
-            raise RunError(f"the compiler's process {ended}:\n{last}")
+            raise RunError(f"the compiler's process ended with code {code}:\n{last}")
         written: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     if "problems" in written:
         raise InputError(*written["problems"])

@@ -26,7 +26,7 @@ from rlhf_core.training.context import Context
 from rlhf_core.training.expected import ModelNotHereError
 from rlhf_core.training.memory import device_bytes, host_bytes
 from rlhf_core.training.starting_model import definition_of
-from rlhf_topologies.description import PARAMETERS, Program, ProgramShape, StagePrograms
+from rlhf_topologies.description import PARAMETERS, Program, StagePrograms
 from rlhf_topologies.roofline import token_weights
 from rlhf_topologies.sampling import sampling_programs
 
@@ -60,9 +60,6 @@ class Load(NamedTuple):
     def shape(self) -> str:
         rows, time = self.batch.rows.tokens.shape
         return f"{rows} × {time}"
-
-    def with_model(self, definition: Definition) -> ProgramShape:
-        return ProgramShape(definition, *self.batch.rows.tokens.shape)
 
 
 def stage_programs(plan: Plan, host: Host, mesh: Mesh) -> dict[str, StagePrograms | None]:
@@ -105,7 +102,7 @@ def built_programs(
         first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
         batches = loads(first, updates.shapes())
         return StagePrograms(
-            tuple(_from_host(training_programs(made.objective, model.definition, state, batches), away)),
+            tuple(_from_host(training_programs(made.objective, state, batches), away)),
             held,
             weights,
         )
@@ -116,13 +113,11 @@ def built_programs(
     )
     longest = full_groups(sizes[: max(per_update, 1)], group=group, length=length)
     batches = loads([pack(longest, sampled.layout)], sampled.shapes())
-    programs = training_programs(made.objective, model.definition, state, batches, known=False)
+    programs = training_programs(made.objective, state, batches, known=False)
     if made.updates is not sampled:
         given: Any = getattr(made.updates, "given", None)
         first = (given.update(step).batches for step in range(min(FIRST_UPDATES, given.total)))
-        extra = training_programs(
-            made.objective, model.definition, state, loads(first, given.shapes()), known=False
-        )
+        extra = training_programs(made.objective, state, loads(first, given.shapes()), known=False)
         programs += [replace(each, name=f"{each.name}, given") for each in extra if each.work == "train"]
     more, notes = _rollout_programs(sampled, state, held, context)
     brought = _from_host(programs + more, away, 1 / sampled.collector.options.updates_per_rollout)
@@ -161,7 +156,7 @@ def _rollout_programs(
 ) -> tuple[list[Program], list[str]]:
     """Describe reading, sampling and scoring, and say what is left out; add the reward models to `held`."""
     collector, mesh, options = sampled.collector, context.mesh, sampled.collector.options
-    definition, rollouts = _policy(sampled, state), 1 / options.updates_per_rollout
+    rollouts = 1 / options.updates_per_rollout
     sizes, group, length = collector.tree_sizes()
     prompts = sizes[: options.prompts_per_rollout]
     groups = full_groups(np.repeat(prompts, options.num_generations // group), group=group, length=length)
@@ -170,7 +165,6 @@ def _rollout_programs(
     if (reading := sampled.reading) is not None:
         programs += reading_programs(
             reading.reader.lower,
-            definition,
             reading.params(state.params),
             loads([pack(groups, sampled.layout)], reading.reader.shapes()),
             times=rollouts,
@@ -190,12 +184,6 @@ def _rollout_programs(
         held[name] = params
         programs += _scoring(name, reward_model, params, groups, rollouts, mesh)
     return programs, notes
-
-
-def _policy(sampled: RolloutUpdates, state: TrainState) -> Definition:
-    name = sampled.collector.options.policy
-    definition: Definition = state.model if name is None else state.model[name]
-    return definition
 
 
 def _reward_models(context: Context) -> Mapping[str, Definition | None]:
@@ -229,7 +217,6 @@ def _scoring(
     batches = loads([pack(groups, layout)], reader.shapes())
     return reading_programs(
         reader.lower,
-        definition,
         params,
         [load for load in batches if load.calls],
         times=rollouts,
@@ -256,7 +243,6 @@ def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list
 
 def training_programs(
     objective: Objective,
-    definition: Definition,
     state: TrainState,
     batches: Sequence[Load],
     *,
@@ -264,7 +250,7 @@ def training_programs(
 ) -> list[Program]:
     """Describe `accumulate` for each shape of micro-batches, `apply`, and `count` where there are several losses.
 
-    definition: of the model that the objective computes with. known: whether updates are known before training, so that
+    known: whether updates are known before training, so that
     an update of several micro-batches begins from zeros.
     """
     several = sum(load.calls for load in batches) > 1
@@ -277,7 +263,7 @@ def training_programs(
             load.calls,
             load.tokens,
             reads=PARAMETERS,
-            shape=load.with_model(definition),
+            rows=load.batch.rows.tokens.shape[0],
         )
         for load in batches
     ]
@@ -304,7 +290,6 @@ def training_programs(
 
 def reading_programs(
     lower_read: Callable[[Any, Any], Any],
-    definition: Definition,
     params: Any,
     batches: Sequence[Load],
     *,
@@ -329,7 +314,7 @@ def reading_programs(
             times * load.calls,
             load.tokens,
             reads=tuple(reads),
-            shape=load.with_model(definition),
+            rows=load.batch.rows.tokens.shape[0],
         )
         for load in batches
     ]

@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any
 
 from rlhf_core.mesh import row_multiple
-from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling import ConversationSampler, Sampler, bucket, turns
 from rlhf_core.sampling.loop import most_steps
-from rlhf_core.sampling.placement import abstract_weights, cache_bytes, move_weights, weight_bytes
-from rlhf_topologies.description import PARAMETERS, Program, ProgramShape
+from rlhf_core.sampling.placement import abstract_weights, move_weights
+from rlhf_topologies.description import PARAMETERS, Program
 
 
 def sampling_programs(sampler: Any, params: Any, prompts: int) -> list[Program] | None:
@@ -26,9 +25,8 @@ def sampling_programs(sampler: Any, params: Any, prompts: int) -> list[Program] 
 
 def _move(definition: Any, mesh: Any, tensor: int, params: Any) -> Program:
     """The weights in the sampler's layout stay in memory with the trained ones until the rollout ends."""
-    shape = ProgramShape(definition, 0, 0, tensor, weight_bytes(definition, mesh, tensor))
     lower = partial(move_weights(definition, mesh).lower, params)
-    return Program("move the weights", lower, "sample", reads=PARAMETERS, shape=shape)
+    return Program("move the weights", lower, "sample", reads=PARAMETERS)
 
 
 def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
@@ -40,10 +38,6 @@ def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
         weights = abstract_weights(definition, mesh)
         moving = [_move(definition, mesh, room.tensor, params)]
     groups = row_multiple(mesh)
-    read = room.bytes
-    if read is not None and room.shares_prompts and platform() != "cpu":
-        # Kernels read what is written of the completions' caches, half of them on average.
-        read -= cache_bytes(definition, room.slots, longest) // 2 // room.tensor
     calls = -(-prompts // room.prompts)
     lengths = f"{sampler.max_prompt_length} + {longest}"
     generate = Program(
@@ -54,7 +48,7 @@ def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
         tokens=prompts * sampler.num_generations * longest / calls,
         steps=most_steps(sequences // groups, room.slots, longest),
         reads=() if sampler.shares_layers else PARAMETERS,
-        shape=ProgramShape(definition, groups * room.slots, time + longest, room.tensor, room.bytes, read),
+        rows=groups * room.slots,
     )
     return [*moving, generate]
 
@@ -73,7 +67,7 @@ def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> l
         "read",
         calls=-(-conversations // fed) * pieces,
         tokens=min(fed * chunk, conversations * sampler.max_prompt_length),
-        shape=ProgramShape(model, fed, chunk, room.tensor, room.bytes),
+        rows=fed,
     )
     decode = Program(
         f"decode {rows} conversations, {lengths} tokens",
@@ -82,7 +76,7 @@ def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> l
         calls=-(-steps // turns.STEPS),
         tokens=conversations * sampler.conversation_length / -(-steps // turns.STEPS),
         steps=turns.STEPS,
-        shape=ProgramShape(model, rows, program.length, room.tensor, room.bytes),
+        rows=rows,
     )
     moving = [_move(model, program.mesh, room.tensor, params)] if program.shared_layers else []
     return [*moving, extend, decode]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.tokenizer import Encoder, TextOptions, load_tokenizer, prompt_ids
+from rlhf_core.tokenizer import Encoder, TextOptions, load_tokenizer
 from tests.shared import data_rows as made
 
 CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK
@@ -129,5 +129,5 @@ def test_real_preferences(shared, name, folder, template):
     row = int(encoded.where(7).rsplit(" ", 1)[1]) - 1
     alone = encode_full(tokenizer, records[row]["prompt"], records[row]["chosen"], chat_template=template)
     assert alone.tolist() == encoded.pairs[7].chosen.tolist()
-    opened = prompt_ids(tokenizer, records[row]["prompt"], chat_template=template)
+    opened = Encoder(tokenizer, template).prompts([records[row]["prompt"]])[0]
     assert alone[: len(opened)].tolist() == opened.tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.tokenizer import prompt_ids
+from rlhf_core.tokenizer import Encoder
 from tests.shared import data_rows as made
 
 CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK
@@ -93,4 +93,4 @@ def test_prompts_keep_the_other_columns(tokenizer):
     encoded = data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None, chat_template="plain")
     assert encoded.chat
     assert encoded.raw == [[user("ask")]]
-    assert encoded.ids[0].tolist() == prompt_ids(tokenizer, [user("ask")], chat_template="plain").tolist()
+    assert encoded.ids[0].tolist() == Encoder(tokenizer, "plain").prompts([[user("ask")]])[0].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib.util
 import os
 import sys
 import types
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
+from rlhf_sft import SFTConfig
 
-from rlhf_core import artifacts
+from rlhf_core import artifacts, installed_registry
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import load_file
-from rlhf_core.stage import identity
+from rlhf_core.stage import decide, identity
 
 OLD = 1_600_000_000_000_000_000
 
@@ -121,11 +124,8 @@ def test_files_named_beside_rows_in_memory_count_by_content(tmp_path: Path) -> N
 def test_data_is_recorded_by_name_or_by_content() -> None:
     """As a pipeline's field would name it; what has no name is told by its rows."""
     import datasets
-    from rlhf_sft import SFTConfig
 
-    from rlhf_core import plugins
-
-    rows, registry = [{"text": "a"}, {"text": "b"}], plugins.installed_registry()
+    rows, registry = [{"text": "a"}, {"text": "b"}], installed_registry()
 
     def record(given: Any) -> dict[str, Any]:
         return identity.of_objects("sft", 0, SFTConfig(), {"train_dataset": given}, registry)
@@ -185,6 +185,55 @@ def test_code_given_from_python_counts_by_its_source_and_what_it_was_made_with(t
     judge(["a"])
     assert of(judge) == before  # what it counts itself is left out
     assert of(len) != of(max)  # by name, as there is no source
+
+
+OPTIMIZER = """
+import jax
+import optax
+
+def descend(rate):
+    def update(gradients, state, params=None):
+        return jax.tree.map(lambda x: -rate * x, gradients), state
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+def rates(step):
+    return 0.01
+"""
+
+
+def test_an_optimizer_and_a_schedule_given_from_python_count_by_their_source(tmp_path: Path) -> None:
+    """Those of optax by its version, and records that have a hash of another kind, of no owner, are not compared."""
+
+    def record(optimizers: Any) -> dict[str, Any]:
+        return identity.of_objects("sft", 0, SFTConfig(), {"optimizers": optimizers}, installed_registry())
+
+    def own(number: int, source: str) -> dict[str, Any]:
+        path = tmp_path / str(number) / "descent.py"
+        path.parent.mkdir()
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location("descent", path)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        return record((made.descend(0.1), made.rates))
+
+    def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        return [str(each) for each in decide.compare(before, now).refused]
+
+    first = own(0, OPTIMIZER)
+    assert refused(first, own(1, OPTIMIZER)) == []
+    assert refused(first, own(2, OPTIMIZER.replace("-rate", "-2 * rate"))) == [
+        "optimizer: the code of 'update' (descent) has changed since"
+    ]
+    assert refused(first, own(3, OPTIMIZER.replace("0.01", "0.02"))) == [
+        "scheduler: the code of 'rates' (descent) has changed since"
+    ]
+    of_optax = record((optax.sgd(0.1), optax.linear_schedule(0.1, 0.0, 10)))
+    assert not {"optimizer", "scheduler"} & {*of_optax["code"]}
+    traced = {name: {"name": name, "owner": "", "hash": "0"} for name in ("optimizer", "scheduler")}
+    for now in (first, of_optax):
+        assert refused({**now, "code": {**now["code"], **traced}}, now) == []
 
 
 def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

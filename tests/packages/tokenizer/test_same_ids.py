@@ -11,7 +11,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer, ScoringContract
-from rlhf_core.tokenizer import PLAIN, Encoder, continuations, load_tokenizer, prompt_ids
+from rlhf_core.tokenizer import PLAIN, Encoder, continuations, load_tokenizer
 from tests.shared import chat_cases as chat
 
 CASES = chat.cases()
@@ -185,9 +185,7 @@ def test_rollouts_continue_what_training_reads(name):
     start = prompts.ids[0]
     assert start.tolist() == opened(case, case.prompt)
     if case.tools is None:
-        assert (
-            start.tolist() == prompt_ids(case.tokenizer, case.prompt, chat_template=template(case)).tolist()
-        )
+        assert start.tolist() == Encoder(case.tokenizer, template(case)).prompts([case.prompt])[0].tolist()
     turns = [*case.prompt, chat.assistant(chat.REPLY)]
     (ids,) = encoder.whole([None], [turns], [case.tools])
     assert (ids[: len(start)].tolist() == start.tolist()) is case.joins
@@ -211,9 +209,9 @@ def test_stop_tokens(name):
 
 def test_special_tokens_that_are_typed_are_special_tokens_and_come_once():
     tokenizer = chat.byte_level(bos="<s>", adds_bos=True)
-    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "")) == ["<s>"]
+    assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).prompts([""])[0]) == ["<s>"]
     for written in ("<s>ab", "ab"):
-        assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, written)) == ["<s>", "ab"]
+        assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).prompts([written])[0]) == ["<s>", "ab"]
         row = [{"text": written}]
         tokens = data.encode_texts(data.load(row), tokenizer, max_length=None).texts[0].tokens
         assert tokenizer.convert_ids_to_tokens(tokens) == ["<s>", "ab", "</s>"]
@@ -258,11 +256,11 @@ def test_tokenizers_of_the_shared_data(shared, name, template):
         pytest.skip("it has no template")
     if template == chat.LLAMA2 and tokenizer.bos_token is None:
         with pytest.raises(InputError, match=r"Name the tokenizer's bos_token in tokenizer_config\.json"):
-            prompt_ids(tokenizer, chat.ASKED, chat_template=template)
+            Encoder(tokenizer, template).prompts([chat.ASKED])[0]
         return
     special = Encoder(tokenizer, template).special
     stops = tuple(tokenizer.convert_ids_to_tokens(list(special.eos)))
     case = chat.Case(tokenizer, template or tokenizer.chat_template, stops)
     turns = [*chat.ASKED, chat.assistant("Once upon a time.\n\n A  cat")]
     assert encode_full(tokenizer, None, turns, chat_template=template).tolist() == reference(case, turns)
-    assert np.array_equal(prompt_ids(tokenizer, chat.ASKED, chat_template=template), opened(case, chat.ASKED))
+    assert np.array_equal(Encoder(tokenizer, template).prompts([chat.ASKED])[0], opened(case, chat.ASKED))

@@ -15,7 +15,6 @@ from rlhf_core.tokenizer import (
     Encoder,
     ids_without_token,
     load_tokenizer,
-    prompt_ids,
     special_ids,
     template_hash,
     template_text,
@@ -59,7 +58,11 @@ def test_text_is_tokenised_as_one_string_and_ends_with_eos():
     ids = encode_full(tokenizer, "xa", "b")
     assert ids.dtype == np.int32
     assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<s>", "x", "ab", "</s>"]  # the merge crosses
-    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "xa").tolist()) == ["<s>", "x", "a"]
+    assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).prompts(["xa"])[0].tolist()) == [
+        "<s>",
+        "x",
+        "a",
+    ]
 
 
 def test_eos_is_added_once():
@@ -71,8 +74,8 @@ def test_eos_is_added_once():
 
 def test_prompts_are_open():
     """Prompts do not end with EOS, even if the tokenizer appends it to every text."""
-    assert 1 not in prompt_ids(small_tokenizer(eos=True), "x").tolist()
-    assert prompt_ids(small_tokenizer(bos=True), "").tolist() == [0]
+    assert 1 not in Encoder(small_tokenizer(eos=True)).prompts(["x"])[0].tolist()
+    assert Encoder(small_tokenizer(bos=True)).prompts([""])[0].tolist() == [0]
 
 
 def test_pairs_are_the_same_as_single_sequences():
@@ -85,7 +88,7 @@ def test_pairs_are_the_same_as_single_sequences():
 def test_chat_template_of_the_tokenizer():
     tokenizer = small_tokenizer(bos=True, template=CHATML)
     text = "<s>user\nab</s>\n<s>assistant\nba</s>\n<s>user\naab</s>\n<s>assistant\n"
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:3])) == text  # and no second <s>
+    assert tokenizer.decode(Encoder(tokenizer).prompts([CHAT[:3]])[0]) == text  # and no second <s>
     # The template's text after the last EOS is never sampled, so it is neither trained on nor scored.
     assert tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:])) == text + "b</s>"
     assert encode_full(tokenizer, CHAT[:3], "b").tolist() == encode_full(tokenizer, None, CHAT).tolist()
@@ -95,7 +98,7 @@ def test_chat_template_of_the_tokenizer():
 def test_plain_template(bos):
     tokenizer = small_tokenizer(bos=bos)
     start = "<s>" * bos + "user:\nab\n\nassistant:\nba</s>\n\nuser:\naab\n\nassistant:\n"
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:3], chat_template="plain")) == start
+    assert tokenizer.decode(Encoder(tokenizer, "plain").prompts([CHAT[:3]])[0]) == start
     assert (
         tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template="plain")) == start + "b</s>"
     )
@@ -105,7 +108,7 @@ def test_prompt_and_sampled_tokens_give_the_trained_sequence():
     """Unless a merge crosses the boundary, scoring a rollout's text uses exactly the rollout's ids."""
     for template in ("plain", CHATML):
         tokenizer = small_tokenizer(template=CHATML)
-        prompt = prompt_ids(tokenizer, CHAT[:3], chat_template=template)
+        prompt = Encoder(tokenizer, template).prompts([CHAT[:3]])[0]
         whole = encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template=template)
         assert whole[: len(prompt)].tolist() == prompt.tolist()
         assert tokenizer.decode(whole[len(prompt) :]) == "b</s>"

@@ -138,6 +138,38 @@ def test_where_the_policy_is_the_reference_only_k1_has_a_gradient(kl, bias_corre
     assert gradient[1].all()
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("epsilon", [0.2, 0.05])
+def test_names_for_losses_with_another_default(per_token, epsilon):
+    """`bnpo` is `dapo`; `gspo_token` is `gspo` with a gradient per token (Zheng et al. 2025, eqs. 13 and 14), and not
+    `gspo` where advantages differ within a sequence. In float64."""
+    advantages = np.array([[1.0, -0.5, 2.0], [-1.0, 0.25, 0.0]]) if per_token else ADVANTAGES
+
+    def ours(loss_type, level="token"):
+        options = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon": epsilon}
+        return jax.value_and_grad(lambda x: policy_loss(x, OLD, advantages, MASK, **options)[0])(
+            jnp.asarray(LOGPS)
+        )
+
+    with jax.enable_x64(True):
+        bnpo, dapo, token, sequence = map(ours, ("bnpo", "dapo", "gspo_token", "gspo"))
+        chosen = ours("gspo", "sequence_token")
+    a = advantages if per_token else advantages[:, None]
+    s = np.exp(((LOGPS - OLD) * MASK).sum(1) / MASK.sum(1))[:, None]
+    clipped = np.clip(s, 1 - epsilon, 1 + epsilon)
+    weight = MASK / MASK.sum(1, keepdims=True) / 2
+    value = (-np.minimum(s * a, clipped * a) * weight).sum()
+    gradient = np.where(s * a <= clipped * a, -s * a, 0.0) * weight
+    for found, expected in zip(token, (value, gradient), strict=True):
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+    for one, other in ((bnpo, dapo), (token, chosen)):
+        for found, expected in zip(one, other, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(sequence[0], value, rtol=1e-12)
+    assert np.allclose(sequence[1], gradient, rtol=1e-12, atol=1e-15) == (not per_token)
+
+
 def test_the_policy_loss_of_two_ranks():
     """Advantages a token, zeros among them, and a hole."""
     logps = np.array([[-0.2, -0.4, -0.1], [-0.7, -0.3, -0.2], [-0.6, -0.1, -0.5]])

@@ -49,6 +49,16 @@ def test_an_unreadable_answer_is_found_before_training(reward: Any) -> None:
     assert list(reward.check({"answer": ["5", "", None, "x^2", ""]})) == [1, 4]
 
 
+@pytest.mark.parametrize("answer", ["5", "-0.5", "1,234", r"\$18", "-$18", "１２", "½"])
+def test_what_the_check_lets_pass_can_be_compared(reward: Any, answer: str) -> None:
+    """Also where `numeric_answer` reads a number that math-verify does not."""
+    if not reward.check({"answer": [answer]}):
+        assert reward(["6"], [answer]) == [0]
+        return
+    with pytest.raises(InputError, match="cannot be parsed as mathematics"):
+        reward(["6"], [answer])
+
+
 def test_what_sympy_never_finishes_is_wrong_and_costs_the_others_nothing(reward: Any) -> None:
     hostile = r"\boxed{10^{10^{10}}}"
     assert MathVerify(seconds=1.0)([hostile, "4", hostile], [4, 4, 5]) == [0, 1, 0]

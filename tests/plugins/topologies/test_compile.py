@@ -24,10 +24,8 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.pipeline.forecast import each_stage
 from rlhf_core.runtime import background, devices
-from rlhf_core.sampling import cache_bytes
 from rlhf_core.training import Build, Context, device_bytes
 from tests.shared import pipelines
-from tests.shared.topologies import job
 
 CHAIN = """
 dir = "run"
@@ -94,6 +92,11 @@ def test_a_run_compiles_the_programs_that_were_described(
     ended = rlhf("run", f"{name}.toml")
     assert ended.code == cli.DONE, ended.message
     assert [program.name for program in programs if program.lower().as_text() not in compiled] == []
+
+
+def job(on: str, pipeline: str = "base.toml") -> dict[str, Any]:
+    """Return what the other environment is given."""
+    return {"on": on, "pipeline": pipeline, "sets": [], "dir": None, "plugins": []}
 
 
 def test_a_state_of_shapes_is_that_of_arrays(place: Any) -> None:
@@ -232,23 +235,6 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
     (move, once), (again, often) = described
     assert move.calls == again.calls == once.calls < often.calls
     assert once.calls * once.tokens == often.calls * often.tokens
-
-
-def test_steps_read_half_of_what_completions_hold(place: Any) -> None:
-    """On accelerators, where kernels read what is written: half of the completions' caches on average."""
-    with devices.planning_for(devices.Planned("gpu", 2, 10**9)):
-        stage = stage_programs(
-            *pipelines.planned("policy.toml", dir=None), make_mesh(devices=jax.devices()[:2])
-        )["policy"]
-        assert stage is not None
-        generate = stage.programs[-1]
-        shape = generate.shape
-        assert shape is not None
-        assert shape.memory is not None
-        assert shape.step_bytes is not None
-        assert shape.tensor == 1
-        held = cache_bytes(shape.model, shape.rows // 2, generate.steps)
-    assert shape.memory - shape.step_bytes == held // 2 > 0
 
 
 def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rlhf_topologies import check, chips, verdicts
 
-from tests.shared.topologies import GB
-
+GB = 10**9
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
 
 
@@ -117,23 +114,6 @@ def test_a_compiler_that_refuses_for_memory_gets_the_same_advice() -> None:
     assert 'remat = "full"' in " ".join(made["advice"])
     other = verdicts.judge_stage(stage({**refused, "error": "INTERNAL: a bug"}), chips.parse("v5e:2x4"), MESH)
     assert other["advice"] == ["accumulate 8 × 512: the compiler says: INTERNAL: a bug"]
-
-
-CANDIDATES = """\
-devices  mesh            settings           memory  an update
-h100:8   data 2, fsdp 4  a: remat full      2.0 GB     500 ms
-h100     data 8                         200.0 GB !       50 s
-"""
-
-
-def test_candidates_are_a_table() -> None:
-    """Text begins, and numbers end, under its title."""
-    chosen = {"mesh": {"data": 2, "fsdp": 4}, "settings": {"a": {"remat": "full"}}}
-    fits = {"on": "h100:8", **chosen, "peak": 2e9, "fits": True, "seconds": 0.5}
-    fails = {"on": "h100", "mesh": {"data": 8}, "settings": {}, "peak": 2e11, "fits": False, "seconds": 50.0}
-    page = io.StringIO()
-    Console(file=page, width=100).print(check.candidate_table([fits, fails]))
-    assert page.getvalue() == CANDIDATES
 
 
 def test_a_state_that_is_too_large_is_to_be_spread_and_a_row_to_be_cut() -> None:
