@@ -61,7 +61,7 @@ def pipeline_from_flags(
     `save_directory`, else to runs/TRAINER, and the run's name below it, if it has one. A field that holds a list may
     be given several times.
     """
-    kinds = {field.name: field.type for field in fields(config)} | {"use_wandb": FLAG, "dir": "text"}
+    kinds = {field.name: field.type for field in fields(config)} | {"dir": "text"}
     aliases = config.aliases()
     named = dict(flags)
     name = directory_name(named.get("trainer_prefix"), named.get("run_name") or named.get("model_name"))

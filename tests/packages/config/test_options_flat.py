@@ -26,7 +26,7 @@ def test_flat_names_merge_into_the_default() -> None:
 
 def test_a_default_s_options_do_not_follow_another_name() -> None:
     class Config(TrainerConfig):
-        OTHER_NAMES: ClassVar[dict[str, Any]] = {"loss_type": "loss.name", "epsilon": "loss.epsilon"}
+        ALIASES: ClassVar[dict[str, Any]] = {"loss_type": "loss.name", "epsilon": "loss.epsilon"}
         loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo", epsilon=0.3, dual_clip=3.0)
 
     assert Config(loss_type="dapo").loss.options == {"epsilon": 0.3, "dual_clip": 3.0}
@@ -57,7 +57,7 @@ def test_a_flat_name_must_point_somewhere() -> None:
     with pytest.raises(TypeError, match="'epsilon' must be no field, and 'los' must be one"):
 
         class Wrong(TrainerConfig):
-            OTHER_NAMES: ClassVar[dict[str, Any]] = {"epsilon": "los.epsilon"}
+            ALIASES: ClassVar[dict[str, Any]] = {"epsilon": "los.epsilon"}
 
 
 def test_other_spellings() -> None:
