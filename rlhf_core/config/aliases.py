@@ -36,10 +36,10 @@ def expand(
     """
     table = dict(data)
     aliases = cls.aliases()
-    unknown = {key: value for key, value in table.items() if key not in cls.model_fields and key not in aliases}
-    typed = [
-        _typed(name, Alias(path, table.pop(name))) for name, path in aliases.items() if name in table
-    ]
+    unknown = {
+        key: value for key, value in table.items() if key not in cls.model_fields and key not in aliases
+    }
+    typed = [_typed(name, Alias(path, table.pop(name))) for name, path in aliases.items() if name in table]
     problems: list[Problem] = []
     if unknown:
         known = {key: value for key, value in data.items() if key not in unknown}
@@ -140,7 +140,9 @@ def _may_be_none(cls: type[Options], field: str) -> bool:
     return type(None) in get_args(cls.model_fields[field].annotation)
 
 
-def _place_in_table(fields: dict[str, Any], entries: list[Typed], cls: type[Options], default: Any) -> list[Problem]:
+def _place_in_table(
+    fields: dict[str, Any], entries: list[Typed], cls: type[Options], default: Any
+) -> list[Problem]:
     """Set entries of a table; one that is not given starts from its default, unless another component is named."""
     field = entries[0].field
     is_given = field in fields
@@ -173,7 +175,9 @@ def _place_in_table(fields: dict[str, Any], entries: list[Typed], cls: type[Opti
     return problems
 
 
-def _place_in_list(fields: dict[str, Any], entries: list[Typed], cls: type[Options], default: Any) -> list[Problem]:
+def _place_in_list(
+    fields: dict[str, Any], entries: list[Typed], cls: type[Options], default: Any
+) -> list[Problem]:
     """Add components to a list, where `logger.wandb` is true, and set their options, `logger.wandb.entity`."""
     field = entries[0].field
     components = fields.get(field, default)
@@ -185,7 +189,9 @@ def _place_in_list(fields: dict[str, Any], entries: list[Typed], cls: type[Optio
     for each in sorted(entries, key=lambda entry: "." in entry.key):
         name, _, option = each.key.partition(".")
         own = next((table for table in given if table.get("name") == name), None)
-        found = next((table for table in tables if isinstance(table, dict) and table.get("name") == name), None)
+        found = next(
+            (table for table in tables if isinstance(table, dict) and table.get("name") == name), None
+        )
         if not option and not isinstance(each.value, bool):
             problems.append(Problem(each.name, f"expected true or false, got {format_value(each.value)}"))
             continue

@@ -338,9 +338,7 @@ class Problem(NamedTuple):
     fatal: bool = True
 
 
-def as_typed(
-    problems: Iterable[Problem], typed: Mapping[str, str], data: Mapping[str, Any]
-) -> list[Problem]:
+def as_typed(problems: Iterable[Problem], typed: Mapping[str, str], data: Mapping[str, Any]) -> list[Problem]:
     """Put the name that was typed before the field that it stands for: `clip_grad (here max_grad_norm)`.
 
     typed: {dotted path: name}. data: as it was given.

@@ -370,9 +370,7 @@ class TrainerConfig(Options):
         description="the loggers of `logger` run in every process of a job, and each process writes its own metrics, "
         "metrics-1.jsonl of the second; false: the first logs for all",
     )
-    progress_bar_type: Annotated[
-        Literal["rich", "tqdm", "json", "none"], BeforeValidator(none_text)
-    ] = Field(
+    progress_bar_type: Annotated[Literal["rich", "tqdm", "json", "none"], BeforeValidator(none_text)] = Field(
         "rich", description="what the console shows"
     )
     metrics: list[Annotated[str, AfterValidator(check_function)]] = Field(

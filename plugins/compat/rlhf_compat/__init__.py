@@ -21,7 +21,10 @@ def rlhf_translate(
 ) -> dict[str, Answer]:
     """Say what fields of EasyDeL's and TRL's configs mean."""
     if issubclass(config_class, TrainerConfig):
-        return {**trl.translate(config_class, unknown), **easydel.translate(config_class, unknown, given, base)}
+        return {
+            **trl.translate(config_class, unknown),
+            **easydel.translate(config_class, unknown, given, base),
+        }
     if config_class in get_args(TrainerConfig.model_fields["lora"].annotation):
         return {name: Refused(path) for name, path in trl.LORA.items() if name in unknown}
     return {}

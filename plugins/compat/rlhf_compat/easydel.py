@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -284,7 +284,7 @@ def _may_be_none(config_class: type[TrainerConfig], field: str) -> bool:
 
 def _comparable(value: Any) -> Any:
     """Make tuples of lists and of JAX's PartitionSpec."""
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         return value
     return tuple(_comparable(part) for part in value)
 
@@ -294,7 +294,9 @@ def _previews(config: Config) -> dict[str, Answer]:
     unknown = config.unknown
     every = unknown.get("generation_interval")
     silent: dict[str, Answer] = {
-        name: NoEffect() for name, field in FIELDS.items() if field.path.startswith("previews.") and name in unknown
+        name: NoEffect()
+        for name, field in FIELDS.items()
+        if field.path.startswith("previews.") and name in unknown
     }
     if every == 0 and not isinstance(every, bool):
         if config.given.get("previews") is not None:
@@ -329,9 +331,7 @@ def _without_table(table: str, answers: Mapping[str, Answer], config: Config) ->
     if any(f"{table}.{key}" in entries.values() for key in ASKED_BY[table]):
         return {}
     missing = f"{table}.{ASKED_BY[table][0]} is not given"
-    return {
-        name: NoEffect("" if config.unknown[name] in FIELDS[name].unset else missing) for name in entries
-    }
+    return {name: NoEffect("" if config.unknown[name] in FIELDS[name].unset else missing) for name in entries}
 
 
 def _saved_class(value: Any, config: Config) -> Answer:
@@ -419,11 +419,17 @@ def _wandb(option: str, value: Any, config: Config) -> Answer:
         return NoEffect()
     loggers = config.field("logger")
     listed = loggers if isinstance(loggers, list | tuple) else [loggers]
-    names = [logger if isinstance(logger, str) else dict(logger).get("name") for logger in listed]
+    named = "wandb" in [_component_name(logger) for logger in listed]
     logs = config.unknown.get("report_metrics") is not False
-    if logs and (config.given.get("use_wandb") is True or "wandb" in names):
+    if logs and (config.given.get("use_wandb") is True or named):
         return Alias(f"logger.wandb.{option}", value)
     return NoEffect("use_wandb = true is not given")
+
+
+def _component_name(component: Any) -> Any:
+    if isinstance(component, Mapping):
+        return component.get("name")
+    return getattr(component, "name", component)
 
 
 def _wandb_entity(value: Any, config: Config) -> Answer:

@@ -17,7 +17,7 @@ _BEGIN = "a run resumes from its newest checkpoint, if there is one: `checkpoint
 _CONSOLE = 'the console shows what `progress_bar_type` says; "none": nothing but warnings'
 _DISCARDED = "metrics of an evaluation are summed on the devices; no logits are kept or gathered"
 _DTYPE = "computation is in bfloat16 or float32: `dtype`"
-_ENGINE = "an engine is started by itself; `sampler = { name = \"vllm\", urls = […] }` says where"
+_ENGINE = 'an engine is started by itself; `sampler = { name = "vllm", urls = […] }` says where'
 _ENTROPY = "the weight of the entropy is fixed: `entropy_coef`"
 _LEARNED = "a row's layout decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
 _MEMORY = "activations that would take much memory are recomputed in the backward pass: `remat`"
@@ -112,7 +112,7 @@ HERE: Mapping[str, str] = {
     "adam_beta2": "optimizer.b2",
     "adam_epsilon": "optimizer.eps",
     "lr_scheduler_type": "scheduler",
-    "lr_scheduler_kwargs": "write `learning_rate_end` and `warmup_steps`, or `scheduler = \"module:function\"`",
+    "lr_scheduler_kwargs": 'write `learning_rate_end` and `warmup_steps`, or `scheduler = "module:function"`',
     "warmup_ratio": "warmup_steps",
     "label_smoothing_factor": "loss.label_smoothing",
     # Numbers, memory and speed.
@@ -141,8 +141,8 @@ HERE: Mapping[str, str] = {
     "torch_empty_cache_steps": "XLA plans the memory of a program when it compiles it",
     "skip_memory_metrics": "track_memory",
     # Devices and processes.
-    "use_cpu": "JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = \"cpu\"` refuses others",
-    "no_cuda": "JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = \"cpu\"` refuses others",
+    "use_cpu": 'JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = "cpu"` refuses others',
+    "no_cuda": 'JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = "cpu"` refuses others',
     "use_mps_device": "JAX chooses the devices: the environment variable JAX_PLATFORMS names others",
     "tpu_num_cores": "JAX takes all devices that it finds",
     "accelerator_config": _MESH,

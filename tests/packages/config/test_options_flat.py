@@ -92,28 +92,9 @@ def test_use_wandb() -> None:
     assert config.replace(use_wandb=True) == config
 
 
-def test_wandb_s_own_options() -> None:
-    config = PolicyConfig(use_wandb=True, wandb_entity="us", wandb_name="first")
-    assert config.logger == [Component(name="wandb", entity="us", run_name="first")]
-    assert config.replace(wandb_name="second").logger == [
-        Component(name="wandb", entity="us", run_name="second")
-    ]
-    named = PolicyConfig(logger=[{"name": "wandb", "project": "p"}], wandb_name="first")
-    assert named.logger == [Component(name="wandb", project="p", run_name="first")]
-    with pytest.warns(UserWarning, match="without use_wandb"):
-        assert PolicyConfig(wandb_name="first", wandb_entity="us").logger == []
-
-
-def test_extra_optimizer_kwargs_are_options_of_the_optimizer() -> None:
-    config = PolicyConfig(extra_optimizer_kwargs={"b1": 0.8})
-    assert config.optimizer == Component(name="adamw", b1=0.8)
-    assert config.replace(extra_optimizer_kwargs={"b1": 0.7}).optimizer == Component(name="adamw", b1=0.7)
-    assert PolicyConfig(optimizer="lion", extra_optimizer_kwargs={"b2": 0.9}).optimizer == Component(
-        name="lion", b2=0.9
-    )
-    assert (
-        PolicyConfig(extra_optimizer_kwargs={}) == PolicyConfig(extra_optimizer_kwargs=None) == PolicyConfig()
-    )
+def test_none_is_a_word_where_it_is_a_value() -> None:
+    config = PolicyConfig(remat=parse_value("none"), progress_bar_type=parse_value("none"))
+    assert (config.remat, config.progress_bar_type) == ("none", "none")
 
 
 @pytest.mark.parametrize(
