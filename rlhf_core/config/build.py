@@ -50,6 +50,11 @@ def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: N
     return config
 
 
+def field_values(cls: type[Options], data: Mapping[str, Any], registry: Names | None) -> dict[str, Any]:
+    """Return the fields that a table sets, under their own names, unchecked."""
+    return cls._expand(data, None, registry).fields
+
+
 Found = tuple[str, Kind[Any], type[Component], dict[str, Any]]
 
 

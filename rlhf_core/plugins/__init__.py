@@ -143,7 +143,7 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
             host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
         for implementation in host.hook.rlhf_translate.get_hookimpls():
             if implementation.plugin is plugin:
-                host.registry.add_translator(owner, _by_name(implementation))
+                host.registry.translators.append((owner, _by_name(implementation)))
     except BaseException:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:

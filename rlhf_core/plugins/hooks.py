@@ -40,7 +40,7 @@ def rlhf_translate(
     unknown: Mapping[str, Any],
     given: Mapping[str, Any],
     base: Options | None,
-) -> Mapping[str, Alias | Sequence[Alias] | NoEffect | Refused]:
+) -> Mapping[str, Alias | Sequence[Alias] | NoEffect | Refused] | None:
     """Return what keys mean that a configuration class does not know, such as fields of another library's configs.
 
     Asked for these keys alone, so that no plugin changes what a field means; an answer may leave out any of them.

@@ -54,13 +54,14 @@ class Registry:
 
     failures: plugins that could not be loaded, whose errors are quoted when a name is missing.
     disabled: names of plugins left out on request, which are mentioned then too.
+    translators: of the plugins that have the hook `rlhf_translate`, (their distribution, what takes its arguments).
     """
 
     def __init__(self) -> None:
         self._entries: dict[Kind[Any], dict[str, Entry]] = {}
         self._contested: dict[tuple[Kind[Any], str], str] = {}
         self._owner: str | None = None
-        self._translators: list[tuple[str, Callable[..., Any]]] = []
+        self.translators: list[tuple[str, Callable[..., Any]]] = []
         self.failures: list[PluginInfo] = []
         self.disabled: list[str] = []
 
@@ -121,10 +122,6 @@ class Registry:
             return [("name", message) for message in error.problems]
         return [(problem.path, problem.message) for problem in entry.check(options, also)]
 
-    def add_translator(self, owner: str, ask: Callable[..., Any]) -> None:
-        """Add a plugin's `rlhf_translate`, to be called with all arguments of the hook by name."""
-        self._translators.append((owner, ask))
-
     def translate(
         self, config_class: type[Any], unknown: Mapping[str, Any], given: Mapping[str, Any], base: Any, /
     ) -> dict[str, Answer] | None:
@@ -132,11 +129,11 @@ class Registry:
 
         Raises InputError for a key that two plugins answer for, naming both, and for a plugin that raises.
         """
-        if not self._translators:
+        if not self.translators:
             return None
         answers: dict[str, Answer] = {}
         owners: dict[str, str] = {}
-        for owner, ask in self._translators:
+        for owner, ask in self.translators:
             try:
                 found = ask(config_class=config_class, unknown=unknown, given=given, base=base)
             except InputError:

@@ -31,6 +31,7 @@ from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
+    from rlhf_core.plugins.registry import Registry
 
 C = TypeVar("C", bound="TrainerConfig")
 SPELLINGS = {
@@ -122,7 +123,7 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     return config, inputs
 
 
-def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: plugins.Registry) -> str:
+def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -> str:
     """Say what to write instead of an argument that trainers do not take."""
     if name in REFUSED_INPUTS:
         return f". Here {REFUSED_INPUTS[name]}"

@@ -1,7 +1,7 @@
 """Names of EasyDeL's and TRL's configs, for trainers that know only their own.
 
-A config written for EasyDeL is accepted unchanged: `rlhf_compat.easydel`. TRL's names are errors that say what to write,
-since their values and defaults differ: `rlhf_compat.trl`.
+A config written for EasyDeL is accepted unchanged: `rlhf_compat.easydel`. TRL's names are errors that say what to
+write, since their values and defaults differ: `rlhf_compat.trl`.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ FIELDS: Mapping[str, Field] = {
 }
 
 ASKED_BY = {"previews": ("every", "prompts", "from_data"), "log_weights": ("every",)}
-"""{table: its entries that ask for it}: a file of theirs also has the other entries of a table that nobody asked for."""
+"""{table: its entries that ask for it}: a file of theirs has the others of a table that nobody asked for, too."""
 
 _COLLATOR = "examples are packed into rows without padding; there is no other way of batching"
 _ESURGE = "the component that `sampler` names samples completions"

@@ -14,20 +14,30 @@ from rlhf_core import Refused, TrainerConfig
 _ATTENTION = "programs are compiled and fused by XLA, and `attention` chooses the kernels"
 _AVERAGES = "a loss is averaged over all examples or tokens of an update, however it is split"
 _BEGIN = "a run resumes from its newest checkpoint, if there is one: `checkpoints`"
+_CACHED = "completions are sampled with a cache always"
+_COMPILED = "every update is a compiled program"
 _CONSOLE = 'the console shows what `progress_bar_type` says; "none": nothing but warnings'
+_CPU = 'JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = "cpu"` refuses others'
 _DISCARDED = "metrics of an evaluation are summed on the devices; no logits are kept or gathered"
 _DTYPE = "computation is in bfloat16 or float32: `dtype`"
 _ENGINE = 'an engine is started by itself; `sampler = { name = "vllm", urls = […] }` says where'
 _ENTROPY = "the weight of the entropy is fixed: `entropy_coef`"
+_FORM = "completions are sampled from the whole distribution; `rewards` may judge their form"
 _LEARNED = "a row's layout decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
 _MEMORY = "activations that would take much memory are recomputed in the backward pass: `remat`"
 _MESH = "`mesh` of the pipeline says how states are sharded"
+_NF4 = 'matrices in 4 bits are `lora = { base = "nf4" }`, without options'
+_ONE_LOSS = "a stage has one loss, `loss = { name = …, … }`; a plugin adds others"
 _OVERLAP = "batches are made while the device computes; `dataloader_num_workers` says by how many processes"
 _PACKED = "examples are packed into rows without padding, and do not see each other"
 _PAD = "examples are packed into rows of a few fixed lengths"
 _PROCESSES = "JAX's own start-up joins the processes of SLURM, Open MPI, Kubernetes and TPU jobs"
 _PROFILE = "JAX's own flags look for such errors: JAX_DEBUG_NANS=true, JAX_LOG_COMPILES=true"
+_REFERENCE = "the reference is the model that training starts from"
+_SAMPLER = "the component that `sampler` names samples completions"
+_SCORES = "`compute_metrics` gets the scores of pairs"
 _SPECIAL = "the tokenizer's files say what it is"
+_STREAMED = "files that do not fit into memory are streamed; `shuffle_buffer` says how they are shuffled"
 _TOGETHER = "all processes write one checkpoint together, into a directory that all of them see"
 _UPLOAD = "training uploads nothing; afterwards `rlhf export MODEL --push OWNER/NAME` does, with a model card"
 _WEIGHTED = "the log-probabilities of the reference are computed once, before the first update"
@@ -47,9 +57,9 @@ HERE: Mapping[str, str] = {
     "load_in_4bit": "lora.base",
     "load_in_8bit": "lora.base",
     "bnb_4bit_quant_type": "lora.base",
-    "use_bnb_nested_quant": 'matrices in 4 bits are `lora = { base = "nf4" }`, without options',
-    "bnb_4bit_quant_storage": 'matrices in 4 bits are `lora = { base = "nf4" }`, without options',
-    "lora_modules_to_save": "adapters are trained alone; without `lora`, all parameters that `frozen_parameters` leaves",
+    "use_bnb_nested_quant": _NF4,
+    "bnb_4bit_quant_storage": _NF4,
+    "lora_modules_to_save": "adapters are trained alone; without `lora`, all that `frozen_parameters` leaves",
     "lora_task_type": "the trainer decides what a model is for",
     "use_dora": "adapters are plain LoRA, or rank-stabilised: `lora.use_rslora`",
     "model_init_kwargs": (
@@ -57,8 +67,8 @@ HERE: Mapping[str, str] = {
     ),
     "trust_remote_code": "no code that comes with a model is run; a plugin adds a model family",
     "cast_lm_head_to_fp32": "logits and losses are float32 always",
-    "use_cache": "completions are sampled with a cache always",
-    "cache_implementation": "completions are sampled with a cache always",
+    "use_cache": _CACHED,
+    "cache_implementation": _CACHED,
     "neftune_noise_alpha": "no noise is added to embeddings; adapters have `lora.dropout`",
     # The tokenizer and the data.
     "chat_template_path": "chat_template",
@@ -72,8 +82,8 @@ HERE: Mapping[str, str] = {
     "datasets": "train_data",
     "dataset_kwargs": "rows are read as they are; a table `train_data = { name = …, … }` has options of the data",
     "dataset_batch_size": _OVERLAP,
-    "dataset_streaming": "files that do not fit into memory are streamed; `shuffle_buffer` says how they are shuffled",
-    "streaming": "files that do not fit into memory are streamed; `shuffle_buffer` says how they are shuffled",
+    "dataset_streaming": _STREAMED,
+    "streaming": _STREAMED,
     "shuffle_dataset": "shuffle_train_dataset",
     "data_seed": "shuffle_seed_train",
     "train_sampling_strategy": "rows are shuffled every epoch, or keep their order: `shuffle_train_dataset`",
@@ -132,17 +142,17 @@ HERE: Mapping[str, str] = {
     "use_liger_kernel": _ATTENTION,
     "use_liger_loss": _ATTENTION,
     "liger_kernel_config": _ATTENTION,
-    "jit_mode_eval": "every update is a compiled program",
-    "torch_compile": "every update is a compiled program",
-    "torch_compile_backend": "every update is a compiled program",
-    "torch_compile_mode": "every update is a compiled program",
-    "torchdynamo": "every update is a compiled program",
-    "use_ipex": "every update is a compiled program",
+    "jit_mode_eval": _COMPILED,
+    "torch_compile": _COMPILED,
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
+    "torchdynamo": _COMPILED,
+    "use_ipex": _COMPILED,
     "torch_empty_cache_steps": "XLA plans the memory of a program when it compiles it",
     "skip_memory_metrics": "track_memory",
     # Devices and processes.
-    "use_cpu": 'JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = "cpu"` refuses others',
-    "no_cuda": 'JAX chooses the devices: set JAX_PLATFORMS=cpu; `platform = "cpu"` refuses others',
+    "use_cpu": _CPU,
+    "no_cuda": _CPU,
     "use_mps_device": "JAX chooses the devices: the environment variable JAX_PLATFORMS names others",
     "tpu_num_cores": "JAX takes all devices that it finds",
     "accelerator_config": _MESH,
@@ -176,8 +186,8 @@ HERE: Mapping[str, str] = {
     "eval_use_gather_object": _DISCARDED,
     "batch_eval_metrics": _DISCARDED,
     "prediction_loss_only": _DISCARDED,
-    "include_for_metrics": "`compute_metrics` gets the scores of pairs",
-    "include_inputs_for_metrics": "`compute_metrics` gets the scores of pairs",
+    "include_for_metrics": _SCORES,
+    "include_inputs_for_metrics": _SCORES,
     "do_predict": "afterwards `rlhf score MODEL FILE` and `rlhf generate MODEL FILE` do",
     "past_index": "no outputs are carried from one batch to the next",
     # Logs.
@@ -220,19 +230,19 @@ HERE: Mapping[str, str] = {
     # SFTConfig, DPOConfig, KTOConfig.
     "precompute_ref_log_probs": _WEIGHTED,
     "precompute_ref_batch_size": _WEIGHTED,
-    "reference_free": "the reference is the model that training starts from",
-    "force_use_ref_model": "the reference is the model that training starts from",
-    "model_adapter_name": "the reference is the model without its adapters",
-    "ref_adapter_name": "the reference is the model without its adapters",
-    "f_divergence_type": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "f_alpha_divergence_coef": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "discopop_tau": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "ld_alpha": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "loss_weights": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "rpo_alpha": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "use_weighting": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "desirable_weight": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
-    "undesirable_weight": "a stage has one loss, `loss = { name = …, … }`; a plugin adds others",
+    "reference_free": _REFERENCE,
+    "force_use_ref_model": _REFERENCE,
+    "model_adapter_name": _REFERENCE,
+    "ref_adapter_name": _REFERENCE,
+    "f_divergence_type": _ONE_LOSS,
+    "f_alpha_divergence_coef": _ONE_LOSS,
+    "discopop_tau": _ONE_LOSS,
+    "ld_alpha": _ONE_LOSS,
+    "loss_weights": _ONE_LOSS,
+    "rpo_alpha": _ONE_LOSS,
+    "use_weighting": _ONE_LOSS,
+    "desirable_weight": _ONE_LOSS,
+    "undesirable_weight": _ONE_LOSS,
     # GRPOConfig.
     "reward_funcs": "rewards",
     "environment_factory": "environment",
@@ -242,10 +252,10 @@ HERE: Mapping[str, str] = {
     "num_generations_eval": "evaluation.num_generations",
     "multi_objective_aggregation": "advantage",
     "off_policy_mask_threshold": "sampler_correction",
-    "vespo_k_pos": "a loss is `loss = { name = …, … }`; a plugin adds others",
-    "vespo_k_neg": "a loss is `loss = { name = …, … }`; a plugin adds others",
-    "vespo_lambda_pos": "a loss is `loss = { name = …, … }`; a plugin adds others",
-    "vespo_lambda_neg": "a loss is `loss = { name = …, … }`; a plugin adds others",
+    "vespo_k_pos": _ONE_LOSS,
+    "vespo_k_neg": _ONE_LOSS,
+    "vespo_lambda_pos": _ONE_LOSS,
+    "vespo_lambda_neg": _ONE_LOSS,
     "use_adaptive_entropy": _ENTROPY,
     "entropy_coef_delta": _ENTROPY,
     "entropy_coef_max": _ENTROPY,
@@ -254,9 +264,9 @@ HERE: Mapping[str, str] = {
     "log_completions_hub_repo": _UPLOAD,
     "log_multimodal": "models read and write text alone",
     "log_unique_prompts": "`log_completions` shows completions of different prompts",
-    "use_transformers_paged": "the component that `sampler` names samples completions",
-    "use_transformers_continuous_batching": "the component that `sampler` names samples completions",
-    "transformers_continuous_batching_config": "the component that `sampler` names samples completions",
+    "use_transformers_paged": _SAMPLER,
+    "use_transformers_continuous_batching": _SAMPLER,
+    "transformers_continuous_batching_config": _SAMPLER,
     "use_vllm": "sampler",
     "vllm_server_base_url": "sampler.urls",
     "vllm_server_host": "sampler.urls",
@@ -269,8 +279,8 @@ HERE: Mapping[str, str] = {
     "vllm_mode": _ENGINE,
     "vllm_model_impl": _ENGINE,
     "vllm_tensor_parallel_size": _ENGINE,
-    "vllm_guided_decoding_regex": "completions are sampled from the whole distribution; `rewards` may judge their form",
-    "vllm_structured_outputs_regex": "completions are sampled from the whole distribution; `rewards` may judge their form",
+    "vllm_guided_decoding_regex": _FORM,
+    "vllm_structured_outputs_regex": _FORM,
     "vllm_importance_sampling_cap": "sampler_correction.max",
     "vllm_importance_sampling_clip_max": "sampler_correction.max",
     "vllm_importance_sampling_clip_min": "sampler_correction.min",

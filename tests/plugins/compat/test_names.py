@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
-
 from rlhf_compat import easydel, trl
 
 from rlhf_core import InputError, TrainerConfig
