@@ -10,6 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from rlhf_compat import easydel, trl
+from rlhf_compat.easydel import FIELDS as FIELDS
+from rlhf_compat.easydel import NOTHING as NOTHING
+from rlhf_compat.easydel import RULES as RULES
+from rlhf_compat.trl import HERE as HERE
+from rlhf_compat.trl import LORA as LORA
 from rlhf_core import Alias, NoEffect, Options, Refused, TrainerConfig, hookimpl
 
 Answer = Alias | Sequence[Alias] | NoEffect | Refused
@@ -26,5 +31,5 @@ def rlhf_translate(
             **easydel.translate(config_class, unknown, given, base),
         }
     if config_class in get_args(TrainerConfig.model_fields["lora"].annotation):
-        return {name: Refused(path) for name, path in trl.LORA.items() if name in unknown}
+        return {name: Refused(path) for name, path in LORA.items() if name in unknown}
     return {}

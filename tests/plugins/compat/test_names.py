@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
-from rlhf_compat import easydel, trl
+from rlhf_compat import HERE, NOTHING
 
 from rlhf_core import InputError, TrainerConfig
 
@@ -122,11 +122,11 @@ EASYDEL: dict[str, Any] = {
 SAVED = {name: value for name, value in EASYDEL.items() if name != "max_sequence_length"}
 NO_EFFECT = "has no effect here: "
 WARNS: dict[str, tuple[Any, str]] = {
-    "esurge_hbm_utilization": (0.9, easydel.NOTHING["esurge_hbm_utilization"].instead),
-    "loss_config": ({"label_smoothing": 0.1}, easydel.NOTHING["loss_config"].instead),
-    "offload_device_type": ("gpu", easydel.NOTHING["offload_device_type"].instead),
-    "step_partition_spec": ([["dp"], "sp"], easydel.NOTHING["step_partition_spec"].instead),
-    "train_on_inputs": (False, easydel.NOTHING["train_on_inputs"].instead),
+    "esurge_hbm_utilization": (0.9, NOTHING["esurge_hbm_utilization"].instead),
+    "loss_config": ({"label_smoothing": 0.1}, NOTHING["loss_config"].instead),
+    "offload_device_type": ("gpu", NOTHING["offload_device_type"].instead),
+    "step_partition_spec": ([["dp"], "sp"], NOTHING["step_partition_spec"].instead),
+    "train_on_inputs": (False, NOTHING["train_on_inputs"].instead),
     "generation_temperature": (0.5, "previews.every is not given"),
     "weight_distribution_pattern": ("norm", "log_weights.every is not given"),
     "trainer_config_class": ("DPOConfig", "the file is of a DPOConfig, and is read as a TrainerConfig here"),
@@ -315,9 +315,9 @@ def test_a_value_that_does_not_fit_is_an_error_about_what_was_typed(
     assert caught.value.problems == (f"TrainerConfig.{message}",)
 
 
-@pytest.mark.parametrize("name", easydel.NOTHING)
+@pytest.mark.parametrize("name", NOTHING)
 def test_every_name_without_effect_is_taken(name: str) -> None:
-    nothing = easydel.NOTHING[name]
+    nothing = NOTHING[name]
     assert read(**{name: "something of their own"})[1] == [
         f"TrainerConfig.{name}: {NO_EFFECT}{nothing.instead}"
     ]
@@ -325,11 +325,11 @@ def test_every_name_without_effect_is_taken(name: str) -> None:
         assert read(**{name: value})[1] == []
 
 
-@pytest.mark.parametrize("name", trl.HERE)
+@pytest.mark.parametrize("name", HERE)
 def test_a_name_of_trl_is_an_error_that_says_what_to_write(name: str) -> None:
     with pytest.raises(InputError) as caught:
         EveryTarget(**{name: 1})
-    here = trl.HERE[name] if " " in trl.HERE[name] else f"it is {trl.HERE[name]}"
+    here = HERE[name] if " " in HERE[name] else f"it is {HERE[name]}"
     assert caught.value.problems == (f"EveryTarget.{name}: unknown field. Here {here}",)
 
 
