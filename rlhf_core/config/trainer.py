@@ -185,6 +185,18 @@ class LogWeights(Options):
     every: int = Field(100, ge=1, description="updates between two logs")
 
 
+class _NoArgumentGroup:
+    """What transformers' HfArgumentParser asks a dataclass for first: a config is none, and says how it is parsed."""
+
+    def __get__(self, instance: object, owner: type[TrainerConfig]) -> str:
+        name = owner.__name__
+        raise TypeError(
+            f"{name} is no dataclass, which HfArgumentParser needs. `rlhf train` takes every field as a flag; a script "
+            f"makes flags of its own with argparse, and a config of them: {name}(**vars(parser.parse_args())); and "
+            f"{name}.from_dict reads a table"
+        )
+
+
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 """The fields that need evaluations to be compared with one another."""
 
@@ -209,6 +221,8 @@ class TrainerConfig(Options):
     UNUSED_FIELDS: ClassVar[Mapping[str, str]] = {
         "disable_dropout": "models are trained without dropout, adapters with lora.dropout",
     }
+
+    _argument_group_name: ClassVar = _NoArgumentGroup()
 
     LEARNING_FIELDS: ClassVar[tuple[str, ...]] = (
         "learning_rate",

@@ -173,7 +173,9 @@ HERE: Mapping[str, str] = {
     "ignore_bias_buffers": _PROCESSES,
     "local_rank": _PROCESSES,
     "ray_scope": "one stage is trained at a time; runs of several configs are runs of their own",
-    "full_determinism": "`seed` decides all that is random; XLA_FLAGS=--xla_gpu_deterministic_ops=true fixes the order of sums on GPUs",
+    "full_determinism": (
+        "`seed` decides all that is random; XLA_FLAGS=--xla_gpu_deterministic_ops=true fixes the order of sums on GPUs"
+    ),
     "debug": _PROFILE,
     "tpu_metrics_debug": _PROFILE,
     # Evaluation.
