@@ -125,7 +125,7 @@ def test_without_translators_the_nearest_name_and_where_others_come_from(
         f"stage 'a'.lerning_rate: unknown field. Did you mean 'learning_rate'? {INSTALL}"
     )
     assert INSTALL not in problem(registry, kl={"betta": 1})
-    with pytest.raises(InputError, match="Did you mean 'max_training_steps'|Nearest of") as caught:
+    with pytest.raises(InputError, match=r"TrainerConfig\.max_steps: unknown field") as caught:
         TrainerConfig(max_steps=3)
     assert str(caught.value).endswith(INSTALL)
     monkeypatch.undo()
