@@ -139,7 +139,7 @@ def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -
         return f"; write {field}"
     if field in cls.names():
         return f"; it is a field of the config: {cls.__name__}({field}=…)"
-    return f". {answer.write}"
+    return f". {answer.write.removeprefix('unknown field. ')}"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import tomllib
 import warnings
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 from rlhf_compat import FIELDS, HERE, NOTHING, RULES
-from rlhf_grpo import GRPOConfig
-from rlhf_reward import RewardConfig
+from rlhf_grpo import GRPOConfig, grpo_step
+from rlhf_reward import RewardConfig, evaluation_step, training_step
 
 from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, SAMPLER, Registry, plugins
 from rlhf_core.config import TrainerConfig, build
@@ -192,6 +193,23 @@ def test_the_arguments_are_those_that_are_taken() -> None:
         field: ours for field, ours in found.items() if field in SPELLINGS
     }
     assert RewardConfig.aliases()["peft_config"] == "lora"
+
+
+def test_the_arguments_of_functions_are_theirs_in_their_order() -> None:
+    (table,) = tables("Arguments of the functions")
+    told = [field for row in table for field in re.findall(r"`(\w+)`", row[0])]
+    step = list(inspect.signature(training_step).parameters)
+    assert step == [*told[:7], "loss"]
+    assert list(inspect.signature(grpo_step).parameters)[:9] == [*told[:2], *told[7:9], *told[2:6], told[9]]
+    with_loss = [name for name in told[:7] if name not in ("learning_rate_fn", "gradient_accumulation_steps")]
+    assert list(inspect.signature(evaluation_step).parameters) == [*with_loss, "loss"]
+
+
+def test_a_parser_of_dataclasses_is_told_what_to_do() -> None:
+    from transformers import HfArgumentParser
+
+    with pytest.raises(TypeError, match=r"^RewardConfig is no dataclass, .*`rlhf train` .*vars\(parser"):
+        HfArgumentParser(RewardConfig)
 
 
 def test_the_columns_are_those_that_are_taken() -> None:

@@ -312,7 +312,7 @@ LORA: Mapping[str, str] = {
 
 
 def translate(config_class: type[TrainerConfig], unknown: Mapping[str, Any]) -> dict[str, Refused]:
-    """Say what to write for each name that has a counterpart in a trainer's fields, or a sentence."""
+    """Say what to write for each name."""
     answers = {}
     for name in unknown:
         here = HERE.get(name)
@@ -322,4 +322,7 @@ def translate(config_class: type[TrainerConfig], unknown: Mapping[str, Any]) -> 
             answers[name] = Refused(f"unknown field. Here {here}")
         elif here.partition(".")[0] in config_class.model_fields:
             answers[name] = Refused(here)
+        else:
+            elsewhere = f"unknown field. Elsewhere it is {here}, which {config_class.__name__} does not have"
+            answers[name] = Refused(elsewhere)
     return answers
