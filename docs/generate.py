@@ -26,7 +26,7 @@ from python_page import WIDTH, joined, table
 
 from rlhf_core import cli, contracts, installed_registry, plugins
 from rlhf_core.cli import extensions
-from rlhf_core.config import Component, Ignored, Options, TrainerConfig, fields
+from rlhf_core.config import Component, Options, TrainerConfig, fields
 from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import MODEL, TRAINER, Kind
 from rlhf_core.contracts.models import Head
@@ -164,12 +164,11 @@ def trainer_fields(config: type[TrainerConfig]) -> Iterator[str]:
     """The fields that a trainer adds or changes; the flat names; what it does not use."""
     yield field_table(config, own_fields(config), "../")
     yield from nested_tables(config, own_fields(config), "../")
-    own = {name: path for name, path in config.aliases().items() if name not in TrainerConfig.OTHER_NAMES}
+    own = {name: path for name, path in config.aliases().items() if name not in TrainerConfig.ALIASES}
     if short := [f"`{name}` is `{path}`" for name, path in own.items()]:
         yield "Short names: " + ", ".join(short) + "."
-    for field, meaning in config.other_names().items():
-        if isinstance(meaning, Ignored) and field in config.model_fields:
-            yield f"`{field}` has no effect here: {meaning.instead}."
+    for field, instead in config.unused_fields().items():
+        yield f"`{field}` has no effect here: {instead}."
 
 
 def field_table(config: type[Options], names: Iterable[str], root: str) -> str:

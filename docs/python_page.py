@@ -41,6 +41,11 @@ TASKS = (
         "DIVERGENCE",
     ),
     Task(
+        "Translate names of other libraries",
+        "The hook `rlhf_translate` answers with these for keys that a trainer does not know.",
+        "Alias NoEffect Refused",
+    ),
+    Task(
         "Open a model",
         "",
         "load_model Model ModelFamily Definition Rows make_mesh",
@@ -79,7 +84,7 @@ TASKS = (
     Task(
         "Run the loop",
         "",
-        "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Ignored Stage fit UpdateSource "
+        "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Stage fit UpdateSource "
         "DatasetUpdates Update empty_batches HeldOut "
         "make_optimizer TrainState create_state Reference put_rows over_pieces PaddedObjective "
         "padded_rows training_step evaluation_step grpo_step",

@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_core.config import Alias as Alias
     from rlhf_core.config import Component as Component
-    from rlhf_core.config import Ignored as Ignored
+    from rlhf_core.config import NoEffect as NoEffect
     from rlhf_core.config import Options as Options
+    from rlhf_core.config import Refused as Refused
     from rlhf_core.config import TrainerConfig as TrainerConfig
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
     from rlhf_core.contracts import ATTENTION as ATTENTION
@@ -65,7 +67,7 @@ _CONTRACTS = (
 )
 _HOMES = {
     **dict.fromkeys(_CONTRACTS.split(), "contracts"),
-    **dict.fromkeys(("Component", "Ignored", "Options", "TrainerConfig"), "config"),
+    **dict.fromkeys(("Alias", "Component", "NoEffect", "Options", "Refused", "TrainerConfig"), "config"),
     **dict.fromkeys(("InputError", "RunError"), "errors"),
     **dict.fromkeys(("TrainState", "create_state"), "state"),
     "Registry": "plugins.registry",

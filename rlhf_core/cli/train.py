@@ -11,8 +11,10 @@ from rich.table import Table
 
 from rlhf_core import plugins, runtime
 from rlhf_core.config import TrainerConfig, fields, parse_value
+from rlhf_core.config.build import field_values
 from rlhf_core.config.toml import to_value
 from rlhf_core.config.trainer import directory_name
+from rlhf_core.config.translation import Names
 from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run
@@ -44,7 +46,8 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
         if wants_help:
             _print_fields(trainer, config)
             return
-        file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] not in given])
+        own = [flag for flag in flags if flag[0] not in given]
+        file = pipeline_from_flags(trainer, config, own, host.registry)
         reuse = given["reuse"][-1] if given["reuse"] else None
         planned = plan(file, host)
         if any(key == "verbose" and value in (None, "true") for key, value in flags):
@@ -53,20 +56,20 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
 
 
 def pipeline_from_flags(
-    trainer: str, config: type[TrainerConfig], flags: Sequence[tuple[str, str | None]]
+    trainer: str,
+    config: type[TrainerConfig],
+    flags: Sequence[tuple[str, str | None]],
+    registry: Names | None = None,
 ) -> PipelineFile:
     """Build a pipeline from (field, value) pairs; a bare flag has the value None.
 
     The stage is named after the trainer, and paths are relative to the current directory. `dir` defaults to
     `save_directory`, else to runs/TRAINER, and the run's name below it, if it has one. A field that holds a list may
-    be given several times.
+    be given several times. registry: translates names of other libraries; None: what is installed does.
     """
-    kinds = {field.name: field.type for field in fields(config)} | {"use_wandb": FLAG, "dir": "text"}
+    kinds = {field.name: field.type for field in fields(config)} | {"dir": "text"}
     aliases = config.aliases()
-    named = dict(flags)
-    name = directory_name(named.get("trainer_prefix"), named.get("run_name") or named.get("model_name"))
-    directory = Path(named.get("save_directory") or f"runs/{trainer}", name)
-    table: dict[str, Any] = {"dir": str(directory), "mesh": {}}
+    table: dict[str, Any] = {"mesh": {}}
     stage: dict[str, Any] = {"name": trainer, "trainer": trainer}
     seen: set[str] = set()
     problems = []
@@ -86,7 +89,17 @@ def pipeline_from_flags(
         seen.add(key)
     if problems:
         raise InputError(*problems)
+    if "dir" not in table:
+        options = {key: value for key, value in stage.items() if key not in ("name", "trainer")}
+        table["dir"] = str(_directory(trainer, field_values(config, options, registry)))
     return assemble({**table, "stage": [stage]}, base=Path.cwd())
+
+
+def _directory(trainer: str, values: Mapping[str, Any]) -> Path:
+    """Return the directory of a run without `--dir`: below `save_directory`, else runs/TRAINER, by the run's name."""
+    names = [values.get("trainer_prefix"), values.get("run_name")]
+    name = directory_name(*(str(each) if each else None for each in names))
+    return Path(values.get("save_directory") or f"runs/{trainer}", name)
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:

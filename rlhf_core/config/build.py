@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -21,25 +21,12 @@ from rlhf_core.config.options import (
     join,
     raise_or_warn,
 )
-from rlhf_core.config.other_names import TRAINER_NAMES
 from rlhf_core.config.toml import parse_toml
 from rlhf_core.config.trainer import TrainerConfig
+from rlhf_core.config.translation import Names, installed
 from rlhf_core.contracts import Kind
 
 C = TypeVar("C", bound=Options)
-
-
-class Names(Protocol):
-    """The part of a registry that `build` needs."""
-
-    def check(
-        self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Sequence[str] = ()
-    ) -> list[tuple[str, str]]:
-        """List what is wrong with a name and its options, as (dotted path below the component, message).
-
-        also: names that the trainer takes in the same table, which a misspelt option may mean.
-        """
-        ...
 
 
 def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: Names | None = None) -> C:
@@ -50,23 +37,35 @@ def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: N
     Raises InputError with one line for every unknown field, wrong type, value out of range, name given twice, and
     unknown component or option.
     """
-    canonical, problems = cls._expand(data)
+    canonical, problems, typed = cls._expand(data, None, registry)
     config = None
     try:
         config = cls.model_validate(canonical)
     except ValidationError as error:
-        problems += explain(cls, error, canonical)
+        problems += explain(cls, error, canonical, installed if registry is None else lambda: registry)
     if registry is not None:
-        for path, kind, owner, component in components(cls, canonical):
-            options = {key: value for key, value in component.items() if key not in owner.model_fields}
-            wrong = registry.check(kind, component["name"], options, also=list(owner.model_fields))
-            problems += [Problem(join(path, below), message) for below, message in wrong]
-    raise_or_warn(as_typed(problems, cls, data), where)
+        problems += component_problems(components(cls, canonical), registry)
+    raise_or_warn(as_typed(problems, typed, data), where)
     assert config is not None
     return config
 
 
+def field_values(cls: type[Options], data: Mapping[str, Any], registry: Names | None) -> dict[str, Any]:
+    """Return the fields that a table sets, under their own names, unchecked."""
+    return cls._expand(data, None, registry).fields
+
+
 Found = tuple[str, Kind[Any], type[Component], dict[str, Any]]
+
+
+def component_problems(found: Iterable[Found], registry: Names) -> list[Problem]:
+    """Check the names and options of components."""
+    problems = []
+    for path, kind, owner, component in found:
+        options = {key: value for key, value in component.items() if key not in owner.model_fields}
+        wrong = registry.check(kind, component["name"], options, also=list(owner.model_fields))
+        problems += [Problem(join(path, below), message) for below, message in wrong]
+    return problems
 
 
 def components(cls: type[Options], table: Mapping[str, Any]) -> Iterator[Found]:
@@ -140,10 +139,10 @@ def fields(cls: type[Options]) -> list[FieldDoc]:
     if issubclass(cls, TrainerConfig):
         for name, path in cls.aliases().items():
             nested, dot, key = path.partition(".")
-            if not dot or name in TRAINER_NAMES:
+            if not dot or name in TrainerConfig.ALIASES:
                 continue
-            meaning = cls.other_names()[name]
-            default = meaning[1:] if isinstance(meaning, tuple) else ()
+            declared = cls._merged("ALIASES")[name]
+            default = declared[1:] if isinstance(declared, tuple) else ()
             inner = getattr(cls.model_fields[nested].annotation, "model_fields", {}).get(key)
             words = _words(_annotation(inner)) if inner else "option"
             value = default[0] if default else (_default(cls.model_fields[nested]) or {}).get(key)

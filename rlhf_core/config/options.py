@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_core.config.other_names import Ignored, Meaning, Refused, Taken
 from rlhf_core.config.paths import table_in
+from rlhf_core.config.translation import INSTALL, Names, Refused, installed
 from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.hidden import hide_named
 
@@ -61,8 +61,11 @@ class Options(BaseModel):
         protected_namespaces=(),
     )
 
-    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {}
-    """{another name of a field: what it stands for}; adds to, and overrides, the parent class's."""
+    ALIASES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {}
+    """{another name: the dotted path that it stands for}, of a field, or of an entry of its table; or the path and the
+    value that is read under that name where a component does not set it. Adds to the parent class's."""
+    UNUSED_FIELDS: ClassVar[Mapping[str, str]] = {}
+    """{a field of the parent class that this one does not use: what happens instead}: setting it is a warning."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Hide texts under names such as `api_key` where the options are printed."""
@@ -70,13 +73,13 @@ class Options(BaseModel):
             yield name, hide_named(name or "", value)
 
     def __init__(self, /, **data: Any) -> None:
-        fields, problems = self._expand(data)
+        fields, problems, typed = self._expand(data)
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            problems += explain(type(self), error, fields)
+            problems += explain(type(self), error, fields, installed)
         problems += _not_finite(fields)
-        raise_or_warn(as_typed(problems, type(self), data), type(self).__name__)
+        raise_or_warn(as_typed(problems, typed, data), type(self).__name__)
 
     # pydantic then builds nested tables without this method, so that their problems are collected with the others.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -89,30 +92,32 @@ class Options(BaseModel):
 
     @classmethod
     def _expand(
-        cls, data: Mapping[str, Any], base: Self | None = None
-    ) -> tuple[dict[str, Any], list[Problem]]:
-        """Convert the given data to its canonical form, and collect problems and warnings.
+        cls, data: Mapping[str, Any], base: Self | None = None, registry: Names | None = None
+    ) -> Expanded:
+        """Convert the given data to its canonical form.
 
-        base: the configuration it will be merged into; None: the defaults.
+        base: the configuration it will be merged into; None: the defaults. registry: translates names.
         """
-        return dict(data), []
+        return Expanded(dict(data), [], {})
 
     @classmethod
-    def other_names(cls) -> dict[str, Meaning]:
-        """Merge `OTHER_NAMES` of this class and its parents."""
-        tables = [vars(base)["OTHER_NAMES"] for base in reversed(cls.__mro__) if "OTHER_NAMES" in vars(base)]
-        return {name: meaning for table in tables for name, meaning in table.items()}
+    def _merged(cls, table: str) -> dict[str, Any]:
+        """Merge a table of this class with those of its parents."""
+        merged: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            merged |= vars(base).get(table, {})
+        return merged
 
     @classmethod
     def aliases(cls) -> dict[str, str]:
-        """Return {another name: the dotted path that it is taken for}."""
-        taken = {
-            name: each
-            for name, each in cls.other_names().items()
-            if not isinstance(each, Ignored | Refused)
-            and not (isinstance(each, Taken) and name in cls.model_fields)  # the trainer has its own
-        }
-        return {name: each if isinstance(each, str) else str(each[0]) for name, each in taken.items()}
+        """Return {another name: the dotted path that it stands for}."""
+        declared = cls._merged("ALIASES")
+        return {name: path if isinstance(path, str) else path[0] for name, path in declared.items()}
+
+    @classmethod
+    def unused_fields(cls) -> dict[str, str]:
+        """Return {field that is not used: what happens instead}."""
+        return cls._merged("UNUSED_FIELDS")
 
     @classmethod
     def names(cls) -> list[str]:
@@ -128,9 +133,9 @@ class Options(BaseModel):
         """Build from a dict that `to_dict` returned, or part of one; raises InputError."""
         return cls(**data)
 
-    def to_json(self) -> str:
-        """Write `to_dict` as JSON text."""
-        return self.model_dump_json(indent=2)
+    def to_json(self, indent: int | None = 2) -> str:
+        """Write `to_dict` as JSON text; indent: spaces a level, None for a single line."""
+        return self.model_dump_json(indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -145,7 +150,7 @@ class Options(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Copy with some fields changed; those left at their defaults stay so. Raises InputError."""
-        fields, problems = self._expand(changes, self)
+        fields, problems, _ = self._expand(changes, self)
         raise_or_warn(problems, type(self).__name__)
         return type(self)(**{**self._table(only_set=True), **fields})
 
@@ -220,8 +225,16 @@ def _not_finite(value: Any, path: str = "") -> Iterator[Problem]:
             yield from _not_finite(item, f"{path}[{number}]")
 
 
-def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
-    """Convert a validation error of `data` to problems, one per place: failed arms of a union are one problem."""
+def explain(
+    cls: type[Options],
+    error: ValidationError,
+    data: Mapping[str, Any],
+    names: Callable[[], Names | None] | None = None,
+) -> list[Problem]:
+    """Convert a validation error of `data` to problems, one per place: failed arms of a union are one problem.
+
+    names: opens the registry that is asked what unknown fields mean.
+    """
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
     problems = []
@@ -229,7 +242,7 @@ def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any])
         path, table = _locate(cls, item["loc"], data)
         wanted = _wanted(item, table)
         if wanted is None:
-            problems.append(Problem(path, _message(item, table)))
+            problems.append(Problem(path, _message(item, table, names)))
         elif wanted not in expected.setdefault(path, []):
             expected[path].append(wanted)
             inputs[path] = item["input"]
@@ -286,22 +299,31 @@ def _wanted(item: Any, table: type[Options]) -> str | None:
     return _EXPECTED.get(kind)
 
 
-def _message(item: Any, table: type[Options]) -> str:
+def _message(item: Any, table: type[Options], names: Callable[[], Names | None] | None) -> str:
     kind = item["type"]
     if kind == "extra_forbidden":
         name = str(item["loc"][-1])
-        meaning = table.other_names().get(name)
-        if isinstance(meaning, Refused):
-            if " " in meaning.write:
-                return f"unknown field. Here {meaning.write}"
-            if meaning.write.partition(".")[0] in table.model_fields:
-                return f"unknown field. Here it is {meaning.write}"
-        return unknown_name(name, table.names(), "field")
+        registry = None if names is None else names()
+        answers = None if registry is None else registry.translate(table, {name: item["input"]}, {}, None)
+        answer = (answers or {}).get(name)
+        if isinstance(answer, Refused):
+            return answer.message
+        message = unknown_name(name, table.names(), "field")
+        nobody_translates = names is not None and answers is None and len(item["loc"]) == 1
+        return f"{message} {INSTALL}" if nobody_translates else message
     if kind == "missing":
         return "missing; it has no default"
     if kind == "value_error":
         return str(item["ctx"]["error"])
     return f"{item['msg']}, got {format_value(item['input'])}"
+
+
+class Expanded(NamedTuple):
+    """Data in canonical form. typed: {dotted path: the other name that was typed for it}."""
+
+    fields: dict[str, Any]
+    problems: list[Problem]
+    typed: dict[str, str]
 
 
 MOST_LISTED = 25
@@ -316,12 +338,11 @@ class Problem(NamedTuple):
     fatal: bool = True
 
 
-def as_typed(problems: Iterable[Problem], cls: type[Options], data: Mapping[str, Any]) -> list[Problem]:
+def as_typed(problems: Iterable[Problem], typed: Mapping[str, str], data: Mapping[str, Any]) -> list[Problem]:
     """Put the name that was typed before the field that it stands for: `clip_grad (here max_grad_norm)`.
 
-    data: as it was given.
+    typed: {dotted path: name}. data: as it was given.
     """
-    typed = {path: name for name, path in cls.aliases().items() if data.get(name) is not None}
 
     def named(problem: Problem) -> Problem:
         for path, name in typed.items():

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from rlhf_core.config.aliases import PART_NAMES, expand
+from rlhf_core.config.aliases import expand
 from rlhf_core.config.durations import Minutes, Seconds
-from rlhf_core.config.options import Component, Options, Problem, format_value
-from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Meaning, Refused, Taken
+from rlhf_core.config.options import Component, Expanded, Options, format_value
+from rlhf_core.config.translation import Names
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 from rlhf_core.errors import suggest
 from rlhf_core.tokenizer.options import kwargs_problem, parse_date
@@ -78,6 +78,11 @@ def check_day(value: str) -> str:
     return value
 
 
+def none_text(value: Any) -> Any:
+    """Read none as the word, where that is a value of the field: `--remat none`."""
+    return "none" if value is None else value
+
+
 def path_text(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
@@ -93,14 +98,6 @@ def check_regex(value: str | list[str]) -> str | list[str]:
 
 class LoraOptions(Options):
     """Adapters next to linear layers, trained instead of the model's own parameters (Hu et al. 2021)."""
-
-    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {
-        "r": Refused("rank"),
-        "lora_alpha": Refused("alpha"),
-        "lora_dropout": Refused("dropout"),
-        "target_modules": Refused("targets"),
-        "layers_to_transform": Refused("targets"),
-    }
 
     rank: int = Field(8, ge=1, description="rank of the product that is added to a kernel")
     alpha: float = Field(16.0, gt=0, description="the product is multiplied by alpha / rank")
@@ -152,8 +149,6 @@ class CheckpointOptions(Options):
 class Previews(Options):
     """Completions of a few fixed prompts while a policy trains, always with the same random numbers."""
 
-    ASKED_BY: ClassVar[tuple[str, ...]] = ("every", "prompts", "from_data")
-
     every: int = Field(
         100,
         ge=1,
@@ -183,13 +178,23 @@ class Previews(Options):
 class LogWeights(Options):
     """What is logged of the trained parameters themselves."""
 
-    ASKED_BY: ClassVar[tuple[str, ...]] = ("every",)
-
     pattern: Annotated[str, AfterValidator(check_regex)] = Field(
         ".*",
         description="regular expression, searched in a parameter's dotted path, as frozen_parameters",
     )
     every: int = Field(100, ge=1, description="updates between two logs")
+
+
+class _NoArgumentGroup:
+    """What transformers' HfArgumentParser asks a dataclass for first: a config is none, and says how it is parsed."""
+
+    def __get__(self, instance: object, owner: type[TrainerConfig]) -> str:
+        name = owner.__name__
+        raise TypeError(
+            f"{name} is no dataclass, which HfArgumentParser needs. `rlhf train` takes every field as a flag; a script "
+            f"makes flags of its own with argparse, and a config of them: {name}(**vars(parser.parse_args())); and "
+            f"{name}.from_dict reads a table"
+        )
 
 
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
@@ -201,14 +206,23 @@ PathText = Annotated[str, BeforeValidator(path_text)]
 class TrainerConfig(Options):
     """The options of every trainer. A trainer extends it with its own fields.
 
-    `OTHER_NAMES` says what other names stand for: {"clip_grad": "max_grad_norm", "epsilon": ("loss.epsilon", 0.2)}; an
-    `Ignored` for a shared field that this trainer does not use makes setting it a warning.
+    `ALIASES` has other names of fields: {"group_size": "num_generations", "epsilon": ("loss.epsilon", 0.2)}.
+    `UNUSED_FIELDS` has the shared fields that the trainer does not use: {"overlong": "rows are never too long"}.
     """
 
-    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {
-        **TRAINER_NAMES,
-        "disable_dropout": Ignored("models are trained without dropout, adapters with lora.dropout"),
+    ALIASES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+        "clip_grad": "max_grad_norm",
+        "peft_config": "lora",
+        "repo_id": "model",
+        "dataset_name": "train_data",
+        "dataset_split": "train_data.split",
+        "use_wandb": "logger.wandb",
     }
+    UNUSED_FIELDS: ClassVar[Mapping[str, str]] = {
+        "disable_dropout": "models are trained without dropout, adapters with lora.dropout",
+    }
+
+    _argument_group_name: ClassVar = _NoArgumentGroup()
 
     LEARNING_FIELDS: ClassVar[tuple[str, ...]] = (
         "learning_rate",
@@ -370,7 +384,7 @@ class TrainerConfig(Options):
         description="the loggers of `logger` run in every process of a job, and each process writes its own metrics, "
         "metrics-1.jsonl of the second; false: the first logs for all",
     )
-    progress_bar_type: Literal["rich", "tqdm", "json", "none"] = Field(
+    progress_bar_type: Annotated[Literal["rich", "tqdm", "json", "none"], BeforeValidator(none_text)] = Field(
         "rich", description="what the console shows"
     )
     metrics: list[Annotated[str, AfterValidator(check_function)]] = Field(
@@ -433,7 +447,7 @@ class TrainerConfig(Options):
     verify: bool = Field(
         True, description="check the files of the loaded artifact against the hashes in its manifest"
     )
-    remat: Literal["auto", "none", "dots", "full"] = Field(
+    remat: Annotated[Literal["auto", "none", "dots", "full"], BeforeValidator(none_text)] = Field(
         "auto",
         description="what the backward pass recomputes to save memory: 'dots' all but products with weights, 'full' "
         "whole layers, 'auto' dots where activations are large",
@@ -515,7 +529,7 @@ class TrainerConfig(Options):
             field, dot, _ = path.partition(".")
             if field not in cls.model_fields or (dot and name in cls.model_fields):
                 raise TypeError(
-                    f"{cls.__name__}.OTHER_NAMES: '{name}' must be no field, and '{field}' must be one"
+                    f"{cls.__name__}.ALIASES: '{name}' must be no field, and '{field}' must be one"
                 )
 
     @property
@@ -539,10 +553,6 @@ class TrainerConfig(Options):
         """Whether wandb is among the loggers; `use_wandb=True` puts it there."""
         return any(logger.name == "wandb" for logger in self.logger)
 
-    @classmethod
-    def names(cls) -> list[str]:
-        return [*super().names(), *PART_NAMES]
-
     if not TYPE_CHECKING:  # so that a type checker still reports a misspelt field
 
         def __getattr__(self, name: str) -> Any:
@@ -553,13 +563,11 @@ class TrainerConfig(Options):
             value = getattr(self, field)
             if not dot:
                 return value
-            meaning = type(self).other_names()[name]
-            if isinstance(meaning, Taken):
-                return getattr(value, key, None)
-            return getattr(value, key, *meaning[1:] if isinstance(meaning, tuple) else ())
+            declared = type(self)._merged("ALIASES")[name]
+            return getattr(value, key, *declared[1:]) if isinstance(declared, tuple) else getattr(value, key)
 
     @classmethod
     def _expand(
-        cls, data: Mapping[str, Any], base: Self | None = None
-    ) -> tuple[dict[str, Any], list[Problem]]:
-        return expand(data, cls, base)
+        cls, data: Mapping[str, Any], base: Self | None = None, registry: Names | None = None
+    ) -> Expanded:
+        return expand(cls, data, base, registry)

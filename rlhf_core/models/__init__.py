@@ -71,5 +71,8 @@ FOR_FAMILIES = (
     "save_tensors"
 )
 """What authors of model families rely on in addition."""
-FOR_KERNELS = "AttentionPart Blocks MASKED attend attend_blocks platform seen_pairs sinks_gradient visible_blocks visits"
+FOR_KERNELS = (
+    "AttentionPart Blocks MASKED attend attend_blocks platform seen_pairs sinks_gradient visible_blocks "
+    "visits"
+)
 """What authors of kernels rely on."""

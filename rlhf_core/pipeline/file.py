@@ -100,6 +100,9 @@ def assemble(
             key: resolve_paths(key, value, base, f"stage '{name}'.{key}", problems)
             for key, value in options.items()
         }
+        for key in resolved.keys() - set(TrainerConfig.names()):
+            # A field of the trainer's own, or another library's name of a field.
+            resolved[key] = _function_path(resolved[key], base)
         model = resolved.get("model")
         if isinstance(model, str) and re.fullmatch(r"[^/.]+", model):  # no OWNER/NAME, no STAGE.OUTPUT
             resolved["model"] = _existing(model, base, f"stage '{name}'.model", problems)
@@ -141,9 +144,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     if is_written(where):
         return _absolute(value, base)
     if field in ("name", "rewards", "environment", "tools", "scheduler", "metrics"):
-        if (parts := split_file_name(value)) is None:
-            return value
-        return f"{_absolute(parts[0], base)}:{parts[1]}"  # the registry reports a missing file
+        return _function_path(value, base)
     if field == "chat_template":
         return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
     if is_input_field(field):
@@ -152,6 +153,12 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         if _looks_like_a_path(value, base):
             return _existing(value, base, where, problems)
     return value
+
+
+def _function_path(value: Any, base: Path) -> Any:
+    """Make the file of `file.py:function` absolute; the registry reports a missing one."""
+    parts = split_file_name(value) if isinstance(value, str) else None
+    return value if parts is None else f"{_absolute(parts[0], base)}:{parts[1]}"
 
 
 def _parse(path: Path) -> dict[str, Any]:

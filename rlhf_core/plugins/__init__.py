@@ -15,6 +15,7 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
+from rlhf_core.config.translation import set_installed
 from rlhf_core.errors import InputError, error_line, suggest, warn
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins import hooks
@@ -96,6 +97,9 @@ def _installed(disabled: str) -> Registry:
     return load().registry
 
 
+set_installed(installed_registry)
+
+
 def _load_object(host: Host, plugin: object, name: str) -> None:
     try:
         _register(host, plugin, name, None)
@@ -137,11 +141,23 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
         with host.registry.transaction(owner):
             # Named for messages; pluggy's default is a number.
             host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
+        for implementation in host.hook.rlhf_translate.get_hookimpls():
+            if implementation.plugin is plugin:
+                host.registry.translators.append((owner, _by_name(implementation)))
     except BaseException:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:
                 host.pm.unregister(name=registered)
         raise
+
+
+def _by_name(implementation: pluggy.HookImpl) -> Callable[..., Any]:
+    """Make an implementation, which may take fewer arguments, take all of its hook's by name."""
+
+    def call(**arguments: Any) -> Any:
+        return implementation.function(*[arguments[name] for name in implementation.argnames])
+
+    return call
 
 
 def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:

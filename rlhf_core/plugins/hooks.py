@@ -1,6 +1,6 @@
 """All hooks of the host `rlhf`.
 
-    register (once per plugin, when it loads)
+    register (once per plugin, when it loads), translate (for keys that no configuration class knows)
     stage_start → (step_end | samples | weights) × n → artifact_saved × outputs → stage_end
 
 Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
+    from rlhf_core.config import Alias, NoEffect, Options, Refused, TrainerConfig
     from rlhf_core.contracts import Artifact
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.stage import Stage
@@ -31,6 +31,22 @@ def rlhf_register(registry: Registry) -> None:
     """Add named components with `registry.add(KIND, "name", thing)`. The order of plugins never matters.
 
     Called once for every plugin, even for one that is loaded late (a file, a notebook, a test).
+    """
+
+
+@hookspec
+def rlhf_translate(
+    config_class: type[Options],
+    unknown: Mapping[str, Any],
+    given: Mapping[str, Any],
+    base: Options | None,
+) -> Mapping[str, Alias | Sequence[Alias] | NoEffect | Refused] | None:
+    """Return what keys mean that a configuration class does not know, such as fields of another library's configs.
+
+    Asked for these keys alone, so that no plugin changes what a field means; an answer may leave out any of them.
+    config_class: a trainer's, or that of a table in it, where only `Refused` counts. unknown: {key: the value that was
+    typed}. given: the fields that were typed along with them. base: the config that the fields will be merged into, of
+    `replace`; None: the defaults. Two plugins that answer for one key are an error that names both.
     """
 
 

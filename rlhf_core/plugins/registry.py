@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
+from rlhf_core.config.translation import Answer
 from rlhf_core.contracts import ATTENTION, EXPERTS, MODEL, REWARD, TRAINER, Kind
-from rlhf_core.errors import InputError, suggest
-from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
+from rlhf_core.errors import InputError, error_line, suggest
+from rlhf_core.plugins.component import HERE, Entry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
 REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
@@ -56,12 +57,14 @@ class Registry:
 
     failures: plugins that could not be loaded, whose errors are quoted when a name is missing.
     disabled: names of plugins left out on request, which are mentioned then too.
+    translators: of the plugins that have the hook `rlhf_translate`, (their distribution, what takes its arguments).
     """
 
     def __init__(self) -> None:
         self._entries: dict[Kind[Any], dict[str, Entry]] = {}
         self._contested: dict[tuple[Kind[Any], str], str] = {}
         self._owner: str | None = None
+        self.translators: list[tuple[str, Callable[..., Any]]] = []
         self.failures: list[PluginInfo] = []
         self.disabled: list[str] = []
 
@@ -121,6 +124,31 @@ class Registry:
         except InputError as error:
             return [("name", message) for message in error.problems]
         return [(problem.path, problem.message) for problem in entry.check(options, also)]
+
+    def translate(
+        self, config_class: type[Any], unknown: Mapping[str, Any], given: Mapping[str, Any], base: Any, /
+    ) -> dict[str, Answer] | None:
+        """Ask every plugin that has the hook `rlhf_translate`; None: there is none.
+
+        Raises InputError for a key that two plugins answer for, naming both, and for a plugin that raises.
+        """
+        if not self.translators:
+            return None
+        answers: dict[str, Answer] = {}
+        owners: dict[str, str] = {}
+        for owner, ask in self.translators:
+            try:
+                found = ask(config_class=config_class, unknown=unknown, given=given, base=base)
+            except InputError:
+                raise
+            except Exception as error:
+                raise InputError(f"plugin {owner}: rlhf_translate {error_line(error, HERE)}") from error
+            for key, answer in (found or {}).items():
+                if key in owners:
+                    raise InputError(f"{key}: {owners[key]} and {owner} both translate it; uninstall one")
+                answers[key] = answer
+                owners[key] = owner
+        return answers
 
     def option_field(self, kind: Kind[Any], name: str, option: str) -> FieldInfo | None:
         """Return the declaration of an option of a component; None if there is no such component or option."""

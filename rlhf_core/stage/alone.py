@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from rlhf_core import plugins, runtime
-from rlhf_core.config.options import format_value
-from rlhf_core.config.other_names import TRAINER_NAMES, Refused
+from rlhf_core.config import Refused
+from rlhf_core.config.build import component_problems, components
+from rlhf_core.config.options import format_value, problem_lines
 from rlhf_core.config.trainer import directory_name
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.data.records import require_rows, wrong_set_names
@@ -30,6 +31,7 @@ from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
+    from rlhf_core.plugins.registry import Registry
 
 C = TypeVar("C", bound="TrainerConfig")
 SPELLINGS = {
@@ -85,6 +87,12 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     config = cls() if config is None else config
     if not isinstance(config, cls):
         raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
+    registry = plugins.installed_registry()
+    # Functions of files are read once, when the run begins.
+    named = [found for found in components(cls, dict(config)) if ":" not in found[3]["name"]]
+    unfit = component_problems(named, registry)
+    if unfit:
+        raise InputError(*problem_lines(unfit, cls.__name__))
     if inputs.get("model_init") is not None and inputs.get("model") is not None:
         raise InputError("model_init: model is given, too; remove one")
     pair = inputs.get("optimizers") or (None, None)
@@ -110,20 +118,28 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
                 f"rewards[{number}]: a model in memory; save it, model.save(DIR), and give its directory"
             )
     if unknown := sorted(set(inputs) - set(INPUTS)):
-        raise InputError(*(f"{name}: unknown argument of a trainer{_hint(name, cls)}" for name in unknown))
+        hints = {name: _hint(name, inputs[name], cls, registry) for name in unknown}
+        raise InputError(*(f"{name}: unknown argument of a trainer{hint}" for name, hint in hints.items()))
     return config, inputs
 
 
-def _hint(name: str, cls: type[TrainerConfig]) -> str:
+def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -> str:
+    """Say what to write instead of an argument that trainers do not take."""
     if name in REFUSED_INPUTS:
         return f". Here {REFUSED_INPUTS[name]}"
-    meaning = TRAINER_NAMES.get(name)
-    ours = meaning.write.partition(".")[0] if isinstance(meaning, Refused) else name
-    if ours in INPUTS:
-        return f"; write {ours}"
-    if ours in cls.names():
-        return f"; it is a field of the config: {cls.__name__}({ours}=…)"
-    return f".{suggest(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"
+    if name in cls.names():
+        return f"; it is a field of the config: {cls.__name__}({name}=…)"
+    answer = (registry.translate(cls, {name: value}, {}, None) or {}).get(name)
+    if answer is None:
+        return f".{suggest(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"
+    if not isinstance(answer, Refused):
+        return f"; it is a field of the config: {cls.__name__}({name}=…)"
+    field = answer.write.partition(".")[0]
+    if field in INPUTS:
+        return f"; write {field}"
+    if field in cls.names():
+        return f"; it is a field of the config: {cls.__name__}({field}=…)"
+    return f". {answer.write.removeprefix('unknown field. ')}"
 
 
 @dataclass(frozen=True)

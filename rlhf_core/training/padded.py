@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,6 +64,24 @@ def padded_rows(
     return Packed(*arrays)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class StepMetrics(dict[str, jax.Array]):
+    """The metrics of one step by name, and as attributes: `metrics["loss"]` is `metrics.loss`."""
+
+    def __getattr__(self, name: str) -> jax.Array:
+        if name not in self:
+            raise AttributeError(f"there is no metric '{name}'; there are {', '.join(sorted(self))}")
+        return self[name]
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, jax.Array]], tuple[str, ...]]:
+        names = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> StepMetrics:
+        return cls(zip(names, values, strict=True))
+
+
 @dataclass(frozen=True)
 class PaddedObjective:
     """Update a state by a loss over padded batches, and evaluate it.
@@ -88,7 +106,7 @@ class PaddedObjective:
 
     def update(
         self, state: TrainState, batch: Mapping[str, Any], splits: int = 1
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, StepMetrics]:
         """Update the state from a batch in `splits` equal parts along the first axis; nothing is donated.
 
         Returns the next state and the metrics, with `loss` and `grad_norm` (before the optimizer). Arrays of rank 0 are
@@ -96,7 +114,7 @@ class PaddedObjective:
         """
         return _update(Exact(self), state, self.arrays(batch), splits)
 
-    def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> StepMetrics:
         """Compute the metrics and `loss` without an update, and so without `grad_norm`."""
         return _evaluate(Exact(self), state, self.arrays(batch))
 
@@ -117,15 +135,15 @@ class PaddedObjective:
 @partial(jax.jit, static_argnames=("exact", "splits"))
 def _update(
     exact: Exact, state: TrainState, batch: Mapping[str, jax.Array], splits: int
-) -> tuple[TrainState, dict[str, jax.Array]]:
+) -> tuple[TrainState, StepMetrics]:
     state, metrics = split_step(partial(exact.value.compute, state.model), state, batch, splits)
-    return state, results(metrics)
+    return state, StepMetrics(results(metrics))
 
 
 @partial(jax.jit, static_argnames="exact")
-def _evaluate(exact: Exact, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _evaluate(exact: Exact, state: TrainState, batch: Mapping[str, jax.Array]) -> StepMetrics:
     loss, metrics = exact.value.compute(state.model, state.params, batch)
-    return {**results(metrics), **results(mean_losses(loss))}
+    return StepMetrics({**results(metrics), **results(mean_losses(loss))})
 
 
 def named_loss(kind: Kind[Any], losses: Mapping[str, Any], loss: Any, **options: Any) -> tuple[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import tomllib
 import warnings
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_grpo import GRPOConfig
-from rlhf_reward import RewardConfig
+from rlhf_compat import FIELDS, HERE, NOTHING, RULES
+from rlhf_grpo import GRPOConfig, grpo_step
+from rlhf_reward import RewardConfig, evaluation_step, training_step
 
-from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
-from rlhf_core.config import Ignored, Refused, TrainerConfig, build
-from rlhf_core.config.aliases import PART_NAMES
+from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, SAMPLER, Registry, plugins
+from rlhf_core.config import TrainerConfig, build
 from rlhf_core.plugins import load_file
 from rlhf_core.stage.alone import INPUTS, REFUSED_INPUTS, SPELLINGS
 
@@ -26,18 +27,17 @@ TRL_REWARD_CONFIG = """learning_rate model_init_kwargs trust_remote_code chat_te
     activation_offloading pad_token logging_steps
     gradient_checkpointing bf16"""
 """The fields that TRL's RewardConfig has of its own, or sets anew."""
-REFUSED = {
-    name: each.write for name, each in TrainerConfig.other_names().items() if isinstance(each, Refused)
-}
+TAKEN = {**RewardConfig.aliases(), **{name: field.path for name, field in FIELDS.items()}}
+"""{another name: the dotted path of ours}."""
 TYPED = {
-    name: REFUSED[name]
+    name: HERE[name]
     for name in (
         *("batch_size", "epochs", "eval_dataset", "lr", "max_new_tokens", "num_epochs", "reward_functions"),
         *("train_batch_size", "train_dataset"),
     )
 }
 """What people type that is no name of another library's config."""
-KINDS = {"optimizer": OPTIMIZER, "loss": PAIRWISE_LOSS}
+KINDS = {"optimizer": OPTIMIZER, "loss": PAIRWISE_LOSS, "sampler": SAMPLER}
 
 
 def tables(heading: str) -> list[list[tuple[str, ...]]]:
@@ -74,7 +74,7 @@ def grouped(table: list[tuple[str, ...]]) -> dict[str, str]:
 (EASYDEL,) = tables("EasyDeL's RewardConfig")
 DONE, NOT_DONE = "done anyway", "not done"
 EASYDEL_WORKS = [row for row in EASYDEL if row[1] not in (DONE, NOT_DONE)]
-TRL_SHARED, TRL_GRPO, TRL_REFUSED = tables("TRL's RewardConfig")
+TRL_SHARED, TRL_GRPO, TRL_MORE, TRL_REFUSED = tables("TRL's RewardConfig")
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +83,16 @@ def registry() -> Registry:
 
 
 def test_every_field_of_easydel_is_there_once() -> None:
-    seed = load_file(REPOSITORY / "tests/packages/config/test_options_seed.py")
-    theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, *seed.TAKES_EFFECT, "center_rewards_coefficient"}
+    file = load_file(REPOSITORY / "tests/plugins/compat/test_names.py").EASYDEL
+    ours = {"center_rewards_coefficient", "disable_dropout", "report_steps", "trainer_prefix"}
+    translated = {*FIELDS, *NOTHING, *RULES} - {"trainer_config_class"}
     names = [name(row[0]) for row in EASYDEL]
-    assert names == sorted(theirs)
-    assert len(theirs) >= 109
+    assert names == sorted(translated | set(file) | ours)
+    assert len(names) >= 109
     found = {name(row[0]): (row[1], row[2]) for row in EASYDEL if row[1] in (DONE, NOT_DONE)}
-    ignored = {name: each for name, each in TrainerConfig.other_names().items() if isinstance(each, Ignored)}
-    assert found == {name: (DONE if each.done else NOT_DONE, each.instead) for name, each in ignored.items()}
+    unused = {name: (NOT_DONE, why) for name, why in TrainerConfig.unused_fields().items()}
+    nothing = {name: (DONE if each.done else NOT_DONE, each.instead) for name, each in NOTHING.items()}
+    assert found == nothing | unused
     assert sum(here == NOT_DONE for here, _ in found.values()) <= 20
 
 
@@ -98,26 +100,28 @@ def test_every_field_of_easydel_is_there_once() -> None:
 def test_a_field_of_easydel_is_ours_or_another_name_of_one(field: str) -> None:
     ours, _ = rows(EASYDEL_WORKS)[field]
     assert ours in RewardConfig.model_fields
-    path = RewardConfig.aliases().get(field, "")
-    assert field == ours or path.partition(".")[0] == ours or field in PART_NAMES
+    path = TAKEN.get(field, "")
+    assert field == ours or path.partition(".")[0] == ours or field in RULES
     assert (field == ours) == (field in RewardConfig.model_fields)
 
 
 def test_every_name_of_trl_is_there_once() -> None:
     shared, grpo, refused = rows(TRL_SHARED), rows(TRL_GRPO), grouped(TRL_REFUSED)
-    assert len({*shared, *grpo, *refused}) == len(shared) + len(grpo) + len(refused)
-    taken = {field for field in shared if field in RewardConfig.names()}
+    more = {field: ours.strip("`") for field, ours in grouped(TRL_MORE).items()}
+    assert len({*shared, *grpo, *more, *refused}) == len(shared) + len(grpo) + len(more) + len(refused)
+    taken = {field for field in shared if field in RewardConfig.model_fields or field in TAKEN}
     paths = {f: ours for f, (ours, _) in {**shared, **grpo}.items() if f not in taken}
-    assert {**TYPED, **paths, **refused} == REFUSED
+    assert {**TYPED, **paths, **more, **refused} == HERE
     assert set(TRL_REWARD_CONFIG.split()) <= {*shared, *refused}
     for field in taken:
-        assert shared[field][0] == RewardConfig.aliases().get(field, field)
+        assert shared[field][0] == TAKEN.get(field, field)
 
 
 @pytest.mark.parametrize(
     ("config", "field", "ours"),
     [(RewardConfig, field, ours) for field, (ours, _) in rows(TRL_SHARED).items()]
-    + [(GRPOConfig, field, ours) for field, (ours, _) in rows(TRL_GRPO).items()],
+    + [(GRPOConfig, field, ours) for field, (ours, _) in rows(TRL_GRPO).items()]
+    + [(GRPOConfig, field, ours.strip("`")) for field, ours in grouped(TRL_MORE).items()],
 )
 def test_what_trl_s_names_point_to_exists(
     config: type[TrainerConfig], field: str, ours: str, registry: Registry
@@ -148,7 +152,7 @@ def value(text: str) -> Any:
 
 @pytest.mark.parametrize(("config", "field", "told"), [x for x in ALL if "default `" in x[2]])
 def test_the_defaults_are_those_of_the_config(config: type[TrainerConfig], field: str, told: str) -> None:
-    target = REFUSED.get(field, config.aliases().get(field, field))
+    target = HERE.get(field, TAKEN.get(field, field))
     (ours,) = re.findall(r"default `(.*?)`", told)
     found: Any = config()
     for part in target.split("."):
@@ -189,6 +193,23 @@ def test_the_arguments_are_those_that_are_taken() -> None:
         field: ours for field, ours in found.items() if field in SPELLINGS
     }
     assert RewardConfig.aliases()["peft_config"] == "lora"
+
+
+def test_the_arguments_of_functions_are_theirs_in_their_order() -> None:
+    (table,) = tables("Arguments of the functions")
+    told = [field for row in table for field in re.findall(r"`(\w+)`", row[0])]
+    step = list(inspect.signature(training_step).parameters)
+    assert step == [*told[:7], "loss"]
+    assert list(inspect.signature(grpo_step).parameters)[:9] == [*told[:2], *told[7:9], *told[2:6], told[9]]
+    with_loss = [name for name in told[:7] if name not in ("learning_rate_fn", "gradient_accumulation_steps")]
+    assert list(inspect.signature(evaluation_step).parameters) == [*with_loss, "loss"]
+
+
+def test_a_parser_of_dataclasses_is_told_what_to_do() -> None:
+    from transformers import HfArgumentParser
+
+    with pytest.raises(TypeError, match=r"^RewardConfig is no dataclass, .*`rlhf train` .*vars\(parser"):
+        HfArgumentParser(RewardConfig)
 
 
 def test_the_columns_are_those_that_are_taken() -> None:

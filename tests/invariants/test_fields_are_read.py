@@ -18,7 +18,7 @@ from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import config
-from rlhf_core.config import Ignored, TrainerConfig
+from rlhf_core.config import TrainerConfig
 from rlhf_core.mesh import make_mesh
 
 CLASSES_OF: dict[str, tuple[type[TrainerConfig], Any]] = {
@@ -91,8 +91,6 @@ def test_every_field_is_read(
     unread = set(cls.model_fields) - read
     unread -= {"dataloader_num_workers", "dataset_num_proc", "shuffle_buffer"}  # of streams and large data
     unread -= {"router_bias_rate"}  # of models with experts
-    ignored = {name for name, each in cls.other_names().items() if isinstance(each, Ignored)} & set(
-        cls.model_fields
-    )
+    ignored = set(cls.unused_fields())
     assert unread <= ignored  # which are warnings
     assert ignored - unread <= {"prompt_repeated"}  # read with the other settings of texts by every trainer

@@ -11,6 +11,7 @@ import optax
 from rlhf_distill import DistillConfig, DistillTrainer
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
+from transformers import HfArgumentParser
 
 from rlhf_core.plugins import load_file
 from rlhf_core.tokenizer import load_tokenizer
@@ -110,6 +111,8 @@ SECTIONS = {
             max_training_steps=0,
         ),
         sft("a start after the end", step_start_point=6),
+        sft("an optimizer that there is not", optimizer="rmsprop"),
+        call("a parser of dataclasses", lambda place: HfArgumentParser(RewardConfig)),
     ],
     "Functions of metrics": [
         measured("text for a number", "words"),

@@ -283,6 +283,7 @@ SECTIONS = {
     "Arguments of trainers": [
         grpo("model_name_or_path", model_name_or_path="x"),
         grpo("a field of the config", batch_size=1),
+        grpo("a field of another library's config, without a counterpart", packing=True),
         grpo("another name of a field of the config", peft_config={}),
         grpo("modle", modle="x"),
         grpo("rewards by two names", reward_funcs=[len], rewards=[len]),

@@ -29,7 +29,7 @@ class WeightedReward(Component):
 class PolicyConfig(TrainerConfig):
     """A trainer's config as a plugin writes it."""
 
-    OTHER_NAMES: ClassVar[dict[str, Any]] = {
+    ALIASES: ClassVar[dict[str, Any]] = {
         "loss_type": "loss.name",
         "epsilon": ("loss.epsilon", 0.2),
         "delta": ("loss.delta", None),

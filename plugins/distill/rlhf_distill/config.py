@@ -16,7 +16,7 @@ class DistillConfig(RolloutConfig):
     completions that it samples itself.
     """
 
-    OTHER_NAMES: ClassVar[Mapping[str, Any]] = {
+    ALIASES: ClassVar[Mapping[str, Any]] = {
         "beta": ("divergence.beta", 0.5),
         "max_completion_length": "sampling.max_completion_length",
         "teacher": "teacher_model",

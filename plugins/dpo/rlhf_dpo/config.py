@@ -13,7 +13,7 @@ from rlhf_dpo.losses import DPO_LOSS
 class DPOConfig(TrainerConfig):
     """Direct preference optimization (Rafailov et al. 2023): a policy from preference pairs, without a reward model."""
 
-    OTHER_NAMES: ClassVar = {
+    ALIASES: ClassVar = {
         "loss_type": "loss.name",
         "label_smoothing": ("loss.label_smoothing", 0.0),
     }

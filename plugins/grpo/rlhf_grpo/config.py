@@ -13,7 +13,6 @@ from rlhf_core import (
     POLICY_LOSS,
     REWARD,
     Component,
-    Ignored,
     Options,
     RolloutConfig,
 )
@@ -86,7 +85,7 @@ class Evaluation(Options):
 class GRPOConfig(RolloutConfig):
     """Group relative policy optimization (Shao et al. 2024) and its descendants, by the name of the loss."""
 
-    OTHER_NAMES: ClassVar[Mapping[str, Any]] = {
+    ALIASES: ClassVar[Mapping[str, Any]] = {
         "loss_type": "loss.name",
         "epsilon": ("loss.epsilon", 0.2),
         "epsilon_high": ("loss.epsilon_high", 0.2),
@@ -104,8 +103,10 @@ class GRPOConfig(RolloutConfig):
         "repetition_penalty": "sampling.repetition_penalty",
         "max_completion_length": "sampling.max_completion_length",
         "tools": "environment.tools",
-        "max_sequence_length": Ignored("max_prompt_length limits prompts, max_completion_length completions"),
-        "prompt_repeated": Ignored("completions are sampled, and follow their prompts"),
+    }
+    UNUSED_FIELDS: ClassVar[Mapping[str, str]] = {
+        "max_sequence_length": "max_prompt_length limits prompts, max_completion_length completions",
+        "prompt_repeated": "completions are sampled, and follow their prompts",
     }
 
     LEARNING_FIELDS: ClassVar = ("kl", *RolloutConfig.LEARNING_FIELDS)

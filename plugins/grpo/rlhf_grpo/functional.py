@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
+from rlhf_core.errors import warn
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps
-from rlhf_core.training import PaddedObjective, padded_rows
+from rlhf_core.training import PaddedObjective, StepMetrics, padded_rows
 from rlhf_grpo.losses import LOSSES
 from rlhf_grpo.objective import Terms, combine, objective
 
@@ -209,11 +210,24 @@ def loss_by_name(name: str, **options: Any) -> PolicyLoss:
     return component
 
 
+UNUSED = {
+    "loss_config": "the loss is `loss_type`, with the options beside it",
+    "learning_rate_fn": "the transformation that the state was created with has the schedule",
+    "partition_spec": "a batch is split as its arrays and the state are placed",
+}
+"""Arguments of EasyDeL's function that have no effect: what takes their place."""
+
+
 def grpo_step(
     state: TrainState,
     batch: Mapping[str, Any],
     num_generations: int = 4,
     beta: float = 0.04,
+    loss_config: Any = None,
+    learning_rate_fn: Any = None,
+    partition_spec: Any = None,
+    gradient_accumulation_steps: int = 1,
+    is_training: bool = True,
     loss_type: str = "dapo",
     epsilon: float = 0.2,
     epsilon_high: float | None = 0.2,
@@ -223,9 +237,7 @@ def grpo_step(
     use_bias_correction_kl: bool = False,
     temperature: float = 1.0,
     max_completion_length: int | None = None,
-    gradient_accumulation_steps: int = 1,
-    is_training: bool = True,
-) -> tuple[TrainState, dict[str, jax.Array]]:
+) -> tuple[TrainState, StepMetrics]:
     """Run one update on a padded batch of completions; nothing is donated.
 
     batch: prompt_ids, prompt_mask int [N or N / num_generations, P], left-padded; completion_ids, completion_mask int
@@ -234,8 +246,18 @@ def grpo_step(
     divide by. Normalisers and the entropy quantile are those of the whole batch, whatever
     `gradient_accumulation_steps` splits it into. With is_training=False nothing is updated, and grad_norm is left out.
     Options that `loss_type` does not have are ignored, and "token" leaves `gspo` and `gspo_token` their level.
-    Returns the next state and metrics: loss, grad_norm (before the optimizer), clip ratios, entropy, kl.
+    loss_config, learning_rate_fn, partition_spec: EasyDeL's; a warning says what takes their place.
+    Returns the next state and metrics, by name and as attributes: loss, grad_norm (before the optimizer), clip ratios,
+    entropy, kl.
     """
+    given = {
+        "loss_config": loss_config,
+        "learning_rate_fn": learning_rate_fn,
+        "partition_spec": partition_spec,
+    }
+    for name, instead in UNUSED.items():
+        if given[name] is not None:
+            warn(f"{name}: has no effect here: {instead}")
     arrays = _batch(batch, num_generations, beta)
     component = loss_by_name(
         loss_type,

@@ -12,7 +12,7 @@ from rlhf_core import PAIRWISE_LOSS, Component, TrainerConfig
 class RewardConfig(TrainerConfig):
     """Train a scalar reward model on preference pairs."""
 
-    OTHER_NAMES: ClassVar = {"loss_type": "loss.name"}
+    ALIASES: ClassVar = {"loss_type": "loss.name"}
 
     LEARNING_FIELDS: ClassVar = ("center_rewards_coefficient", *TrainerConfig.LEARNING_FIELDS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs
+from rlhf_core.errors import warn
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.training import PaddedObjective, named_loss, padded_rows
+from rlhf_core.training import PaddedObjective, StepMetrics, named_loss, padded_rows
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import objective, pair_loss
 
@@ -54,32 +55,72 @@ def pairwise_loss(
 def training_step(
     state: TrainState,
     batch: Mapping[str, Any],
-    center_rewards_coefficient: float | None = 0.1,
+    loss_config: Any = None,
+    learning_rate_fn: Any = None,
+    partition_spec: Any = None,
     gradient_accumulation_steps: int = 1,
+    center_rewards_coefficient: float | None = None,
     *,
     loss: Loss = "bradley_terry",
-) -> tuple[TrainState, dict[str, jax.Array]]:
+) -> tuple[TrainState, StepMetrics]:
     """Update the state from a padded batch; nothing is donated.
 
     batch: input_ids_chosen, attention_mask_chosen, input_ids_rejected, attention_mask_rejected, int [pairs, T]
     (chosen and rejected may differ in T; padding on either side), and optionally margin, float [pairs].
     The batch is processed in `gradient_accumulation_steps` equal parts; the result does not depend on them.
-    Returns the next state and the metrics of `pairwise_loss`, with `loss` and `grad_norm` (before the optimizer).
-    Raises ValueError where the parts do not divide the batch.
+    loss_config: as EasyDeL's, a table or an object: its `label_smoothing` makes the loss "conservative".
+    learning_rate_fn, partition_spec: EasyDeL's; a warning says what takes their place.
+    Returns the next state and the metrics of `pairwise_loss`, with `loss` and `grad_norm` (before the optimizer), by
+    name and as attributes. Raises ValueError where the parts do not divide the batch.
     """
-    padded = _Objective(_named(loss), center_rewards_coefficient)
+    _warn_unused(learning_rate_fn=learning_rate_fn, partition_spec=partition_spec)
+    padded = _Objective(_smoothed(loss, loss_config), center_rewards_coefficient)
     return padded.update(state, batch, gradient_accumulation_steps)
 
 
 def evaluation_step(
     state: TrainState,
     batch: Mapping[str, Any],
-    center_rewards_coefficient: float | None = 0.1,
+    loss_config: Any = None,
+    partition_spec: Any = None,
+    center_rewards_coefficient: float | None = None,
     *,
     loss: Loss = "bradley_terry",
-) -> dict[str, jax.Array]:
+) -> StepMetrics:
     """Compute the loss and metrics of `training_step` without an update."""
-    return _Objective(_named(loss), center_rewards_coefficient).evaluate(state, batch)
+    _warn_unused(partition_spec=partition_spec)
+    return _Objective(_smoothed(loss, loss_config), center_rewards_coefficient).evaluate(state, batch)
+
+
+UNUSED = {
+    "learning_rate_fn": "the transformation that the state was created with has the schedule",
+    "partition_spec": "a batch is split as its arrays and the state are placed",
+}
+"""Arguments of EasyDeL's functions that have no effect: what takes their place."""
+
+
+def _warn_unused(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            warn(f"{name}: has no effect here: {UNUSED[name]}")
+
+
+def _smoothed(loss: Loss, loss_config: Any) -> tuple[str, PairwiseLoss]:
+    """Return the loss, with the label smoothing of EasyDeL's `loss_config`; its other settings are a warning."""
+    if loss_config is None:
+        return _named(loss)
+    settings = dict(loss_config if isinstance(loss_config, Mapping) else vars(loss_config))
+    if is_dataclass(loss_config):
+        defaults = {field.name: field.default for field in fields(loss_config)}
+        settings = {name: value for name, value in settings.items() if value != defaults.get(name)}
+    smoothing = settings.pop("label_smoothing", 0.0)
+    if settings:
+        warn(f"loss_config: only label_smoothing has an effect here, not {', '.join(sorted(settings))}")
+    if not smoothing:
+        return _named(loss)
+    if loss != "bradley_terry":
+        raise ValueError("loss_config: label_smoothing belongs into `loss`, which is also given")
+    return _named({"name": "conservative", "label_smoothing": float(smoothing)})
 
 
 @dataclass(frozen=True)

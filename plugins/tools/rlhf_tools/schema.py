@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
-from rlhf_core.config import Component, Ignored, Options, TrainerConfig
-from rlhf_core.config.other_names import Refused
+from rlhf_core.config import Component, Options, TrainerConfig
 from rlhf_core.config.trainer import path_text
 from rlhf_core.contracts import TRAINER, Kind
 from rlhf_core.mesh import AXES
@@ -92,12 +91,6 @@ class Schemas:
         for name, path in config.aliases().items():
             if name not in properties:
                 properties[name] = {**self.alias(config, path), "description": f"another name of {path}"}
-        for name, meaning in config.other_names().items():
-            if isinstance(meaning, Ignored):
-                properties.setdefault(name, {"description": f"has no effect here: {meaning.instead}"})
-            elif isinstance(meaning, Refused):
-                properties.pop(name, None)
-        properties |= {name: {} for name in config.names() if name not in properties}
         properties |= {"name": NAME, "trainer": {"const": trainer}}
         name = f"{trainer}_stage"
         about = (config.__doc__ or "").strip().split("\n\n")[0]

@@ -26,7 +26,7 @@ def test_flat_names_merge_into_the_default() -> None:
 
 def test_a_default_s_options_do_not_follow_another_name() -> None:
     class Config(TrainerConfig):
-        OTHER_NAMES: ClassVar[dict[str, Any]] = {"loss_type": "loss.name", "epsilon": "loss.epsilon"}
+        ALIASES: ClassVar[dict[str, Any]] = {"loss_type": "loss.name", "epsilon": "loss.epsilon"}
         loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo", epsilon=0.3, dual_clip=3.0)
 
     assert Config(loss_type="dapo").loss.options == {"epsilon": 0.3, "dual_clip": 3.0}
@@ -57,7 +57,7 @@ def test_a_flat_name_must_point_somewhere() -> None:
     with pytest.raises(TypeError, match="'epsilon' must be no field, and 'los' must be one"):
 
         class Wrong(TrainerConfig):
-            OTHER_NAMES: ClassVar[dict[str, Any]] = {"epsilon": "los.epsilon"}
+            ALIASES: ClassVar[dict[str, Any]] = {"epsilon": "los.epsilon"}
 
 
 def test_other_spellings() -> None:
@@ -92,28 +92,9 @@ def test_use_wandb() -> None:
     assert config.replace(use_wandb=True) == config
 
 
-def test_wandb_s_own_options() -> None:
-    config = PolicyConfig(use_wandb=True, wandb_entity="us", wandb_name="first")
-    assert config.logger == [Component(name="wandb", entity="us", run_name="first")]
-    assert config.replace(wandb_name="second").logger == [
-        Component(name="wandb", entity="us", run_name="second")
-    ]
-    named = PolicyConfig(logger=[{"name": "wandb", "project": "p"}], wandb_name="first")
-    assert named.logger == [Component(name="wandb", project="p", run_name="first")]
-    with pytest.warns(UserWarning, match="without use_wandb"):
-        assert PolicyConfig(wandb_name="first", wandb_entity="us").logger == []
-
-
-def test_extra_optimizer_kwargs_are_options_of_the_optimizer() -> None:
-    config = PolicyConfig(extra_optimizer_kwargs={"b1": 0.8})
-    assert config.optimizer == Component(name="adamw", b1=0.8)
-    assert config.replace(extra_optimizer_kwargs={"b1": 0.7}).optimizer == Component(name="adamw", b1=0.7)
-    assert PolicyConfig(optimizer="lion", extra_optimizer_kwargs={"b2": 0.9}).optimizer == Component(
-        name="lion", b2=0.9
-    )
-    assert (
-        PolicyConfig(extra_optimizer_kwargs={}) == PolicyConfig(extra_optimizer_kwargs=None) == PolicyConfig()
-    )
+def test_none_is_a_word_where_it_is_a_value() -> None:
+    config = PolicyConfig(remat=parse_value("none"), progress_bar_type=parse_value("none"))
+    assert (config.remat, config.progress_bar_type) == ("none", "none")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlhf_core.config import Ignored, TrainerConfig
+from rlhf_core.config import TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_evaluations_are_not_compared_by_default() -> None:
 
 def test_a_shared_field_that_a_trainer_does_not_use() -> None:
     class Config(TrainerConfig):
-        OTHER_NAMES: ClassVar[dict[str, Any]] = {"overlong": Ignored("nothing is long here")}
+        UNUSED_FIELDS: ClassVar[dict[str, str]] = {"overlong": "nothing is long here"}
 
     with pytest.warns(UserWarning, match=r"^Config\.overlong: has no effect here: nothing is long here$"):
         config = Config(overlong="truncate")

@@ -135,6 +135,17 @@ def assert_close(tiny, params, others, tolerance=1e-5):
         np.testing.assert_allclose(leaf, theirs[name], atol=tolerance, err_msg=name)
 
 
+def test_easydel_s_arguments_are_taken_in_their_order(model, batch):
+    state = state_of(model)
+    _, ours = grpo_step(state, batch, is_training=False)
+    with pytest.warns(
+        UserWarning, match="^partition_spec: has no effect here: a batch is split as its arrays"
+    ):
+        _, theirs = grpo_step(state, batch, 4, 0.04, None, None, "dp", 1, False)
+    assert numbers(theirs) == numbers(ours)
+    assert float(theirs.loss) == float(theirs["loss"])
+
+
 def test_num_items_is_the_divisor_whatever_the_splits(model, batch):
     tokens = int(batch["completion_mask"].sum())
     state = state_of(model)

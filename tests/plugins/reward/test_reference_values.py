@@ -6,6 +6,7 @@ Losses, gradients and metrics of several updates, as TRL's RewardTrainer does th
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -133,9 +134,10 @@ def test_the_loss_is_that_of_the_models_scores(tiny: Any) -> None:
     ]
     assert np.std(scores) > 0.01
     loss, expected = pairwise_loss(*scores, center_rewards_coefficient=0.1)
-    evaluated = numbers(evaluation_step(state, batch))
+    evaluated = numbers(evaluation_step(state, batch, center_rewards_coefficient=0.1))
     assert evaluated == pytest.approx({**numbers(expected), "loss": float(loss)}, rel=1e-5, abs=1e-6)
-    stepped = numbers(training_step(state, make_batch(last, margin=np.zeros(8)))[1])
+    unbiased = make_batch(last, margin=np.zeros(8))
+    stepped = numbers(training_step(state, unbiased, center_rewards_coefficient=0.1)[1])
     assert {k: v for k, v in stepped.items() if k != "grad_norm"} == pytest.approx(
         evaluated, rel=1e-5, abs=1e-6
     )
@@ -148,3 +150,42 @@ def test_a_nonfinite_update_is_not_applied() -> None:
     assert np.isnan(float(metrics["loss"]))
     assert int(poisoned.guard) == 0
     np.testing.assert_array_equal(poisoned.params["table"], state.params["table"])
+
+
+@dataclass
+class LossConfig:
+    """As EasyDeL's, which has more."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    break_on_nan: bool = True
+
+
+def test_the_functions_take_easydel_s_arguments_in_their_order() -> None:
+    state, batch = make_state(np.arange(6.0), optax.sgd(1.0)), make_batch(np.arange(6).reshape(3, 2))
+    _, plain = training_step(state, batch, None, None, None, 3, 0.5)
+    _, ours = training_step(state, batch, gradient_accumulation_steps=3, center_rewards_coefficient=0.5)
+    assert numbers(plain) == numbers(ours)
+    assert float(plain.loss) == float(plain["loss"])
+    with pytest.raises(AttributeError, match="there is no metric 'los'"):
+        _ = plain.los
+    assert type(jax.jit(lambda metrics: metrics)(plain)) is type(plain)
+    assert numbers(evaluation_step(state, batch)) == numbers(evaluation_step(state, batch, None, None, None))
+    uncentred = evaluation_step(state, batch, center_rewards_coefficient=0)
+    assert float(evaluation_step(state, batch).loss) == float(uncentred.loss)
+
+
+def test_label_smoothing_of_a_loss_config_acts() -> None:
+    state, batch = make_state(np.arange(6.0), optax.sgd(1.0)), make_batch(np.arange(6).reshape(3, 2))
+    right = evaluation_step(state, batch, loss={"name": "conservative", "label_smoothing": 0.2})
+    for given in ({"label_smoothing": 0.2}, LossConfig(label_smoothing=0.2)):
+        assert float(evaluation_step(state, batch, given).loss) == float(right.loss)
+    assert float(right.loss) != float(evaluation_step(state, batch, LossConfig()).loss)
+    with pytest.warns(
+        UserWarning, match="^loss_config: only label_smoothing has an effect here, not z_loss$"
+    ):
+        evaluation_step(state, batch, {"z_loss": 0.1})
+    with pytest.raises(ValueError, match="label_smoothing belongs into `loss`"):
+        evaluation_step(state, batch, {"label_smoothing": 0.2}, loss="conservative")
+    with pytest.warns(UserWarning, match="^learning_rate_fn: has no effect here: the transformation"):
+        training_step(state, batch, None, optax.constant_schedule(0.1))
