@@ -10,17 +10,21 @@ from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from rlhf_core.contracts import REWARD, TRAINER, Kind
+from rlhf_core.contracts import LOGGER, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
 REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
-DISTRIBUTED = {(TRAINER, name): f"rlhf-{name}" for name in ("sft", "reward", "grpo", "dpo", "distill")} | {
-    (REWARD, name): "rlhf-rewards" for name in REWARDS
+DISTRIBUTED: dict[tuple[Kind[Any], str], str] = {
+    (TRAINER, name): f"rlhf-{name}" for name in ("sft", "reward", "grpo", "dpo", "distill")
 }
+DISTRIBUTED |= {(REWARD, name): "rlhf-rewards" for name in REWARDS}
 DISTRIBUTED |= {(REWARD, name): "rlhf-remote" for name in ("http", "judge")}
-"""{(kind, name): the distribution that has it}, of those that are released together with this one."""
+DISTRIBUTED |= {
+    (LOGGER, name): f"rlhf-trackers[{name}]" for name in ("wandb", "tensorboard", "trackio", "mlflow")
+}
+"""{(kind, name): the distribution that has it, with its extra}, of those that are released together with this one."""
 
 
 @dataclass(frozen=True)

@@ -122,13 +122,17 @@ def test_the_suite_is_all_of_it(repository: Path) -> None:
         f"plugins/{name}" for name in PLUGINS
     }  # type: ignore[index]
     suite = shared_metadata(repository / "plugins/suite")
-    assert {*suite["dependencies"], "rlhf-suite"} == {"rlhf-core", *(f"rlhf-{name}" for name in PLUGINS)}
+    needed = {each.partition("[")[0] for each in suite["dependencies"]}
+    assert {*needed, "rlhf-suite"} == {"rlhf-core", *(f"rlhf-{name}" for name in PLUGINS)}
+    # People expect wandb to work with the suite.
+    brought = {each for each in suite["dependencies"] if "[" in each}
+    assert brought == {"rlhf-trackers[wandb]"}
     optional = {
         f"rlhf-{name}[{extra}]"
         for name in set(PLUGINS) - {"suite"}
         for extra in shared_metadata(repository / "plugins" / name).get("optional-dependencies", ())
     }
-    assert set(suite["optional-dependencies"]["all"]) == optional
+    assert set(suite["optional-dependencies"]["all"]) == optional - brought
     assert len({(repository / "plugins" / name / "hatch_build.py").read_bytes() for name in PLUGINS}) == 1
 
 
