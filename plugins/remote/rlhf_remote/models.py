@@ -39,6 +39,7 @@ from rlhf_remote.transport import AnswerError, send_once
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
+    from rlhf_remote.generate import Generation
 
 KEY = "RLHF_API_KEY"
 """Environment variable with the key that the commands send."""
@@ -142,7 +143,7 @@ def _for_template(records: Records, i: int) -> tuple[list[Any] | None, dict[str,
         raise InputError(f"{records.where(i)}: {error}") from None
 
 
-def complete(given: Any, records: Records) -> list[dict[str, Any]]:
+def complete(given: Generation, records: Records) -> list[dict[str, Any]]:
     """Complete the prompts of `rlhf generate`: their rows with `completion` and `finished`.
 
     given: its arguments and flags. Conversations, and texts of --prompt for a model with a chat template, are sent to
@@ -224,7 +225,7 @@ def _count(answer: Any) -> int:
     return count
 
 
-def _settings(given: Any) -> dict[str, Any]:
+def _settings(given: Generation) -> dict[str, Any]:
     """Return the fields of a request; those that OpenAI's own API lacks only where they do something."""
     fields: dict[str, Any] = {
         "max_tokens": given.max_completion_length,
