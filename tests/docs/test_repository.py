@@ -136,6 +136,20 @@ def test_the_suite_is_all_of_it(repository: Path) -> None:
     assert len({(repository / "plugins" / name / "hatch_build.py").read_bytes() for name in PLUGINS}) == 1
 
 
+LIBRARIES = {"http"}
+"""Distributions that others import; they register nothing."""
+
+
+@pytest.mark.parametrize("name", [*PLUGINS, *ALONE])
+def test_a_plugin_imports_no_other_but_libraries_that_it_names(name: str, repository: Path) -> None:
+    needed = shared_metadata(repository / "plugins" / name)["dependencies"]
+    for file in (repository / "plugins" / name).rglob("*.py"):
+        found = set(re.findall(r"^\s*(?:from|import) rlhf_(\w+)", file.read_text(encoding="utf-8"), re.M))
+        others = found - {"core", name}
+        assert others <= LIBRARIES, file
+        assert {f"rlhf-{other}" for other in others} <= set(needed), file
+
+
 def test_the_licence_is_apache(repository: Path) -> None:
     text = (repository / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text
