@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from rlhf_core import data, loggers, optimizers, sampling
 from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LAYER, LOGGER, MODEL, OPTIMIZER, SAMPLER
@@ -30,7 +29,6 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(DATASET, "hub", hub)
     registry.add(LOGGER, "console", loggers.Console)
     registry.add(LOGGER, "jsonl", loggers.JsonLines)
-    registry.add(LOGGER, "wandb", wandb)
     registry.add(SAMPLER, "jax", sampling.make_sampler)
     registry.add(ENVIRONMENT, "tools", ToolEnvironment)
 
@@ -46,14 +44,3 @@ def _file_loader(kind: str) -> Callable[..., data.Records]:
 def hub(*, path: str, subset: str | None = None, split: str = "train") -> data.Records:
     """Load a dataset of the Hugging Face hub; `path` is its name there."""
     return data.load({"name": path, "split": split} | ({} if subset is None else {"subset": subset}))
-
-
-def wandb(
-    *,
-    project: str = "rlhf",
-    entity: str | None = None,
-    run_name: str | None = None,
-    mode: Literal["online", "offline", "disabled"] | None = None,
-) -> loggers.Wandb:
-    """Make `loggers.Wandb` from a file's options: there `name` is the logger's, so the run's name is `run_name`."""
-    return loggers.Wandb(project=project, entity=entity, name=run_name, mode=mode)

@@ -28,6 +28,7 @@ DISTRIBUTIONS = {
     "demo": "rlhf-tools",
     "doctor": "rlhf-tools",
     "export": "rlhf-tools",
+    "generate": "rlhf-remote",
     "new": "rlhf-testing",
     "report": "rlhf-report",
     "schema": "rlhf-tools",

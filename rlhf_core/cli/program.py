@@ -13,9 +13,7 @@ import typer
 
 from rlhf_core import __version__
 from rlhf_core.cli import exits
-from rlhf_core.cli.generate import generate
-from rlhf_core.cli.options import takes
-from rlhf_core.runtime.flags import Plugins
+from rlhf_core.runtime.flags import Plugins, takes
 from rlhf_core.runtime.signals import stop_signals
 
 
@@ -192,11 +190,6 @@ def replay(
     from rlhf_core.pipeline import replay as replays
 
     replays.report(replays.replay(run, stage, to, plugin or ()))
-
-
-UNDERSCORES = {"token_normalize_func": lambda name: name.replace("-", "_")}
-"""For commands whose flags are fields of configurations: --max-completion-length is --max_completion_length, too."""
-app.command(context_settings=UNDERSCORES)(generate)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Log a stage's progress: to the terminal, to metrics.jsonl, to Weights & Biases.
+"""Log a stage's progress: to the terminal, and to metrics.jsonl.
 
 Each logger is an object with hooks as methods, exactly like a plugin's logger.
 """
@@ -7,4 +7,3 @@ from __future__ import annotations
 
 from rlhf_core.loggers.console import Console as Console
 from rlhf_core.loggers.jsonl import JsonLines as JsonLines
-from rlhf_core.loggers.wandb import Wandb as Wandb

@@ -76,11 +76,12 @@ def rlhf_step_end(stage: Stage, step: int, metrics: Mapping[str, float]) -> None
 
 @hookspec
 def rlhf_samples(stage: Stage, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Called after completions of fixed prompts were written, with the state after `step` updates.
+    """Called after completions of fixed prompts, or scored pairs, were written, with the state after `step` updates.
 
     name: "preview", of `previews`; "evaluation", of the prompts of `eval_data`, or of those that GRPO and distillation
     show. rows: as in samples/NAME-STEP.jsonl, one per completion: `prompt`, `completion`, texts or messages, `length`
-    in tokens, `finished`, and where there are rewards `reward`, and `rewards` by label.
+    in tokens, `finished`, and where there are rewards `reward`, and `rewards` by label. A reward model's evaluation has
+    one per pair: `prompt`, `chosen`, `rejected`, texts, `chosen_score`, `rejected_score`, `margin`, and `row`.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic.fields import FieldInfo
 
 from rlhf_core.config.translation import Answer
-from rlhf_core.contracts import ATTENTION, EXPERTS, MODEL, REWARD, TRAINER, Kind
+from rlhf_core.contracts import ATTENTION, EXPERTS, LOGGER, MODEL, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, error_line, suggest
 from rlhf_core.plugins.component import HERE, Entry, load_function, make_entry, qualified_name
 
@@ -24,7 +25,10 @@ DISTRIBUTED |= {(REWARD, name): "rlhf-rewards" for name in REWARDS}
 DISTRIBUTED |= {(REWARD, name): "rlhf-remote" for name in ("http", "judge")}
 DISTRIBUTED |= {(kind, "pallas"): "rlhf-kernels" for kind in (ATTENTION, EXPERTS)}
 DISTRIBUTED |= {(MODEL, name): "rlhf-families" for name in FAMILIES}
-"""{(kind, name): the distribution that has it}, of those that are released together with this one."""
+DISTRIBUTED |= {
+    (LOGGER, name): f"rlhf-trackers[{name}]" for name in ("wandb", "tensorboard", "trackio", "mlflow")
+}
+"""{(kind, name): the distribution that has it, with its extra}, of those that are released together with this one."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,11 @@ class Registry:
                 f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
             )
         elif not ((alike and hint) or elsewhere or is_path or self.failures or self.disabled):
-            package = f" (pip install {DISTRIBUTED[kind, name]})" if (kind, name) in DISTRIBUTED else ""
+            package = (
+                f" (pip install {shlex.quote(DISTRIBUTED[kind, name])})"
+                if (kind, name) in DISTRIBUTED
+                else ""
+            )
             message += f" Install the package that has it{package}, or give its file with --plugin."
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."

@@ -1,9 +1,8 @@
 """Find the distribution that asks models behind a URL: its functions are entry points of the group `rlhf.urls`.
 
     [project.entry-points."rlhf.urls"]
-    complete = "my_package:complete"
+    open_scorer = "my_package:open_scorer"
 
-`complete(given, records)` returns the rows of `rlhf generate`: given has the command's arguments and flags.
 `open_scorer(url, normalize=…, base=…)` returns what `rlhf score` uses of a `Scorer`.
 """
 

@@ -6,10 +6,9 @@ import re
 from typing import Any
 
 import typer
+from rlhf_http.fields import NEUTRAL, Chat, Completion, Score
 from rlhf_serve import app, control
 from rlhf_serve.commands import serve
-from rlhf_serve.fields import NEUTRAL, Chat, Completion
-from rlhf_serve.scores import Score
 
 from tests.shared import documents
 

@@ -122,14 +122,32 @@ def test_the_suite_is_all_of_it(repository: Path) -> None:
         f"plugins/{name}" for name in PLUGINS
     }  # type: ignore[index]
     suite = shared_metadata(repository / "plugins/suite")
-    assert {*suite["dependencies"], "rlhf-suite"} == {"rlhf-core", *(f"rlhf-{name}" for name in PLUGINS)}
+    needed = {each.partition("[")[0] for each in suite["dependencies"]}
+    assert {*needed, "rlhf-suite"} == {"rlhf-core", *(f"rlhf-{name}" for name in PLUGINS)}
+    # People expect wandb to work with the suite.
+    brought = {each for each in suite["dependencies"] if "[" in each}
+    assert brought == {"rlhf-trackers[wandb]"}
     optional = {
         f"rlhf-{name}[{extra}]"
         for name in set(PLUGINS) - {"suite"}
         for extra in shared_metadata(repository / "plugins" / name).get("optional-dependencies", ())
     }
-    assert set(suite["optional-dependencies"]["all"]) == optional
+    assert set(suite["optional-dependencies"]["all"]) == optional - brought
     assert len({(repository / "plugins" / name / "hatch_build.py").read_bytes() for name in PLUGINS}) == 1
+
+
+LIBRARIES = {"http"}
+"""Distributions that others import; they register nothing."""
+
+
+@pytest.mark.parametrize("name", [*PLUGINS, *ALONE])
+def test_a_plugin_imports_no_other_but_libraries_that_it_names(name: str, repository: Path) -> None:
+    needed = shared_metadata(repository / "plugins" / name)["dependencies"]
+    for file in (repository / "plugins" / name).rglob("*.py"):
+        found = set(re.findall(r"^\s*(?:from|import) rlhf_(\w+)", file.read_text(encoding="utf-8"), re.M))
+        others = found - {"core", name}
+        assert others <= LIBRARIES, file
+        assert {f"rlhf-{other}" for other in others} <= set(needed), file
 
 
 def test_the_licence_is_apache(repository: Path) -> None:

@@ -117,10 +117,11 @@ def test_a_wheel_has_every_file_of_its_package(
 
 LIBRARIES = {
     "rlhf_report": ["bokeh>=3.9"],
-    "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23"],
-    "rlhf_serve": ["httptools>=0.6.3", "prometheus-client>=0.22", "starlette>=1.0", "uvicorn>=0.40"],
+    "rlhf_http": ["httptools>=0.6.3", "starlette>=1.0", "uvicorn>=0.40"],
+    "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23", "rlhf-http"],
+    "rlhf_serve": ["prometheus-client>=0.22", "rlhf-http", "starlette>=1.0"],
 }
-"""{package: what it needs besides core}."""
+"""{package: what it needs besides core}; distributions of ours are of the same version."""
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS)
@@ -147,16 +148,25 @@ def test_its_metadata(package: str, wheels: dict[str, zipfile.ZipFile], reposito
     required = [each for each in said.get_all("Requires-Dist", ()) if "extra ==" not in each]
     if package == "rlhf_suite":
         others = {name.replace("_", "-") for name in DISTRIBUTIONS} - {"rlhf-suite"}
-        assert set(required) == {f"{name}=={version('rlhf-core')}" for name in others}
+        extras = {"rlhf-trackers": "rlhf-trackers[wandb]"}
+        assert set(required) == {f"{extras.get(name, name)}=={version('rlhf-core')}" for name in others}
         return
-    points = metadata(wheels[package], "entry_points.txt").decode()
+    if "entry-points" not in project and package != "rlhf_core":
+        assert package == "rlhf_http"  # a library
+        project["entry-points"] = {}
+        points = ""
+    else:
+        points = metadata(wheels[package], "entry_points.txt").decode()
     for group, named in project["entry-points"].items():
         assert all(f"{name} = {module}\n" in points for name, module in named.items())
         assert f"[{group}]\n" in points
     if package == "rlhf_core":
         assert "[console_scripts]\nrlhf = rlhf_core.cli:main\n" in points
-    else:  # a plugin needs core of its own version, and no other plugin
-        assert sorted(required) == sorted([*LIBRARIES.get(package, ()), f"rlhf-core=={version('rlhf-core')}"])
+    else:  # a plugin needs core of its own version, and no other plugin but libraries
+        needed = ["rlhf-core", *LIBRARIES.get(package, ())]
+        of_ours = {name for name in needed if name.startswith("rlhf-")}
+        expected = [f"{each}=={version('rlhf-core')}" if each in of_ours else each for each in needed]
+        assert sorted(required) == sorted(expected)
 
 
 DEMONSTRATIONS = """

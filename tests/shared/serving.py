@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import uvicorn
-from rlhf_serve.running import Connection, Opening, Settings, application, make_server, open_model
+from rlhf_http.connections import Connection
+from rlhf_serve.running import Opening, Settings, application, make_server, open_model
 
 
 class Running:

@@ -26,6 +26,8 @@ PUBLIC = {
     *("testing", "environments", "errors", "config", "contracts", "plugins", "runs"),
 }
 """Modules of rlhf_core whose names others may use; a plugin's public names are its package's."""
+LIBRARIES = ("rlhf_http",)
+"""Distributions that others import: each of their modules is public."""
 NAMED = re.compile(r"rlhf_\w+(\.\w+)+(:\w+)?")
 """A module, or a name in one, that is written as text and imported later."""
 APART = ("torture", "recipes")
@@ -199,9 +201,9 @@ def private_imports(tree: ast.AST, modules: Collection[str]) -> Iterator[str]:
 
 
 def _is_private(module: str) -> bool:
-    """Tell whether others may not import a module: below a plugin's package, or below a public one of core."""
+    """Tell whether others may not import a module: below a plugin's package, or a public one of core or a library."""
     first, *rest = module.split(".")
-    is_public_room = first == "rlhf_core" and bool(rest) and rest[0] in PUBLIC
+    is_public_room = first in LIBRARIES or (first == "rlhf_core" and bool(rest) and rest[0] in PUBLIC)
     return first.startswith("rlhf_") and len(rest) > (1 if is_public_room else 0)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.runtime.flags import Base, Plugins, Quantize
+from rlhf_core.runtime.flags import Plugins, Quantize
 
 
 def chat(
@@ -30,14 +30,21 @@ def chat(
     chat_template: Annotated[
         str | None, typer.Option("--chat_template", help="A file; default: the tokenizer's.")
     ] = None,
-    base: Base = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max_model_len",
+            min=8,
+            help="Tokens of a conversation, of a model here; as rlhf serve's --max-model-len.",
+        ),
+    ] = None,
     quantize: Quantize = None,
     plugin: Plugins = None,
 ) -> None:
     """Talk to a language model in the terminal. /help lists what can be typed; Ctrl-C stops a reply, twice leaves."""
     from rlhf_core.errors import InputError
     from rlhf_core.plugins.urls import is_url
-    from rlhf_remote.chat import Conversation, Local, Settings, Streamed, talk
+    from rlhf_remote.chat import Conversation, Settings, Speaker, talk
     from rlhf_remote.models import Remote, refuse_flags, takes_chats
 
     if not 0 < top_p <= 1:
@@ -45,19 +52,29 @@ def chat(
     settings = Settings(max_completion_length, temperature, top_p, top_k, min_p, seed)
     if is_url(model):
         refuse_flags(
-            {"--chat_template": chat_template, "--base": base, "--quantize": quantize, "--plugin": plugin}
+            {
+                "--chat_template": chat_template,
+                "--max_model_len": max_model_len,
+                "--quantize": quantize,
+                "--plugin": plugin,
+            }
         )
         remote = Remote.open(model, "language_model")
         if not takes_chats(remote):
             raise InputError(f"{remote.name} has no chat template; complete texts with rlhf generate")
-        speaker: Local | Streamed = Streamed(remote, settings)
-    else:
-        speaker = Local.open(
-            model,
-            settings,
-            chat_template=chat_template,
-            base=base,
-            quantize=quantize,
-            plugins=plugin or (),
-        )
-    talk(Conversation(system), speaker)
+        talk(Conversation(system), Speaker(remote, settings, remote.name))
+        return
+    from rlhf_remote.serving import require_language_model, served
+
+    require_language_model(model)
+    given = {"--chat-template": chat_template, "--max-model-len": max_model_len, "--quantize": quantize}
+    flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    for file in plugin or ():
+        flags += ["--plugin", str(file)]
+    with served(model, flags) as (address, key):
+        remote = Remote.open(address, "language_model", key)
+        if not takes_chats(remote):
+            raise InputError(
+                f"{model} has no chat template: give one, --chat_template FILE, or complete texts with rlhf generate"
+            )
+        talk(Conversation(system), Speaker(remote, settings, model))

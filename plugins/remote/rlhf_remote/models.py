@@ -39,6 +39,7 @@ from rlhf_remote.transport import AnswerError, send_once
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
+    from rlhf_remote.generate import Generation
 
 KEY = "RLHF_API_KEY"
 """Environment variable with the key that the commands send."""
@@ -78,15 +79,17 @@ class Remote:
         return headers(self.service.api_key)
 
     @classmethod
-    def open(cls, url: str, kind: str) -> Remote:
+    def open(cls, url: str, kind: str, key: str | None = None) -> Remote:
         """Find the model that a URL means: the only one of its kind there, or the one named after "#".
 
-        kind: "language_model" or "reward_model"; servers that say nothing about kinds are asked for any. Raises
-        InputError if the address, the key or the name is wrong.
+        kind: "language_model" or "reward_model"; servers that say nothing about kinds are asked for any. key: what is
+        sent; None: that of the environment. Raises InputError if the address, the key or the name is wrong.
         """
         if problem := address_problem(url):
             raise InputError(problem.removeprefix("url: "))
-        api, key, wanted = api_root(url), os.environ.get(KEY), httpx.URL(url).fragment
+        api = api_root(url)
+        key = key or os.environ.get(KEY)
+        wanted = httpx.URL(url).fragment
         answer = reach(f"{api}/models", key)
         if isinstance(answer, str):
             raise InputError(f"{answer}; start the server, or correct the address")
@@ -142,7 +145,7 @@ def _for_template(records: Records, i: int) -> tuple[list[Any] | None, dict[str,
         raise InputError(f"{records.where(i)}: {error}") from None
 
 
-def complete(given: Any, records: Records) -> list[dict[str, Any]]:
+def complete(given: Generation, records: Records) -> list[dict[str, Any]]:
     """Complete the prompts of `rlhf generate`: their rows with `completion` and `finished`.
 
     given: its arguments and flags. Conversations, and texts of --prompt for a model with a chat template, are sent to
@@ -204,16 +207,24 @@ def complete(given: Any, records: Records) -> list[dict[str, Any]]:
 async def room(remote: Remote, body: Mapping[str, Any]) -> int:
     """Return the tokens that a request asks for, at most those that the model's context leaves after its prompt."""
     most: int = body["max_tokens"]
-    asked = {name: body[name] for name in PROMPT if name in body}
-    if (
-        remote.context is None or len(json_bytes(asked)) + most <= remote.context
-    ):  # a token has a byte or more
+    count = await prompt_tokens(remote, body)
+    if count is None or remote.context is None or count >= remote.context:
         return most
+    return min(most, remote.context - count)
+
+
+async def prompt_tokens(remote: Remote, body: Mapping[str, Any]) -> int | None:
+    """Ask how many tokens a request's prompt has; None where it fits with all that it asks for, or nobody says."""
+    asked = {name: body[name] for name in PROMPT if name in body}
+    # A token has a byte or more.
+    if remote.context is None or len(json_bytes(asked)) + body["max_tokens"] <= remote.context:
+        return None
     try:
         count, _ = await remote.service.post(f"{remote.root}/tokenize", asked, _count)
-    except (RequestError, RunError):  # no such route; the server says what is wrong with the request
-        return most
-    return min(most, remote.context - count) if count < remote.context else most
+    except (RequestError, RunError):
+        # There is no such route, or the server says what is wrong with the request itself.
+        return None
+    return count
 
 
 def _count(answer: Any) -> int:
@@ -224,7 +235,7 @@ def _count(answer: Any) -> int:
     return count
 
 
-def _settings(given: Any) -> dict[str, Any]:
+def _settings(given: Generation) -> dict[str, Any]:
     """Return the fields of a request; those that OpenAI's own API lacks only where they do something."""
     fields: dict[str, Any] = {
         "max_tokens": given.max_completion_length,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
+from rlhf_http.answers import error_message
 
 from rlhf_core import RunError
 from rlhf_core.hidden import scrub
@@ -72,14 +73,10 @@ def json_bytes(value: Any) -> bytes:
 def describe_answer(answer: Answer) -> str:
     """Describe an answer that is an error: its status, and the message in it."""
     try:
-        message = answer.json()
-        for key in ("error", "message", "detail"):
-            message = message.get(key, message) if isinstance(message, Mapping) else message
+        message = error_message(answer.json())
     except AnswerError:
         message = None
-    return scrub(
-        f"HTTP {answer.status_code}: {shorten(message if isinstance(message, str) else answer.text)}"
-    )
+    return scrub(f"HTTP {answer.status_code}: {shorten(answer.text if message is None else message)}")
 
 
 def reach(url: str, api_key: str | None) -> Answer | str:

@@ -144,16 +144,17 @@ class Preview:
         write_atomic(self.stage.dir / "evaluations" / f"{step:06d}.json", json.dumps(summary) + "\n")
 
     def _show(self, step: int, scores: np.ndarray) -> None:
-        lines = []
+        rows = []
         for i, texts in zip(self.shown, self.texts, strict=True):
             place, (chosen, rejected) = self.evaluate.pairs.where(i), map(float, scores[i])
             numbers = {"chosen_score": chosen, "rejected_score": rejected}
-            row = {"row": place, **texts, **numbers, "margin": float(self.evaluate.margins[i])}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            rows.append({"row": place, **texts, **numbers, "margin": float(self.evaluate.margins[i])})
             self.stage.say(f"{place}  {_cut(texts['prompt'], end=True)}")
             self.stage.say(f"  chosen   {chosen:8.3f}  {_cut(texts['chosen'])}")
             self.stage.say(f"  rejected {rejected:8.3f}  {_cut(texts['rejected'])}")
-        write_atomic(self.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl", "".join(lines))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomic(self.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl", text)
+        self.stage.hook.rlhf_samples(stage=self.stage, step=step, name="evaluation", rows=rows)
 
 
 def _cut(text: str, *, end: bool = False) -> str:

@@ -11,9 +11,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rlhf_http.answers import usage
+from rlhf_http.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored, require_short
 
 from rlhf_core.sampling.turns import STOP_IDS
-from rlhf_serve.fields import BadRequest, Completion, Generate, Sampling, refuse_ignored, require_short
 from rlhf_serve.pending import CONTEXT, GenerationParams, PendingCompletion, TextReader
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Call:
         """Count the tokens so far."""
         read = sum(map(len, self.prompts))
         written = 0 if self.only_prompt else sum(len(pending.tokens) for pending in self.completions)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return usage(read, written)
 
 
 def make_generation_params(

@@ -1,54 +1,46 @@
-"""The routes of a server: who may ask, what is answered, and what is refused."""
+"""The routes of a server: what is answered, and what is refused."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import hmac
-import ipaddress
-import json
 import time
-import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
-import rlhf_core
-from rlhf_core.errors import InputError, RunError, error_line, name_too_long, suggest
-from rlhf_serve import answers, chats, scores
-from rlhf_serve.answers import Call, Prepared, Target
-from rlhf_serve.engine import Engine
-from rlhf_serve.fields import (
+from rlhf_http.fields import (
     BadRequest,
     Chat,
+    Classify,
     Completion,
     Detokenize,
     Generate,
+    Score,
     Tokenize,
     read,
     require_short,
 )
+from rlhf_http.gate import Gate
+from rlhf_http.handling import Busy, answered, body_of, error_answer, failure, http_error, json_bytes
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import rlhf_core
+from rlhf_core.errors import suggest
+from rlhf_serve import answers, chats, scores
+from rlhf_serve.answers import Call, Prepared, Target
+from rlhf_serve.engine import Engine
 from rlhf_serve.metrics import Metrics
 from rlhf_serve.opening import ServedPolicy, ServedScorer
 
-MOST_BYTES = 32 * 2**20
-"""The largest body."""
-BODY_SECONDS = 60.0
-"""How long a client may take to send a body."""
 LARGE = 2**16
 """Bytes of a body that is read in another thread."""
-MOST_MESSAGE = 4000
-"""Characters of an error's message."""
-RETRY_SECONDS = 1
 
 
 @dataclass(eq=False)
@@ -144,62 +136,11 @@ class Server:
             )
 
 
-class Busy(BadRequest):
-    """A request that may be answered later."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message, status=status, kind="overloaded_error")
-
-
-def error_answer(
-    message: str, status: int, kind: str = "invalid_request_error", param: str | None = None
-) -> JSONResponse:
-    """Write an error as OpenAI and vLLM do. A message may quote what a client sent: only so much of it is sent back."""
-    if len(message) > MOST_MESSAGE:
-        message = f"{message[:MOST_MESSAGE]} …"
-    headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
-    error = {"message": message, "type": kind, "param": param, "code": status}
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
-
-
-def failure(error: Exception) -> JSONResponse:
-    """Write what a request raised."""
-    if isinstance(error, BadRequest):
-        return error_answer(str(error), error.status, error.kind, error.param)
-    if isinstance(error, InputError):
-        return error_answer(str(error), 400)
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return error_answer(name_too_long(error), 400)
-    if isinstance(error, RunError):
-        return error_answer(str(error), 500, "server_error")
-    warnings.warn(f"a request failed: {error_line(error)}", stacklevel=1)
-    return error_answer(f"the server failed: {type(error).__name__}", 500, "server_error")
-
-
-async def body_of(request: Request) -> bytes:
-    """Read a body. Raises BadRequest for one that is too large or comes too slowly."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > MOST_BYTES:
-                    raise BadRequest(f"the body has more than {MOST_BYTES:,} bytes", status=413)
-                parts.append(part)
-    except TimeoutError:
-        raise BadRequest(f"the body did not arrive within {BODY_SECONDS:.0f} s", status=408) from None
-    return b"".join(parts)
-
-
 async def off_loop(server: Server, content: bytes, function: Callable[[], Any]) -> Any:
     """Call a function whose time grows with a body's: in another thread, if the body is large."""
     if len(content) < LARGE:
         return function()
     return await asyncio.get_running_loop().run_in_executor(server.threads, function)
-
-
-def json_bytes(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 class Flow(Response):
@@ -373,7 +314,7 @@ async def score(request: Request) -> Response:
     """Score rows by a reward model."""
     server: Server = request.app.state.server
     content = await body_of(request)
-    body = await off_loop(server, content, partial(read, scores.Score, content))
+    body = await off_loop(server, content, partial(read, Score, content))
     served = server.scorer(body.model)
     answer = await scores.score(body, served, server.engine)
     server.metrics.scored.labels(served.name).inc(len(answer["data"]))
@@ -384,7 +325,7 @@ async def classify(request: Request) -> Response:
     """Score texts or conversations by a reward model, as vLLM's `/classify`."""
     server: Server = request.app.state.server
     content = await body_of(request)
-    body = await off_loop(server, content, partial(read, scores.Classify, content))
+    body = await off_loop(server, content, partial(read, Classify, content))
     served = server.scorer(body.model)
     answer = await scores.classify(body, served, server.engine)
     server.metrics.scored.labels(served.name).inc(len(answer["data"]))
@@ -428,37 +369,21 @@ async def detokenize(request: Request) -> Response:
     return Response(json_bytes(await off_loop(server, content, work)), media_type="application/json")
 
 
-class Gate:
-    """Middleware: lets in who has the key, counts requests, and answers what is raised. Plain ASGI, for streams."""
+class Counting:
+    """Middleware: counts requests, by path and status. Plain ASGI, for streams."""
 
-    OPEN = ("/health",)
-
-    def __init__(self, app: Any, server: Server, control: Sequence[str] = ()) -> None:
-        """control: the paths that change the server."""
-        self.app, self.server, self.control = app, server, frozenset(control)
+    def __init__(self, app: Any, server: Server) -> None:
+        self.app = app
+        self.server = server
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"] not in self.OPEN and not self._has_key(scope):
-            answer = error_answer(
-                "no valid key: send the header Authorization: Bearer KEY", 401, "authentication_error"
-            )
-            await answer(scope, receive, send)
-            return
-        if self._is_of_another_page(scope):
-            answer = error_answer(
-                "a web page of another address may not send this: leave the header Origin out, or start the server "
-                "with --api-key-env",
-                403,
-                "permission_error",
-            )
-            await answer(scope, receive, send)
-            return
         self.server.requests += 1
         known = {getattr(route, "path", "") for route in self.app.routes}
-        path, status = scope["path"] if scope["path"] in known else "other", 499
+        path = scope["path"] if scope["path"] in known else "other"
+        status = 499
 
         async def counted(message: Any) -> None:
             nonlocal status
@@ -468,66 +393,12 @@ class Gate:
         try:
             await self.app(scope, receive, counted)
         except asyncio.CancelledError:
+            # While draining, its connection was cut off.
             if not self.server.draining:
-                raise  # else its connection was cut off
+                raise
         finally:
             self.server.requests -= 1
             self.server.metrics.requests.labels(path, status).inc()
-
-    def _is_of_another_page(self, scope: Any) -> bool:
-        """Tell whether a web page that is not this server's own sent a request that may change or compute something.
-
-        A browser sends such requests to any address, and names the page's own in Origin. A page may have been given a
-        name that means this machine, which makes the two equal; so one that controls the server needs an address.
-        """
-        if self.server.key is not None or scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            return False
-        origins = _header(scope, b"origin")
-        if not origins:
-            return False
-        hosts = _header(scope, b"host")
-        if [origin.partition("://")[2] for origin in origins] != hosts:
-            return True
-        return scope["path"] in self.control and not _is_address(hosts[0])
-
-    def _has_key(self, scope: Any) -> bool:
-        if self.server.key is None:
-            return True
-        given = _header(scope, b"authorization")
-        wanted = b"Bearer " + self.server.key.encode()
-        return len(given) == 1 and hmac.compare_digest(given[0].encode("latin-1"), wanted)
-
-
-def _header(scope: Any, wanted: bytes) -> list[str]:
-    """List the values of a header."""
-    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
-
-
-def _is_address(host: str) -> bool:
-    """Tell an IP address, or this machine's own name, from a name that somebody else may give a meaning."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name == "localhost"
-    return True
-
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def answered(handler: Handler) -> Handler:
-    """Turn what a handler raises into an answer."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as error:
-            return failure(error)
-
-    return endpoint
 
 
 def routes() -> list[Route]:
@@ -549,18 +420,6 @@ def routes() -> list[Route]:
     ]
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    known = sorted({getattr(route, "path", "") for route in request.app.routes})
-    if error.status_code == 404:
-        path = request.url.path
-        message = f"there is no {path}.{suggest(path, known)} Routes: {', '.join(known)}"
-        return error_answer(message, 404, "NotFoundError")
-    answer = error_answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
-    answer.headers.update(error.headers or {})
-    return answer
-
-
 def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
     """Make the ASGI application of a server. more: the routes that control it."""
 
@@ -571,7 +430,8 @@ def make_app(server: Server, more: Sequence[Route] = ()) -> Any:
         server.engine.close()
 
     app = Starlette(
-        routes=[*routes(), *more], lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+        routes=[*routes(), *more], lifespan=lifespan, exception_handlers={HTTPException: http_error}
     )
-    app.state.server, app.state.created = server, int(time.time())
-    return Gate(app, server, [route.path for route in more])
+    app.state.server = server
+    app.state.created = int(time.time())
+    return Gate(Counting(app, server), server.key, [route.path for route in more])

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rlhf_http.answers import chat_completion, finish_reason
+from rlhf_http.fields import BadRequest, Chat, Tokenize, refuse_ignored, require_short
 
 from rlhf_core.data.columns import message_problem
 from rlhf_core.environments import CallParser
@@ -28,7 +30,6 @@ from rlhf_serve.answers import (
     token_text,
     versions,
 )
-from rlhf_serve.fields import BadRequest, Chat, Tokenize, refuse_ignored, require_short
 
 if TYPE_CHECKING:
     from rlhf_serve.pending import PendingCompletion
@@ -215,15 +216,6 @@ def chat_logprobs(body: Chat, call: Call, pending: PendingCompletion, start: int
     return {"content": content}
 
 
-def finish_reason(pending: PendingCompletion, message: Mapping[str, Any]) -> str | None:
-    """Return why a reply ended, as OpenAI says it."""
-    return (
-        "tool_calls"
-        if message.get("tool_calls") and pending.finish_reason == "stop"
-        else pending.finish_reason
-    )
-
-
 def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
     """Write the answer to a request for a chat's next message."""
     choices = []
@@ -236,19 +228,14 @@ def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
                 "logprobs": chat_logprobs(body, call, pending, 0, len(pending.tokens))
                 if body.logprobs
                 else None,
-                "finish_reason": finish_reason(pending, message),
+                "finish_reason": finish_reason(pending.finish_reason, message),
                 "stop_reason": pending.stop_reason,
                 "token_ids": pending.tokens if body.return_token_ids else None,
                 "weight_versions": versions(pending),
             }
         )
     return {
-        "id": call.id,
-        "object": "chat.completion",
-        "created": call.created,
-        "model": call.target.name,
-        "choices": choices,
-        "usage": call.usage(),
+        **chat_completion(call.id, call.created, call.target.name, choices, call.usage()),
         "prompt_logprobs": read_prompt(body, call, call.completions[0]),
         "prompt_token_ids": call.prompts[0].tolist() if body.return_token_ids else None,
     }
@@ -303,7 +290,7 @@ async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[d
             "logprobs": chat_logprobs(body, call, pending, start, len(pending.tokens))
             if body.logprobs
             else None,
-            "finish_reason": finish_reason(pending, message),
+            "finish_reason": finish_reason(pending.finish_reason, message),
         }
         if body.return_token_ids:
             choice["token_ids"] = pending.tokens[start:]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from rlhf_http.fields import BadRequest, Fields, Name, read
+from rlhf_http.handling import answered, body_of
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -15,9 +17,8 @@ from starlette.routing import Route
 from rlhf_core.contracts import Weights
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model, peft
-from rlhf_serve.app import Server, answered, body_of
+from rlhf_serve.app import Server
 from rlhf_serve.engine import Policy
-from rlhf_serve.fields import BadRequest, Fields, Name, read
 from rlhf_serve.opening import Opening, ServedAdapter, ServedPolicy, load_policy
 
 MODES = ("abort", "wait", "keep")

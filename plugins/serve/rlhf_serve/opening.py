@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf_http.fields import ALTERNATIVES
+
 from rlhf_core import artifacts
 from rlhf_core.contracts import SamplerInputs
 from rlhf_core.environments import ConversationEncoder
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.scoring import Scorer
 
-ALTERNATIVES = 20
-"""Likeliest tokens that a request may ask for, as in OpenAI's and vLLM's."""
 DEFAULT_LENGTH = 2048
 """Tokens of a prompt and its completion together, of models that take more or say nothing."""
 

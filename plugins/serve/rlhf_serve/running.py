@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import uvicorn
+from rlhf_http.listening import WebServer, close, listen, read_key
 
 from rlhf_core import plugins, runtime
 from rlhf_core.errors import InputError, RunError, counted
-from rlhf_core.hidden import remember
 from rlhf_core.runtime.terminal import echo
 from rlhf_serve.app import Server, make_app
-from rlhf_serve.connections import Connection
 from rlhf_serve.control import Control
 from rlhf_serve.engine import Engine
 from rlhf_serve.opening import Opening, ServedPolicy, ServedScorer, open_model
-
-CLOSE_SECONDS = 1.0
-"""How long a client may take to read what was written to it when the server ends."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,8 @@ def run(settings: Settings) -> None:
     models = {name: open_model(name, path, opening) for name, path in names.items()}
     server = make_server(models, settings, key)
     gc.collect()
-    gc.freeze()  # models and programs stay: a full collection that visited them would stop all answers
+    # Models and programs stay: a full collection that visited them would stop all answers.
+    gc.freeze()
     asyncio.run(_serve(server, application(server, settings, opening), listener, settings.drain_seconds))
 
 
@@ -101,49 +95,8 @@ def named(model: str) -> tuple[str, str]:
     return name, path
 
 
-def read_key(name: str | None) -> str | None:
-    """Read the key that clients send. Raises InputError where the variable has none."""
-    if name is None:
-        return None
-    key = os.environ.get(name, "").strip()
-    if not key:
-        raise InputError(f"--api-key-env {name}: the environment has no {name}, or it is empty")
-    if not key.isascii() or any(c.isspace() for c in key):
-        raise InputError(f"--api-key-env {name}: the key must be ASCII without white space")
-    return remember(key)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Take the address before models are loaded. Raises InputError where it is taken."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; give another") from None
-    return listener
-
-
-class _Quiet(uvicorn.Server):
-    """uvicorn's server, without its handlers of signals, which would end the process by the signal again."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(server: Server, app: Any, listener: socket.socket, drain_seconds: float) -> None:
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        timeout_keep_alive=75,
-        http=Connection,
-    )
-    web = _Quiet(config)
+    web = WebServer.of(app)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     received: list[signal.Signals] = []
@@ -167,21 +120,9 @@ async def _serve(server: Server, app: Any, listener: socket.socket, drain_second
     await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
     if received:
         await _drain(server, received, drain_seconds)
-    await _close(web, serving)
+    await close(web, serving)
     if not received:
         raise RunError("the server ended by itself")
-
-
-async def _close(web: _Quiet, serving: asyncio.Future[None]) -> None:
-    """End the server. Clients have `CLOSE_SECONDS` to take what was written to them; then they are cut off."""
-    web.should_exit = True
-    await asyncio.wait((serving,), timeout=CLOSE_SECONDS)
-    if not serving.done():
-        for connection in list(web.server_state.connections):
-            connection.transport.abort()
-        for task in list(web.server_state.tasks):
-            task.cancel()
-    await serving
 
 
 async def _drain(server: Server, received: list[signal.Signals], seconds: float) -> None:

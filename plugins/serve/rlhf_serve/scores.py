@@ -8,57 +8,21 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
+from rlhf_http.fields import MOST_ROWS, BadRequest, Classify, Score, Texts, require_short, texts_in
 
 from rlhf_core.data.records import from_memory
 from rlhf_core.data.source import Records
 from rlhf_core.runtime.terminal import number
 from rlhf_core.scoring import ScoredPart, Scorer
 from rlhf_serve.engine import Engine
-from rlhf_serve.fields import BadRequest, Fields, Ids, Name, Texts, require_short, texts_in
 from rlhf_serve.opening import ServedScorer
 
-MOST_ROWS = 16_384
-"""Rows of one request."""
 MOST_LAYOUTS = 64
 """Shapes of batches that are compiled for, at most: each request has the one that `rlhf score` would choose."""
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-
-
-class Score(Fields):
-    """The body of `/score`."""
-
-    model: Name | None = None
-    rows: list[dict[str, Any]] | None = Field(default=None, max_length=MOST_ROWS)
-    chat: bool = False
-    """Whether prompts that are texts are a user's turn, and their completions replies."""
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-    items: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
-    user: str | None = None
-    priority: int | None = None
-    encoding_format: str | None = None
-
-
-class Classify(Fields):
-    """The body of `/classify`."""
-
-    model: Name | None = None
-    input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] | list[list[dict[str, Any]]] | None = (
-        None
-    )
-    messages: list[dict[str, Any]] | None = None
-    use_activation: bool | None = None
-    activation: bool | None = None
-    user: str | None = None
-    priority: int | None = None
 
 
 def rows_of(body: Score) -> list[dict[str, Any]]:

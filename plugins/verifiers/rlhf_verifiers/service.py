@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import web
+from rlhf_http.answers import chat_completion, error_body, finish_reason, usage
 from verifiers.v1 import (
     EvalClientConfig,
     ModelContext,
@@ -123,16 +124,10 @@ class Service:
         """Answer a model call with the policy's message."""
         episode = self.episodes.get(request.headers.get(SESSION, ""))
         if episode is None:
-            return web.json_response({"error": {"message": "no such episode"}}, status=404)
+            return web.json_response(error_body("no such episode", 404, "NotFoundError"), status=404)
         message = await episode.asked(await request.json())
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
-        }
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        answer = {"id": "0", "object": "chat.completion", "created": 0, "model": "policy", "usage": usage}
-        return web.json_response({**answer, "choices": [choice]})
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason("stop", message)}
+        return web.json_response(chat_completion("0", 0, "policy", [choice], usage(0, 0)))
 
     async def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Await work of the service's loop from another one."""

@@ -136,11 +136,16 @@ def test_places_are_for_rewards_only(registry: Registry, rewards: Path) -> None:
 
 def test_only_packages_that_are_released_with_the_core_are_named_for_installation(repository: Path) -> None:
     released = {f"rlhf-{path.parent.name}" for path in repository.glob("plugins/*/pyproject.toml")}
-    assert set(DISTRIBUTED.values()) <= released
+    assert {package.partition("[")[0] for package in DISTRIBUTED.values()} <= released
     registry = plugins.load().registry
     assert all(name in registry.names(kind) for kind, name in DISTRIBUTED)
     empty = Registry()
-    for kind, name, package in [(REWARD, "length", " (pip install rlhf-rewards)"), (LOGGER, "dpo", "")]:
+    cases = [
+        (REWARD, "length", " (pip install rlhf-rewards)"),
+        (LOGGER, "wandb", " (pip install 'rlhf-trackers[wandb]')"),
+        (LOGGER, "dpo", ""),
+    ]
+    for kind, name, package in cases:
         with pytest.raises(InputError) as caught:
             empty.get(kind, name)
         assert str(caught.value).endswith(

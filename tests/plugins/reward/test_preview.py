@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rlhf_reward import RewardConfig
 
-from rlhf_core import artifacts, data
+from rlhf_core import artifacts, data, hookimpl
 from rlhf_core.scoring import Scorer
 
 
@@ -18,7 +18,25 @@ def model(tiny: ModuleType) -> Any:
     return tiny.make_model("score", scale=4.0)
 
 
-def train(tiny: ModuleType, model: Any, directory: Path, held_out: list[dict], **changes: Any) -> Path:
+class Samples:
+    """A logger that keeps what it is told of pairs."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, str, list[Any]]] = []
+
+    @hookimpl
+    def rlhf_samples(self, step: int, name: str, rows: list[Any]) -> None:
+        self.logged.append((step, name, rows))
+
+
+def train(
+    tiny: ModuleType,
+    model: Any,
+    directory: Path,
+    held_out: list[dict],
+    listeners: tuple[Any, ...] = (),
+    **changes: Any,
+) -> Path:
     config = RewardConfig(
         learning_rate=1e-2,
         total_batch_size=4,
@@ -26,7 +44,8 @@ def train(tiny: ModuleType, model: Any, directory: Path, held_out: list[dict], *
         evaluation_steps=2,
         **changes,
     )
-    tiny.run("reward", config, directory, model=model, train_dataset=tiny.pairs(8), eval_dataset=held_out)
+    datasets = {"train_dataset": tiny.pairs(8), "eval_dataset": held_out}
+    tiny.run("reward", config, directory, listeners=listeners, model=model, **datasets)
     return directory / "samples"
 
 
@@ -34,7 +53,8 @@ def test_the_scores_are_those_of_the_model_at_that_update(
     tiny: ModuleType, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = tiny.pairs(9, seed=2)
-    samples = train(tiny, model, tmp_path, held_out, num_preview_samples=3)
+    watch = Samples()
+    samples = train(tiny, model, tmp_path, held_out, listeners=(watch,), num_preview_samples=3)
     assert sorted(path.name for path in samples.iterdir()) == [
         "evaluation-000002.jsonl",
         "evaluation-000004.jsonl",
@@ -51,6 +71,7 @@ def test_the_scores_are_those_of_the_model_at_that_update(
             assert (row["prompt"] + row[side]).split() == [*text.split(), "</s>"]
         assert not row["chosen"][:1] == row["rejected"][:1] != ""  # the prompt is all that they share
     before = tiny.read_rows(samples / "evaluation-000002.jsonl")
+    assert watch.logged == [(2, "evaluation", before), (4, "evaluation", rows)]
     assert [row["chosen"] for row in before] == [row["chosen"] for row in rows]
     assert before[0]["chosen_score"] != rows[0]["chosen_score"]
     lines = [line for line in capsys.readouterr().err.splitlines() if "chosen  " in line]

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_serve import chats, fields
+from rlhf_http import fields
+from rlhf_serve import chats
 from rlhf_serve.answers import Call, GenerationParams, PendingCompletion, Target, TextReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_serve import fields
-from rlhf_serve.answers import Call, Completion, Target, echoed, prompt_offsets
+from rlhf_http import fields
+from rlhf_serve.answers import Call, Target, echoed, prompt_offsets
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import WordLevel
@@ -151,7 +151,7 @@ def test_an_echo_leaves_out_what_the_tokenizer_adds(opened: dict[str, Any]) -> N
     call = Call("x", Target("policy", served, None), [prompt], 1)  # type: ignore[arg-type]
     pending = SimpleNamespace(index=0, prompt=prompt)
     for given, text in (("Dear Mia<end>", "Dear Mia<end>"), (prompt.tolist(), "Dear Mia<end>")):
-        body = Completion(prompt=given)
+        body = fields.Completion(prompt=given)
         assert echoed(body, call, pending) == text  # type: ignore[arg-type]
         assert prompt_offsets(call, pending, text) == [0, 0, 4, 8]  # type: ignore[arg-type]
 

@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from rlhf_serve import app, commands, connections
+from rlhf_http import connections, handling, listening
+from rlhf_http.gate import Gate
+from rlhf_serve import app, commands
 from rlhf_serve import running as closing
 
 from tests.shared import serving
@@ -68,13 +70,13 @@ def test_what_a_client_that_vanishes_held_is_free_again(running: Any, stream: bo
 
 
 def test_slow_and_large_bodies(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(handling, "BODY_SECONDS", 0.2)
     slow = raw(running, posted(LONG)[:-5])
     assert slow.recv(100).startswith(b"HTTP/1.1 408")
     monkeypatch.undo()
     text = "a b c " * (app.LARGE // 4)
     assert "the prompt has" in running.refused("/v1/completions", {"model": "policy", "prompt": text})
-    monkeypatch.setattr(app, "MOST_BYTES", 1000)
+    monkeypatch.setattr(handling, "MOST_BYTES", 1000)
     assert "more than 1,000 bytes" in running.refused(
         "/v1/completions", {"model": "policy", "prompt": text}, 413
     )
@@ -126,7 +128,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def test_clients_that_do_not_read_cannot_keep_a_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(listening, "CLOSE_SECONDS", 0.2)
     server = closing.make_server({}, closing.Settings(models=()))
     server.draining = True
 
@@ -141,9 +143,11 @@ def test_clients_that_do_not_read_cannot_keep_a_server_from_ending(monkeypatch: 
     endless.routes = stuck.routes = []  # type: ignore[attr-defined]
 
     async def main(application: Any) -> None:
-        gate = app.Gate(application, server)
-        config = uvicorn.Config(gate, port=0, log_config=None, lifespan="off", http=connections.Connection)
-        web = closing._Quiet(config)
+        counting = app.Counting(application, server)
+        config = uvicorn.Config(
+            counting, port=0, log_config=None, lifespan="off", http=connections.Connection
+        )
+        web = listening.WebServer(config)
         serving = asyncio.ensure_future(web.serve())
         while not web.started:
             await asyncio.sleep(0.01)
@@ -153,7 +157,7 @@ def test_clients_that_do_not_read_cannot_keep_a_server_from_ending(monkeypatch: 
             while not server.requests:
                 await asyncio.sleep(0.01)
             async with asyncio.timeout(10):
-                await closing._close(web, serving)
+                await listening.close(web, serving)
 
     for application in (endless, stuck):
         asyncio.run(main(application))
@@ -233,7 +237,7 @@ def test_a_web_page_of_another_address_cannot_post(
     origin: str | None, host: str, path: str, status: int, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = running.web.config.loaded_app
-    while not isinstance(gate, app.Gate):
+    while not isinstance(gate, Gate):
         gate = gate.app
     monkeypatch.setattr(gate, "control", frozenset({"/pause"}))
     headers = {"host": host, "content-type": "text/plain", **({"origin": origin} if origin else {})}

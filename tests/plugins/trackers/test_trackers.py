@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from rlhf_trackers import MLflow, TensorBoard, Trackio
+from rlhf_trackers import MLflow, TensorBoard, Trackio, Wandb
 
 from rlhf_core import InputError
 from rlhf_core.config import TrainerConfig
@@ -86,12 +86,13 @@ def test_tensorboard_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("logger", "name"), [(TensorBoard, "tensorboard"), (Trackio, "trackio"), (MLflow, "mlflow")]
+    ("logger", "name"),
+    [(TensorBoard, "tensorboard"), (Trackio, "trackio"), (MLflow, "mlflow"), (Wandb, "wandb")],
 )
 def test_a_missing_package_is_named_with_its_extra(
     logger: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_trackers.find_spec", lambda package: None)
+    monkeypatch.setattr("rlhf_trackers.trackers.find_spec", lambda package: None)
     with pytest.raises(InputError, match=rf"pip install 'rlhf-trackers\[{name}\]'"):
         logger()
 

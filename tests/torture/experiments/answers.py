@@ -283,8 +283,8 @@ class _Transport(asyncio.Transport):
 def _serving() -> Callable[[bytes], object]:
     """Return a function that has `rlhf serve`, without a model, answer the bytes of a connection."""
     import uvicorn
+    from rlhf_http.connections import Connection
     from rlhf_serve.app import make_app
-    from rlhf_serve.connections import Connection
     from rlhf_serve.running import Settings, make_server
     from uvicorn.server import ServerState
 
@@ -327,8 +327,8 @@ def _serving() -> Callable[[bytes], object]:
 def _reader(name: str) -> tuple[Callable[[bytes], object], tuple[type[BaseException], ...]]:
     """Return a reader and what it raises for bodies that it refuses."""
     import httpx
+    from rlhf_http import fields
     from rlhf_remote import engines, rewards, rubric, service, transport
-    from rlhf_serve import fields
 
     from rlhf_core.data.columns import message_problem, tools_of
     from rlhf_core.errors import InputError, RunError

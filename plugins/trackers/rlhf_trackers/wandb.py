@@ -1,4 +1,4 @@
-"""Log to Weights & Biases without ever prompting for a login or stopping a run."""
+"""Weights & Biases, which never asks for a login and never stops a run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 import jax
 import numpy as np
 
-from rlhf_core.config.secrets import public_table
+from rlhf_core import Artifact, Stage, TrainerConfig, hookimpl
+from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import warn
 from rlhf_core.loggers.jsonl import FILE, read_rows
-from rlhf_core.plugins.hooks import hookimpl
-from rlhf_core.runtime.files import write_atomic
-
-if TYPE_CHECKING:
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.stage import Stage
+from rlhf_trackers.trackers import described, logged_values, require, run_name
 
 Mode = Literal["online", "offline", "disabled"]
+COLUMNS = (
+    *("row", "prompt", "completion", "reward", "length", "finished"),
+    *("chosen", "rejected", "chosen_score", "rejected_score", "margin"),
+)
+"""What a table shows of completions, and of pairs."""
+BEST = "best.json"
+"""The file in a stage's directory that names the best evaluation."""
 NO_LOGIN = "wandb has no login (`wandb login`, or WANDB_API_KEY)"
 
 
@@ -35,20 +38,29 @@ NO_LOGIN = "wandb has no login (`wandb login`, or WANDB_API_KEY)"
 class Wandb:
     """Log config and metrics under their own names, in one wandb run per stage, grouped by run directory.
 
-    project, entity, name: as in wandb; name's default is the config's `run_name`, else "RUN_DIRECTORY/STAGE". With
-    `log_all_workers` each process has its own run, whose name ends with its number.
+    project, entity, tags, notes: as in wandb.
+    run_name: default the config's `run_name`, else "RUN_DIRECTORY/STAGE". With `log_all_workers` each process has its
+    own run, whose name ends with its number.
     mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
     without a key or where wandb cannot go online, which is said. A resumed stage keeps its wandb id; a step that was
     logged before it was killed is not logged again, and one that wandb had not written yet is taken from metrics.jsonl.
-    Errors in wandb become warnings.
+    log_model: also upload what the stage trained, as the artifact STAGE-OUTPUT of the type "model".
+    Completions, and the pairs of a reward model's evaluations, are tables. Where evaluations are compared, the summary
+    has the best one: `best/METRIC`, and `best/step`. Errors in wandb become warnings.
     """
 
     project: str = "rlhf"
     entity: str | None = None
-    name: str | None = None
+    run_name: str | None = None
     mode: Mode | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
+    log_model: bool = False
     _run: Any = field(default=None, init=False, repr=False)
     _logged: int = field(default=-1, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require("wandb", "wandb")
 
     @hookimpl
     def rlhf_stage_start(self, stage: Stage, config: TrainerConfig) -> None:
@@ -61,10 +73,12 @@ class Wandb:
 
             try:
                 self._run = self._begin(wandb, stage, config, mode)
-            except Exception as error:  # such as a key that is refused, or no network
+            except Exception as error:
+                # Such as a key that is refused, or no network.
                 if mode != "online":
                     raise
-                mode, reason = "offline", f"wandb could not go online ({' '.join(str(error).split())})"
+                mode = "offline"
+                reason = f"wandb could not go online ({' '.join(str(error).split())})"
                 self._run = self._begin(wandb, stage, config, mode)
         except Exception as error:
             warn(f"wandb did not start, continuing without it: {error}")
@@ -78,8 +92,9 @@ class Wandb:
 
     def _begin(self, wandb: Any, stage: Stage, config: TrainerConfig, mode: Any) -> Any:
         worker = "" if stage.is_main else f"-{jax.process_index()}"
-        name = self.name or config.full_name or f"{stage.dir.parent.name}/{stage.name}"
-        begun, run_id = _id_file(stage, worker).exists(), _run_id(stage, worker)
+        name = run_name(self.run_name, stage, config)
+        begun = _id_file(stage, worker).exists()
+        run_id = _run_id(stage, worker)
         written = _last_written(stage.dir, run_id)
         run = wandb.init(
             project=self.project,
@@ -87,19 +102,23 @@ class Wandb:
             name=name + worker,
             group=stage.dir.parent.name,
             job_type=stage.name,
+            tags=list(self.tags) or None,
+            notes=self.notes,
             id=run_id,
-            resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
+            # `wandb sync` joins offline runs of one id.
+            resume="allow" if mode == "online" else None,
             mode=mode,
             dir=str(stage.dir),
-            config={**public_table(config, stage.registry), "stage": stage.name, "seed": stage.seed},
+            config=described(stage, config),
             settings=wandb.Settings(silent=True, console="off"),
         )
         if begun and stage.is_main and (stage.dir / FILE).exists():
             written = run.step - 1 if run.resumed else written
             for row in read_rows(stage.dir / FILE):
-                self._logged = step = row.pop("step")
+                step = row.pop("step")
+                self._logged = step
                 if step > written:
-                    run.log({k: v for k, v in row.items() if k != "time" and v is not None}, step=step)
+                    run.log(logged_values(row), step=step)
         return run
 
     @hookimpl
@@ -118,7 +137,14 @@ class Wandb:
             self._guarded(lambda: self._run.log(_histograms(weights), step=step))
 
     @hookimpl
-    def rlhf_stage_end(self, error: BaseException | None) -> None:
+    def rlhf_artifact_saved(self, stage: Stage, artifact: Artifact) -> None:
+        if self._run is not None and self.log_model and stage.is_main:
+            self._guarded(lambda: self._run.log_artifact(_model(stage, artifact)))
+
+    @hookimpl
+    def rlhf_stage_end(self, stage: Stage, error: BaseException | None) -> None:
+        if self._run is not None and error is None:
+            self._guarded(lambda: self._run.summary.update(_best(stage)))
         if self._run is not None:
             self._guarded(lambda: self._run.finish(exit_code=0 if error is None else 1))
             self._run = None
@@ -139,15 +165,36 @@ class Wandb:
 
 
 def _table(step: int, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Make a table of completions, with the update in the first column; messages are written as text."""
+    """Make a table of completions or pairs, with the update in the first column; messages are written as text."""
     import wandb
 
-    names = [name for name in ("prompt", "completion", "reward", "length", "finished") if name in rows[0]]
-    cells = [[row[name] for name in names] for row in rows]
-    texts = [
-        [x if not isinstance(x, list) else json.dumps(x, ensure_ascii=False) for x in row] for row in cells
-    ]
-    return wandb.Table(columns=["step", *names], data=[[step, *row] for row in texts])
+    names = [name for name in COLUMNS if name in rows[0]]
+    data = [[step, *(_cell(row[name]) for name in names)] for row in rows]
+    return wandb.Table(columns=["step", *names], data=data)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def _model(stage: Stage, artifact: Artifact) -> Any:
+    """Make wandb's artifact of one that a stage saved."""
+    import wandb
+
+    model = wandb.Artifact(f"{stage.name}-{artifact.name}", "model", metadata={"kind": artifact.kind})
+    for file in sorted(path for path in artifact.path.rglob("*") if path.is_file()):
+        # Uploaded from where it is; another copy of the weights may not fit.
+        model.add_file(str(file), name=file.relative_to(artifact.path).as_posix(), policy="immutable")
+    return model
+
+
+def _best(stage: Stage) -> dict[str, Any]:
+    """Return the best evaluation of a stage for its summary; empty where evaluations were not compared."""
+    file = stage.dir / BEST
+    best = json.loads(file.read_text()) if file.is_file() else {}
+    if best.get("metric") is None:
+        return {}
+    return {f"best/{best['metric']}": best["value"], "best/step": best["step"]}
 
 
 def _histograms(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -164,10 +211,14 @@ def _histograms(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _run_id(stage: Stage, worker: str) -> str:
-    """Return the stage's wandb run id, created once and stored in its directory so that a resumed run keeps it."""
+    """Return the stage's wandb run id, created once and stored in its directory so that a resumed run keeps it.
+
+    In a sweep it is the one that `wandb agent` gives.
+    """
     path = _id_file(stage, worker)
     if not path.exists():
-        write_atomic(path, secrets.token_hex(8) + "\n")
+        given = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
+        write_atomic(path, (given or secrets.token_hex(8)) + "\n")
     return path.read_text().strip()
 
 
@@ -189,11 +240,13 @@ def _last_written(directory: Path, run_id: str) -> int:
         while at + 7 <= len(content):
             size, kind = struct.unpack_from("<HB", content, at + 4)
             part = content[at + 7 : at + 7 + size]
-            if not kind or len(part) < size:  # of a process that was killed while it wrote
+            # Of a process that was killed while it wrote.
+            if not kind or len(part) < size:
                 break
             record += part
             at += 7 + size
-            at += -at % 2**15 if -at % 2**15 < 7 else 0  # the rest of a block is empty
+            # The rest of a block is empty.
+            at += -at % 2**15 if -at % 2**15 < 7 else 0
             if kind in (1, 4):
                 history = Record.FromString(record).history
                 last = max(

@@ -12,10 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.options import text_problem
-from rlhf_serve.opening import ALTERNATIVES
 
+ALTERNATIVES = 20
+"""Likeliest tokens that a request may ask for, as in OpenAI's and vLLM's."""
 MOST_COMPLETIONS = 1024
 """Completions of one request."""
+MOST_ROWS = 16_384
+"""Rows of one request for scores."""
 MOST_CHARACTERS = 2**20
 """Characters of a text, where the model's context is not larger."""
 CHARACTERS_OF_A_TOKEN = 16
@@ -179,6 +182,39 @@ class Detokenize(Fields):
 
     model: Name | None = None
     tokens: Ids
+
+
+class Score(Fields):
+    """The body of `/score`."""
+
+    model: Name | None = None
+    rows: list[dict[str, Any]] | None = Field(default=None, max_length=MOST_ROWS)
+    chat: bool = False
+    """Whether prompts that are texts are a user's turn, and their completions replies."""
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    user: str | None = None
+    priority: int | None = None
+    encoding_format: str | None = None
+
+
+class Classify(Fields):
+    """The body of `/classify`."""
+
+    model: Name | None = None
+    input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] | list[list[dict[str, Any]]] | None = (
+        None
+    )
+    messages: list[dict[str, Any]] | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+    user: str | None = None
+    priority: int | None = None
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -8,6 +8,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from rlhf_http.answers import error_body
+
 HEADER_BYTES = 64 * 1024
 """The most bytes of a request's address and headers, and of what stands between the parts of its body."""
 HEADER_SECONDS = 30.0
@@ -133,8 +135,7 @@ class Connection(HttpToolsProtocol):
         if self._answering:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-        content = json.dumps({"error": error}).encode()
+        content = json.dumps(error_body(message, status)).encode()
         lines = [
             STATUS_LINE[status],
             b"content-type: application/json\r\n",

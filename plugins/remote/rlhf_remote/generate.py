@@ -1,4 +1,7 @@
-"""The command `rlhf generate`: sample completions of prompts as training would."""
+"""The command `rlhf generate`: completions of prompts, sampled as training would.
+
+What it needs is imported when it runs: `rlhf --help` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_core.cli.options import takes
 from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
-from rlhf_core.runtime.flags import Base, Plugins, Quantize
+from rlhf_core.runtime.flags import Base, Plugins, Quantize, takes
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts, Records
@@ -106,6 +108,12 @@ class Generation:
     plugin: Plugins = None
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+UNDERSCORES = {"token_normalize_func": lambda name: name.replace("-", "_")}
+"""Flags are fields of configurations: --max-completion-length is --max_completion_length, too."""
+
+
+@app.command(context_settings=UNDERSCORES)
 @takes(Generation)
 def generate(given: Generation) -> None:
     """Sample completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
@@ -114,7 +122,7 @@ def generate(given: Generation) -> None:
             "rlhf generate: give either --prompt TEXT (repeatable) or a file with `prompt` or `messages` rows"
         )
     from rlhf_core import plugins, runtime
-    from rlhf_core.plugins.urls import is_url, load_for_url
+    from rlhf_core.plugins.urls import is_url
     from rlhf_core.runtime.files import require_writable, write_atomic
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
 
@@ -122,8 +130,12 @@ def generate(given: Generation) -> None:
     runtime.prepare()
     registry = plugins.load(files=given.plugin or ()).registry
     records = _records(given, registry)
-    remote = is_url(given.model)
-    rows = load_for_url("complete")(given, records) if remote else _complete(given, records, registry)
+    if is_url(given.model):
+        from rlhf_remote.models import complete
+
+        rows = complete(given, records)
+    else:
+        rows = _complete(given, records, registry)
     if given.output is not None:
         write_atomic(given.output, "".join(map(row_text, rows)))
         echo(f"{given.output}: {counted(len(rows), 'completions')}")
@@ -269,8 +281,8 @@ def _sampler(given: Generation, model: Model, prompts: int, longest: int) -> Sam
             stop_ids=model.stop_ids,
             num_generations=given.num_generations,
             prompts_per_call=min(prompts, max(1, SEQUENCES_AT_ONCE // given.num_generations)),
-            max_prompt_length=bucket(longest, 2 * longest + SHORTEST_BUCKET)
-            + 1,  # a program for many lengths
+            # A program for many lengths.
+            max_prompt_length=bucket(longest, 2 * longest + SHORTEST_BUCKET) + 1,
             tokenizer=model.tokenizer,
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from rlhf_sft import SFTConfig
 
-from rlhf_core import LOGGER, Stage, plugins
+from rlhf_core import LOGGER, Artifact, Stage, plugins
 
 wandb = pytest.importorskip("wandb")
 Wandb: Any = partial(plugins.load().registry.get, LOGGER, "wandb")
@@ -35,12 +36,60 @@ def stage(tmp_path: Path) -> Stage:
     return Stage("policy", directory, 3, None, True, plugins.load().registry, None)
 
 
+def test_options_and_artifacts_and_the_best_evaluation(stage: Stage, tmp_path: Path) -> None:
+    logger = Wandb(mode="offline", tags=["first", "second"], notes="with margins", log_model=True)
+    logger.rlhf_stage_start(stage=stage, config=CONFIG)
+    run = logger._run
+    assert (run.tags, run.notes) == (("first", "second"), "with margins")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    logged: list[Any] = []
+    run.log_artifact = logged.append
+    logger.rlhf_artifact_saved(stage=stage, artifact=Artifact("model", "reward_model", model))
+    (artifact,) = logged
+    assert (artifact.name, artifact.type, artifact.metadata) == (
+        "policy-model",
+        "model",
+        {"kind": "reward_model"},
+    )
+    assert list(artifact.manifest.entries) == ["config.json"]
+    best = {"metric": "eval_accuracy", "value": 0.75, "step": 4, "bad": 1, "updates": 6, "model": 4}
+    (stage.dir / "best.json").write_text(json.dumps(best))
+    finish, summaries = run.finish, []
+    run.finish = lambda exit_code: summaries.append((exit_code, dict(run.summary)))
+    logger.rlhf_stage_end(stage=stage, error=None)
+    finish()
+    ((code, summary),) = summaries
+    assert code == 0
+    assert summary["best/eval_accuracy"] == 0.75
+    assert summary["best/step"] == 4
+
+
+def test_models_are_kept_here_unless_asked(stage: Stage, tmp_path: Path) -> None:
+    logger = Wandb()
+    logger._run = None
+    logger.rlhf_artifact_saved(stage=stage, artifact=Artifact("model", "reward_model", tmp_path))
+    logger._run = object()  # an attempt to log would be a warning
+    logger.rlhf_artifact_saved(stage=stage, artifact=Artifact("model", "reward_model", tmp_path))
+
+
+def test_a_run_of_a_sweep_has_the_agent_s_id(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abcd1234")
+    monkeypatch.setenv("WANDB_RUN_ID", "agent0001")
+    run = play(Wandb(mode="offline"), stage, range(1, 2))
+    assert run.id == (stage.dir / "wandb_run_id.txt").read_text().strip() == "agent0001"
+    monkeypatch.delenv("WANDB_RUN_ID")  # the same command, by hand
+    monkeypatch.delenv("WANDB_SWEEP_ID")
+    assert play(Wandb(mode="offline"), stage, range(2, 3)).id == "agent0001"
+
+
 def play(logger: Any, stage: Stage, steps: range) -> Any:
     logger.rlhf_stage_start(stage=stage, config=CONFIG)
     run = logger._run
     for step in steps:
         logger.rlhf_step_end(step=step, metrics={"completions/mean_length": float(step), "kl": float("nan")})
-    logger.rlhf_stage_end(error=None)
+    logger.rlhf_stage_end(stage=stage, error=None)
     return run
 
 
@@ -110,10 +159,11 @@ def test_failing_to_start_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyP
     with pytest.warns(UserWarning, match="wandb did not start, continuing without it: no route to host"):
         logger.rlhf_stage_start(stage=stage, config=CONFIG)
     logger.rlhf_step_end(step=1, metrics={"loss": 1.0})
-    logger.rlhf_stage_end(error=None)
+    logger.rlhf_stage_end(stage=stage, error=None)
+    unpacked = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.warns(UserWarning, match="wandb did not start"):
-        Wandb().rlhf_stage_start(stage=stage, config=CONFIG)
+        unpacked.rlhf_stage_start(stage=stage, config=CONFIG)
 
 
 def test_a_key_that_is_refused_goes_offline_and_says_so(
@@ -135,7 +185,7 @@ def test_a_key_that_is_refused_goes_offline_and_says_so(
     assert modes == ["online", "offline"]
 
 
-def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
+def test_failing_later_is_one_warning(stage: Stage, recwarn: pytest.WarningsRecorder) -> None:
     class Broken:
         def log(self, *_: Any, **__: Any) -> None:
             raise OSError("service gone")
@@ -144,7 +194,7 @@ def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
     logger._run = Broken()
     for step in (1, 2):
         logger.rlhf_step_end(step=step, metrics={"loss": 1.0})
-    logger.rlhf_stage_end(error=None)
+    logger.rlhf_stage_end(stage=stage, error=None)
     assert [str(w.message) for w in recwarn] == ["wandb failed, continuing without it: service gone"]
 
 
@@ -171,11 +221,16 @@ def test_completions_are_a_table_and_weights_histograms(stage: Stage) -> None:
     logger._run = Run()
     logger.rlhf_samples(step=4, name="preview", rows=rows)
     logger.rlhf_weights(step=5, weights={"layers.0.kernel": weights})
-    (at, samples), (later, histograms) = logged
+    pair = {"row": "p.jsonl row 1", "prompt": "a", "chosen": "b", "rejected": "c", "chosen_score": 0.5}
+    logger.rlhf_samples(step=6, name="evaluation", rows=[{**pair, "rejected_score": -0.5, "margin": 0.0}])
+    (at, samples), (later, histograms), (_, pairs) = logged
     assert (at, later) == (4, 5)
     table = samples["samples/preview"]
     assert table.columns == ["step", "prompt", "completion", "length", "finished"]
     assert table.data[0] == [4, "a", '[{"role": "assistant", "content": "b"}]', 3, True]
+    scored = pairs["samples/evaluation"]
+    assert scored.columns[:5] == ["step", "row", "prompt", "chosen", "rejected"]
+    assert scored.data == [[6, "p.jsonl row 1", "a", "b", "c", 0.5, -0.5, 0.0]]
     histogram = histograms["weights/layers.0.kernel"]
     assert list(histogram.histogram) == [1, 2, 1]
     assert (histogram.bins[0], histogram.bins[-1]) == (-1.0, 1.0)

@@ -1,0 +1,219 @@
+"""TensorBoard, Trackio and MLflow, and what they share.
+
+The main process logs metrics under their own names, without values that are not finite, which are null in
+metrics.jsonl. A killed run repeats the updates since its newest checkpoint: their steps are not logged twice.
+An error in a tracker is a warning, and the stage continues without it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import InputError, Stage, TrainerConfig, hookimpl
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.config.secrets import public_table
+from rlhf_core.errors import warn
+from rlhf_core.loggers.jsonl import FILE, read_rows
+
+
+@dataclass(eq=False)
+class Tracker:
+    """What the three share. A tracker opens a run, and says up to which step it has one."""
+
+    _log: Callable[[int, dict[str, float]], Any] | None = field(default=None, init=False, repr=False)
+    _close: Callable[[str], Any] = field(default=lambda status: None, init=False, repr=False)
+    _logged: int = field(default=-1, init=False, repr=False)
+
+    @hookimpl
+    def rlhf_stage_start(self, stage: Stage, config: TrainerConfig) -> None:
+        if stage.is_main:
+            self._guarded("did not start", lambda: self._open(stage, config))
+
+    @hookimpl
+    def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        log = self._log
+        if log is None or step <= self._logged:
+            return
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._guarded("failed", lambda: log(step, finite))
+        self._logged = step
+
+    @hookimpl
+    def rlhf_stage_end(self, error: BaseException | None) -> None:
+        if self._log is not None:
+            self._guarded("failed", lambda: self._close("FINISHED" if error is None else "FAILED"))
+            self._log = None
+
+    def _open(self, stage: Stage, config: TrainerConfig) -> None:
+        raise NotImplementedError
+
+    def _guarded(self, what: str, call: Callable[[], Any]) -> None:
+        try:
+            with redirect_stdout(sys.stderr):  # standard output is for the results of commands
+                call()
+        except Exception as error:
+            self._log = None
+            warn(f"{type(self).__name__} {what}, continuing without it: {error}")
+
+
+@dataclass(eq=False)
+class TensorBoard(Tracker):
+    """Writes to STAGE_DIR/`folder`: `tensorboard --logdir RUN` shows a curve per metric for every stage.
+
+    A stage that continues adds a file, which replaces what came after its first step (`purge_step`).
+    """
+
+    folder: str = "tensorboard"
+
+    def __post_init__(self) -> None:
+        require("tensorboard", "tensorboardX")
+
+    def _open(self, stage: Stage, config: TrainerConfig) -> None:
+        from tensorboardX import SummaryWriter
+
+        writers: list[Any] = []
+
+        def log(step: int, metrics: dict[str, float]) -> None:
+            if not writers:
+                # Files of one second must differ.
+                suffix = f".{step:08d}"
+                folder = str(stage.dir / self.folder)
+                writers.append(SummaryWriter(folder, purge_step=step, filename_suffix=suffix))
+            for name, value in metrics.items():
+                writers[0].add_scalar(name, value, step)
+            writers[0].flush()
+
+        self._log = log
+        self._close = lambda status: [writer.close() for writer in writers]
+
+
+@dataclass(eq=False)
+class Trackio(Tracker):
+    """One run per stage, grouped by run directory; a resumed stage continues its run.
+
+    project, space_id, server_url: as in trackio; without the last two, metrics stay here, for `trackio show`.
+    name: default the config's `run_name`, else "RUN_DIRECTORY/STAGE".
+    """
+
+    project: str = "rlhf"
+    name: str | None = None
+    space_id: str | None = None
+    server_url: str | None = None
+
+    def __post_init__(self) -> None:
+        require("trackio", "trackio")
+
+    def _open(self, stage: Stage, config: TrainerConfig) -> None:
+        import trackio
+
+        file = stage.dir / "trackio_run.txt"
+        begun = file.exists()
+        name = file.read_text().strip() if begun else run_name(self.name, stage, config)
+        run = trackio.init(
+            project=self.project,
+            name=name,
+            group=stage.dir.parent.name,
+            space_id=self.space_id,
+            server_url=self.server_url,
+            config=described(stage, config),
+            # A thread may not have written the run yet when it was killed.
+            resume="allow" if begun else "never",
+            embed=False,
+        )
+        write_atomic(file, f"{run.name}\n")
+        self._logged = run._next_step - 1  # no public name has it, also of a run on a server
+        # What a thread had not written yet when the process was killed.
+        if begun and (stage.dir / FILE).exists():
+            for row in read_rows(stage.dir / FILE):
+                step = row.pop("step")
+                if step > self._logged:
+                    run.log(logged_values(row), step=step)
+                    self._logged = step
+        self._log = lambda step, metrics: run.log(metrics, step=step)
+        self._close = lambda status: run.finish()
+
+
+@dataclass(eq=False)
+class MLflow(Tracker):
+    """One run per stage in an experiment, with the config as parameters; a resumed stage continues its run.
+
+    name: default the config's `run_name`, else "RUN_DIRECTORY/STAGE". tracking_uri: default MLFLOW_TRACKING_URI, else
+    MLflow's own. The extra installs mlflow-skinny, which logs to a server; a database here
+    needs `pip install mlflow`.
+    """
+
+    experiment: str = "rlhf"
+    name: str | None = None
+    tracking_uri: str | None = None
+
+    def __post_init__(self) -> None:
+        require("mlflow", "mlflow")
+
+    def _open(self, stage: Stage, config: TrainerConfig) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        client = MlflowClient(self.tracking_uri)
+        file = stage.dir / "mlflow_run_id.txt"
+        if file.exists():
+            run = client.get_run(file.read_text().strip())
+            client.update_run(run.info.run_id, "RUNNING")
+            histories = (client.get_metric_history(run.info.run_id, name) for name in run.data.metrics)
+            self._logged = max((metric.step for history in histories for metric in history), default=-1)
+        else:
+            found = client.get_experiment_by_name(self.experiment)
+            experiment = found.experiment_id if found else client.create_experiment(self.experiment)
+            tags = {"run": stage.dir.parent.name, "stage": stage.name}
+            run = client.create_run(experiment, run_name=run_name(self.name, stage, config), tags=tags)
+            params = [Param(key, str(value)[:6000]) for key, value in flat(described(stage, config)).items()]
+            # The most that one request may hold.
+            for first in range(0, len(params), 100):
+                client.log_batch(run.info.run_id, params=params[first : first + 100])
+            write_atomic(file, f"{run.info.run_id}\n")
+
+        def log(step: int, metrics: dict[str, float]) -> None:
+            now = time.time_ns() // 10**6
+            values = [Metric(name, value, now, step) for name, value in metrics.items()]
+            client.log_batch(run.info.run_id, metrics=values)
+
+        self._log = log
+        self._close = lambda status: client.set_terminated(run.info.run_id, status)
+
+
+def require(logger: str, package: str) -> None:
+    """Raise InputError if the package that a logger writes with is not installed."""
+    if find_spec(package) is None:
+        raise InputError(
+            f"logger '{logger}' needs the package {package}, which is not installed: "
+            f"pip install 'rlhf-trackers[{logger}]'"
+        )
+
+
+def run_name(given: str | None, stage: Stage, config: TrainerConfig) -> str:
+    return given or config.full_name or f"{Path(stage.dir).parent.name}/{stage.name}"
+
+
+def described(stage: Stage, config: TrainerConfig) -> dict[str, Any]:
+    """Return the config without secrets, with the stage's name and seed."""
+    return {**public_table(config, stage.registry), "stage": stage.name, "seed": stage.seed}
+
+
+def logged_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a row of metrics.jsonl, without its time and without values that were not finite."""
+    return {name: value for name, value in row.items() if name != "time" and value is not None}
+
+
+def flat(table: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+    """Return {dotted path: value} of nested tables."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{front}{key}.") if isinstance(value, Mapping) else {front + key: value}
+    return found
