@@ -209,7 +209,7 @@ def _is_called(thing: Any) -> bool:
     """Whether a signature says something: not of protocols, exceptions and configurations, whose fields have pages."""
     if not inspect.isclass(thing):
         return callable(thing) and inspect.isroutine(thing)
-    return not (issubclass(thing, (Exception, Options)) or getattr(thing, "_is_protocol", False))
+    return not (issubclass(thing, (Exception, Options, dict)) or getattr(thing, "_is_protocol", False))
 
 
 def _signature(function: Any) -> str:
