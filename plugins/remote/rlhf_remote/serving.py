@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rlhf_core import InputError, RunError
+from rlhf_remote.models import KEY
 
-KEY = "RLHF_API_KEY"
 READY = re.compile(r"^serving .* on (http://\S+)$")
 BAD_INPUT = 2
 COMMAND = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from rlhf_core.cli import main; main()"
@@ -68,8 +68,9 @@ def _wait_until_ready(server: subprocess.Popen[str]) -> str:
     """Return the address once requests are answered. Prints warnings meanwhile."""
     said = []
     for line in _lines(server):
-        if found := READY.match(line):
-            return found[1]
+        ready = READY.match(line)
+        if ready is not None:
+            return ready[1]
         if line.startswith("warning: "):
             print(line, file=sys.stderr, flush=True)
         else:
