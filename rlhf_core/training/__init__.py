@@ -1,5 +1,6 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python."""
 
+from rlhf_core.errors import warn as warn
 from rlhf_core.fit import Build as Build
 from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.training.context import Context as Context
@@ -32,4 +33,5 @@ __all__ = [
     "open_rewards",
     "padded_rows",
     "python_trainer",
+    "warn",
 ]

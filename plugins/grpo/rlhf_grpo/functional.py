@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
-from rlhf_core.errors import warn
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps
-from rlhf_core.training import PaddedObjective, StepMetrics, padded_rows
+from rlhf_core.training import PaddedObjective, StepMetrics, padded_rows, warn
 from rlhf_grpo.losses import LOSSES
 from rlhf_grpo.objective import Terms, combine, objective
 

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs
-from rlhf_core.errors import warn
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.training import PaddedObjective, StepMetrics, named_loss, padded_rows
+from rlhf_core.training import PaddedObjective, StepMetrics, named_loss, padded_rows, warn
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import objective, pair_loss
 
