@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,13 +10,14 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from email import message_from_bytes
 from email.message import Message
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from rlhf_testing import tokenizer
 
 from rlhf_core.plugins import load_file
@@ -228,20 +230,89 @@ def test_wheels_work_outside_the_repository_and_without_one_of_them(
     assert not (tmp_path / "run").exists()
 
 
+SCORE = """
+from rlhf_core import load_model
+model = load_model("alone/base/artifacts/model")
+print(model.logits([[3, 4]], [[1, 1]]).shape)
+"""
+
+
 @pytest.mark.long
-def test_core_runs_without_the_report_and_the_kits(environment: Path, tmp_path: Path) -> None:
-    rlhf = environment / "bin/rlhf"
-    for name in ("rlhf-report", "rlhf-testing"):
-        removed = pip(environment, "uninstall", "--yes", name)
-        assert removed.returncode == 0, removed.stderr
-    tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n')
-    (tmp_path / "pipeline.toml").write_text(DEMONSTRATIONS)
-    ran = command([rlhf, "run", "pipeline.toml"], tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    for words, package in ((["report", "alone"], "rlhf-report"), (["new", "reward", "x"], "rlhf-testing")):
-        refused = command([rlhf, *words], tmp_path)
+def test_core_and_one_trainer_need_nothing_that_only_other_packages_need(
+    wheels: dict[str, zipfile.ZipFile], tmp_path: Path
+) -> None:
+    """A llama is trained, evaluated, trained on and opened beside the libraries that core's metadata names."""
+    place, libraries, work = (tmp_path / name for name in ("environment", "libraries", "work"))
+    for directory in (place, libraries, work):
+        directory.mkdir()
+    required = message_from_bytes(metadata(wheels["rlhf_core"], "METADATA")).get_all("Requires-Dist", ())
+    names = needed(required)
+    assert not {"wandb", "uvicorn", "starlette", "bokeh", "tensorboardx", "math-verify"} & names
+    for name in names:
+        for file in distribution(name).files or ():
+            top = Path(sysconfig.get_paths()["purelib"]) / file.parts[0]
+            if file.parts[0] != ".." and not (libraries / top.name).exists():
+                (libraries / top.name).symlink_to(top)
+    command([sys.executable, "-m", "venv", "--without-pip", place], place)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(f"{libraries}\n")
+    install = pip(
+        place,
+        "install",
+        "--no-deps",
+        "--no-index",
+        *(str(wheels[name].filename) for name in ("rlhf_core", "rlhf_sft")),
+    )
+    assert install.returncode == 0, install.stderr
+
+    rlhf = place / "bin/rlhf"
+    tokenizer().save_pretrained(work / "tokenizer")
+    (work / "texts.jsonl").write_text('{"text": "a b"}\n')
+    for steps in (1, 2):
+        pipeline = DEMONSTRATIONS.replace("max_training_steps = 1", f"max_training_steps = {steps}")
+        (work / "pipeline.toml").write_text(pipeline + 'eval_data = "texts.jsonl"\nlog_steps = 1\n')
+        ran = command([rlhf, "run", "pipeline.toml"], work)
+        assert ran.returncode == 0, ran.stderr
+    assert "is trained further" in ran.stdout + ran.stderr
+    rows = [json.loads(line) for line in (work / "alone/base/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert any("eval_loss" in row for row in rows)
+    opened = command([place / "bin/python", "-c", SCORE], work)
+    assert opened.stdout.startswith("(1, 2, "), opened.stderr
+
+    commands = {
+        "report alone": "rlhf-report",
+        "new reward x": "rlhf-testing",
+        "generate alone": "rlhf-remote",
+    }
+    for words, package in commands.items():
+        refused = command([rlhf, *words.split()], work)
         assert refused.returncode == 2
-        assert refused.stderr == f"rlhf {words[0]}: not installed; type: pip install {package}\n"
-    door = command([environment / "bin/python", "-c", "import rlhf_core.testing"], tmp_path)
+        assert refused.stderr == f"rlhf {words.split()[0]}: not installed; type: pip install {package}\n"
+    door = command([place / "bin/python", "-c", "import rlhf_core.testing"], work)
     assert "ImportError: rlhf_core.testing needs rlhf-testing; type: pip install rlhf-testing" in door.stderr
+    (work / "pipeline.toml").write_text(DEMONSTRATIONS.replace('"alone"', '"other"') + 'logger = ["wandb"]\n')
+    refused = command([rlhf, "check", "pipeline.toml"], work)
+    assert refused.returncode == 2
+    assert "pip install 'rlhf-trackers[wandb]'" in refused.stderr
+
+
+def needed(requirements: Iterable[str]) -> set[str]:
+    """Return the distributions that requirements need, and theirs, of those that are installed here."""
+    found: set[str] = set()
+    todo = list(requirements)
+    while todo:
+        requirement = Requirement(todo.pop())
+        name = requirement.name.lower().replace("_", "-")
+        extras = ("", *requirement.extras)
+        wanted = requirement.marker is None or any(
+            requirement.marker.evaluate({"extra": each}) for each in extras
+        )
+        if name in found or not wanted:
+            continue
+        try:
+            todo += distribution(name).requires or []
+        except PackageNotFoundError:  # of another platform
+            continue
+        found.add(name)
+    return found
