@@ -74,16 +74,22 @@ def schema(output: Output = None) -> None:
     echo(f"{output}: put `#:schema {output}` on the first line of a pipeline, relative to it", err=True)
 
 
-def doctor() -> None:
+def doctor(
+    pipeline: Annotated[
+        Path | None,
+        typer.Argument(metavar="[PIPELINE.toml]", help="A pipeline: what it needs that is not installed."),
+    ] = None,
+) -> None:
     """Print what is installed and what is wrong. Exit code 1 if something is.
 
-    Versions, devices, memory, plugins, commands, the cache of compiled programs, disk.
+    Versions, devices, memory, plugins, commands, the cache of compiled programs, disk; of a pipeline, the distributions
+    of this suite that its trainers, rewards, loggers, kernels and models come with.
     """
     from rlhf_core import RunError
     from rlhf_core.runtime.terminal import echo
-    from rlhf_tools.doctor import examine
+    from rlhf_tools.doctor import examine, of_pipeline
 
-    findings = examine()
+    findings = [*examine(), *(() if pipeline is None else of_pipeline(pipeline))]
     for finding in findings:
         echo(f"{finding.name:<18} {finding.value}")
     problems = [finding.problem for finding in findings if finding.problem]

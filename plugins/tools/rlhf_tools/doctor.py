@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shlex
 import shutil
 import tempfile
 import warnings
@@ -17,10 +18,12 @@ from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlhf_core import plugins, runtime
-from rlhf_core.errors import error_line
+from rlhf_core import InputError, plugins, runtime
+from rlhf_core.config.toml import parse_toml
+from rlhf_core.errors import error_line, library_words
 from rlhf_core.runtime.distributions import owner
 from rlhf_core.runtime.peak_memory import available_memory, format_bytes, machine_memory
+from rlhf_tools.missing import missing
 
 LIBRARIES = (
     "jax",
@@ -190,6 +193,26 @@ def extensions() -> Iterator[Finding]:
             why = f"the command rlhf {point.name} cannot be loaded: {error_line(error)}"
             yield Finding(point.name, "failed", f"{why}; update or uninstall {owner(point)}")
     yield Finding("commands", ", ".join(names))
+
+
+def of_pipeline(path: Path) -> Iterator[Finding]:
+    """What a pipeline names and is not installed. Raises InputError for a file that cannot be read."""
+    try:
+        table = parse_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {library_words(error)}") from None
+    stages = table.get("stage")
+    stages = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        registry = plugins.load().registry
+    packages = missing(stages, path.parent, registry)
+    for package, components in packages.items():
+        what = ", ".join(components)
+        problem = f"{path}: {what}: not installed: pip install {shlex.quote(package)}"
+        yield Finding(path.name, f"needs {package}, for {what}", problem)
+    if not packages:
+        yield Finding(path.name, "all components that it names are installed")
 
 
 def disks() -> Iterator[Finding]:

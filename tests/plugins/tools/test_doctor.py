@@ -11,7 +11,7 @@ import jax
 import pytest
 from rlhf_tools import commands, doctor
 
-from rlhf_core import RunError, plugins
+from rlhf_core import InputError, Registry, RunError, plugins
 from rlhf_core.plugins import PluginInfo
 
 
@@ -43,6 +43,46 @@ def test_it_says_on_an_accelerator_whether_kernels_are_installed(monkeypatch: py
     assert said() == f"rlhf-kernels {found('rlhf-core')}"
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "rlhf-kernels" else found(name))
     assert said() == "none, so XLA computes attention and experts: pip install rlhf-kernels"
+
+
+PIPELINE = """
+[[stage]]
+trainer = "sft"
+model = { model_type = "gemma4_text" }
+logger = ["jsonl", { name = "mlflow" }]
+use_wandb = true
+[[stage]]
+trainer = "grpo"
+model = "policy"
+rewards = ["length", "mine.py:short", { name = "judge" }]
+"""
+
+
+def test_it_lists_what_a_pipeline_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/config.json").write_text('{"model_type": "qwen3_5"}')
+    (tmp_path / "pipeline.toml").write_text(PIPELINE)
+    monkeypatch.setattr(plugins, "load", lambda: SimpleNamespace(registry=Registry()))
+
+    def needed() -> dict[str, str]:
+        found = doctor.of_pipeline(tmp_path / "pipeline.toml")
+        problems = [finding.problem for finding in found if finding.problem]
+        return {line.rpartition("pip install ")[2]: line.split(": ")[1] for line in problems}
+
+    assert needed() == {
+        "rlhf-sft": "trainer sft",
+        "'rlhf-trackers[mlflow]'": "logger mlflow",
+        "'rlhf-trackers[wandb]'": "logger wandb",
+        "rlhf-families": "model gemma4, model qwen3_5",
+        "rlhf-grpo": "trainer grpo",
+        "rlhf-rewards": "reward length",
+        "rlhf-remote": "reward judge",
+    }
+    monkeypatch.undo()
+    assert needed().keys() <= {"'rlhf-trackers[mlflow]'", "'rlhf-trackers[wandb]'"}
+    (tmp_path / "pipeline.toml").write_text("[[stage]\n")
+    with pytest.raises(InputError, match=r"pipeline\.toml: "):
+        list(doctor.of_pipeline(tmp_path / "pipeline.toml"))
 
 
 def broken_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
