@@ -16,8 +16,15 @@ from rlhf_remote.models import KEY
 
 READY = re.compile(r"^serving .* on (http://\S+)$")
 BAD_INPUT = 2
-COMMAND = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from rlhf_core.cli import main; main()"
-"""`rlhf`, in a process that gets SIGTERM (15) when its parent has ended, however that was (PR_SET_PDEATHSIG, 1)."""
+COMMAND = """
+import ctypes, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15)
+from rlhf_core.cli import main
+main()
+"""
+"""`rlhf`, in a process that gets SIGTERM (15) when its parent has ended, however that was (PR_SET_PDEATHSIG, 1); other
+systems than Linux have no such signal."""
 END_SECONDS = 10.0
 
 
