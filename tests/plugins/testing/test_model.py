@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import ModelFamily
-from rlhf_core.models import DECODER, Decoder, Definition
+from rlhf_core.models import DECODER, Decoder, Definition, find_family
 from rlhf_core.testing import check_model
 from tests.shared import mesh_cases as cases
 from tests.shared.decoder_configs import defined
@@ -159,4 +159,4 @@ def test_the_defect_is_found(case: str, failures: Any) -> None:
     ],
 )
 def test_the_built_in_decoder_passes(config: Any) -> None:
-    check_model(DECODER, config)
+    check_model(find_family(config["model_type"]), config)
