@@ -131,7 +131,7 @@ def _blocks(seen: jax.Array) -> jax.Array:
     return jnp.where(used, jnp.arange(1, len(used) + 1, dtype=jnp.int32), 0).max()
 
 
-def visible_reader() -> Callable[..., AttentionPart | None] | None:
+def visible_kernel() -> Callable[..., AttentionPart | None] | None:
     """Find the kernel that reads only the visible entries of a cache, `over_cache` of `AttentionOver`; None where there
     is none, and where arrays do not lie on one device each: under a mesh they do within `jax.shard_map` over all axes.
     """
@@ -154,7 +154,7 @@ def attend_groups(
     q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
     the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], one run of entries that all rows see alike. One
     softmax covers both. A shared cache is read once per group, whose queries are the rows of one product; of the rows'
-    own, a kernel reads what is visible, where `visible_reader` finds one and it suits them.
+    own, a kernel reads what is visible, where `visible_kernel` finds one and it suits them.
     """
     (read_keys, read_values, read), (keys, values, visible) = prompts, own
     rows, kv_heads, repeats, _ = q.shape
@@ -170,7 +170,7 @@ def attend_groups(
     shared = jnp.einsum("pkgrh,pkhs->pkgrs", by_prompt(q), read_keys, preferred_element_type=jnp.float32)
     shared = jnp.where(read[:, None, :, None], capped(shared, softcap), MASKED)
     written = None
-    reader = visible_reader()
+    reader = visible_kernel()
     if reader is not None:
         first = visible.argmax()
         written = reader(q, keys, values, first, first + visible.sum(), softcap)

@@ -1,5 +1,10 @@
 """One decoder-only transformer for all families of `families.ARCHITECTURES`.
 
+Rows, of training and of scoring: `hidden`, `_run_stacked` with a `RowReader`. Decoding: `_run_cached`,
+`_run_prepared` with a `CacheReader`. A layer, `layer.Layer`, calls `attend` or `recur` of its context, and so
+computes the same in both. Hidden states become log-probabilities in `rlhf_core.logprobs`, in chunks, and a next token
+in `sampling.next_token`.
+
 Parameters are a nested dict under Hugging Face's names, with `kernel` [in, out] for a linear layer; layers are stacked,
 float32 [layers, …]. The dict is merged with the cached module definition inside jit, which costs nothing at run time.
 """
@@ -49,7 +54,7 @@ from rlhf_core.models.config import (
 )
 from rlhf_core.models.decode_layout import is_joined, separate, stack_of, unmerged
 from rlhf_core.models.definition import Definition
-from rlhf_core.models.experts import Recorder, Router, recorder_of
+from rlhf_core.models.experts import Recorder, Routing, recorder_of
 from rlhf_core.models.kernels import find_kernels
 from rlhf_core.models.layer import Recurrent, has_state, layer_of, take_rows
 from rlhf_core.models.layers import Embedding, Linear, RMSNorm
@@ -75,8 +80,10 @@ UNROLLED_LAYERS = 8
 
 
 class Cache(NamedTuple):
-    """The cache of a batch. layers: each layer's `Aux.cache`, apart, so that writing a token touches nothing else;
-    positions: int32 [B, S], of the entries of keys and values.
+    """The cache of a batch.
+
+    layers: each layer's `Aux.cache`, rotated keys [B, K, h, S] and values [B, K, S, h], or a state [B, …]; apart, so
+    that writing a token touches nothing else. positions: int32 [B, S], of the entries of keys and values.
     """
 
     layers: tuple[Any, ...]
@@ -248,7 +255,7 @@ class Decoder(Definition):
         at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Compute (hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with
-        `keep`, every layer's keys and values as in Cache, else None).
+        `keep`, what later tokens read of each layer, as in Cache, otherwise nothing to be used).
         """
         self._check_length(tokens.shape[1])
         mesh = None if keep else context_mesh(tokens)
@@ -320,7 +327,7 @@ class Decoder(Definition):
         keeps_caches = keep or owners < c.num_layers
         caches: list[Any] = []
 
-        def prepared(kind: str, stack: Stack) -> tuple[Any, tuple[Any, PerLayer]]:
+        def loop_of(kind: str, stack: Stack) -> tuple[Any, tuple[Any, PerLayer]]:
             """Return (the function of a loop over layers of a kind, their stacked parameters and what differs)."""
             graph, state = nnx.split(stack_of(trunk.layers, kind))
             rotation = rotation_of(stack.config, rotations)
@@ -332,8 +339,8 @@ class Decoder(Definition):
                     rotation=rotation(own),
                     window=own.window,
                     given=own.given,
-                    router=None if recorder is None else Router(recorder.counted, own.routes),
-                    source=None if stack.config.source is None else caches[stack.config.source],
+                    routing=None if recorder is None else Routing(recorder.counted, own.routes),
+                    source_cache=None if stack.config.source is None else caches[stack.config.source],
                 )
                 x, aux = nnx.merge(graph, slice_[0])(x, ctx)
                 return x, (aux.cache if keeps_caches else None, aux.routed and aux.routed.load)
@@ -346,17 +353,17 @@ class Decoder(Definition):
             differs = per_layer(stack.config)._replace(given=inputs, routes=routes)
             return one, (nnx.to_pure_dict(state), differs)
 
-        stacks = {kind: prepared(kind, stack) for kind, stack in c.stacks.items()}
+        stacks = {kind: loop_of(kind, stack) for kind, stack in c.stacks.items()}
         # Layers with a state take about three times as long to compile as attention: each is written out once.
         unroll = policy is None and c.num_layers <= UNROLLED_LAYERS and not self.has_states
         if at is None or not unroll or c.kinds or recorder:
             kinds = c.kinds or ("",) * c.num_layers
-            x, outputs = run_layers(kinds[:owners], stacks, x, unroll=unroll)
+            x, kept_and_loads = run_layers(kinds[:owners], stacks, x, unroll=unroll)
             if owners < len(kinds):
-                caches += [cache for cache, _ in outputs]
+                caches += [cache for cache, _ in kept_and_loads]
                 x, more = run_layers(kinds[owners:], stacks, x, unroll=unroll)
-                outputs += more
-            kept, loads = zip(*outputs, strict=True)
+                kept_and_loads += more
+            kept, loads = zip(*kept_and_loads, strict=True)
             if recorder:
                 recorder.add(self, loads)
             return trunk.norm(x if at is None else take_rows(x, at)), kept
@@ -415,14 +422,14 @@ class Decoder(Definition):
         return zip(["its embedding", *layers, "its last norm"], outputs, strict=True)
 
     def _prefill(
-        self, weights: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
+        self, prepared: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
     ) -> tuple[list[jax.Array], Cache]:
         """Compute what `_run_prepared` returns, and the cache of the tokens."""
         self._check_length(tokens.shape[1])
         rotations = self._rotations(positions, shared_rotation)
         nothing = (None,) * self.config.num_layers
         reader = self._row_reader(positions, visible_until)
-        outputs, layers = self._run_prepared(weights, tokens, rotations, reader, nothing)
+        outputs, layers = self._run_prepared(prepared, tokens, rotations, reader, nothing)
         return outputs, Cache(layers, positions)
 
     def _rotations(self, positions: jax.Array, make: Callable[..., Any]) -> dict[tuple[Rope, int], Any]:
@@ -432,25 +439,25 @@ class Decoder(Definition):
 
     def _run_prepared(
         self,
-        weights: Params,
+        prepared: Params,
         tokens: jax.Array,
         rotations: Mapping[tuple[Rope, int], Any],
         reader: Reader,
         caches: Sequence[Any],
     ) -> tuple[list[jax.Array], tuple[Any, ...]]:
         """Run tokens, int32 [B, T], through the layers: (the outputs, [B, T, D], of the embedding, of every layer and
-        of the last norm; each layer's cache with them).
+        of the last norm; each layer's cache with them). Also for prefill, where caches are None.
 
-        weights: from `prepare`. rotations: from `_rotations`. caches: of the tokens before these, by layer.
+        prepared: from `prepare`. rotations: from `_rotations`. caches: of the tokens before these, by layer.
         """
         c, recorder = self.config, recorder_of(self)
-        fused = any(map(is_joined, weights["layers"]))
-        around, blocks = _parts(c, fused, self._is_apart(weights), unmerged(self), plain(self.quantized))
-        parts = {name: nnx.merge(graph, weights[name]) for name, graph in around.items()}
+        fused = any(map(is_joined, prepared["layers"]))
+        around, blocks = _parts(c, fused, self._is_apart(prepared), unmerged(self), plain(self.quantized))
+        parts = {name: nnx.merge(graph, prepared[name]) for name, graph in around.items()}
         outputs = [parts["embed_tokens"](tokens, self.compute_dtype)]
         given = parts["per_layer_inputs"](tokens, outputs[0]) if "per_layer_inputs" in parts else None
         after: list[Any] = []
-        for i, parameters in enumerate(weights["layers"]):
+        for i, parameters in enumerate(prepared["layers"]):
             kind, n = c.at(i)
             own = c.stacks[kind].config
             rope = own.ropes[own.layer_ropes[n] if own.layer_ropes else 0]
@@ -459,10 +466,10 @@ class Decoder(Definition):
                 rotation=rotations[rope, own.head_dim],
                 window=own.windows[n],
                 given=None if given is None else given[i],
-                router=None if recorder is None else Router(recorder.counted, None),
+                routing=None if recorder is None else Routing(recorder.counted, None),
                 cache=caches[i],
-                source=None if own.source is None else after[own.source],
-                reads=c.sources[i],
+                source_cache=None if own.source is None else after[own.source],
+                source_layer=c.sources[i],
             )
             x, aux = nnx.merge(blocks[kind], parameters)(outputs[-1], ctx)
             outputs.append(x)
@@ -471,9 +478,9 @@ class Decoder(Definition):
                 recorder.chosen.append(aux.routed.chosen)
         return [*outputs, parts["norm"](outputs[-1])], tuple(after)
 
-    def _is_apart(self, weights: Params) -> bool:
+    def _is_apart(self, prepared: Params) -> bool:
         """Tell whether mixers with a state have the parts of their parameters apart."""
-        for i, layer in enumerate(weights["layers"]):
+        for i, layer in enumerate(prepared["layers"]):
             kind = layer_of(self.config.stacks[self.config.at(i)[0]].config)
             if issubclass(kind.mixer, Recurrent) and kind.mixer.is_apart(layer[kind.name]):
                 return True
@@ -516,7 +523,7 @@ class Decoder(Definition):
         slot: jax.Array | int,
     ) -> tuple[jax.Array, Cache]:
         entries = written(cache.positions, positions[:, None], slot, 1)
-        reader = TokenReader(tokens=positions[:, None], slot=slot, entries=entries, visible=visible)
+        reader = TokenReader(positions=positions[:, None], slot=slot, entries=entries, visible=visible)
         states, cache = self._run_cached(params, cache, tokens[:, None], reader)
         return states[:, 0], cache
 
@@ -532,12 +539,12 @@ class Decoder(Definition):
     ) -> tuple[jax.Array, Cache]:
         self._check_length(used.shape[1] + cache.positions.shape[1])
         reader = GroupReader(
-            tokens=positions[:, None],
+            positions=positions[:, None],
             slot=step,
             entries=written(cache.positions, positions[:, None], step, 1),
             prompts=prompts.layers,
             used=used,
-            positions=prompts.positions,
+            prompt_positions=prompts.positions,
         )
         states, cache = self._run_cached(params, cache, tokens[:, None], reader)
         return states[:, 0], cache
@@ -553,7 +560,7 @@ class Decoder(Definition):
         self._check_length(cache.positions.shape[1])
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         reader = ChunkReader(
-            tokens=positions,
+            positions=positions,
             slot=start,
             entries=written(cache.positions, positions, start, 1),
             count=jnp.full_like(start, tokens.shape[1]) if count is None else count,
@@ -564,9 +571,9 @@ class Decoder(Definition):
         self, params: Params, cache: Cache, tokens: jax.Array, reader: CacheReader
     ) -> tuple[jax.Array, Cache]:
         """Compute tokens, int32 [B, T], that follow those of a cache: (hidden states [B, T, D], cache with them)."""
-        weights = params if isinstance(params["layers"], tuple) else self.prepare(params)
-        rotations = self._rotations(reader.tokens, rotation)
-        outputs, layers = self._run_prepared(weights, tokens, rotations, reader, cache.layers)
+        prepared = params if isinstance(params["layers"], tuple) else self.prepare(params)
+        rotations = self._rotations(reader.positions, rotation)
+        outputs, layers = self._run_prepared(prepared, tokens, rotations, reader, cache.layers)
         return outputs[-1], Cache(layers, reader.entries)
 
     def prepare(self, params: Params) -> Params:

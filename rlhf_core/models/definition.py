@@ -36,7 +36,7 @@ class Definition:
     NotImplementedError here; the methods in `OPTIONAL` make a model faster or give it adapters. With the fields
     `dtype`, `remat` and `attention`, callers choose how it computes. `rlhf_core.models.Decoder` has all of it.
 
-    Tokens, positions and visible_until are int32 [rows, time], as in `rlhf_core.packing.Rows`; a cache is any tree of
+    Tokens, positions and visible_until are int32 [rows, time], as in `rlhf_core.contracts.Rows`; a cache is any tree of
     arrays, rows first. An array of a cache has an entry for each token, or is a state: what all tokens so far have
     become, of a size that does not depend on their number, so that `ring` leaves it alone.
     """

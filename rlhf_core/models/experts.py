@@ -152,8 +152,8 @@ class Routed(NamedTuple):
     """Of the tokens that count; None where it is not asked for."""
 
 
-class Router(NamedTuple):
-    """What the router of one layer is told, and asked.
+class Routing(NamedTuple):
+    """What one layer's choice of experts is told, the routes to replay, and asked, its load.
 
     counted: bool [B, T], the tokens whose load is wanted; None: no load is. routes: int8 or int16 [B, T, k], the
     experts of tokens, -1 where the router chooses; None: it chooses all.
@@ -222,7 +222,7 @@ def recording(
     """Record what the routers do in each pass that one of the definitions makes within, and replay routes.
 
     counted: bool [rows, time], the tokens of the rows whose load is collected; None: no loads. routes: int [rows, time,
-    layers · k], as in `Packed`. The passes must be traced where the results are used.
+    layers · k], as in `rlhf_core.packing.Packed`. The passes must be traced where the results are used.
     """
     recorder = Recorder(definitions, counted, None if routes is None else jnp.asarray(routes))
     token = _recorder.set(recorder)
@@ -493,7 +493,7 @@ class Experts(nnx.Module):
         return weight if c.expert_scale == 1 else weight * c.expert_scale
 
     def __call__(
-        self, x: jax.Array, router: Router | None = None, seen: jax.Array | None = None
+        self, x: jax.Array, routing: Routing | None = None, seen: jax.Array | None = None
     ) -> tuple[jax.Array, Routed | None]:
         """[B, T, D] → the same, and what the router did where it is asked.
 
@@ -502,7 +502,7 @@ class Experts(nnx.Module):
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = self.logits(tokens if seen is None else seen.reshape(tokens.shape))
         chosen = self.choose(logits)
-        routed = None if router is None else router.follow(c, logits, chosen)
+        routed = None if routing is None else routing.follow(c, logits, chosen)
         if routed is not None:
             chosen = routed.chosen
         weight = self.weigh(logits, chosen)

@@ -25,9 +25,9 @@ from rlhf_core.models.readers import Aux, LayerContext, RowReader, SomeTokensRea
 class Recurrent(nnx.Module):
     """A mixer with a state, which tokens change one after the other, in place of attention.
 
-    A state is any tree of arrays, [B, …]; all zeros before a sequence's first token. A family implements `empty` and
-    `next`; what is here then computes rows token by token. One that computes many tokens at a time implements
-    `over_rows` and `extend`, too.
+    A state is any tree of arrays, [B, …]; all zeros before a sequence's first token. A family implements `next`,
+    and `empty` unless it has an `over_rows` of its own; what is here then computes rows token by token. One that
+    computes many tokens at a time implements `over_rows` and `extend`, and `order`, if they read more of the rows.
     """
 
     exact: ClassVar[tuple[str, ...]] = ()
@@ -163,7 +163,7 @@ class Layer(nnx.Module):
 
     def _feed_forward(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Routed | None]:
         if isinstance(self.mlp, Experts):
-            return self.mlp(x, ctx.router)
+            return self.mlp(x, ctx.routing)
         return self.mlp(x), None
 
     def _normed(self, x: jax.Array) -> jax.Array:

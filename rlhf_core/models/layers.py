@@ -196,7 +196,7 @@ class Attention(nnx.Module):
         self.config = c
 
     def __call__(self, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Any]:
-        """[B, T, D] → the same, and the layer's keys and values."""
+        """[B, T, D] → the same, and the layer's `Aux.cache`."""
         c = self.config
         q, k, v, gate = self.project(x, ctx.rotation)
         sinks = self.sinks[...].reshape(-1, c.num_heads // c.num_kv_heads) if c.sinks else None

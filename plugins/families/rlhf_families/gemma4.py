@@ -295,7 +295,7 @@ class Gemma4Layer(models.Layer):
         x = x + self.post_attention_layernorm(mixed)
         inner, routed = self._feed_forward(self.pre_feedforward_layernorm(x), ctx)
         if self.has_experts:
-            chosen, routed = self.moe(self.pre_feedforward_layernorm_2(x), ctx.router, x)
+            chosen, routed = self.moe(self.pre_feedforward_layernorm_2(x), ctx.routing, x)
             inner = self.post_feedforward_layernorm_1(inner) + self.post_feedforward_layernorm_2(chosen)
         x = x + self.post_feedforward_layernorm(inner)
         if ctx.given is not None:

@@ -43,8 +43,10 @@ class Order(NamedTuple):
     mesh: AbstractMesh | None = None
 
 
-class Mixer(Recurrent):
-    """What both have: one projection to several kinds of channels, which devices that share the mixer keep apart."""
+class JointProjection(Recurrent):
+    """What `Convolution` and `DeltaNet` have: one projection to several kinds of channels, which devices that share the
+    mixer keep apart.
+    """
 
     together: ClassVar[str]
     """The name of the projection to all channels."""
@@ -109,7 +111,7 @@ class ConvolutionSettings(NamedTuple):
     bias: bool
 
 
-class Convolution(Mixer):
+class Convolution(JointProjection):
     """A short convolution between two gates (LFM2). Its state: the last inputs of the convolution, [B, taps - 1, D]."""
 
     together = "in_proj"
@@ -213,10 +215,11 @@ class DeltaSettings(NamedTuple):
     value_size: int
 
 
-class DeltaNet(Mixer):
+class DeltaNet(JointProjection):
     """The gated delta rule (Yang et al. 2024) as in Qwen3.5.
 
-    Its state: the last inputs of the convolution, [B, taps - 1, channels], and float32 [B, K, G, d, e].
+    Its state: the last inputs of the convolution, [B, taps - 1, channels], and float32 [B, K, G, d, e], of K key heads,
+    G value heads for each, d and e the sizes of a key and of a value.
     """
 
     together = "in_proj_qkv"

@@ -31,7 +31,7 @@ MROPE = ("mrope_section", "mrope_interleaved")
 
 
 class DeltaLayer(Layer):
-    """A layer whose tokens are mixed by the gated delta rule."""
+    """A layer whose tokens are mixed by the gated delta rule, `mixers.DeltaNet`, which says what its state is."""
 
     mixer = DeltaNet
     name = "linear_attn"

@@ -119,7 +119,7 @@ def test_given_routes_are_weighed_by_the_router_that_is_there() -> None:
     @jax.jit
     def run(x: jax.Array, routes: jax.Array) -> Any:
         layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], params["layers"]))
-        made, routed = layer.mlp(x, experts.Router(jnp.ones((2, 5), bool), routes))
+        made, routed = layer.mlp(x, experts.Routing(jnp.ones((2, 5), bool), routes))
         return made, routed.load
 
     made, load = run(x.astype(np.float32), given.astype(np.int8))
@@ -158,7 +158,7 @@ def test_a_token_counts_once_in_the_probabilities_of_experts(router: str) -> Non
     logits = rng.normal(size=(6, 4)).astype(np.float32)
     counted = np.array([[True, True, False], [True, True, True]])
     config: Any = SimpleNamespace(router=router, experts=4)
-    asked = experts.Router(jnp.asarray(counted), None)
+    asked = experts.Routing(jnp.asarray(counted), None)
     load = asked.follow(config, jnp.asarray(logits), jnp.zeros((6, 2), jnp.int32)).load
     assert load is not None
     score = 1 / (1 + np.exp(-logits)) if router == "sigmoid" else np.exp(logits)

@@ -107,7 +107,7 @@ def test_rows_of_a_group_see_their_prompt_and_themselves(
     """Three prompts, left-padded, one of them empty; four rows each, which have written three entries of five."""
     if kernel is not None:
         over = functools.partial(attend_visible, on=kernel, interpret=True)
-        monkeypatch.setattr("rlhf_core.models.attention_cached.visible_reader", lambda: over)
+        monkeypatch.setattr("rlhf_core.models.attention_cached.visible_kernel", lambda: over)
     prompts, group, heads, repeats, size, time, longest, step = 3, 4, 2, 3, 4, 6, 5, 2
     draw = np.random.default_rng(1)
 

@@ -82,7 +82,7 @@ def test_kernels_that_read_what_is_visible_give_the_same(
     mesh = make_mesh(devices=jax.devices()[:1])
     expected = sample(name, mesh)
     over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
-    monkeypatch.setattr("rlhf_core.models.attention_cached.visible_reader", lambda: over)
+    monkeypatch.setattr("rlhf_core.models.attention_cached.visible_kernel", lambda: over)
     # A filter that keeps everything: not the program that was traced without kernels.
     samplers.assert_same(sample(name, mesh, top_k=samplers.VOCAB), expected)
     assert over.call_count
