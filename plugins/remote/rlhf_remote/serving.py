@@ -43,9 +43,6 @@ def served(model: str, flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     flags: of `rlhf serve`. Raises InputError or RunError with what the server said, if it does not start.
     """
     key = secrets.token_hex(16)
-    # A proxy of the environment is not asked for this machine's own address.
-    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]
-    os.environ["no_proxy"] = ",".join(filter(None, direct))
     command = [sys.executable, "-c", COMMAND, "serve", "--port", "0", "--slots", "1"]
     command += ["--api-key-env", KEY, *flags, "--", model]
     server = subprocess.Popen(
@@ -58,12 +55,20 @@ def served(model: str, flags: Sequence[str]) -> Iterator[tuple[str, str]]:
         # Ctrl-C is for the conversation.
         start_new_session=True,
     )
+    # A proxy of the environment is not asked for this machine's own address.
+    before = os.environ.get("no_proxy")
+    direct = [before or os.environ.get("NO_PROXY"), "127.0.0.1"]
+    os.environ["no_proxy"] = ",".join(filter(None, direct))
     try:
         address = _wait_until_ready(server)
         # What it says later would be written into the conversation; a pipe that nobody reads would stop it.
         threading.Thread(target=lambda: [*_lines(server)], daemon=True).start()
         yield address, key
     finally:
+        if before is None:
+            del os.environ["no_proxy"]
+        else:
+            os.environ["no_proxy"] = before
         server.terminate()
         try:
             server.wait(END_SECONDS)
