@@ -14,7 +14,6 @@ from rlhf_core.training.memory import device_bytes as device_bytes
 from rlhf_core.training.memory import remat_of as remat_of
 from rlhf_core.training.memory import saved_bytes as saved_bytes
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
-from rlhf_core.training.padded import StepMetrics as StepMetrics
 from rlhf_core.training.padded import named_loss as named_loss
 from rlhf_core.training.padded import padded_rows as padded_rows
 from rlhf_core.training.reference import Reference as Reference
@@ -27,7 +26,6 @@ __all__ = [
     "HeldOut",
     "PaddedObjective",
     "Reference",
-    "StepMetrics",
     "define_trainer",
     "named_loss",
     "open_rewards",
