@@ -101,13 +101,13 @@ def test_the_names_of_easydel_ask_for_them(short: Any, tmp_path: Path) -> None:
 
 
 def test_fields_without_an_interval_or_prompts_ask_for_nothing() -> None:
-    with pytest.warns(UserWarning, match=r"generation_temperature: has no effect without previews\.every"):
+    with pytest.warns(
+        UserWarning, match=r"generation_temperature: has no effect here: previews\.every is not given"
+    ):
         assert TrainerConfig(generation_temperature=0.5, generation_num_prompts=1).previews is None
     assert TrainerConfig(generation_use_train_prompts=True).previews is not None
     config = TrainerConfig(generation_interval=10, generation_num_prompts=1, generation_prompts=[])
     assert (config.previews.every, config.previews.count, config.previews.from_data) == (10, 1, None)
-    assert config.generation_interval == 10
-    assert TrainerConfig().generation_interval is None
 
 
 def test_the_first_rows_of_a_stream_are_previewed(short: Any, tmp_path: Path) -> None:
