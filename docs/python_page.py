@@ -87,7 +87,7 @@ TASKS = (
         "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Stage fit UpdateSource "
         "DatasetUpdates Update empty_batches HeldOut "
         "make_optimizer TrainState create_state Reference put_rows over_pieces PaddedObjective "
-        "padded_rows training_step evaluation_step grpo_step StepMetrics warn",
+        "padded_rows training_step evaluation_step grpo_step",
     ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer"),
     Task(

@@ -1,6 +1,5 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python."""
 
-from rlhf_core.errors import warn as warn
 from rlhf_core.fit import Build as Build
 from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.training.context import Context as Context
@@ -14,7 +13,6 @@ from rlhf_core.training.held_out import HeldOut as HeldOut
 from rlhf_core.training.memory import device_bytes as device_bytes
 from rlhf_core.training.memory import saved_bytes as saved_bytes
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
-from rlhf_core.training.padded import StepMetrics as StepMetrics
 from rlhf_core.training.padded import named_loss as named_loss
 from rlhf_core.training.padded import padded_rows as padded_rows
 from rlhf_core.training.reference import Reference as Reference
@@ -27,11 +25,9 @@ __all__ = [
     "HeldOut",
     "PaddedObjective",
     "Reference",
-    "StepMetrics",
     "define_trainer",
     "named_loss",
     "open_rewards",
     "padded_rows",
     "python_trainer",
-    "warn",
 ]

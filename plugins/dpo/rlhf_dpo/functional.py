@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
-from rlhf_core.training import PaddedObjective, StepMetrics, named_loss, padded_rows
+from rlhf_core.training import PaddedObjective, named_loss, padded_rows
 from rlhf_dpo.losses import DPO_LOSS, LOSSES
 from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
@@ -82,7 +82,7 @@ def training_step(
     loss_type: Loss = "sigmoid",
     gradient_accumulation_steps: int = 1,
     label_smoothing: float = 0.0,
-) -> tuple[TrainState, StepMetrics]:
+) -> tuple[TrainState, dict[str, jax.Array]]:
     """Update the state from a padded batch; nothing is donated.
 
     batch: input_ids_chosen, attention_mask_chosen, completion_mask_chosen and the same of rejected, int [pairs, T]
@@ -105,7 +105,7 @@ def evaluation_step(
     beta: float = 0.1,
     loss_type: Loss = "sigmoid",
     label_smoothing: float = 0.0,
-) -> StepMetrics:
+) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
     padded = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
     return padded.evaluate(state, batch)

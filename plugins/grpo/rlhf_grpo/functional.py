@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,7 +15,7 @@ from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps
-from rlhf_core.training import PaddedObjective, StepMetrics, padded_rows, warn
+from rlhf_core.training import PaddedObjective, padded_rows
 from rlhf_grpo.losses import LOSSES
 from rlhf_grpo.objective import Terms, combine, objective
 
@@ -236,7 +237,7 @@ def grpo_step(
     use_bias_correction_kl: bool = False,
     temperature: float = 1.0,
     max_completion_length: int | None = None,
-) -> tuple[TrainState, StepMetrics]:
+) -> tuple[TrainState, dict[str, jax.Array]]:
     """Run one update on a padded batch of completions; nothing is donated.
 
     batch: prompt_ids, prompt_mask int [N or N / num_generations, P], left-padded; completion_ids, completion_mask int
@@ -256,7 +257,7 @@ def grpo_step(
     }
     for name, instead in UNUSED.items():
         if given[name] is not None:
-            warn(f"{name}: has no effect here: {instead}")
+            warnings.warn(f"{name}: has no effect here: {instead}", stacklevel=2)
     arrays = _batch(batch, num_generations, beta)
     component = loss_by_name(
         loss_type,

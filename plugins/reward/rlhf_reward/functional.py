@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.training import PaddedObjective, StepMetrics, named_loss, padded_rows, warn
+from rlhf_core.training import PaddedObjective, named_loss, padded_rows
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import objective, pair_loss
 
@@ -61,7 +62,7 @@ def training_step(
     center_rewards_coefficient: float | None = None,
     *,
     loss: Loss = "bradley_terry",
-) -> tuple[TrainState, StepMetrics]:
+) -> tuple[TrainState, dict[str, jax.Array]]:
     """Update the state from a padded batch; nothing is donated.
 
     batch: input_ids_chosen, attention_mask_chosen, input_ids_rejected, attention_mask_rejected, int [pairs, T]
@@ -85,7 +86,7 @@ def evaluation_step(
     center_rewards_coefficient: float | None = None,
     *,
     loss: Loss = "bradley_terry",
-) -> StepMetrics:
+) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
     _warn_unused(partition_spec=partition_spec)
     return _Objective(_smoothed(loss, loss_config), center_rewards_coefficient).evaluate(state, batch)
@@ -101,7 +102,7 @@ UNUSED = {
 def _warn_unused(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
-            warn(f"{name}: has no effect here: {UNUSED[name]}")
+            warnings.warn(f"{name}: has no effect here: {UNUSED[name]}", stacklevel=3)
 
 
 def _smoothed(loss: Loss, loss_config: Any) -> tuple[str, PairwiseLoss]:
@@ -114,7 +115,8 @@ def _smoothed(loss: Loss, loss_config: Any) -> tuple[str, PairwiseLoss]:
         settings = {name: value for name, value in settings.items() if value != defaults.get(name)}
     smoothing = settings.pop("label_smoothing", 0.0)
     if settings:
-        warn(f"loss_config: only label_smoothing has an effect here, not {', '.join(sorted(settings))}")
+        unused = ", ".join(sorted(settings))
+        warnings.warn(f"loss_config: only label_smoothing has an effect here, not {unused}", stacklevel=3)
     if not smoothing:
         return _named(loss)
     if loss != "bradley_terry":

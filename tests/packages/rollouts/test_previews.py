@@ -101,7 +101,9 @@ def test_the_names_of_easydel_ask_for_them(short: Any, tmp_path: Path) -> None:
 
 
 def test_fields_without_an_interval_or_prompts_ask_for_nothing() -> None:
-    with pytest.warns(UserWarning, match=r"generation_temperature: has no effect here: previews\.every"):
+    with pytest.warns(
+        UserWarning, match=r"generation_temperature: has no effect here: previews\.every is not given"
+    ):
         assert TrainerConfig(generation_temperature=0.5, generation_num_prompts=1).previews is None
     assert TrainerConfig(generation_use_train_prompts=True).previews is not None
     config = TrainerConfig(generation_interval=10, generation_num_prompts=1, generation_prompts=[])
