@@ -135,9 +135,18 @@ def _tree(
 ) -> tuple[Any, Params, Params]:
     """Return the module without its arrays, the arrays' shapes, and their logical axes."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Trunk(config, head, lora, nnx.Rngs(0), quantized)))
-    names = jax.tree.map(
-        lambda variable: variable.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
+
+    def axes_of(path: Any, variable: Any) -> tuple[str | None, ...]:
+        axes: tuple[str | None, ...] = variable.get_metadata().get("axes", ())
+        if len(axes) != len(variable.shape):
+            name = ".".join(str(part.key) for part in path)
+            raise InputError(
+                f"'{name}' of {config.model_type} has {len(variable.shape)} dimensions and axes {axes}; make it "
+                "nnx.Param(values, axes=(…)) with a name or None for each dimension"
+            )
+        return axes
+
+    names = jax.tree.map_with_path(axes_of, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return graph, nnx.to_pure_dict(state), nnx.to_pure_dict(names)
 
 

@@ -135,6 +135,7 @@ class Fields:
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
+        """Note what is wrong with the file; `parse` raises InputError with all of it."""
         self.problems.append(f"config.json: {text}")
 
     def get(self, name: str) -> Any:
@@ -162,6 +163,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
+        """Read a number; where it is missing or null, return `default`."""
         value = self.get(name)
         if value is None:
             return default
@@ -518,6 +520,8 @@ def _layer_types(read: Fields, rules: Architecture, model_type: str, layers: int
         read.problem(
             f"layer_types {shown(stored)} is not supported in {model_type}: its layers are {kinds!r}"
         )
+    if lost := sorted(set(kinds) - set(allowed)):
+        read.problem(f"layer_types: {lost[0]!r} is none of {', '.join(allowed)}, the layers of {model_type}")
     return kinds
 
 

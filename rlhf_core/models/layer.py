@@ -25,13 +25,14 @@ from rlhf_core.models.readers import Aux, LayerContext, RowReader, SomeTokensRea
 class Recurrent(nnx.Module):
     """A mixer with a state, which tokens change one after the other, in place of attention.
 
-    A state is any tree of arrays, [B, …]; all zeros before a sequence's first token. A family implements `next`,
+    A state is any tree of arrays, [B, …]; all zeros before a sequence's first token. `next` returns the same tree, with
+    the same shapes and dtypes, and its output in the dtype of `x`. A family implements `next`,
     and `empty` unless it has an `over_rows` of its own; what is here then computes rows token by token. One that
     computes many tokens at a time implements `over_rows` and `extend`, and `order`, if they read more of the rows.
     """
 
     exact: ClassVar[tuple[str, ...]] = ()
-    """Names of parameters that keep float32 while decoding."""
+    """Names of parameters that stay float32 while decoding, where the others are in the dtype of the computation."""
 
     def empty(self, rows: int, dtype: Any) -> Any:
         """Return the state of so many rows before their first token; dtype: of the computation."""

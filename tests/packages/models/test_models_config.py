@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
 from rlhf_core.models import (
     DECODER,
     Architecture,
+    Layer,
     decoder_family,
     find_family,
     fresh_model,
@@ -216,3 +219,31 @@ def test_heads_of_single_layers_say_the_same_as_those_of_a_type() -> None:
     table = {f"{i:02}": {"head_dim": 16} for i, kind in enumerate(kinds) if kind == "full_attention"}
     written = {name: value for name, value in DENSE.items() if name != "global_head_dim"}
     assert defined(written | {"per_layer_config": table}, "lm") == defined(DENSE, "lm")
+
+
+class WithoutAxes(Layer):
+    """A layer whose author forgot where a parameter lies on devices."""
+
+    def __init__(self, config: Any, rngs: Any) -> None:
+        super().__init__(config, rngs)
+        self.factor = nnx.Param(jnp.ones((config.num_layers,)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"layers": {"mine": WithoutAxes}, "layer_types": lambda read, layers: ["mine"] * layers},
+            r"'layers\.mine\.factor' of strange has 1 dimensions and axes \(\); make it nnx\.Param",
+        ),
+        (
+            {"layers": {"mine": Layer}, "layer_types": lambda read, layers: ["yours"] * layers},
+            "layer_types: 'yours' is none of full_attention, mine, the layers of strange",
+        ),
+    ],
+    ids=["axes", "layer_types"],
+)
+def test_an_author_is_told_what_a_layer_lacks(changes: dict[str, Any], problem: str) -> None:
+    family = decoder_family({"strange": Architecture("StrangeForCausalLM", **changes)})
+    with pytest.raises(InputError, match=problem):
+        family.define(of("llama") | {"model_type": "strange"}, "lm").abstract_params()
