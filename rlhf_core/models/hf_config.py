@@ -522,6 +522,7 @@ def _layer_types(read: Fields, rules: Architecture, model_type: str, layers: int
         )
     if lost := sorted(set(kinds) - set(allowed)):
         read.problem(f"layer_types: {lost[0]!r} is none of {', '.join(allowed)}, the layers of {model_type}")
+        return [FULL] * layers
     return kinds
 
 
