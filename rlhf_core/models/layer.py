@@ -26,9 +26,11 @@ class Recurrent(nnx.Module):
     """A mixer with a state, which tokens change one after the other, in place of attention.
 
     A state is any tree of arrays, [B, …]; all zeros before a sequence's first token. `next` returns the same tree, with
-    the same shapes and dtypes, and its output in the dtype of `x`. A family implements `next`,
-    and `empty` unless it has an `over_rows` of its own; what is here then computes rows token by token. One that
-    computes many tokens at a time implements `over_rows` and `extend`, and `order`, if they read more of the rows.
+    the same shapes and dtypes, and its output in the dtype of `x`.
+
+    A family implements `next`, and `empty` unless it has an `over_rows` of its own; what is here then computes rows
+    token by token. One that computes many tokens at a time implements `over_rows` and `extend`, and `order`, if they
+    read more of the rows.
     """
 
     exact: ClassVar[tuple[str, ...]] = ()

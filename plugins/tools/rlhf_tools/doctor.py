@@ -23,7 +23,7 @@ from rlhf_core.config.toml import parse_toml
 from rlhf_core.errors import error_line, library_words
 from rlhf_core.runtime.distributions import owner
 from rlhf_core.runtime.peak_memory import available_memory, format_bytes, machine_memory
-from rlhf_tools.missing import missing
+from rlhf_tools.missing import is_installed, missing
 
 LIBRARIES = (
     "jax",
@@ -210,6 +210,8 @@ def of_pipeline(path: Path) -> Iterator[Finding]:
     for package, components in packages.items():
         what = ", ".join(components)
         problem = f"{path}: {what}: not installed: pip install {shlex.quote(package)}"
+        if is_installed(package):
+            problem = f"{path}: {what}: {package} is installed and not loaded: see its line above"
         yield Finding(path.name, f"needs {package}, for {what}", problem)
     if not packages:
         yield Finding(path.name, "all components that it names are installed")

@@ -69,6 +69,10 @@ def test_it_lists_what_a_pipeline_needs(tmp_path: Path, monkeypatch: pytest.Monk
         problems = [finding.problem for finding in found if finding.problem]
         return {line.rpartition("pip install ")[2]: line.split(": ")[1] for line in problems}
 
+    assert "trainer sft: rlhf-sft is installed and not loaded: see its line above" in "".join(
+        finding.problem for finding in doctor.of_pipeline(tmp_path / "pipeline.toml")
+    )
+    monkeypatch.setattr(doctor, "is_installed", lambda package: False)
     assert needed() == {
         "rlhf-sft": "trainer sft",
         "'rlhf-trackers[mlflow]'": "logger mlflow",
