@@ -68,7 +68,8 @@ def logps_of(directory: Path, tiny: Any, tokens: list[int], adapter: Path | None
 
 
 def check(choice: Any, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=1e-4)
+    # Rounding differs by 1e-6 for most tokens and by 2e-4 for one in a thousand; other weights, by far more.
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=1e-3)
 
 
 def test_without_control_no_route_changes_anything(running: Any) -> None:
@@ -242,8 +243,7 @@ def test_an_adapter_is_served_on_the_quantized_base_that_it_was_trained_on(
     server = serving.serve({"policy": adapter}, opening=opening, **settings)
     assert server.server.models["policy"].policy.model.quantized == "int8"
     try:
-        body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 1, "return_token_ids": True}
-        (choice,) = server.post("/v1/completions", body)["choices"]
+        (choice,) = server.post("/v1/completions", GREEDY)["choices"]
         check(choice, logps_of(adapter, tiny, choice["token_ids"]))
         more = {"lora_name": "more", "lora_path": str(models / "adapters/v1")}
         assert "is held in int8" in server.refused("/v1/load_lora_adapter", more)
