@@ -21,6 +21,7 @@ import ast
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,8 +45,8 @@ OWN, ANY, LONG, SURVIVED = "its own package", "another's tests", "make test-long
 PENDING = "not its own package; another's tests are to follow"
 SHORT = "not exhaustive and not long and not launchers and not engines"
 MARKS = {ANY: SHORT, LONG: "long and not exhaustive"}
-LONGEST = 900.0
-"""Seconds after which tests are ended; a mutant that they hang with is found."""
+LONGEST = 600.0
+"""Seconds without a test's end after which tests are ended; a mutant that they hang with is found."""
 PROBE = """
 import os
 _seen = set()
@@ -120,26 +121,39 @@ def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
         command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, f"@{arguments}"]
         # Programs are found by what they compute, so that no mutant gets another's.
         own = {**environment(root), "TMPDIR": directory, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=root,
-            env=own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, _ = process.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
-            return f"hung: not done after {LONGEST:.0f} s"
+        printed = Path(directory) / "printed.txt"
+        with printed.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=root,
+                env=own,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        if not ends(process, printed):
+            return f"hung: no test ended in {LONGEST:.0f} s"
+        out = printed.read_text(encoding="utf-8", errors="replace")
     # 5: none of the tests has these marks.
     if process.returncode in (0, 5):
         return None
     lines = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (lines or out.splitlines()[-1:] or ["ended without a word"])[0]
+
+
+def ends(process: subprocess.Popen[bytes], printed: Path) -> bool:
+    """Wait for tests that print a character for each; kill them, and return False, where none is added for long."""
+    size = -1
+    while printed.stat().st_size > size:
+        size = printed.stat().st_size
+        try:
+            process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            continue
+        return True
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return False
 
 
 @contextmanager
