@@ -38,7 +38,7 @@ from rlhf_core.models.lora import linear_modules
 from rlhf_core.models.params import paths
 from rlhf_core.models.weights import tensor_names
 from rlhf_core.plugins import Host, hooks
-from rlhf_core.plugins.component import Entry
+from rlhf_core.plugins.component import RegistryEntry
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/reference"
@@ -253,7 +253,7 @@ def kind_rows() -> list[tuple[str, str, str]]:
     ]
 
 
-def component(distribution: str, entry: Entry) -> Iterator[str]:
+def component(distribution: str, entry: RegistryEntry) -> Iterator[str]:
     """Describe a component and its options, without its name, since several may differ only in that."""
     if entry.kind == TRAINER:
         outputs = ", ".join(f"`{name}` ({kind})" for name, kind in entry.thing.outputs.items())

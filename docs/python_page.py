@@ -106,9 +106,9 @@ TASKS = (
         "Describe a model family",
         "[Add a model family](../how-to/add_a_model_family.md) uses them; "
         "[rlhf-families](../../plugins/families/README.md) uses nothing else.",
-        "Architecture decoder_family Fields DecoderConfig Layer Recurrent LayerContext Aux RowReader previous_tokens "
-        "across_pieces Attention MLP Experts Linear RMSNorm Embedding ACTIVATIONS rotate open_weights save_tensors "
-        "paths cached",
+        "Architecture decoder_family ConfigFields DecoderConfig Layer Recurrent LayerContext Aux RowReader "
+        "previous_tokens across_pieces Attention MLP Experts Linear RMSNorm Embedding ACTIVATIONS rotate open_weights "
+        "save_tensors paths cached",
     ),
     Task(
         "Write kernels",

@@ -88,7 +88,7 @@ def token_logps(
         else:
             size = min(number, max(length, 1))
         cap = None if softcap is None else float(softcap)
-        settings = Settings(float(temperature), cap, size, entropy, absent, axes)
+        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes)
         return (over_vocabulary if unit == "words" else over_tokens)(hidden, kernel, targets, settings)
 
     results: tuple[jax.Array, jax.Array] = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
@@ -132,7 +132,7 @@ def _budget() -> int:
     return CHUNK_BYTES.get(platform(), CHUNK_BYTES_ACCELERATOR)
 
 
-class Settings(NamedTuple):
+class LogprobSettings(NamedTuple):
     """Static settings of a compiled program, from the options of `token_logps`."""
 
     temperature: float
@@ -178,7 +178,7 @@ def unembed(hidden: jax.Array, kernel: jax.Array | None, softcap: float | None =
 
 
 def capped(
-    hidden: jax.Array, kernel: jax.Array, settings: Settings, words: int, first: Any = 0
+    hidden: jax.Array, kernel: jax.Array, settings: LogprobSettings, words: int, first: Any = 0
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute logits, float32 [..., V], after cap and temperature, and tanh(x / softcap) for the backward pass.
 
@@ -201,7 +201,7 @@ def d_uncapped(
     entropies: jax.Array,
     d_logps: jax.Array,
     d_entropies: jax.Array,
-    settings: Settings,
+    settings: LogprobSettings,
 ) -> jax.Array:
     """Compute the cotangent of hidden · kernel, float32 in the logits' shape, from the results' cotangents.
 
@@ -233,7 +233,7 @@ class _Seen(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def over_vocabulary(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: Settings
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `token_logps` by blocks of the vocabulary, each for all tokens, on a device that has the whole kernel.
 
@@ -256,7 +256,7 @@ def _blocks(words: int, size: int, one: Callable[[Any, Any, int], Any], start: A
 
 
 def _forward_blocks(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: Settings
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
@@ -289,7 +289,9 @@ def _forward_blocks(
     return (logps, entropies), (hidden, kernel, targets, normalizers, entropies)
 
 
-def _backward_blocks(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, Any]:
+def _backward_blocks(
+    settings: LogprobSettings, residuals: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, Any]:
     hidden, kernel, targets, normalizers, entropies = residuals
     states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1)
     normalizer, entropy = (x.reshape(-1, 1) for x in (normalizers, entropies))
@@ -342,7 +344,7 @@ def _placed(x: jax.Array, mesh: AbstractMesh | None, *axes: Any) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def over_tokens(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: Settings
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `token_logps` by chunks of tokens, each over the whole vocabulary, which may be sharded over devices.
 
@@ -354,7 +356,7 @@ def over_tokens(
 
 
 def _forward_chunks(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: Settings
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     weights = _placed(kernel.astype(hidden.dtype), mesh_of_rows(hidden), None)
 
@@ -380,7 +382,9 @@ def _forward_chunks(
     return (logps, entropies), (hidden, kernel, targets, normalizers, entropies)
 
 
-def _backward_chunks(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, Any]:
+def _backward_chunks(
+    settings: LogprobSettings, residuals: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, Any]:
     hidden, kernel, targets, normalizers, entropies = residuals
     used = targets >= 0
     d_logps, d_entropies = (jnp.where(used, d, 0.0) for d in cotangents)

@@ -52,7 +52,7 @@ def predict(
     """Compile the works whose names contain `only`; return {chip: what is written}. devices: for tests."""
     from programs import Bench, works
     from rlhf_topologies.chips import parse
-    from rlhf_topologies.compile import Cache, compile_stage, describe, find_devices
+    from rlhf_topologies.compile import FactsCache, compile_stage, describe, find_devices
     from rlhf_topologies.verdicts import judge_stage
     from sizes import FULL, TINY
 
@@ -63,7 +63,7 @@ def predict(
     topologies = [parse(name) for name in names]
     first = topologies[0]
     mesh = make_mesh(devices=find_devices(first) if devices is None else devices)
-    cache, written = Cache(first), {}
+    cache, written = FactsCache(first), {}
     with planning_for(Planned(first.chip.platform, 1, first.chip.usable)):
         stages: dict[str, Any] = {}
         for name, work in works(Bench(TINY if tiny else FULL, mesh)):

@@ -146,7 +146,7 @@ class CheckpointOptions(Options):
     )
 
 
-class Previews(Options):
+class PreviewOptions(Options):
     """Completions of a few fixed prompts while a policy trains, always with the same random numbers."""
 
     every: int = Field(
@@ -403,7 +403,7 @@ class TrainerConfig(Options):
         description="log peak memory as memory/...; a number, EasyDeL's interval, means true",
     )
     logger: list[Annotated[Component, LOGGER]] = Field([], description="loggers besides metrics.jsonl")
-    previews: Previews | None = Field(
+    previews: PreviewOptions | None = Field(
         None,
         description="completions while training, in the terminal, samples/, the report and loggers; none: no previews",
     )

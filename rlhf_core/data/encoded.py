@@ -52,7 +52,7 @@ class Limit(NamedTuple):
             raise InputError(f"truncation_mode '{self.truncation_mode}' is neither keep_end nor keep_start")
 
 
-class Form(NamedTuple):
+class RowForm(NamedTuple):
     """How rows of one kind of data become sequences."""
 
     unit: str
@@ -165,7 +165,9 @@ class Selected(NamedTuple):
         return np.concatenate([of(rows)[rows.used] for rows in self.parts])
 
 
-def select(records: Records, cache: TokenCache, form: Form, limit: Limit, *, part: bool = False) -> Selected:
+def select(
+    records: Records, cache: TokenCache, form: RowForm, limit: Limit, *, part: bool = False
+) -> Selected:
     """Encode all rows and select those to use; the report says why others are not.
 
     part: the rows are some of a larger whole: they may all be dropped, and only drops and cuts are reported.

@@ -42,7 +42,7 @@ MOST_LINE = 2**27
 Row = dict[str, Any]
 
 
-class Rows(NamedTuple):
+class FileRows(NamedTuple):
     """The rows of a file."""
 
     rows: Sequence[Mapping[str, Any]]
@@ -61,7 +61,7 @@ def format_of(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
-def read_file(path: Path, name: str, kind: str) -> Rows:
+def read_file(path: Path, name: str, kind: str) -> FileRows:
     """Read the rows of a file. name: what messages call it. kind: one of `FORMATS`.
 
     Raises InputError naming unreadable rows, and for a file without rows.
@@ -138,7 +138,7 @@ def _lines(
         at += len(line)
 
 
-def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> Rows:
+def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> FileRows:
     """Check every line that is not blank, and parse it again on access.
 
     parse: raises ValueError or RecursionError for a line that is not a row.
@@ -180,7 +180,7 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
                 "during a run"
             ) from None
 
-    return Rows(View(len(lines), take), lines, kinds)
+    return FileRows(View(len(lines), take), lines, kinds)
 
 
 def _line_problem(error: Exception) -> str:
@@ -234,7 +234,7 @@ def parse_line(line: bytes, kind: str, place: str) -> Row:
         raise InputError(f"{place}{_line_problem(error)}") from error
 
 
-def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
+def _read_json(file: io.BufferedIOBase, name: str) -> FileRows:
     """Read a JSON array, holding all its rows in memory."""
     text = "".join(line for _, _, line in _lines(file, name, most=None))
     try:
@@ -259,13 +259,13 @@ def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
         except NotARow as error:
             problems.add(f"{name} row {number}{error}")
     problems.raise_if_any()
-    return Rows(rows, range(1, len(rows) + 1), count_kinds(rows))
+    return FileRows(rows, range(1, len(rows) + 1), count_kinds(rows))
 
 
 FIELD = re.compile(r'"(?:[^"]|"")*"|[^,\r\n]*')
 
 
-def _read_csv(file: io.BufferedIOBase, name: str) -> Rows:
+def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
     """Read CSV rows into an Arrow table: an empty cell is null if unquoted, and an empty text if quoted."""
     import pyarrow as pa
 
@@ -311,7 +311,7 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> Rows:
     except csv.Error as error:
         raise InputError(f"{name} row {number} is not CSV: {error}") from error
     problems.raise_if_any()
-    return Rows(table_rows(table), np.array(numbers, np.int64), kinds)
+    return FileRows(table_rows(table), np.array(numbers, np.int64), kinds)
 
 
 def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
@@ -327,7 +327,7 @@ def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
     return found
 
 
-def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Rows:
+def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> FileRows:
     """Read a Parquet or Arrow file as a table; a large one is mapped, Parquet from an uncompressed copy."""
     import pyarrow as pa
 
@@ -340,7 +340,7 @@ def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Rows:
                 count_values(kinds, row)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
         raise InputError(f"{name} is not a readable {kind} file: {error}") from error
-    return Rows(rows, range(1, len(rows) + 1), kinds)
+    return FileRows(rows, range(1, len(rows) + 1), kinds)
 
 
 def _parquet_table(file: io.BufferedIOBase) -> Any:
@@ -394,7 +394,7 @@ def array_records(path: Path, name: str) -> Any:
         raise InputError(f"{name} is not an ArrayRecord file: {library_words(error)}") from error
 
 
-def _read_array_record(path: Path, name: str) -> Rows:
+def _read_array_record(path: Path, name: str) -> FileRows:
     """Check every record, the JSON of a row, and parse it again on access."""
     records, kinds, problems = array_records(path, name), Kinds(), Problems()
     for start in range(0, len(records), CHUNK):
@@ -410,10 +410,10 @@ def _read_array_record(path: Path, name: str) -> Rows:
         found = zip(which, records.__getitems__(list(which)), strict=True)
         return [parse_line(record, "jsonl", f"{name} row {i + 1}") for i, record in found]
 
-    return Rows(View(len(records), take), range(1, len(records) + 1), kinds)
+    return FileRows(View(len(records), take), range(1, len(records) + 1), kinds)
 
 
-FORMATS: dict[str, Callable[[Any, str], Rows]] = {
+FORMATS: dict[str, Callable[[Any, str], FileRows]] = {
     "jsonl": partial(_read_lines, parse=_json_row),
     "json": _read_json,
     "csv": _read_csv,

@@ -107,7 +107,7 @@ class BlockEncoder:
         return Encoded(examples, len(block.order) - len(examples))
 
 
-class Blocks(Protocol):
+class BlockStream(Protocol):
     """Blocks in the order of training, without end. The state says which one is next."""
 
     def __next__(self) -> Block | Encoded: ...
@@ -128,7 +128,7 @@ class LazyRows:
         """Return the rows of an epoch; 0: unknown."""
         raise NotImplementedError
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockStream:
         """Read the blocks from the first one."""
         raise NotImplementedError
 
@@ -294,7 +294,7 @@ class Encoding:
             ) from error
 
 
-class Reading:
+class ExampleReader:
     """Examples one after another, from a position; they and their order depend on the data and the position alone."""
 
     def __init__(self, rows: LazyRows, encoding: Encoding, state: State | None = None) -> None:
@@ -310,7 +310,7 @@ class Reading:
 
     @property
     def state(self) -> State:
-        """The position of the next example, from which a later `Reading` continues."""
+        """The position of the next example, from which a later `ExampleReader` continues."""
         return {"at": self._block, "used": self._used, "dropped": self._dropped}
 
     @property

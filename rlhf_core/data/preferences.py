@@ -15,7 +15,7 @@ from rlhf_core.data import columns as cells
 from rlhf_core.data.best_of_n import list_problem, mixture
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.columns import COLUMNS, ID_NAMES, MASK_NAMES
-from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
+from rlhf_core.data.encoded import Limit, Notes, RowForm, Selection, list_unread_columns, select
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.report import Problems
@@ -241,7 +241,7 @@ def encode_pairs(
         return np.asarray((lengths > least).all(1))
 
     encode = partial(_encode, encoder=encoder, completions=completions)
-    form = Form("pairs", SIDES, NOTES, encode, trainable, _text_columns)
+    form = RowForm("pairs", SIDES, NOTES, encode, trainable, _text_columns)
     cache = TokenCache("completions" if completions else "pairs", encoder)
     chosen = select(records, cache, form, Limit(max_length, overlong, truncation_mode), part=part)
     pairs = Pairs(

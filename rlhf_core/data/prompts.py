@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import columns
 from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
-from rlhf_core.data.encoded import Form, Limit, Notes, require_vocabulary, select
-from rlhf_core.data.lazy import Encoding, Example, Reading
+from rlhf_core.data.encoded import Limit, Notes, RowForm, require_vocabulary, select
+from rlhf_core.data.lazy import Encoding, Example, ExampleReader
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Places, Records, Source, cells, mapped
 from rlhf_core.errors import InputError
@@ -113,7 +113,9 @@ def encode_prompts(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
     encode = partial(_encode, encoder=encoder, chat=chat[0])
-    form = Form("prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda source: ("prompt",))
+    form = RowForm(
+        "prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda source: ("prompt",)
+    )
     limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
     chosen = select(records, TokenCache("prompts", encoder), form, limit, part=part)
     rows = chosen.places.rows
@@ -283,7 +285,7 @@ class PromptStream:
         """Embeddings of the model, which later prompts are compared with."""
         self._start: tuple[int, Any] = 0, None
         """A row, and the position of the stream before it."""
-        self._reading: Reading | None = None
+        self._reading: ExampleReader | None = None
         self._first = 0
         self._read: list[tuple[Any, Example]] = []
         """Positions with the rows after them, from row `_first` on."""
@@ -323,7 +325,7 @@ class PromptStream:
         with self._lock:
             if self._reading is None:
                 self._first, position = self._start
-                self._reading = Reading(self._stream, self._encoding, position)
+                self._reading = ExampleReader(self._stream, self._encoding, position)
             while self._first + len(self._read) <= i:
                 self._read.append((self._reading.state, next(self._reading)))
             example = self._read[i - self._first][1]

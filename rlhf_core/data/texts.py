@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlhf_core.config.options import format_value
 from rlhf_core.data import columns as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
-from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
+from rlhf_core.data.encoded import Limit, Notes, RowForm, Selection, list_unread_columns, select
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.preferences import parse_pairs, read_number, repeats_prompt, strip_prompts
@@ -74,7 +74,7 @@ def encode_texts(
         return np.asarray(counts[stops] - counts[np.minimum(starts + 1, stops)])
 
     encode = partial(_encode, encoder=encoder)
-    form = Form("texts", ("tokens",), NOTES, encode, lambda rows: trained(rows) > 0, _text_columns)
+    form = RowForm("texts", ("tokens",), NOTES, encode, lambda rows: trained(rows) > 0, _text_columns)
     limit = Limit(max_length, overlong, truncation_mode)
     chosen = select(records, TokenCache("texts", encoder), form, limit, part=part)
     problems = Problems()

@@ -29,7 +29,7 @@ TOOL = {
 ASKED: Message = {"role": "user", "content": "qzxasked end"}
 
 
-class Form(NamedTuple):
+class ReplyForm(NamedTuple):
     """What a reply holds. thought: the mark that opens one in its text, or "field": it is its `reasoning_content`."""
 
     text: bool = True
@@ -37,13 +37,13 @@ class Form(NamedTuple):
     call: bool = False
 
 
-SPOKEN = (Form(), Form(thought="<think>"), Form(thought="field"), Form(thought="[THINK]"))
+SPOKEN = (ReplyForm(), ReplyForm(thought="<think>"), ReplyForm(thought="field"), ReplyForm(thought="[THINK]"))
 CALLING = (
-    Form(text=False, call=True),
-    Form(call=True),
-    Form(text=False, thought="<think>", call=True),
-    Form(thought="<think>", call=True),
-    Form(thought="field", call=True),
+    ReplyForm(text=False, call=True),
+    ReplyForm(call=True),
+    ReplyForm(text=False, thought="<think>", call=True),
+    ReplyForm(thought="<think>", call=True),
+    ReplyForm(thought="field", call=True),
 )
 
 
@@ -74,7 +74,7 @@ class Trial:
                     "what it may call. Give a chat template that writes them"
                 )
         refusals = []
-        for form in (CALLING[0],) if self.tools else (Form(), Form(call=True)):
+        for form in (CALLING[0],) if self.tools else (ReplyForm(), ReplyForm(call=True)):
             messages = [ASKED, _reply(form, 1), *self.added(1)]
             try:
                 text = self.written(messages, open_turn=True)
@@ -107,9 +107,9 @@ class Trial:
             named = f"{self.encoder.name} fails on '{self.role}' messages: {words}"
             return words if self.encoder.name in words else named
 
-    def forms(self) -> tuple[list[Form], list[str]]:
+    def forms(self) -> tuple[list[ReplyForm], list[str]]:
         """Return the forms of replies that a policy may write, and how the template changes its prompt for others."""
-        forms: list[Form] = []
+        forms: list[ReplyForm] = []
         changes: list[str] = []
         opened = self.written([ASKED], open_turn=True)
         for form in (*SPOKEN, *(CALLING if self.tools or self.role == "tool" else ())):
@@ -127,7 +127,7 @@ class Trial:
                 forms.append(form)
         return forms, changes
 
-    def _has_place_for(self, form: Form, closed: str) -> bool:
+    def _has_place_for(self, form: ReplyForm, closed: str) -> bool:
         """Return whether the template writes what sets a form apart, so that a policy may write it."""
         if form.thought == "field" and "qzxthought1" not in closed:
             return False
@@ -136,13 +136,13 @@ class Trial:
         if form.call and (form.text or form.thought):
             # Where a text next to calls is left out, `CallParser` makes no such replies; where it would come after
             # their results, what the policy wrote stands elsewhere.
-            messages = [ASKED, _reply(Form(call=True), 1)]
+            messages = [ASKED, _reply(ReplyForm(call=True), 1)]
             later = self.written([*messages, *self.added(1)])
             displaced = later.find("qzxtext1") > later.find("qzxadded1")
             return "qzxtext1" in self.written(messages) and not displaced
         return True
 
-    def growth(self, messages: Sequence[Message], replies: Sequence[Form]) -> str | None:
+    def growth(self, messages: Sequence[Message], replies: Sequence[ReplyForm]) -> str | None:
         """Render a conversation turn by turn, and describe the first change of what was written before."""
         name = self.encoder.name
         try:
@@ -187,7 +187,7 @@ class Trial:
         return self.encoder.write(self.encoder.with_call_ids(messages), self.tools, open_turn=open_turn)
 
 
-def _reply(form: Form, number: int) -> Message:
+def _reply(form: ReplyForm, number: int) -> Message:
     thought, text = f"qzxthought{number} end", f"qzxtext{number} end" * form.text
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if form.thought == "field":

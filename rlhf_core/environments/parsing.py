@@ -88,7 +88,7 @@ FORMATS = (
 """The formats that are known, in the order in which a template's is looked for."""
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     """A call at the characters `start` to `end` of a text; `error` says what is wrong with it."""
 
     start: int
@@ -182,7 +182,7 @@ class CallParser:
             message["call_errors"] = errors
         return message
 
-    def _read_harmony(self, text: str) -> tuple[dict[str, Any], list[Call]]:
+    def _read_harmony(self, text: str) -> tuple[dict[str, Any], list[ParsedCall]]:
         calls = [_checked(call) for call in _harmony_calls(text)] if self._has_tools else []
         said: dict[str, list[str]] = {"thinking": [], "content": []}
         for header, body in _harmony_messages(text):
@@ -202,14 +202,14 @@ class CallParser:
             return at + len("</think>")
         return len(text) if self._thinks or "<think>" in text else 0
 
-    def _read(self, form: CallFormat, text: str) -> list[Call]:
+    def _read(self, form: CallFormat, text: str) -> list[ParsedCall]:
         calls = [_checked(call) for call in _calls(form, text, self._thought_end(text), self._schemas)]
         if calls and form.alone and self._content(text, calls):
             error = "a call must be the whole reply: the text around it would be lost"
-            return [Call(calls[0].start, calls[-1].end, error=error)]
+            return [ParsedCall(calls[0].start, calls[-1].end, error=error)]
         return calls
 
-    def _content(self, text: str, calls: Sequence[Call]) -> str:
+    def _content(self, text: str, calls: Sequence[ParsedCall]) -> str:
         content, at = "", 0
         for call in calls:
             content += text[at : call.start]
@@ -271,13 +271,13 @@ def _parameters(tool: Any) -> tuple[str, Mapping[str, Any]]:
     return str(function.get("name")), parameters.get("properties") or {}
 
 
-def _as_message(call: Call) -> dict[str, Any]:
+def _as_message(call: ParsedCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     identity = {} if call.id is None else {"id": str(call.id)}
     return {**identity, "type": "function", "function": function}
 
 
-def _checked(call: Call) -> Call:
+def _checked(call: ParsedCall) -> ParsedCall:
     """Check the parts of a call, and put its arguments into JSON's types."""
     if call.error is not None:
         words = " ".join(call.error.encode(errors="replace").decode().split())
@@ -303,7 +303,7 @@ def _checked(call: Call) -> Call:
 # Find calls in a text.
 
 
-def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) -> Iterator[Call]:
+def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) -> Iterator[ParsedCall]:
     """Yield the calls of a format in `text` from `start` on, malformed ones too; none if no mark opens one."""
     if form.way == "harmony":
         yield from _harmony_calls(text[start:])
@@ -331,10 +331,10 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
             following = opening.search(text, match.end())
             ends = [close.end() if close else len(text), following.start() if following else len(text)]
             end = min(ends)
-            yield Call(match.start(), end, error=str(error))
+            yield ParsedCall(match.start(), end, error=str(error))
         else:
             for name, arguments, identity in calls:
-                yield Call(match.start(), end, name, arguments, identity)
+                yield ParsedCall(match.start(), end, name, arguments, identity)
         start = end
 
 
@@ -342,7 +342,7 @@ _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 """What begins or ends a code block."""
 
 
-def _unmarked(text: str, start: int) -> Iterator[Call]:
+def _unmarked(text: str, start: int) -> Iterator[ParsedCall]:
     """Yield the calls of a text that is calls and nothing else."""
     body = text[start:].strip()
     tagged = body.startswith(PYTHON_TAG)
@@ -358,11 +358,11 @@ def _unmarked(text: str, start: int) -> Iterator[Call]:
             at += body.startswith(";", at)
             at = _skip_blanks(body, at)
     except CallError as error:
-        yield Call(0, len(text), error=str(error))
+        yield ParsedCall(0, len(text), error=str(error))
         return
     if tagged or all(arguments is not None for _, arguments, _ in calls):
         for name, arguments, identity in calls:
-            yield Call(0, len(text), name, arguments, identity)
+            yield ParsedCall(0, len(text), name, arguments, identity)
 
 
 def _pattern(mark: str) -> re.Pattern[str]:
@@ -387,10 +387,10 @@ def _harmony_messages(text: str) -> Iterator[tuple[str, str]]:
             yield header, re.split(r"<\|(?:end|call|return)\|>", body)[0]
 
 
-def _harmony_calls(text: str) -> Iterator[Call]:
+def _harmony_calls(text: str) -> Iterator[ParsedCall]:
     for header, body in _harmony_messages(text):
         if recipient := _RECIPIENT.search(header):
-            yield Call(0, len(text), recipient[1], body)
+            yield ParsedCall(0, len(text), recipient[1], body)
 
 
 def _without_thoughts(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import batch_rows, count_examples, count_updates, require_vocabulary, visited_rows
-from rlhf_core.data.lazy import Encoding, LazyRecords, LazyRows, Reading, State
+from rlhf_core.data.lazy import Encoding, ExampleReader, LazyRecords, LazyRows, State
 from rlhf_core.errors import warn
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
@@ -277,7 +277,7 @@ class LazyUpdates:
         self._examples = count_examples(len(rows), *limits)
         self._positions: dict[int, State | None] = {0: None}
         self._made: dict[int, tuple[list[Tree], list[str]]] = {}
-        self._reading: Reading | None = None
+        self._reading: ExampleReader | None = None
         self._next = 0
 
     def shapes(self) -> list[Packed]:
@@ -303,7 +303,7 @@ class LazyUpdates:
             return self._made[step]
         if self._reading is None or self._next != step:
             self._next = max(known for known in self._positions if known <= step)
-            self._reading = Reading(self.data, self._encoding, self._positions[self._next])
+            self._reading = ExampleReader(self.data, self._encoding, self._positions[self._next])
         while self._next <= step:
             size, first = self.config.total_batch_size, self._next * self.config.total_batch_size
             examples = [next(self._reading) for _ in range(min(size, self._examples - first))]

@@ -19,7 +19,7 @@ from rlhf_core.models.experts import Experts as Experts
 from rlhf_core.models.experts import recording as recording
 from rlhf_core.models.families import Architecture as Architecture
 from rlhf_core.models.hf_config import DECODER as DECODER
-from rlhf_core.models.hf_config import Fields as Fields
+from rlhf_core.models.hf_config import ConfigFields as ConfigFields
 from rlhf_core.models.hf_config import decoder_family as decoder_family
 from rlhf_core.models.kernels import find_kernels as find_kernels
 from rlhf_core.models.layer import Layer as Layer
@@ -66,7 +66,7 @@ __all__ = [
 ]
 """What authors of trainers rely on."""
 FOR_FAMILIES = (
-    "ACTIVATIONS Architecture Attention Aux DecoderConfig Embedding Experts Fields Layer LayerContext Linear MLP "
+    "ACTIVATIONS Architecture Attention Aux ConfigFields DecoderConfig Embedding Experts Layer LayerContext Linear MLP "
     "RMSNorm Recurrent RowReader across_pieces cached decoder_family open_weights paths previous_tokens rotate "
     "save_tensors"
 )

@@ -22,19 +22,19 @@ from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.experts_exchange import Exchange, by_expert, exchanged, room, taken
 from rlhf_core.models.kernels import find_kernels
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
-from rlhf_core.models.quantized import Packed, only_now, scales_of
+from rlhf_core.models.quantized import PlainScaled, only_now, scales_of
 from rlhf_core.runtime.devices import platform
 
 
 def expert_product(
-    x: jax.Array, kernel: jax.Array | Packed, counts: jax.Array, weights: jax.Array | None = None
+    x: jax.Array, kernel: jax.Array | PlainScaled, counts: jax.Array, weights: jax.Array | None = None
 ) -> jax.Array:
     """Compute `product` for the rows of every expert.
 
     x: [N, in], sorted by expert. kernel: [experts, in, out]. counts: int32 [experts], rows per expert. weights: the
     kernel in the dtype of `x`, where it is at hand; the kernel then only gets the gradient.
     """
-    if isinstance(kernel, Packed):
+    if isinstance(kernel, PlainScaled):
         return _packed_expert_product(x, kernel, counts)
     if weights is None and x.dtype == kernel.dtype and platform() != "gpu":
         return lax.ragged_dot(x, kernel, counts)
@@ -60,13 +60,13 @@ def _expert_backward(residuals: tuple[jax.Array, ...], d_y: jax.Array) -> Any:
 
 
 @jax.custom_vjp
-def _packed_expert_product(x: jax.Array, kernel: Packed, counts: jax.Array) -> jax.Array:
+def _packed_expert_product(x: jax.Array, kernel: PlainScaled, counts: jax.Array) -> jax.Array:
     """Dequantize in the forward and in the backward pass, see `quantized.quantized_product`."""
     kernel, x = only_now(kernel, x)
     return _rows_product(x, kernel.matrices(x.dtype), counts)
 
 
-def _packed_forward(x: jax.Array, kernel: Packed, counts: jax.Array) -> Any:
+def _packed_forward(x: jax.Array, kernel: PlainScaled, counts: jax.Array) -> Any:
     return _packed_expert_product(x, kernel, counts), (kernel, counts)
 
 
@@ -328,13 +328,13 @@ class ExpertMLPs(nnx.Module):
 
 
 def _parts_of(linear: Linear) -> tuple[list[Any], list[Any]]:
-    """Return one layer's kernels, an array or `Packed`, and biases, if any; and the logical axes of each array."""
+    """Return one layer's kernels, an array or `PlainScaled`, and biases, if any; and the logical axes of each array."""
     params = [p for p in (linear.kernel, linear.bias) if p is not None]
     arrays: list[Any] = [p[...] for p in params]
     axes: list[Any] = [p.get_metadata("axes")[1:] for p in params]
     if (packed := linear.quantized) is not None:
-        arrays.insert(0, Packed(packed.arrays["codes"], scales_of(packed.arrays)))
-        axes.insert(0, Packed(*[packed.codes.get_metadata("axes")[1:]] * 2))
+        arrays.insert(0, PlainScaled(packed.arrays["codes"], scales_of(packed.arrays)))
+        axes.insert(0, PlainScaled(*[packed.codes.get_metadata("axes")[1:]] * 2))
     return arrays, axes
 
 
@@ -370,8 +370,8 @@ def _at_hand(dtype: Any, specs: Any, arrays: Any) -> tuple[Any, Any, Any]:
     weights, biases = {}, {}
     for name, (kernel, *bias) in arrays.items():
         spec = specs[name] if specs else [PartitionSpec()] * 2
-        if isinstance(kernel, Packed):
-            kernels[name] = Packed(*map(_gathered_by, kernel, spec[0])) if specs else kernel
+        if isinstance(kernel, PlainScaled):
+            kernels[name] = PlainScaled(*map(_gathered_by, kernel, spec[0])) if specs else kernel
         else:
             kernels[name] = _gathered_by(kernel, spec[0])
             if kernel.dtype != dtype:  # the other kernel is not gathered: only its gradient is computed

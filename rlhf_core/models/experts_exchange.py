@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlhf_core.mesh import ROW_AXES
-from rlhf_core.models.quantized import Packed
+from rlhf_core.models.quantized import PlainScaled
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -166,7 +166,7 @@ def _exchanged_forward(
 
 def _exchanged_backward(exchange: Exchange, residuals: Any, d_made: jax.Array) -> Any:
     x, (order, place_of_pair, ids), biases, weights = residuals
-    trained = {name: w for name, w in weights.items() if not isinstance(w, Packed)}
+    trained = {name: w for name, w in weights.items() if not isinstance(w, PlainScaled)}
     unused = jax.tree.map(
         lambda w: jnp.zeros(w.shape, jnp.float32), trained
     )  # kernels, which only get gradients

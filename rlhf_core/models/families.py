@@ -10,10 +10,10 @@ from rlhf_core.models import glm4_moe, gpt_oss
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:
-    from rlhf_core.models.hf_config import Fields
+    from rlhf_core.models.hf_config import ConfigFields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LayerTypes: TypeAlias = "Callable[[Fields, int], list[str]]"
+LayerTypes: TypeAlias = "Callable[[ConfigFields, int], list[str]]"
 """(config.json, number of layers) → FULL or SLIDING per layer."""
 
 
@@ -54,7 +54,7 @@ class Architecture:
     partial_rotary: bool = False
     scaled_rope: str | None = None
     """The kind of layer that `rope_scaling` is for, where one table stands for all; None: all kinds."""
-    details: Callable[[Fields, int], Mapping[str, Any]] | None = None
+    details: Callable[[ConfigFields, int], Mapping[str, Any]] | None = None
     """(config.json, number of layers) → further fields of the decoder's config, for a family that is code."""
     rope_fields: tuple[str, ...] = ()
     """What a rope table may have in addition to the fields of its type."""
@@ -63,42 +63,42 @@ class Architecture:
     """Sizes that the `text_config` of published checkpoints leaves out where they have these values."""
 
 
-def every_layer(read: Fields, layers: int) -> list[str]:
+def every_layer(read: ConfigFields, layers: int) -> list[str]:
     """Give all layers a sliding window where `sliding_window` is set and not switched off."""
     on = read.get("sliding_window") is not None and read.get("use_sliding_window") is not False
     return [SLIDING if on else FULL] * layers
 
 
-def upper_layers(read: Fields, layers: int) -> list[str]:
+def upper_layers(read: ConfigFields, layers: int) -> list[str]:
     """Give the layers from `max_window_layers` on a sliding window, where windows are switched on."""
     on = read.switch("use_sliding_window") and read.get("sliding_window") is not None
     first = read.whole("max_window_layers", least=0) if on else layers
     return [SLIDING if i >= first else FULL for i in range(layers)]
 
 
-def alternating(read: Fields, layers: int) -> list[str]:
+def alternating(read: ConfigFields, layers: int) -> list[str]:
     """Give every other layer a sliding window, from the first on."""
     return [FULL if i % 2 else SLIDING for i in range(layers)]
 
 
-def every_nth_full(read: Fields, layers: int) -> list[str]:
+def every_nth_full(read: ConfigFields, layers: int) -> list[str]:
     """Give all layers but every `sliding_window_pattern`-th a sliding window."""
     period = read.whole("sliding_window_pattern")
     return [SLIDING if (i + 1) % period else FULL for i in range(layers)]
 
 
-def every_fourth_full(read: Fields, layers: int) -> list[str]:
+def every_fourth_full(read: ConfigFields, layers: int) -> list[str]:
     """Give all layers but every fourth a sliding window."""
     return [SLIDING if (i + 1) % 4 else FULL for i in range(layers)]
 
 
-def unrotated_layers(read: Fields, layers: int) -> list[str]:
+def unrotated_layers(read: ConfigFields, layers: int) -> list[str]:
     """Give the layers without rotary embedding a sliding window, where windows are switched on."""
     on = read.switch("use_sliding_window") and read.get("sliding_window") is not None
     return [SLIDING if on and not rotated else FULL for rotated in rotated_layers(read, layers)]
 
 
-def rotated_layers(read: Fields, layers: int) -> list[bool]:
+def rotated_layers(read: ConfigFields, layers: int) -> list[bool]:
     """List which layers have a rotary embedding."""
     if not read.has("no_rope_layers"):
         return [True] * layers

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_core.models.hf_config import Fields
+    from rlhf_core.models.hf_config import ConfigFields
 
 DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
@@ -26,7 +26,7 @@ WEIGHT_NAMES = {
 }
 
 
-def details(read: Fields, layers: int) -> dict[str, Any]:
+def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
     dense = min(read.whole("first_k_dense_replace", least=0), layers)
     experts, size = read.whole("n_routed_experts"), read.whole("moe_intermediate_size")

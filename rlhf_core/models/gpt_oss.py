@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_core.models.hf_config import Fields
+    from rlhf_core.models.hf_config import ConfigFields
 
 _EXPERTS = "model.layers.{layer}.mlp.experts"
 WEIGHT_NAMES = {
@@ -17,7 +17,7 @@ WEIGHT_NAMES = {
 }
 
 
-def details(read: Fields, layers: int) -> dict[str, Any]:
+def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
     read.quantized = (*read.quantized, "mxfp4")
     return {

@@ -124,7 +124,7 @@ def with_text_config(hf_config: Mapping[str, Any], fields: Mapping[str, Any]) ->
     return {**hf_config, **repeated, "text_config": {**inner, **fields}}
 
 
-class Fields:
+class ConfigFields:
     """One config.json with a family's defaults. `problems` has a line per field with an unusable value."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -202,9 +202,9 @@ class Fields:
             return [True] * length
         return [bool(x) for x in value[:length]]
 
-    def of(self, table: Mapping[str, Any]) -> Fields:
+    def of(self, table: Mapping[str, Any]) -> ConfigFields:
         """Return the fields of a table within the file, to read them likewise."""
-        return Fields(table, dict.fromkeys(table))
+        return ConfigFields(table, dict.fromkeys(table))
 
     def check_unknown(self, model_type: str) -> None:
         """Note a problem for every field that the decoder does not read, unless it is empty or has no effect."""
@@ -261,7 +261,7 @@ OPTIONAL: Mapping[RopeKind, tuple[str, ...]] = {
 
 
 def read_ropes(
-    read: Fields, rules: Architecture, kinds: Sequence[str], rotated: Sequence[bool], head_dim: int
+    read: ConfigFields, rules: Architecture, kinds: Sequence[str], rotated: Sequence[bool], head_dim: int
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Read (the distinct rotary embeddings, each layer's index among them: empty where all have the first).
 
@@ -274,7 +274,7 @@ def read_ropes(
     return distinct, tuple(distinct.index(rope) for rope in layers) if len(distinct) > 1 else ()
 
 
-def _tables(read: Fields, rules: Architecture) -> dict[str, tuple[str, dict[str, Any]]]:
+def _tables(read: ConfigFields, rules: Architecture) -> dict[str, tuple[str, dict[str, Any]]]:
     """Read {kind of layer: (name of its rope table, the table with `rope_theta`)}."""
     modern, legacy = read.get("rope_parameters"), read.get("rope_scaling")
     if modern and legacy and modern != legacy:
@@ -304,7 +304,7 @@ def _tables(read: Fields, rules: Architecture) -> dict[str, tuple[str, dict[str,
     return out
 
 
-def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], head_dim: int) -> Rope:
+def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, Any], head_dim: int) -> Rope:
     named: Any = table.get("rope_type", table.get("type")) or "default"
     # One position per token is all that text has of the three of multimodal rotary embeddings.
     named = "default" if named == "mrope" and "mrope_section" in rules.rope_fields else named
@@ -333,7 +333,9 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         )
     # As in transformers, the file's own field takes precedence over the table's.
     longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
-    numbers = Fields({**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used))
+    numbers = ConfigFields(
+        {**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used)
+    )
     for name in sorted((used | {"rope_theta"}) - {"short_factor", "long_factor", "truncate"}):
         numbers.positive(name)
     length, growth = numbers.whole(original, longest), numbers.number(GROWTH, 0.0)
@@ -371,7 +373,7 @@ def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:
 
 
 def _longrope(
-    read: Fields, where: str, rope: Rope, table: Mapping[str, Any], longest: int, head_dim: int
+    read: ConfigFields, where: str, rope: Rope, table: Mapping[str, Any], longest: int, head_dim: int
 ) -> Rope:
     """Use the frequencies of short contexts: with the long ones, a sequence would depend on the rest of its batch."""
     divisors, pairs = table["short_factor"], int(head_dim * rope.share) // 2
@@ -408,7 +410,7 @@ def parse(
             f"{suggest(model_type, architectures)}"
         )
     rules = architectures[model_type]
-    read = Fields(hf_config, rules.defaults)
+    read = ConfigFields(hf_config, rules.defaults)
     hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     layers = read.whole("num_hidden_layers", most=MOST)
     kv_heads, head_dim = read.whole("num_key_value_heads", heads), _head_dim(read, hidden, heads)
@@ -473,7 +475,7 @@ def parse(
     return config
 
 
-def _head_dim(read: Fields, hidden: int, heads: int) -> int:
+def _head_dim(read: ConfigFields, hidden: int, heads: int) -> int:
     if read.get("head_dim") is not None:
         return read.whole("head_dim")
     if hidden % heads and not read.problems:
@@ -481,14 +483,14 @@ def _head_dim(read: Fields, hidden: int, heads: int) -> int:
     return max(hidden // heads, 1)
 
 
-def _check_heads(read: Fields, heads: int, kv_heads: int, head_dim: int) -> None:
+def _check_heads(read: ConfigFields, heads: int, kv_heads: int, head_dim: int) -> None:
     if heads % kv_heads:
         read.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         read.problem(f"head_dim {head_dim} must be even for rotary embeddings")
 
 
-def _activation(read: Fields, rules: Architecture) -> str:
+def _activation(read: ConfigFields, rules: Architecture) -> str:
     name = read.get(rules.activation) or "silu"
     if name not in ACTIVATIONS:
         read.problem(
@@ -501,7 +503,7 @@ def _activation(read: Fields, rules: Architecture) -> str:
     return str(name)
 
 
-def _layer_types(read: Fields, rules: Architecture, model_type: str, layers: int) -> list[str]:
+def _layer_types(read: ConfigFields, rules: Architecture, model_type: str, layers: int) -> list[str]:
     """Read the type of each layer: FULL, SLIDING, or a name of `rules.layers`."""
     allowed = (FULL, *rules.layers) if rules.layers else (FULL, SLIDING)
     kinds = [FULL] * layers if rules.layer_types is None else rules.layer_types(read, layers)
@@ -526,7 +528,7 @@ def _layer_types(read: Fields, rules: Architecture, model_type: str, layers: int
     return kinds
 
 
-def _experts(read: Fields) -> int:
+def _experts(read: ConfigFields) -> int:
     """Read the number of experts; 0 for a family that has none in every model."""
     if not any(read.defaults.get(name) for name in EXPERT_COUNTS):
         return 0

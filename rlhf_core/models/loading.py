@@ -106,7 +106,7 @@ def load_model(
                 "lora.base = 'nf4' or 'int8' instead"
             )
         hf_config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
-    adapters = None if adapter_directory is None else peft.Adapter(adapter_directory)
+    adapters = None if adapter_directory is None else peft.StoredAdapter(adapter_directory)
     params = definition.load(directory, definition.shardings(mesh))
     kept = weights.kept(definition, directory) if isinstance(definition, Decoder) else None
     tokenizer = _tokenizer(adapter_directory) or _tokenizer(directory)
@@ -206,7 +206,7 @@ def stored_head(directory: Path) -> Head | None:
     """Read which head the model or adapter in a local directory has; None where no file says so."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         classifies = peft.read_config(directory).get("task_type") == "SEQ_CLS"
-        return "score" if classifies or peft.Adapter(directory).score is not None else "lm"
+        return "score" if classifies or peft.StoredAdapter(directory).score is not None else "lm"
     if not (directory / "config.json").is_file():
         return None
     names = _read_config(directory).get("architectures") or []
@@ -234,7 +234,7 @@ def check_model(
     directory, adapter_directory, _ = model_directories(path, None)
     definition, _ = define(_read_config(directory), head, directory, registry)
     if adapter_directory is not None:
-        peft.Adapter(adapter_directory)
+        peft.StoredAdapter(adapter_directory)
     absent = (not needs_weights or hub.in_cache(directory)) and not any(directory.glob("*.safetensors"))
     if isinstance(definition, Decoder) and not absent:
         weights.check(definition, directory)

@@ -21,7 +21,7 @@ from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.models.hf_config import shown
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.params import join, paths, split
-from rlhf_core.models.safetensors import Reader
+from rlhf_core.models.safetensors import TensorFile
 
 if TYPE_CHECKING:
     from rlhf_core.models.model import Model
@@ -223,7 +223,7 @@ def save(
     (directory / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
 
 
-class Adapter:
+class StoredAdapter:
     """The tensors of one adapter directory, by module."""
 
     def __init__(self, directory: Path) -> None:
@@ -233,7 +233,7 @@ class Adapter:
         file = directory / WEIGHTS
         if not file.is_file():
             raise InputError(f"{directory}: {WEIGHTS} is missing")
-        self._reader = Reader(file)
+        self._reader = TensorFile(file)
         self._modules: dict[str, dict[str, str]] = {}
         """{module, such as "model.layers.0.self_attn.q_proj": {"lora_A", "lora_B", …: tensor}}"""
         self.score: str | None = None

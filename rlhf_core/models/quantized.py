@@ -167,7 +167,7 @@ def dequantize(arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
     return (numbers * scales[..., None, :]).reshape(*lead, 2 * half, out).astype(dtype)
 
 
-class Packed(NamedTuple):
+class PlainScaled(NamedTuple):
     """Matrices in few bits whose scales are not quantized: the arrays of nf4_plain or int8."""
 
     codes: Any

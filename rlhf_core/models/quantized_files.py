@@ -1,6 +1,6 @@
 """Tensors that files hold in few bits: MXFP4, FP8, and the 4 and 8 bits of bitsandbytes.
 
-Each is shown as `safetensors.Reader` shows others, as the numbers that its format defines, float32.
+Each is shown as `safetensors.TensorFile` shows others, as the numbers that its format defines, float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from rlhf_core.errors import InputError
 from rlhf_core.models import safetensors
 from rlhf_core.models.quantized import BLOCK, NF4, OUTER, Quantization, scale_values
-from rlhf_core.models.safetensors import NAMES, Reader
+from rlhf_core.models.safetensors import NAMES, TensorFile
 
 METHODS = ("bitsandbytes", "fp8")
 """Each `quant_method` that any family may have; gpt_oss has mxfp4, too."""
@@ -34,7 +34,7 @@ FP8_BLOCK = 128
 """Rows and columns of an FP8 matrix that share a scale."""
 
 
-def array(readers: Mapping[str, Reader], name: str) -> np.ndarray:
+def array(readers: Mapping[str, TensorFile], name: str) -> np.ndarray:
     """Return a tensor as it is stored."""
     reader, entry = readers[name], readers[name].header[name]
     if entry["dtype"] not in DTYPES:
@@ -50,7 +50,7 @@ class Stored:
 
     stored_dtype = "BF16"
 
-    def __init__(self, name: str, readers: Mapping[str, Reader]) -> None:
+    def __init__(self, name: str, readers: Mapping[str, TensorFile]) -> None:
         self.name, self.readers, self.path = name, readers, readers[self.parts(name)[0]].path
         self.header = {name: {"shape": self.shape()}}
 
@@ -102,7 +102,7 @@ class MXFP4(Stored):
 class FP8(Stored):
     """Numbers in 8 bits times a scale of the tensor, of each row, or of blocks of 128 × 128."""
 
-    def __init__(self, name: str, readers: Mapping[str, Reader]) -> None:
+    def __init__(self, name: str, readers: Mapping[str, TensorFile]) -> None:
         self.scale = next(name + end for end in ("_scale_inv", "_scale") if name + end in readers)
         super().__init__(name, readers)
 

@@ -29,7 +29,7 @@ BLOCK = (16, 2048)
 """Block of a transposed matrix whose cache lines all stay in a core's cache."""
 
 
-class Reader:
+class TensorFile:
     """One file, whose header the library safetensors checks. Raises InputError naming the file where it is damaged."""
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class Writer:
         exponent = np.array([np.inf], flat.dtype).view(f"u{flat.itemsize}")
         return not ((flat.view(exponent.dtype) & exponent) == exponent).any()
 
-    def copy(self, name: str, reader: Reader) -> None:
+    def copy(self, name: str, reader: TensorFile) -> None:
         """Write a tensor of another file, byte by byte."""
         file, offset, _ = self._places[name]
         file.seek(offset)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest, warn
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import quantized, quantized_files
-from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy, described
+from rlhf_core.models.safetensors import DTYPES, NAMES, TensorFile, Writer, copy, described
 from rlhf_core.runtime.signals import stop_if_asked
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ FREQUENCIES = "rotary_emb.inv_freq"
 """A table in older files, which is not read: the config determines it."""
 
 
-def open_weights(directory: Path) -> dict[str, Reader]:
+def open_weights(directory: Path) -> dict[str, TensorFile]:
     """Open model.safetensors, or the files that its index names: {tensor name: the file that holds it}.
 
     Raises InputError naming the file that is missing or damaged.
     """
     single = directory / "model.safetensors"
     if single.is_file():
-        reader = Reader(single)
+        reader = TensorFile(single)
         return dict.fromkeys(reader.header, reader)
     index = directory / INDEX
     if not index.is_file():
@@ -59,7 +59,7 @@ def open_weights(directory: Path) -> dict[str, Reader]:
         raise InputError(f"{index}: damaged ({library_words(error)}): fetch it again") from None
     if absent:
         raise InputError(*(f"{directory}: {name} is missing, though {INDEX} names it" for name in absent))
-    readers = {path: Reader(path) for path in sorted(set(files.values()))}
+    readers = {path: TensorFile(path) for path in sorted(set(files.values()))}
     lost = [name for name, path in files.items() if name not in readers[path].header]
     if lost:
         raise InputError(
@@ -83,7 +83,7 @@ class Kept:
 
     dtype: str | None
     dtypes: Mapping[tuple[str, ...], str]
-    carried: Mapping[str, Reader]
+    carried: Mapping[str, TensorFile]
     tied_head: str | None
 
     @property
@@ -343,7 +343,7 @@ def load(decoder: Decoder, directory: Path, shardings: Any) -> dict[str, Any]:
     return jax.block_until_ready(params)
 
 
-def check(decoder: Decoder, directory: Path) -> tuple[dict[str, Reader], list[_Leaf]]:
+def check(decoder: Decoder, directory: Path) -> tuple[dict[str, TensorFile], list[_Leaf]]:
     """Compare the files' headers with the config; return the files, by tensor, and the parameters to read.
 
     Raises InputError as `load` does.
@@ -379,7 +379,7 @@ def has_other_head(decoder: Decoder, directory: Path) -> bool:
 
 
 def _mismatches(
-    decoder: Decoder, directory: Path, readers: Mapping[str, Reader], leaves: list[_Leaf]
+    decoder: Decoder, directory: Path, readers: Mapping[str, TensorFile], leaves: list[_Leaf]
 ) -> Iterator[str]:
     wanted = {name: shape for leaf in leaves for name, shape in leaf.tensors.items()}
     missing = [name for name in wanted if name not in readers]
@@ -418,7 +418,7 @@ def _others(
     return carried, wrong
 
 
-def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Reader]) -> Iterator[str]:
+def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, TensorFile]) -> Iterator[str]:
     for name, shape in wanted.items():
         if name not in readers:
             continue

@@ -82,7 +82,7 @@ _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """One name of the registry.
 
     thing: as it was added. owner: describes the plugin that added it.
@@ -208,13 +208,13 @@ def _read_value(model: type[Options], value: Any) -> Any:
     return result
 
 
-def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
+def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEntry:
     """Make the registry entry of a thing. Raises InputError if it cannot be a component of that kind."""
     what = f"{kind.name} '{name}' ({qualified_name(thing)})"
     if kind == LAYER:
         if not inspect.isclass(thing):
             raise InputError(f"{what}: expected a class, got {type(thing).__name__}")
-        return Entry(kind, name, thing, owner, None)
+        return RegistryEntry(kind, name, thing, owner, None)
     wanted = _FINISHED.get(kind)
     if wanted is not None or isinstance(thing, tuple(_FINISHED.values())):
         if wanted is None or not isinstance(thing, wanted):
@@ -224,17 +224,17 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
             raise InputError(
                 f"{what}: its config must be a class that extends TrainerConfig, got {thing.config!r}"
             )
-        return Entry(kind, name, thing, owner, None)
+        return RegistryEntry(kind, name, thing, owner, None)
     if inspect.isclass(thing):
         _check_class(kind, thing, what)
     elif not _is_function(thing):
         if kind.arguments and not callable(thing):
             raise InputError(f"{what}: expected a dataclass or a function, got {type(thing).__name__}")
         _check_attributes(kind, thing, _fields(thing), what)
-        return Entry(kind, name, thing, owner, None)
+        return RegistryEntry(kind, name, thing, owner, None)
     models, required = _options(kind, thing, what)
     _check_attributes(kind, thing, models.keys() | _fields(thing), what)
-    return Entry(kind, name, thing, owner, models, required)
+    return RegistryEntry(kind, name, thing, owner, models, required)
 
 
 @cached

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config.translation import Answer
 from rlhf_core.contracts import ATTENTION, EXPERTS, LOGGER, MODEL, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, error_line, suggest
-from rlhf_core.plugins.component import HERE, Entry, load_function, make_entry, qualified_name
+from rlhf_core.plugins.component import HERE, RegistryEntry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
 REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
@@ -65,7 +65,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Kind[Any], dict[str, Entry]] = {}
+        self._entries: dict[Kind[Any], dict[str, RegistryEntry]] = {}
         self._contested: dict[tuple[Kind[Any], str], str] = {}
         self._owner: str | None = None
         self.translators: list[tuple[str, Callable[..., Any]]] = []
@@ -215,7 +215,7 @@ class Registry:
         """Make using a name that two plugins claim an error, so that the order of loading decides nothing."""
         self._contested[collision.kind, collision.name] = str(collision)
 
-    def _entry(self, kind: Kind[Any], name: str) -> Entry:
+    def _entry(self, kind: Kind[Any], name: str) -> RegistryEntry:
         if (kind, name) in self._contested:
             raise InputError(self._contested[kind, name])
         entries = self._entries.get(kind, {})

@@ -19,7 +19,7 @@ from rlhf_core.training.memory import device_bytes, sampling_memory
 from rlhf_core.training.starting_model import error_context, require_stop_token
 
 if TYPE_CHECKING:
-    from rlhf_core.config.trainer import Previews as PreviewOptions
+    from rlhf_core.config.trainer import PreviewOptions
     from rlhf_core.data import Prompts
     from rlhf_core.models import Model
     from rlhf_core.state import TrainState

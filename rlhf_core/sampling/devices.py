@@ -15,7 +15,7 @@ from rlhf_core.mesh import put_rows
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling import packed, turns
-from rlhf_core.sampling.packed import Packed, Prefilled, padded_pieces, prefill_all
+from rlhf_core.sampling.packed import PackedContexts, Prefilled, padded_pieces, prefill_all
 from rlhf_core.sampling.turns import Decoded, Fed, Slots, TurnsProgram, padded_copies, padded_fed
 
 
@@ -48,7 +48,7 @@ class Devices:
         for i, (slot, _) in enumerate(contexts):
             shards[slot // self.program.slots].append(i)
 
-        def run(rows: Packed) -> Future[Any]:
+        def run(rows: PackedContexts) -> Future[Any]:
             done: Future[Any] = Future()
             done.set_result(self._prefill(rows, own))
             return done
@@ -66,12 +66,12 @@ class Devices:
     def prefill_ahead(self, contexts: Sequence[np.ndarray], own: Weights | None = None) -> list[Prefilled]:
         """Begin to compute what `place` writes, in a thread: programs of one thread run one after the other."""
 
-        def run(rows: Packed) -> Future[Any]:
+        def run(rows: PackedContexts) -> Future[Any]:
             return self._ahead.submit(self._prefill, rows, own)
 
         return prefill_all(self.program, [contexts], run)[0]
 
-    def _prefill(self, rows: Packed, own: Weights | None) -> Any:
+    def _prefill(self, rows: PackedContexts, own: Weights | None) -> Any:
         self._compiling.wait("prefill")
         weights = (own or self._weights).value
         return packed.prefill(weights, put_rows(self.program.mesh, rows), program=self.program)

@@ -30,7 +30,7 @@ CUT = 2
 """A token that ends its completion because no more are allowed."""
 
 
-class Settings(NamedTuple):
+class RowSettings(NamedTuple):
     """How each row is sampled, [B], where rows differ; see `rlhf_core.contracts.TurnSettings`."""
 
     keys: Any
@@ -128,7 +128,7 @@ class TokenSampler:
         return without(logits, self.absent, self.vocab_size)
 
     def sample_own(
-        self, hidden: jax.Array, own: Settings, drawn: jax.Array, active: jax.Array, count: int
+        self, hidden: jax.Array, own: RowSettings, drawn: jax.Array, active: jax.Array, count: int
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Sample as `sample` does, each row by its own settings; and return the `count` likeliest tokens, int32 [B, n],
         with their log-probabilities, float32 [B, n], where an active row, bool [B], asks for them; else zeros.
@@ -199,7 +199,7 @@ def _choose(
 
 
 def _choose_own(
-    logits: jax.Array, uniforms: jax.Array, own: Settings, active: jax.Array
+    logits: jax.Array, uniforms: jax.Array, own: RowSettings, active: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Choose as `_choose` does, each row by its settings; also return the unnormalised log-probabilities of all tokens,
     float32 [B, V], and what normalises them, float32 [B].

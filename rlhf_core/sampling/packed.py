@@ -26,7 +26,7 @@ PIECE, SPAN = 16, 64
 with values are added in such spans, so that a context has the same bits at each of these places."""
 
 
-class Packed(NamedTuple):
+class PackedContexts(NamedTuple):
     """Contexts in rows of each shard, [shards · rows, PACKED], NumPy arrays on the host; see `Definition.hidden`."""
 
     tokens: Any
@@ -65,10 +65,10 @@ def packed_rows(program: TurnsProgram) -> int:
     return PACKED_AT_ONCE.get(platform(), FED_AT_ONCE) // PACKED
 
 
-def padded_packed(program: TurnsProgram) -> Packed:
+def padded_packed(program: TurnsProgram) -> PackedContexts:
     """Make rows without a context."""
-    return Packed(
-        *(np.zeros((packed_rows(program) * program.shards, PACKED), np.int32) for _ in Packed._fields)
+    return PackedContexts(
+        *(np.zeros((packed_rows(program) * program.shards, PACKED), np.int32) for _ in PackedContexts._fields)
     )
 
 
@@ -79,10 +79,10 @@ def padded_pieces(program: TurnsProgram) -> Pieces:
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def prefill(weights: Any, packed: Packed, *, program: TurnsProgram) -> Any:
+def prefill(weights: Any, packed: PackedContexts, *, program: TurnsProgram) -> Any:
     """Compute the cache of contexts in rows, for `place`."""
 
-    def shard(weights: Any, packed: Packed) -> Any:
+    def shard(weights: Any, packed: PackedContexts) -> Any:
         return program.definition.prefill(weights, *packed)[1]
 
     return on_shards(program, shard, (weights_spec(program), ROWS), CACHE)(weights, packed)
@@ -116,7 +116,9 @@ def place(cache: Any, read: Any, pieces: Pieces, *, program: TurnsProgram) -> An
     return on_shards(program, shard, (CACHE, CACHE, ROWS), CACHE)(cache, read, pieces)
 
 
-def pack(packed: Packed, rows: range, contexts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int]]:
+def pack(
+    packed: PackedContexts, rows: range, contexts: Sequence[np.ndarray]
+) -> Iterator[tuple[int, int, int]]:
     """Put contexts, int32 [n] with n ≤ PACKED, into `rows`, each at the first place where it fits; yield (its index,
     its row of `rows`, its start) for those that fit somewhere.
     """
@@ -142,7 +144,9 @@ def pack(packed: Packed, rows: range, contexts: Sequence[np.ndarray]) -> Iterato
 
 
 def prefill_all(
-    program: TurnsProgram, contexts: Sequence[Sequence[np.ndarray]], run: Callable[[Packed], Future[Any]]
+    program: TurnsProgram,
+    contexts: Sequence[Sequence[np.ndarray]],
+    run: Callable[[PackedContexts], Future[Any]],
 ) -> list[list[Prefilled]]:
     """Prefill the contexts of each shard, the longest first, in as many calls of `run` as they take."""
     orders = [sorted(range(len(each)), key=lambda i: -len(each[i])) for each in contexts]

@@ -22,7 +22,7 @@ from rlhf_core.mesh import AXES, ROW_AXES, replicated_sharding, row_multiple
 from rlhf_core.models import Definition
 from rlhf_core.models.attention_cached import cut
 from rlhf_core.sampling.loop import STATE, empty_cache, put, take, time_axes
-from rlhf_core.sampling.next_token import CUT, ENDED, Settings, Stops, TokenSampler, mark
+from rlhf_core.sampling.next_token import CUT, ENDED, RowSettings, Stops, TokenSampler, mark
 from rlhf_core.sampling.placement import Peers, param_specs
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Slots(NamedTuple):
     """uint32, the conversation's id."""
     turn: Any
     """uint32, the number of the turn."""
-    settings: Settings | None = None
+    settings: RowSettings | None = None
     """How turns are sampled, of a program whose turns have settings."""
 
 
@@ -153,7 +153,7 @@ def empty_slots(program: TurnsProgram) -> Slots:
         return slots
     words = jax.random.key_data(jax.random.key(0, impl=program.key_type)).shape[-1]
     whole = np.full(count, program.definition.vocab_size, np.int32)
-    settings = Settings(
+    settings = RowSettings(
         keys=np.zeros((count, words), np.uint32),
         temperature=np.zeros(count, np.float32),
         top_p=np.ones(count, np.float32),
@@ -370,7 +370,7 @@ def note(seen: jax.Array, fed: Fed, *, program: TurnsProgram) -> jax.Array:
     return noted
 
 
-class _Carry(NamedTuple):
+class _TurnsCarry(NamedTuple):
     step: jax.Array
     slots: Slots
     ends: jax.Array
@@ -428,10 +428,10 @@ def _decode(
     running = slots.active.sum()
     enough = jnp.clip(running // SHARE, 1, running)
 
-    def continues(carry: _Carry) -> jax.Array:
+    def continues(carry: _TurnsCarry) -> jax.Array:
         return (carry.step < steps) & (running - carry.slots.active.sum() < enough)
 
-    def step(carry: _Carry) -> _Carry:
+    def step(carry: _TurnsCarry) -> _TurnsCarry:
         slots: Any = carry.slots
         # Slots that pause write their last token to its own entry, again and again, and keep their states.
         visible = (place <= slots.position[:, None]) & slots.active[:, None]
@@ -463,7 +463,7 @@ def _decode(
         sampled = slots._replace(
             active=goes, last=token, position=slots.position + 1, drawn=slots.drawn + 1, matched=matched
         )
-        return _Carry(
+        return _TurnsCarry(
             carry.step + 1,
             jax.tree.map(lambda new, old: jnp.where(active, new, old), sampled, slots),
             jnp.where(active & ~goes, jnp.where(stopped, ENDED, CUT), carry.ends),
@@ -477,7 +477,7 @@ def _decode(
     none = jnp.zeros((STEPS, rows), jnp.int32)
     ids = jnp.zeros((STEPS, program.alternatives or 0, rows), jnp.int32)
     likeliest = None if own is None else (ids, ids.astype(jnp.float32))
-    start = _Carry(
+    start = _TurnsCarry(
         jnp.int32(0),
         slots,
         jnp.zeros(rows, jnp.int32),

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import typer
-from rlhf_http.fields import NEUTRAL, Chat, Completion, Score
+from rlhf_http.fields import NEUTRAL, ChatRequest, Completion, Score
 from rlhf_serve import app, control
 from rlhf_serve.commands import serve
 
@@ -25,7 +25,7 @@ def cells(heading: str) -> set[str]:
 
 def test_every_field_is_in_the_table() -> None:
     written = {*cells("field"), "model", "modalities"}
-    there = {*Completion.model_fields, *Chat.model_fields}
+    there = {*Completion.model_fields, *ChatRequest.model_fields}
     assert there - written == {"logprob_token_ids", "spaces_between_special_tokens"}  # of vLLM alone, refused
     assert written - there <= {"weight_versions"}
     assert set(NEUTRAL) <= there

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import uvicorn
 from rlhf_http.connections import Connection
-from rlhf_serve.running import Opening, Settings, application, make_server, open_model
+from rlhf_serve.running import Opening, ServeSettings, application, make_server, open_model
 
 
 class Running:
     """A server in a thread, and a client of it."""
 
     def __init__(
-        self, models: dict[str, Any], settings: Settings, key: str | None = None, opening: Any = None
+        self, models: dict[str, Any], settings: ServeSettings, key: str | None = None, opening: Any = None
     ) -> None:
         self.server = make_server(models, settings, key)
         app = application(self.server, settings, opening or Opening())
@@ -79,4 +79,4 @@ def serve(
         name: open_model(name, str(model), how) if isinstance(model, Path) else model
         for name, model in models.items()
     }
-    return Running(served, Settings(models=(), **settings), key, how)
+    return Running(served, ServeSettings(models=(), **settings), key, how)

@@ -140,9 +140,9 @@ def weights(directory: Path) -> None:
     from safetensors import safe_open
 
     from rlhf_core.models import check_model
-    from rlhf_core.models.safetensors import Reader
+    from rlhf_core.models.safetensors import TensorFile
 
-    reader = Reader(directory / "model" / "model.safetensors")
+    reader = TensorFile(directory / "model" / "model.safetensors")
     views = {name: reader.view(name) for name in reader.header}
     with safe_open(reader.path, framework="numpy") as file:
         _equal("names", set(views), set(file.keys()))

@@ -39,7 +39,7 @@ class Head(NamedTuple):
     softcap: float | None = None
 
 
-class Settings(NamedTuple):
+class ChunkSettings(NamedTuple):
     """Static settings of a compiled program. caps: of student and teacher. size: tokens of each row in a chunk. rows:
     the mesh axes that rows are sharded over.
     """
@@ -90,7 +90,7 @@ def token_divergences(
     ids = min(student.kernel.shape[1], teacher.kernel.shape[1])
 
     def compute(axes: tuple[str, ...], hidden: jax.Array, teacher_hidden: jax.Array) -> jax.Array:
-        settings = Settings(
+        settings = ChunkSettings(
             divergence,
             (student.softcap, teacher.softcap),
             float(temperature),
@@ -111,7 +111,7 @@ def over_tokens(
     kernel: jax.Array,
     teacher_hidden: jax.Array,
     teacher_kernel: jax.Array,
-    settings: Settings,
+    settings: ChunkSettings,
 ) -> jax.Array:
     """Compute divergences, float32 [rows, K]."""
     return _forward(hidden, kernel, teacher_hidden, teacher_kernel, settings)[0]
@@ -122,7 +122,7 @@ def _forward(
     kernel: jax.Array,
     teacher_hidden: jax.Array,
     teacher_kernel: jax.Array,
-    settings: Settings,
+    settings: ChunkSettings,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     weights, teacher_weights = _gathered(kernel, hidden), _gathered(teacher_kernel, teacher_hidden)
 
@@ -134,7 +134,7 @@ def _forward(
     return _joined(values, hidden.shape[1]), (hidden, kernel, teacher_hidden, teacher_kernel)
 
 
-def _backward(settings: Settings, residuals: Any, d_values: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(settings: ChunkSettings, residuals: Any, d_values: jax.Array) -> tuple[jax.Array | None, ...]:
     hidden, kernel, teacher_hidden, teacher_kernel = residuals
     weights, teacher_weights = _gathered(kernel, hidden), _gathered(teacher_kernel, teacher_hidden)
     mesh, shards = _mesh(hidden), _shards(hidden, settings.rows)
@@ -160,7 +160,7 @@ def _backward(settings: Settings, residuals: Any, d_values: jax.Array) -> tuple[
 over_tokens.defvjp(_forward, _backward)
 
 
-def _values(product: jax.Array, teacher_product: jax.Array, settings: Settings) -> jax.Array:
+def _values(product: jax.Array, teacher_product: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Compute divergences, [rows, k], from hidden · kernel, float32 [rows, k, ids] each."""
     logits = []
     for x, softcap in zip((product, teacher_product), settings.caps, strict=True):

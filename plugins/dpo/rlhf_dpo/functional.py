@@ -94,7 +94,7 @@ def training_step(
     Returns the next state and the metrics of `dpo_loss`, with `loss` and `grad_norm` (before the optimizer).
     Raises ValueError where the parts do not divide the batch, or an array is missing.
     """
-    padded = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    padded = _PaddedDPO(_named(loss_type, label_smoothing=label_smoothing), float(beta))
     return padded.update(state, batch, gradient_accumulation_steps)
 
 
@@ -107,7 +107,7 @@ def evaluation_step(
     label_smoothing: float = 0.0,
 ) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
-    padded = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    padded = _PaddedDPO(_named(loss_type, label_smoothing=label_smoothing), float(beta))
     return padded.evaluate(state, batch)
 
 
@@ -117,7 +117,7 @@ def _completion_logps(model: Definition, params: Any, *arrays: jax.Array) -> jax
 
 
 @dataclass(frozen=True)
-class _Objective(PaddedObjective):
+class _PaddedDPO(PaddedObjective):
     """The trainer's objective of a padded batch."""
 
     ids = tuple(f"{part}_{side}" for side in SIDES for part in PARTS)

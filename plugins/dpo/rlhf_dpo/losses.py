@@ -117,7 +117,7 @@ class Ipo:
 
 
 @dataclass(frozen=True)
-class Hinge:
+class HingeOnRewards:
     """max(0, 1 − h) (SLiC, Zhao et al. 2023, on the implicit rewards, Liu et al. 2024): pairs with a large
     enough margin have no gradient.
     """
@@ -142,4 +142,10 @@ class Robust:
         return LossOutput(value / (1 - 2 * e))
 
 
-LOSSES = {"sigmoid": Sigmoid, "sigmoid_norm": SigmoidNorm, "ipo": Ipo, "hinge": Hinge, "robust": Robust}
+LOSSES = {
+    "sigmoid": Sigmoid,
+    "sigmoid_norm": SigmoidNorm,
+    "ipo": Ipo,
+    "hinge": HingeOnRewards,
+    "robust": Robust,
+}

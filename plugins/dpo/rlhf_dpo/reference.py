@@ -60,7 +60,7 @@ class PairSet:
         return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens)
 
 
-class Reader:
+class PairReader:
     """Compute the log-probabilities of some pairs' completions under any parameters of a model."""
 
     def __init__(
@@ -82,7 +82,7 @@ class ReferenceLogps:
     """Compute the references of pairs from the state at update 0, and save them in every checkpoint."""
 
     context: Context
-    readers: Mapping[str, Reader]
+    readers: Mapping[str, PairReader]
     """By field: `train_data`, `eval_data`."""
     start: Any
     """The parameters that training starts from, for pairs that a checkpoint does not have."""

@@ -17,7 +17,7 @@ from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import inputs_of, objective, pair_loss
-from rlhf_dpo.reference import PairSet, PairUpdates, Reader, ReferenceLogps, StartingModel
+from rlhf_dpo.reference import PairReader, PairSet, PairUpdates, ReferenceLogps, StartingModel
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
@@ -49,13 +49,13 @@ def build(config: DPOConfig, context: Context) -> Build:
     # With adapters the starting model is in memory anyway.
     whole = config.lora is None and not context.is_stream("train_data")
     train = context.pairs("train_data", whole=whole, **PAIRS)
-    readers: dict[str, Reader] = {}
+    readers: dict[str, PairReader] = {}
     start = None
     if isinstance(train, Pairs):
         pairs = PairSet.of(train)
         model, updates = context.updates(model, train, pairs.trees, **ROWS)
         reached = updates.rows_reached()
-        readers["train_data"] = Reader(model.definition, context.mesh, pairs, updates.layout, reached)
+        readers["train_data"] = PairReader(model.definition, context.mesh, pairs, updates.layout, reached)
     else:
         model, updates = context.updates(model, train, **ROWS)
         start = StartingModel(context, model, updates.layout)
@@ -67,9 +67,9 @@ def build(config: DPOConfig, context: Context) -> Build:
         pairs = PairSet.of(given)
         rows = context.held_out(model, given, pairs.trees, reads_tokens=True, group=2)
         every = np.arange(len(rows.trees))
-        readers[field] = Reader(model.definition, context.mesh, pairs, rows.layout, every)
+        readers[field] = PairReader(model.definition, context.mesh, pairs, rows.layout, every)
         own_metrics = context.own_metrics(len(rows.trees))
-        return Evaluation(
+        return ImplicitEvaluation(
             readers[field],
             reference,
             measure,
@@ -86,7 +86,7 @@ def build(config: DPOConfig, context: Context) -> Build:
     return Build(model, source, loss, evaluate=evaluate, previews=previews, held=held)
 
 
-class Evaluation:
+class ImplicitEvaluation:
     """Compute the metrics of held-out pairs, each counted once, from the state.
 
     Log-probabilities are gathered and measured together, so that packing, batch size and mesh change nothing but
@@ -95,7 +95,7 @@ class Evaluation:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: PairReader,
         reference: ReferenceLogps,
         measure: Measure,
         *,

@@ -21,9 +21,9 @@ from rlhf_core.models import (
     MLP,
     Architecture,
     Aux,
+    ConfigFields,
     DecoderConfig,
     Embedding,
-    Fields,
     LayerContext,
     Linear,
     RMSNorm,
@@ -77,12 +77,12 @@ HEADS = ("head_dim", "num_key_value_heads")
 """What `per_layer_config` may say of a layer."""
 
 
-def layer_types(read: Fields, layers: int) -> list[str]:
+def layer_types(read: ConfigFields, layers: int) -> list[str]:
     """Give all layers a sliding window except every sixth and the last."""
     return [SLIDING if (i + 1) % 6 and i + 1 < layers else FULL for i in range(layers)]
 
 
-def details(read: Fields, layers: int) -> dict[str, Any]:
+def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
     stored = read.get("layer_types")
     types = stored if isinstance(stored, list) and len(stored) == layers else layer_types(read, layers)
@@ -134,7 +134,7 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
     }
 
 
-def _per_layer(read: Fields) -> tuple[int, int]:
+def _per_layer(read: ConfigFields) -> tuple[int, int]:
     """Read (words, size) of the table of the layers' own inputs; (0, 0): there is none."""
     size = read.whole("hidden_size_per_layer_input", 0, least=0)
     if not size:
@@ -145,7 +145,7 @@ def _per_layer(read: Fields) -> tuple[int, int]:
     return words, size
 
 
-def _heads_of(read: Fields, types: list[str], kind: str) -> dict[str, int]:
+def _heads_of(read: ConfigFields, types: list[str], kind: str) -> dict[str, int]:
     """Read the size of the heads, and the number of heads of keys, of all layers of a type."""
     found = dict(zip(HEADS, (read.whole(name) for name in HEADS), strict=True))
     each = read.get("per_layer_config")
@@ -169,7 +169,7 @@ def _heads_of(read: Fields, types: list[str], kind: str) -> dict[str, int]:
     return {"head_dim": size, "num_kv_heads": kv_heads}
 
 
-def _override(read: Fields, table: Any, layer: int) -> dict[str, int]:
+def _override(read: ConfigFields, table: Any, layer: int) -> dict[str, int]:
     # transformers writes the numbers of layers with equal widths: "05".
     named = (str(layer).zfill(width) for width in range(1, 6))
     one: Any = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.models import Architecture, Fields, Layer
+from rlhf_core.models import Architecture, ConfigFields, Layer
 from rlhf_families.mixers import Convolution, ConvolutionSettings
 
 FULL, CONV = "full_attention", "conv"
@@ -65,13 +65,13 @@ WEIGHT_NAMES = {
 }
 
 
-def layer_types(read: Fields, layers: int) -> list[str]:
+def layer_types(read: ConfigFields, layers: int) -> list[str]:
     """Give the layers that `full_attn_idxs` does not name a convolution."""
     attention = read.get("full_attn_idxs")
     return [FULL if attention is None or i in attention else CONV for i in range(layers)]
 
 
-def details(read: Fields, layers: int) -> dict[str, Any]:
+def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
     size = read.whole("block_ff_dim" if read.get("block_ff_dim") is not None else "intermediate_size")
     if read.switch("block_auto_adjust_ff_dim"):
@@ -80,7 +80,7 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
     return {**_common(read), "intermediate_size": size}
 
 
-def moe_details(read: Fields, layers: int) -> dict[str, Any]:
+def moe_details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder, of the models with experts."""
     if read.get("use_expert_bias") is False:
         read.problem("use_expert_bias false is not supported; routers have a correction")
@@ -100,7 +100,7 @@ def moe_details(read: Fields, layers: int) -> dict[str, Any]:
     }
 
 
-def _common(read: Fields) -> dict[str, Any]:
+def _common(read: ConfigFields) -> dict[str, Any]:
     tied = read.get("tie_embedding")
     return {
         "norm_eps": read.number("norm_eps", 1e-5),

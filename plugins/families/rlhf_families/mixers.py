@@ -33,7 +33,7 @@ from rlhf_families.recurrence import (
 )
 
 
-class Order(NamedTuple):
+class TokenOrder(NamedTuple):
     """The order of tokens in rows: what `previous_tokens` and `chunk_paths` return; the mesh, if layers get pieces of
     these rows.
     """
@@ -59,9 +59,9 @@ class JointProjection(Recurrent):
         raise NotImplementedError
 
     @classmethod
-    def order(cls, reader: RowReader) -> Order:
+    def order(cls, reader: RowReader) -> TokenOrder:
         rows = reader.positions, reader.visible_until
-        return Order(previous_tokens(*rows), chunk_paths(*rows), reader.mesh)
+        return TokenOrder(previous_tokens(*rows), chunk_paths(*rows), reader.mesh)
 
     def make_parts(self, config: DecoderConfig, linear: Any) -> None:
         """Set the projection, or with `config.apart` the projections to each kind."""
@@ -132,7 +132,7 @@ class Convolution(JointProjection):
     def heads(cls, config: DecoderConfig) -> int:
         return config.hidden_size
 
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
+    def over_rows(self, x: jax.Array, order: TokenOrder) -> tuple[jax.Array, Any]:
         before, after, x = self.projected(x)
         mixed, kept = self.conv.over_rows(before * x, order)
         return self.out_proj(after * mixed), kept
@@ -170,7 +170,7 @@ class Taps(nnx.Module):
         """Return the taps, [taps, channels]."""
         return jnp.concatenate([getattr(self, name)[...][:, 0] for name in self.parts]).T.astype(dtype)
 
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, jax.Array | None]:
+    def over_rows(self, x: jax.Array, order: TokenOrder) -> tuple[jax.Array, jax.Array | None]:
         """[B, T, channels] → the same, and the last inputs of each row, [B, taps - 1, channels]; None for pieces."""
         kernel = self.kernel(x.dtype)
         if order.mesh is not None:
@@ -254,7 +254,7 @@ class DeltaNet(JointProjection):
         own: DeltaSettings = config.settings
         return own.key_heads
 
-    def over_rows(self, x: jax.Array, order: Order) -> tuple[jax.Array, Any]:
+    def over_rows(self, x: jax.Array, order: TokenOrder) -> tuple[jax.Array, Any]:
         mixed, kept = self.conv1d.over_rows(jnp.concatenate(self.projected(x), -1), order)
         inputs = self._inputs(mixed, x)
         if order.mesh is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_core.models import Architecture, Fields, Layer
+from rlhf_core.models import Architecture, ConfigFields, Layer
 from rlhf_families.mixers import DeltaNet, DeltaSettings
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -38,13 +38,13 @@ class DeltaLayer(Layer):
     about = "gated delta rule"
 
 
-def layer_types(read: Fields, layers: int) -> list[str]:
+def layer_types(read: ConfigFields, layers: int) -> list[str]:
     """Give all layers but every `full_attention_interval`-th the delta rule."""
     interval = read.whole("full_attention_interval")
     return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
 
 
-def details(read: Fields, layers: int) -> dict[str, Any]:
+def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
     key_heads, value_heads = read.whole("linear_num_key_heads"), read.whole("linear_num_value_heads")
     if value_heads % key_heads:
@@ -64,7 +64,7 @@ def details(read: Fields, layers: int) -> dict[str, Any]:
     }
 
 
-def moe_details(read: Fields, layers: int) -> dict[str, Any]:
+def moe_details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder, of the models with experts."""
     return details(read, layers) | {
         "intermediate_size": read.whole("moe_intermediate_size"),

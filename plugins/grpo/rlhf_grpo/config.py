@@ -69,7 +69,7 @@ class SamplerCorrection(Options):
     min: float = Field(default=0.0, ge=0, le=1, description="lower bound of the ratio")
 
 
-class Evaluation(Options):
+class EvaluationOptions(Options):
     """How completions of the prompts of `eval_data` are sampled and judged."""
 
     num_generations: int = Field(default=1, ge=1, description="completions per prompt")
@@ -162,7 +162,7 @@ class GRPOConfig(RolloutConfig):
         "to, with the gates of the trained router (Ma et al. 2025), in updates and for old log-probabilities; prompts "
         "and the reference are routed by their own routers. Not with an environment",
     )
-    evaluation: Evaluation = Field(default=Evaluation(), description="how eval_data is used")
+    evaluation: EvaluationOptions = Field(default=EvaluationOptions(), description="how eval_data is used")
     num_preview_samples: int = Field(
         default=8,
         ge=0,

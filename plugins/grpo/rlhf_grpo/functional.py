@@ -272,7 +272,7 @@ def grpo_step(
         bias_correction=use_bias_correction_kl,
         max_completion_length=max_completion_length or jnp.shape(arrays["completion_ids"])[1],
     )
-    padded = _Objective(component, terms, temperature)
+    padded = _PaddedGRPO(component, terms, temperature)
     if top_entropy_quantile < 1.0:
         # The quantile is over the whole batch, so it is taken before the batch is split.
         arrays["kept"] = _kept(temperature, state, padded.arrays(arrays), top_entropy_quantile)
@@ -287,7 +287,7 @@ def grpo_step(
 
 def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[str, Any]:
     """Repeat prompts that are given once per group. Raises ValueError for missing arrays, and for rows that differ."""
-    needed = (*_Objective.ids, *_Objective.numbers, *(("ref_per_token_logps",) if beta else ()))
+    needed = (*_PaddedGRPO.ids, *_PaddedGRPO.numbers, *(("ref_per_token_logps",) if beta else ()))
     if missing := [name for name in needed if batch.get(name) is None]:
         raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
     arrays = dict(batch)
@@ -305,7 +305,7 @@ def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[
 
 
 @dataclass(frozen=True)
-class _Objective(PaddedObjective):
+class _PaddedGRPO(PaddedObjective):
     """The trainer's objective of a padded batch."""
 
     ids = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")

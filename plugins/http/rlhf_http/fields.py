@@ -123,7 +123,7 @@ class Completion(Request):
     suffix: str | None = None
 
 
-class Chat(Request):
+class ChatRequest(Request):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)

@@ -37,7 +37,7 @@ HELP = """\
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplySettings:
     """How replies are sampled, as the command's flags say."""
 
     max_completion_length: int = 512
@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass
-class Conversation:
+class Dialogue:
     """A system message, if any, and the messages after it."""
 
     system: str | None = None
@@ -60,7 +60,7 @@ class Conversation:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
 
-class Part(NamedTuple):
+class ReplyPart(NamedTuple):
     """A part of a reply."""
 
     text: str
@@ -73,10 +73,10 @@ class Speaker:
     """The model, which streams its replies. name: as the person calls it."""
 
     remote: Remote
-    settings: Settings
+    settings: ReplySettings
     name: str
 
-    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[Part, None, None]:
+    def reply(self, messages: Sequence[dict[str, str]], number: int) -> Generator[ReplyPart, None, None]:
         """Yield the parts of reply `number` as they are written. Closing the iterator ends the reply.
 
         Raises InputError for a conversation that cannot be replied to, and RunError if the server fails.
@@ -123,7 +123,7 @@ class Speaker:
             )
         return min(most, context - read)
 
-    def _part(self, url: str, line: str) -> Iterator[Part]:
+    def _part(self, url: str, line: str) -> Iterator[ReplyPart]:
         """Read a line of an event stream."""
         if not line.startswith("data:") or line.removeprefix("data:").strip() == "[DONE]":
             return
@@ -135,9 +135,9 @@ class Speaker:
             for choice in event["choices"]:
                 delta = choice["delta"]
                 if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-                    yield Part(str(thought), thought=True)
+                    yield ReplyPart(str(thought), thought=True)
                 if text := delta.get("content"):
-                    yield Part(str(text))
+                    yield ReplyPart(str(text))
         except UNREADABLE:
             raise RunError(f"{url}: expected an event of a chat, got {shorten(line)}") from None
 
@@ -153,7 +153,7 @@ def _lines(url: str, parts: Iterable[bytes]) -> Iterator[str]:
     yield rest.decode(errors="replace")
 
 
-class Stopped(Exception):
+class Interrupted(Exception):
     """Ctrl-C, while a reply was written."""
 
 
@@ -167,7 +167,7 @@ def _stoppable() -> Iterator[None]:
         if pressed:
             raise KeyboardInterrupt
         pressed = True
-        raise Stopped
+        raise Interrupted
 
     before = signal.signal(signal.SIGINT, press)
     try:
@@ -211,7 +211,7 @@ class Terminal:
         """Print what went wrong; the conversation continues."""
         print(escape_control(text), file=sys.stderr, flush=True)
 
-    def write(self, parts: Generator[Part, None, None]) -> str:
+    def write(self, parts: Generator[ReplyPart, None, None]) -> str:
         """Print a reply as it comes, thoughts dim; return what was said of it, all or until Ctrl-C."""
         message = ""
         thinks = False
@@ -223,7 +223,7 @@ class Terminal:
                     thinks = part.thought
                     self.console.print(part.text, end="", style="dim" if thinks else None)
                     message += "" if thinks else part.text
-        except Stopped:
+        except Interrupted:
             self.pressed = True
             self.console.print(" (stopped)", style="dim", end="")
         finally:
@@ -233,7 +233,7 @@ class Terminal:
         return message
 
 
-def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None = None) -> None:
+def talk(conversation: Dialogue, speaker: Speaker, terminal: Terminal | None = None) -> None:
     """Let a person and a model talk until the person leaves.
 
     Raises RunError at the end of piped input of which a line had no reply.
@@ -274,7 +274,7 @@ def talk(conversation: Conversation, speaker: Speaker, terminal: Terminal | None
         raise RunError(f"{failed} of {number + failed} lines had no reply")
 
 
-def obey(line: str, conversation: Conversation, terminal: Terminal) -> None:
+def obey(line: str, conversation: Dialogue, terminal: Terminal) -> None:
     """Follow a line that begins with /."""
     command, _, rest = line.partition(" ")
     if command == "/system":
@@ -296,7 +296,7 @@ def obey(line: str, conversation: Conversation, terminal: Terminal) -> None:
         )
 
 
-def _save(file: str, conversation: Conversation, terminal: Terminal) -> None:
+def _save(file: str, conversation: Dialogue, terminal: Terminal) -> None:
     path = Path(file).expanduser()
     if not file or not conversation.turns:
         terminal.error("/save FILE.jsonl: name a file" if not file else "/save: nothing has been said")

@@ -44,12 +44,12 @@ def chat(
     """Talk to a language model in the terminal. /help lists what can be typed; Ctrl-C stops a reply, twice leaves."""
     from rlhf_core.errors import InputError
     from rlhf_core.plugins.urls import is_url
-    from rlhf_remote.chat import Conversation, Settings, Speaker, talk
+    from rlhf_remote.chat import Dialogue, ReplySettings, Speaker, talk
     from rlhf_remote.models import Remote, refuse_flags, takes_chats
 
     if not 0 < top_p <= 1:
         raise InputError(f"--top_p {top_p:g}: give a number above 0, at most 1")
-    settings = Settings(max_completion_length, temperature, top_p, top_k, min_p, seed)
+    settings = ReplySettings(max_completion_length, temperature, top_p, top_k, min_p, seed)
     if is_url(model):
         refuse_flags(
             {
@@ -62,7 +62,7 @@ def chat(
         remote = Remote.open(model, "language_model")
         if not takes_chats(remote):
             raise InputError(f"{remote.name} has no chat template; complete texts with rlhf generate")
-        talk(Conversation(system), Speaker(remote, settings, remote.name))
+        talk(Dialogue(system), Speaker(remote, settings, remote.name))
         return
     from rlhf_remote.serving import require_language_model, served
 
@@ -77,4 +77,4 @@ def chat(
             raise InputError(
                 f"{model} has no chat template: give one, --chat_template FILE, or complete texts with rlhf generate"
             )
-        talk(Conversation(system), Speaker(remote, settings, model))
+        talk(Dialogue(system), Speaker(remote, settings, model))

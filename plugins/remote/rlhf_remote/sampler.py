@@ -13,7 +13,7 @@ from rlhf_core import InputError, RunError
 from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import Forecast
 from rlhf_remote.engines import KINDS, EngineDownError, Needs, Wanted, dtype_of, lora_rank, problems
-from rlhf_remote.sampling import PROCESSED, Sampler
+from rlhf_remote.sampling import PROCESSED, PublishingSampler
 from rlhf_remote.service import address_problem
 
 ASK_SECONDS = 60.0
@@ -47,9 +47,9 @@ class EngineSampler:
     outside: ClassVar[bool] = True
     """Nothing of it is in the memory of the trainer's devices."""
 
-    def __call__(self, inputs: Any) -> Sampler:
+    def __call__(self, inputs: Any) -> PublishingSampler:
         self._require(inputs.definition, inputs.options)
-        return Sampler(self, inputs)
+        return PublishingSampler(self, inputs)
 
     def check(self, model: Any, options: Any, longest: int) -> Forecast:
         """Ask the engines what they serve. Raises InputError for wrong engines, and settings that none can follow.

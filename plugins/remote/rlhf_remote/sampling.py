@@ -37,7 +37,7 @@ from rlhf_remote.engines import (
     require_end,
     require_logps,
 )
-from rlhf_remote.stations import Policy, Station, Threads, choose
+from rlhf_remote.stations import PublishedPolicy, Station, Threads, choose
 
 if TYPE_CHECKING:
     from rlhf_remote.sampler import EngineSampler
@@ -82,7 +82,7 @@ _STATIONS: dict[tuple[str, ...], list[Station]] = {}
 """Stations by engine, address and key: samplers of training, evaluation and previews share what engines hold."""
 
 
-class Sampler:
+class PublishingSampler:
     """Publishes policies to engines and samples with them, from any number of threads."""
 
     def __init__(self, options: EngineSampler, inputs: Any) -> None:
@@ -121,7 +121,7 @@ class Sampler:
             tuple(sampling.stop_strings),
         )
 
-    def publish(self, params: Any, version: int) -> Policy:
+    def publish(self, params: Any, version: int) -> PublishedPolicy:
         """Write a policy for the engines, with the trainer's own log-probabilities of the probe."""
         self._claim()
         policy = self._policy(version)
@@ -147,7 +147,7 @@ class Sampler:
             raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
         return policy
 
-    def receipt(self, policy: Policy) -> dict[str, float]:
+    def receipt(self, policy: PublishedPolicy) -> dict[str, float]:
         """Return what engines showed for a policy: the largest difference of the probe, and seconds of the slowest."""
         shown = [each.shown[policy.name] for each in self.stations if policy.name in each.shown]
         differences, seconds = zip(*shown, strict=True)
@@ -181,7 +181,7 @@ class Sampler:
             warn(f"sampler: {message}. The run ends if the next rollout is like this")
         return None
 
-    def published(self, version: int) -> Policy:
+    def published(self, version: int) -> PublishedPolicy:
         """Find a policy that was published before the run was stopped. Raises InputError where it is gone."""
         self._claim()
         policy = self._policy(version)
@@ -212,7 +212,7 @@ class Sampler:
             shutil.rmtree(policy.path, ignore_errors=True)
 
     def __call__(
-        self, params: Policy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray | None = None
+        self, params: PublishedPolicy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray | None = None
     ) -> Rollouts:
         """Sample completions. params: what `publish` returned."""
         n = self.inputs.num_generations
@@ -228,7 +228,7 @@ class Sampler:
         return self._rollouts([each for group in asked for each in group.result()])
 
     def converse(
-        self, params: Policy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray, world: Any
+        self, params: PublishedPolicy, prompts: Sequence[np.ndarray], key: Any, ids: np.ndarray, world: Any
     ) -> None:
         """Sample the turns of conversations with `world`, each as soon as its own conversation is ready.
 
@@ -265,7 +265,7 @@ class Sampler:
                     ask(number, reply.limit)
 
     def _complete(
-        self, policy: Policy, number: int, prompt: np.ndarray, n: int, seed: int, wanted: Wanted
+        self, policy: PublishedPolicy, number: int, prompt: np.ndarray, n: int, seed: int, wanted: Wanted
     ) -> list[SampledCompletion]:
         """Sample n completions of a prompt. number: its number in the call, for a message."""
         ids = np.asarray(prompt).tolist()
@@ -299,7 +299,7 @@ class Sampler:
         return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
 
     def _anywhere(
-        self, policy: Policy, ask: Callable[[Any, str], list[SampledCompletion]]
+        self, policy: PublishedPolicy, ask: Callable[[Any, str], list[SampledCompletion]]
     ) -> list[SampledCompletion]:
         """Ask the engine with the least to do; where one does not answer, another."""
         since, problem = time.monotonic(), ""
@@ -330,7 +330,7 @@ class Sampler:
                 time.sleep(POLL_SECONDS)
 
     def _ask(
-        self, station: Station, policy: Policy, ask: Callable[[Any, str], list[SampledCompletion]]
+        self, station: Station, policy: PublishedPolicy, ask: Callable[[Any, str], list[SampledCompletion]]
     ) -> list[SampledCompletion]:
         """Ask an engine. Raises EngineDownError also where it was restarted, and has lost the policy."""
         if self.options.weights == "adapter":
@@ -352,7 +352,7 @@ class Sampler:
             raise EngineDownError(f"{station.url}: was restarted, its weights are called '{others[-1]}'")
         return drawn
 
-    def _load(self, station: Station, policy: Policy) -> None:
+    def _load(self, station: Station, policy: PublishedPolicy) -> None:
         """Have an engine load a policy, and compare its log-probabilities of the probe with the trainer's."""
         began = time.monotonic()
         if station.examined != self.needs:
@@ -417,7 +417,7 @@ class Sampler:
                 f"{temperature:g}: {theirs[0]:.4g} for one that is {asked[0]:.4g}; {PROCESSED}"
             )
 
-    def _require_policy(self, station: Station, policy: Policy, theirs: np.ndarray) -> None:
+    def _require_policy(self, station: Station, policy: PublishedPolicy, theirs: np.ndarray) -> None:
         """Raise RunError where an engine's log-probabilities of the probe, float64 [2, 23], are not the policy's.
 
         They are another policy's where they are twice as near to that, which finds one that is out of date by less
@@ -445,7 +445,7 @@ class Sampler:
             f"{self.options.probe_tolerance:g}; {causes}"
         )
 
-    def _model(self, station: Station, policy: Policy) -> str:
+    def _model(self, station: Station, policy: PublishedPolicy) -> str:
         """Return the name that requests give."""
         if self.options.weights == "adapter":
             return policy.name
@@ -466,8 +466,8 @@ class Sampler:
             raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
         return f"{PREFIX}{hashlib.sha256(run).hexdigest()[:8]}-v"
 
-    def _policy(self, version: int) -> Policy:
-        return Policy(f"{self._prefix}{version}", self.directory / f"policy-v{version}", version)
+    def _policy(self, version: int) -> PublishedPolicy:
+        return PublishedPolicy(f"{self._prefix}{version}", self.directory / f"policy-v{version}", version)
 
     def _claim(self) -> None:
         """Make the directory this run's. Raises InputError where it is another run's.

@@ -20,7 +20,7 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 
 
 @dataclass(frozen=True)
-class Policy:
+class PublishedPolicy:
     """A policy that was published. name: of the adapter, which no other run has on the same engine."""
 
     name: str
@@ -46,14 +46,14 @@ class Station:
         self.active = self.chosen = self.failures = 0
         self.retry_at = 0.0
 
-    def cost(self, policy: Policy, *, exclusive: bool) -> int:
+    def cost(self, policy: PublishedPolicy, *, exclusive: bool) -> int:
         """Order engines by how soon they can begin a request for a policy."""
         held = policy.name in self.loaded
         return self.chosen + (not held) + (1000 if exclusive and not held and self.active else 0)
 
     @contextmanager
     def holding(
-        self, policy: Policy, load: Callable[[], None], *, exclusive: bool, alone: bool
+        self, policy: PublishedPolicy, load: Callable[[], None], *, exclusive: bool, alone: bool
     ) -> Iterator[None]:
         """Keep a policy loaded inside the block, whose receipt `load` has checked.
 
@@ -90,7 +90,9 @@ _CHOOSING = threading.Lock()
 
 
 @contextmanager
-def choose(stations: Sequence[Station], policy: Policy, *, exclusive: bool) -> Iterator[Station | None]:
+def choose(
+    stations: Sequence[Station], policy: PublishedPolicy, *, exclusive: bool
+) -> Iterator[Station | None]:
     """Pick the engine that can begin soonest, and count it busy in the block; None if none is to be tried now."""
     with _CHOOSING:
         now = time.monotonic()

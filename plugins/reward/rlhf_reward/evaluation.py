@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf_reward.objective import Measure
 
 
-class Evaluation:
+class ScoreEvaluation:
     """Compute the metrics of held-out pairs, each counted once, from the state.
 
     Scores are gathered on the host and measured together, so that packing, batch size and mesh change nothing but
@@ -109,7 +109,7 @@ class Preview:
     DIR/evaluations/NNNNNN.json, over all pairs: `step`; `scores`, their histograms; `calibration`, its bins.
     """
 
-    def __init__(self, evaluate: Evaluation, tokenizer: Any, context: Context, count: int) -> None:
+    def __init__(self, evaluate: ScoreEvaluation, tokenizer: Any, context: Context, count: int) -> None:
         self.evaluate, self.stage = evaluate, context.stage
         scored = len(evaluate.margins)
         self.shown = np.linspace(0, scored - 1, min(count, scored)).astype(int).tolist()

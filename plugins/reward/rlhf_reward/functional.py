@@ -74,7 +74,7 @@ def training_step(
     name and as attributes. Raises ValueError where the parts do not divide the batch.
     """
     _warn_unused(learning_rate_fn=learning_rate_fn, partition_spec=partition_spec)
-    padded = _Objective(_smoothed(loss, loss_config), center_rewards_coefficient)
+    padded = _PaddedPairs(_smoothed(loss, loss_config), center_rewards_coefficient)
     return padded.update(state, batch, gradient_accumulation_steps)
 
 
@@ -89,7 +89,7 @@ def evaluation_step(
 ) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
     _warn_unused(partition_spec=partition_spec)
-    return _Objective(_smoothed(loss, loss_config), center_rewards_coefficient).evaluate(state, batch)
+    return _PaddedPairs(_smoothed(loss, loss_config), center_rewards_coefficient).evaluate(state, batch)
 
 
 UNUSED = {
@@ -125,7 +125,7 @@ def _smoothed(loss: Loss, loss_config: Any) -> tuple[str, PairwiseLoss]:
 
 
 @dataclass(frozen=True)
-class _Objective(PaddedObjective):
+class _PaddedPairs(PaddedObjective):
     """The trainer's objective of a padded batch."""
 
     ids = tuple(f"{part}_{side}" for side in SIDES for part in ("input_ids", "attention_mask"))

@@ -30,7 +30,7 @@ _numbers = count()
 
 
 @dataclass
-class Target:
+class NamedModel:
     """What a request's model name means: a policy, and the weights of the policy or of one of its adapters."""
 
     name: str
@@ -39,11 +39,11 @@ class Target:
 
 
 @dataclass(eq=False)
-class Call:
+class SampledRequest:
     """A request whose completions are sampled. prompts: ids of each. n: completions of each."""
 
     id: str
-    target: Target
+    target: NamedModel
     prompts: list[np.ndarray]
     n: int
     completions: list[PendingCompletion] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Call:
 
 
 def make_generation_params(
-    body: Sampling, target: Target, limit: int, likeliest: int | None
+    body: Sampling, target: NamedModel, limit: int, likeliest: int | None
 ) -> GenerationParams:
     """Complete what a request asks of its completions. Raises BadRequest for what cannot be done."""
     own = () if body.ignore_eos else target.served.end_ids
@@ -97,7 +97,7 @@ def make_generation_params(
     )
 
 
-def room(target: Target, prompts: Sequence[np.ndarray], wanted: int | None, name: str) -> int:
+def room(target: NamedModel, prompts: Sequence[np.ndarray], wanted: int | None, name: str) -> int:
     """Return the most tokens of a completion. Raises BadRequest where a prompt, or a completion after it, does not fit.
 
     wanted: what the request asks for in its field `name`; None: all that fits.
@@ -123,7 +123,7 @@ def room(target: Target, prompts: Sequence[np.ndarray], wanted: int | None, name
     return wanted if wanted is not None else length - longest
 
 
-def check_ids(ids: Sequence[int], target: Target, name: str = "prompt") -> np.ndarray:
+def check_ids(ids: Sequence[int], target: NamedModel, name: str = "prompt") -> np.ndarray:
     """Make an array of token ids. Raises BadRequest for one that the model does not have."""
     size = target.served.vocab_size
     array = np.asarray(ids, np.int64)
@@ -137,7 +137,7 @@ def too_many(count: int, most: int) -> BadRequest:
     return BadRequest(f"n: {count:,} completions of one request are more than {most:,}", param="n")
 
 
-def encode_prompts(body: Completion, target: Target, most: int) -> list[np.ndarray]:
+def encode_prompts(body: Completion, target: NamedModel, most: int) -> list[np.ndarray]:
     """Encode the prompts of a request for completions, int32 [n] each. Raises BadRequest.
 
     most: completions that the server takes.
@@ -170,7 +170,7 @@ class Prepared:
     """A request whose completions can begin."""
 
     id: str
-    target: Target
+    target: NamedModel
     prompts: list[np.ndarray]
     n: int
     generation: GenerationParams
@@ -188,10 +188,10 @@ class Prepared:
         """The number of its completions."""
         return len(self.prompts) * self.n
 
-    def take_off(self, engine: Engine) -> Call:
+    def take_off(self, engine: Engine) -> SampledRequest:
         """Begin its completions."""
         policy = self.target.served.policy
-        call = Call(self.id, self.target, self.prompts, self.n, only_prompt=self.only_prompt)
+        call = SampledRequest(self.id, self.target, self.prompts, self.n, only_prompt=self.only_prompt)
         for number, prompt in enumerate(self.prompts):
             context = prompt[-CONTEXT:].tolist() if self.continues_text else []
             call.completions += [
@@ -214,7 +214,7 @@ class Prepared:
         return call
 
 
-def prepare_completions(body: Completion, target: Target, most: int) -> Prepared:
+def prepare_completions(body: Completion, target: NamedModel, most: int) -> Prepared:
     """Encode and check a request for completions. most: that the server takes. Raises BadRequest."""
     refuse_ignored(body)
     n = body.n or 1
@@ -240,7 +240,7 @@ def prepare_completions(body: Completion, target: Target, most: int) -> Prepared
     )
 
 
-def token_text(call: Call, token: int, as_id: bool) -> str:
+def token_text(call: SampledRequest, token: int, as_id: bool) -> str:
     """Return how a token is written in log-probabilities."""
     if as_id:
         return f"token_id:{token}"
@@ -248,7 +248,7 @@ def token_text(call: Call, token: int, as_id: bool) -> str:
 
 
 def completion_logprobs(
-    body: Completion, call: Call, pending: PendingCompletion, start: int, end: int
+    body: Completion, call: SampledRequest, pending: PendingCompletion, start: int, end: int
 ) -> dict[str, Any]:
     """Write the log-probabilities of tokens `start` to `end`, as OpenAI's completions have them."""
     as_id = bool(body.return_tokens_as_token_ids)
@@ -277,7 +277,7 @@ def versions(pending: PendingCompletion) -> list[dict[str, Any]]:
     return [{"version": version, "start": start, "end": end} for version, start, end in pending.versions]
 
 
-def completion_choice(body: Completion, call: Call, pending: PendingCompletion) -> dict[str, Any]:
+def completion_choice(body: Completion, call: SampledRequest, pending: PendingCompletion) -> dict[str, Any]:
     """Write a finished completion."""
     tokens = [] if call.only_prompt else pending.tokens
     logprobs = None
@@ -301,14 +301,14 @@ def completion_choice(body: Completion, call: Call, pending: PendingCompletion) 
     }
 
 
-def ending(call: Call, pending: PendingCompletion) -> dict[str, Any]:
+def ending(call: SampledRequest, pending: PendingCompletion) -> dict[str, Any]:
     """Write what ended a completion; None while nothing did."""
     if call.only_prompt and pending.over:
         return {"finish_reason": "length", "stop_reason": None}
     return {"finish_reason": pending.finish_reason, "stop_reason": pending.stop_reason}
 
 
-def echoed(body: Completion, call: Call, pending: PendingCompletion) -> str:
+def echoed(body: Completion, call: SampledRequest, pending: PendingCompletion) -> str:
     """Return the text of the prompt: as it was given, or what its ids say after those that the tokenizer adds."""
     if isinstance(body.prompt, str):
         return body.prompt
@@ -323,13 +323,13 @@ def echoed(body: Completion, call: Call, pending: PendingCompletion) -> str:
     return text
 
 
-def added(call: Call, pending: PendingCompletion) -> int:
+def added(call: SampledRequest, pending: PendingCompletion) -> int:
     """Count the tokens at the start of a prompt that the tokenizer adds to a text: a BOS, or none."""
     return int(pending.prompt[0] == call.target.served.added_bos)
 
 
 def with_prompt(
-    body: Completion, call: Call, pending: PendingCompletion, logprobs: dict[str, Any], before: str
+    body: Completion, call: SampledRequest, pending: PendingCompletion, logprobs: dict[str, Any], before: str
 ) -> dict[str, Any]:
     """Put the prompt's tokens in front of a completion's log-probabilities. before: the text of the prompt."""
     as_id = bool(body.return_tokens_as_token_ids)
@@ -349,7 +349,7 @@ def with_prompt(
     }
 
 
-def prompt_offsets(call: Call, pending: PendingCompletion, before: str) -> list[int]:
+def prompt_offsets(call: SampledRequest, pending: PendingCompletion, before: str) -> list[int]:
     """Return where in the prompt's text each of its tokens begins."""
     names = [token_text(call, token, False) for token in pending.prompt.tolist()]
     lengths = [len(name) for name in names]
@@ -367,7 +367,7 @@ def shifted(logprobs: dict[str, Any], before: str) -> dict[str, Any]:
     return {**logprobs, "text_offset": [len(before) + at for at in logprobs["text_offset"]]}
 
 
-def prompt_logprobs(call: Call, pending: PendingCompletion, most: int) -> list[Any] | None:
+def prompt_logprobs(call: SampledRequest, pending: PendingCompletion, most: int) -> list[Any] | None:
     """Write the log-probabilities of a prompt's tokens and of the `most` likeliest ones, as vLLM has them: at
     temperature 1, None for the first.
     """
@@ -389,12 +389,12 @@ def prompt_logprobs(call: Call, pending: PendingCompletion, most: int) -> list[A
     return out
 
 
-def read_prompt(body: Sampling, call: Call, pending: PendingCompletion) -> list[Any] | None:
+def read_prompt(body: Sampling, call: SampledRequest, pending: PendingCompletion) -> list[Any] | None:
     """Write `prompt_logprobs`, where a request asks for them."""
     return None if body.prompt_logprobs is None else prompt_logprobs(call, pending, body.prompt_logprobs)
 
 
-async def finished(call: Call) -> None:
+async def finished(call: SampledRequest) -> None:
     """Wait for all completions. Raises what ended one."""
     for pending in call.completions:
         while not pending.over:
@@ -405,7 +405,7 @@ async def finished(call: Call) -> None:
             raise pending.error
 
 
-async def changes(call: Call) -> AsyncIterator[tuple[PendingCompletion, int, int]]:
+async def changes(call: SampledRequest) -> AsyncIterator[tuple[PendingCompletion, int, int]]:
     """Yield (completion, tokens yielded before, characters yielded before) each time that one has more, until all end.
 
     A completion's last time is when it is over, even if nothing was added.
@@ -437,7 +437,7 @@ async def changes(call: Call) -> AsyncIterator[tuple[PendingCompletion, int, int
             pending.changed.clear()
 
 
-def completion_answer(body: Completion, call: Call) -> dict[str, Any]:
+def completion_answer(body: Completion, call: SampledRequest) -> dict[str, Any]:
     """Write the answer to a request for completions."""
     return {
         "id": call.id,
@@ -449,7 +449,7 @@ def completion_answer(body: Completion, call: Call) -> dict[str, Any]:
     }
 
 
-async def completion_stream(body: Completion, call: Call) -> AsyncIterator[dict[str, Any]]:
+async def completion_stream(body: Completion, call: SampledRequest) -> AsyncIterator[dict[str, Any]]:
     """Yield the parts of the answer to a request for completions."""
     head = {"id": call.id, "object": "text_completion", "created": call.created, "model": call.target.name}
     options = body.stream_options
@@ -493,7 +493,7 @@ async def completion_stream(body: Completion, call: Call) -> AsyncIterator[dict[
         yield {**head, "choices": [], "usage": call.usage()}
 
 
-def prepare_generate(body: Generate, target: Target) -> Prepared:
+def prepare_generate(body: Generate, target: NamedModel) -> Prepared:
     """Check a request of ids for ids. Raises BadRequest."""
     sampling = body.sampling_params
     refuse_ignored(sampling)
@@ -514,7 +514,9 @@ def prepare_generate(body: Generate, target: Target) -> Prepared:
     )
 
 
-def generate_choice(body: Generate, call: Call, pending: PendingCompletion, start: int = 0) -> dict[str, Any]:
+def generate_choice(
+    body: Generate, call: SampledRequest, pending: PendingCompletion, start: int = 0
+) -> dict[str, Any]:
     """Write a completion's tokens from `start` on, as vLLM's `/inference/v1/generate` does."""
     logprobs = None
     if body.sampling_params.logprobs is not None:
@@ -544,7 +546,7 @@ def _generated(pending: PendingCompletion, i: int) -> dict[str, Any]:
     return {**top[0], "top_logprobs": top}
 
 
-def generate_answer(body: Generate, call: Call) -> dict[str, Any]:
+def generate_answer(body: Generate, call: SampledRequest) -> dict[str, Any]:
     """Write the answer to a request of ids for ids."""
     choices = [generate_choice(body, call, pending) for pending in call.completions]
     if body.output_mode == "text":
@@ -561,7 +563,7 @@ def generate_answer(body: Generate, call: Call) -> dict[str, Any]:
     }
 
 
-async def generate_stream(body: Generate, call: Call) -> AsyncIterator[dict[str, Any]]:
+async def generate_stream(body: Generate, call: SampledRequest) -> AsyncIterator[dict[str, Any]]:
     """Yield the parts of the answer to a request of ids for ids."""
     head = {"output_mode": body.output_mode, "request_id": call.id}
     first: dict[str, Any] = {"prompt_token_ids": call.prompts[0].tolist()} if body.return_token_ids else {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_http.fields import (
     BadRequest,
-    Chat,
+    ChatRequest,
     Classify,
     Completion,
     Detokenize,
@@ -34,7 +34,7 @@ from starlette.routing import Route
 import rlhf_core
 from rlhf_core.errors import suggest
 from rlhf_serve import answers, chats, scores
-from rlhf_serve.answers import Call, Prepared, Target
+from rlhf_serve.answers import NamedModel, Prepared, SampledRequest
 from rlhf_serve.engine import Engine
 from rlhf_serve.metrics import Metrics
 from rlhf_serve.opening import ServedPolicy, ServedScorer
@@ -55,7 +55,7 @@ class Server:
     """Completions of a policy that run or wait; requests for more are refused."""
     draining: bool = False
     metrics: Metrics = field(default_factory=Metrics)
-    calls: set[Call] = field(default_factory=set)
+    calls: set[SampledRequest] = field(default_factory=set)
     requests: int = 0
     """Requests that are being answered."""
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "large bodies"))
@@ -68,7 +68,7 @@ class Server:
         adapters = [name for policy in self.policies() for name in policy.adapters]
         return [*self.models, *adapters]
 
-    def find(self, name: str | None) -> ServedPolicy | ServedScorer | Target:
+    def find(self, name: str | None) -> ServedPolicy | ServedScorer | NamedModel:
         """Find what a request's model name means. Raises BadRequest with status 404 where there is no such model."""
         if not name:
             if len(self.models) == 1:
@@ -78,7 +78,7 @@ class Server:
             return self.models[name]
         for policy in self.policies():
             if adapter := policy.adapters.get(name):
-                return Target(name, policy, adapter.weights)
+                return NamedModel(name, policy, adapter.weights)
         raise BadRequest(
             f"model: there is no '{name}'.{suggest(name, self.names())} Models: {', '.join(self.names())}",
             param="model",
@@ -86,7 +86,7 @@ class Server:
             kind="NotFoundError",
         )
 
-    def policy(self, name: str | None) -> Target:
+    def policy(self, name: str | None) -> NamedModel:
         """Find the policy, or the adapter of one, that a request names. Raises BadRequest."""
         own = self.policies()
         found = own[0] if not name and len(own) == 1 else self.find(name)
@@ -95,9 +95,9 @@ class Server:
                 f"model: {found.name} is a reward model, which does not write; it answers /score and /classify",
                 param="model",
             )
-        if isinstance(found, Target):
+        if isinstance(found, NamedModel):
             return found
-        return Target(found.name, found, found.policy.weights)
+        return NamedModel(found.name, found, found.policy.weights)
 
     def scorer(self, name: str | None) -> ServedScorer:
         """Find the reward model that a request names, or the only one. Raises BadRequest."""
@@ -109,14 +109,14 @@ class Server:
             raise BadRequest(f"model: {found.name} is a language model, which does not score", param="model")
         return found
 
-    def begin(self, target: Target, prepared: Prepared) -> Call:
+    def begin(self, target: NamedModel, prepared: Prepared) -> SampledRequest:
         """Begin the completions of a request. Raises BadRequest as `require_room` does."""
         self.require_room(target, prepared.count)
         call = prepared.take_off(self.engine)
         self.calls.add(call)
         return call
 
-    def require_room(self, target: Target, count: int) -> None:
+    def require_room(self, target: NamedModel, count: int) -> None:
         """Raise BadRequest with status 429 where `count` more completions would be too many, and 503 while draining."""
         if self.draining:
             raise Busy("the server is stopping", 503)
@@ -147,7 +147,7 @@ class Flow(Response):
     """An answer that comes while it is made: a stream of events, or one JSON object; a client that goes ends it."""
 
     def __init__(
-        self, server: Server, call: Call, parts: AsyncIterator[Any] | None, whole: Any = None
+        self, server: Server, call: SampledRequest, parts: AsyncIterator[Any] | None, whole: Any = None
     ) -> None:
         """parts: of a stream; None: `whole` is called for the answer once all completions are over."""
         self.server, self.call, self.parts, self.whole = server, call, parts, whole
@@ -254,7 +254,7 @@ async def completions(request: Request) -> Response:
     server: Server = request.app.state.server
     content = await body_of(request)
 
-    def begin() -> tuple[Completion, Target, Any]:
+    def begin() -> tuple[Completion, NamedModel, Any]:
         body = read(Completion, content)
         target = server.policy(body.model)
         return body, target, answers.prepare_completions(body, target, server.most_waiting)
@@ -271,8 +271,8 @@ async def chat_completions(request: Request) -> Response:
     server: Server = request.app.state.server
     content = await body_of(request)
 
-    def begin() -> tuple[Chat, Target, Any, chats.Calling]:
-        body = read(Chat, content)
+    def begin() -> tuple[ChatRequest, NamedModel, Any, chats.Calling]:
+        body = read(ChatRequest, content)
         target = server.policy(body.model)
         tools = chats.calling(body, target)
         return body, target, chats.prepare_chat(body, target), tools
@@ -289,7 +289,7 @@ async def generate(request: Request) -> Response:
     server: Server = request.app.state.server
     content = await body_of(request)
 
-    def begin() -> tuple[Generate, Target, Any]:
+    def begin() -> tuple[Generate, NamedModel, Any]:
         body = read(Generate, content)
         target = server.policy(body.model)
         return body, target, answers.prepare_generate(body, target)
@@ -306,7 +306,7 @@ def tokenizing(server: Server, name: str | None) -> Any:
     found = server.find(name)
     if isinstance(found, ServedScorer):
         return found.scorer.encoder, found.scorer.contract.max_length
-    served = found.served if isinstance(found, Target) else found
+    served = found.served if isinstance(found, NamedModel) else found
     return served.encoder, served.length
 
 

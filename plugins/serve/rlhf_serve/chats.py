@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rlhf_http.answers import chat_completion, finish_reason
-from rlhf_http.fields import BadRequest, Chat, Tokenize, refuse_ignored, require_short
+from rlhf_http.fields import BadRequest, ChatRequest, Tokenize, refuse_ignored, require_short
 
 from rlhf_core.data.columns import message_problem
 from rlhf_core.environments import CallParser
@@ -19,9 +19,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.calls import with_parsed_parameters
 from rlhf_core.tokenizer.options import kwargs_problem, with_joined_parts
 from rlhf_serve.answers import (
-    Call,
+    NamedModel,
     Prepared,
-    Target,
+    SampledRequest,
     changes,
     finite,
     make_generation_params,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlhf_serve.pending import PendingCompletion
 
 
-def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
+def encode_chat(body: ChatRequest | Tokenize, target: NamedModel) -> np.ndarray:
     """Encode a conversation as its chat template says, int32 [n]. Raises BadRequest for one that cannot be."""
     served = target.served
     given = body.messages or []
@@ -53,7 +53,7 @@ def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
     kwargs = dict(body.chat_template_kwargs or {})
     if problem := kwargs_problem(kwargs):
         raise BadRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")
-    if isinstance(body, Chat) and body.reasoning_effort is not None:
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     if served.encoder.template is None:
         raise BadRequest(
@@ -72,7 +72,10 @@ def encode_chat(body: Chat | Tokenize, target: Target) -> np.ndarray:
 
 
 def _text(
-    body: Chat | Tokenize, target: Target, messages: Sequence[Any], kwargs: Mapping[str, Any] | None
+    body: ChatRequest | Tokenize,
+    target: NamedModel,
+    messages: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
 ) -> tuple[str, bool]:
     """Render messages; also, whether the tokenizer adds special tokens to the text."""
     encoder, tools = target.served.encoder, body.tools or None
@@ -156,7 +159,7 @@ class Calling:
         }
 
 
-def calling(body: Chat, target: Target) -> Calling:
+def calling(body: ChatRequest, target: NamedModel) -> Calling:
     """Find how a request's tool calls are read. Raises BadRequest for a choice that cannot be forced."""
     if body.tool_choice not in (None, "auto", "none"):
         raise BadRequest(
@@ -171,7 +174,7 @@ def calling(body: Chat, target: Target) -> Calling:
         raise BadRequest(f"tools: {error}", param="tools") from None
 
 
-def prepare_chat(body: Chat, target: Target) -> Prepared:
+def prepare_chat(body: ChatRequest, target: NamedModel) -> Prepared:
     """Encode and check a request for a chat's next message. Raises BadRequest."""
     refuse_ignored(body)
     if body.top_logprobs and not body.logprobs:
@@ -200,7 +203,9 @@ def prepare_chat(body: Chat, target: Target) -> Prepared:
     )
 
 
-def chat_logprobs(body: Chat, call: Call, pending: PendingCompletion, start: int, end: int) -> dict[str, Any]:
+def chat_logprobs(
+    body: ChatRequest, call: SampledRequest, pending: PendingCompletion, start: int, end: int
+) -> dict[str, Any]:
     """Write the log-probabilities of tokens `start` to `end`, as OpenAI's chats have them."""
     as_id = bool(body.return_tokens_as_token_ids)
 
@@ -216,7 +221,7 @@ def chat_logprobs(body: Chat, call: Call, pending: PendingCompletion, start: int
     return {"content": content}
 
 
-def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
+def chat_answer(body: ChatRequest, call: SampledRequest, tools: Calling) -> dict[str, Any]:
     """Write the answer to a request for a chat's next message."""
     choices = []
     for pending in call.completions:
@@ -241,7 +246,9 @@ def chat_answer(body: Chat, call: Call, tools: Calling) -> dict[str, Any]:
     }
 
 
-async def chat_stream(body: Chat, call: Call, tools: Calling) -> AsyncIterator[dict[str, Any]]:
+async def chat_stream(
+    body: ChatRequest, call: SampledRequest, tools: Calling
+) -> AsyncIterator[dict[str, Any]]:
     """Yield the parts of the answer to a request for a chat's next message.
 
     Text that may belong to a tool call is held back; calls come whole, once the reply is over. A thought in a channel

@@ -82,10 +82,10 @@ def serve(
     plugin: Plugins = None,
 ) -> None:
     """Serve models over HTTP. Policies complete prompts and chats, reward models score, as OpenAI's and vLLM's do."""
-    from rlhf_serve.running import Settings, run
+    from rlhf_serve.running import ServeSettings, run
 
     run(
-        Settings(
+        ServeSettings(
             models=models,
             host=host,
             port=port,

@@ -47,7 +47,7 @@ class NewVersion(Fields):
     new_version: Name
 
 
-class Call(Fields):
+class CollectiveCall(Fields):
     """The body of `/collective_rpc`."""
 
     method: str
@@ -137,7 +137,7 @@ class Control:
 
     async def collective_rpc(self, request: Request) -> Response:
         """Call `reload_weights`: from the directory `weights_path`, or the one that the policy came from."""
-        body = read(Call, await body_of(request))
+        body = read(CollectiveCall, await body_of(request))
         if body.method != "reload_weights":
             raise BadRequest(f"method: '{body.method}' is not supported; reload_weights is", param="method")
         known = {"weights_path", "is_checkpoint_format"}
@@ -242,7 +242,7 @@ class Control:
                 f"{path}: an adapter is merged into weights in float32, and {base.source} is held in {base.quantized}; "
                 "start the server with --quantize none"
             )
-        adapted = peft.Adapter(Path(path)).on(base, peft.Base(str(base.source), None))
+        adapted = peft.StoredAdapter(Path(path)).on(base, peft.Base(str(base.source), None))
         merged = adapted if adapted.definition.lora is None else adapted.merged()
         return policy.sampler.place(merged.params)
 

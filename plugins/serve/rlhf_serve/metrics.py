@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 if TYPE_CHECKING:
-    from rlhf_serve.answers import Call
+    from rlhf_serve.answers import SampledRequest
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 300)
 
@@ -33,7 +33,7 @@ class Metrics:
         self.running = Gauge("completions_running", "Completions that have a slot.", **options)
         self.waiting = Gauge("completions_waiting", "Completions that wait for a slot.", **options)
 
-    def count(self, call: Call, now: float) -> None:
+    def count(self, call: SampledRequest, now: float) -> None:
         """Count the completions of a request that is over. now: of `time.monotonic`."""
         name = call.target.name
         self.prompt_tokens.labels(name).inc(sum(map(len, call.prompts)))

@@ -23,7 +23,7 @@ from rlhf_serve.opening import Opening, ServedPolicy, ServedScorer, open_model
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """The arguments and flags of `rlhf serve`."""
 
     models: Sequence[str]
@@ -42,7 +42,7 @@ class Settings:
     quantize: Literal["nf4", "int8", "none"] | None = None
 
 
-def run(settings: Settings) -> None:
+def run(settings: ServeSettings) -> None:
     """Open the models, and answer until SIGTERM or Ctrl-C; then drain. Raises InputError before anything is served."""
     key = read_key(settings.key_name)
     names = dict(map(named, settings.models))
@@ -71,14 +71,14 @@ def run(settings: Settings) -> None:
 
 
 def make_server(
-    models: dict[str, ServedPolicy | ServedScorer], settings: Settings, key: str | None = None
+    models: dict[str, ServedPolicy | ServedScorer], settings: ServeSettings, key: str | None = None
 ) -> Server:
     """Make the server of opened models; its engine starts with the application."""
     engine = Engine([each.policy for each in models.values() if isinstance(each, ServedPolicy)])
     return Server(models, engine, key=key, most_waiting=settings.most_waiting)
 
 
-def application(server: Server, settings: Settings, opening: Opening) -> Any:
+def application(server: Server, settings: ServeSettings, opening: Opening) -> Any:
     """Make the ASGI application with the routes that the settings ask for."""
     if not settings.control:
         return make_app(server)

@@ -44,14 +44,14 @@ NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPackage:
     """A new package: its directory, and of each component "the reward 'concise'" and the file that it is in."""
 
     directory: Path
     components: Mapping[str, Path]
 
 
-def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Registry) -> Written:
+def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Registry) -> WrittenPackage:
     """Write a package for components into `directory`, by default ./rlhf-NAME, of the first one's name.
 
     asked: (kind, name) of each component. One alone is the package's `__init__.py`; several are modules of it.
@@ -114,7 +114,7 @@ def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Re
             write_atomic(place / path.relative_to(directory), text)
 
     fill_directory(directory, write, f"the package {directory.name}")
-    return Written(directory, components)
+    return WrittenPackage(directory, components)
 
 
 def _registering(package: str, components: Sequence[Mapping[str, str]]) -> str:

@@ -58,7 +58,7 @@ def compile_pipeline(
     Raises InputError with every problem of the pipeline.
     """
     topology = parse(job["on"])
-    cache, stages = Cache(topology), {}
+    cache, stages = FactsCache(topology), {}
     with planned_devices(topology):
         host = plugins.load(files=[Path(file) for file in job["plugins"]])
         planned = plan(read(job["pipeline"], sets=job["sets"], dir=job["dir"]), host)
@@ -153,7 +153,7 @@ def compile_stage(described: StagePrograms, compiled: Callable[[Program], dict[s
     }
 
 
-class Cache:
+class FactsCache:
     """Facts about compiled programs, kept under the suite's cache by program, compiler and devices."""
 
     def __init__(self, topology: Topology) -> None:

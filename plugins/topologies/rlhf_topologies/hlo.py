@@ -115,7 +115,7 @@ def count(text: str, trips: float = 1.0) -> Counts:
 
     Raises ValueError for instructions that may hide products.
     """
-    reader = Reader(text, trips)
+    reader = ProgramReader(text, trips)
     total = reader.of(reader.entry)
     if total.uncounted:
         raise ValueError(f"products that are not counted: {', '.join(total.uncounted)}")
@@ -131,12 +131,12 @@ def count_apart(
     machine: devices of each machine; None: all are in one. Partitions are numbered machine by machine. trips: rounds of
     these loops, which then count with the rest; None: they count apart.
     """
-    reader = Reader(text, trips, machine)
+    reader = ProgramReader(text, trips, machine)
     loops = [] if trips is not None else [reader.of(body) for body in reader.outer_loops()]
     return reader.of(reader.entry), loops
 
 
-class Reader:
+class ProgramReader:
     """Reads a program's computations, and counts each of them once."""
 
     def __init__(self, text: str, trips: float | None = None, machine: int | None = None) -> None:

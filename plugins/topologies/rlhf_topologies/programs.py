@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 NOT_HERE = "not compiled: its model or tokenizer is not on this machine yet"
 
 
-class Load(NamedTuple):
+class ProgramCalls(NamedTuple):
     """How often an update calls a program for micro-batches of one shape."""
 
     batch: Packed
@@ -225,7 +225,7 @@ def _scoring(
     )
 
 
-def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list[Load]:
+def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list[ProgramCalls]:
     """Count how often updates, each a sequence of micro-batches, use each of `shapes`, empty micro-batches."""
     calls: dict[tuple[int, ...], int] = defaultdict(int)
     tokens: dict[tuple[int, ...], int] = defaultdict(int)
@@ -235,7 +235,7 @@ def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list
             calls[batch.rows.tokens.shape] += 1
             tokens[batch.rows.tokens.shape] += int(np.count_nonzero(batch.rows.visible_until))
     return [
-        Load(batch, calls[shape] / max(count, 1), tokens[shape] / max(calls[shape], 1))
+        ProgramCalls(batch, calls[shape] / max(count, 1), tokens[shape] / max(calls[shape], 1))
         for batch in shapes
         for shape in [batch.rows.tokens.shape]
     ]
@@ -244,7 +244,7 @@ def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list
 def training_programs(
     objective: Objective,
     state: TrainState,
-    batches: Sequence[Load],
+    batches: Sequence[ProgramCalls],
     *,
     known: bool = True,
 ) -> list[Program]:
@@ -291,7 +291,7 @@ def training_programs(
 def reading_programs(
     lower_read: Callable[[Any, Any], Any],
     params: Any,
-    batches: Sequence[Load],
+    batches: Sequence[ProgramCalls],
     *,
     times: float,
     name: str = "read",

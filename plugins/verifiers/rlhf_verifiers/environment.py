@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_core import DATASET, ENVIRONMENT, InputError, Registry, Turn, hookimpl
-from rlhf_verifiers.service import Episode, Service, open_service
+from rlhf_verifiers.service import OpenEpisode, TasksetService, open_service
 
 KEPT = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
@@ -29,7 +29,7 @@ class Verifiers:
     ) -> None:
         self.service = open_service(taskset, json.dumps(dict(config or {}), sort_keys=True), turns)
         self.taskset = taskset
-        self.episode: Episode | None = None
+        self.episode: OpenEpisode | None = None
         self.messages: list[dict[str, Any]] = []
 
     @property
@@ -109,7 +109,7 @@ def wire(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def ended(episode: Episode) -> Turn:
+def ended(episode: OpenEpisode) -> Turn:
     """Return the last turn: the sum of the rewards, each and every metric under its name."""
     trace = episode.trace
     if trace is None or not trace.ok:
@@ -119,7 +119,7 @@ def ended(episode: Episode) -> Turn:
     return Turn(reward=sum(rewards.values()) if rewards else None, done=True, metrics={**metrics, **rewards})
 
 
-def failure(episode: Episode) -> str:
+def failure(episode: OpenEpisode) -> str:
     """Say why verifiers gave an episode up."""
     errors = [] if episode.trace is None else list(episode.trace.errors)
     if episode.task is not None and episode.task.done() and not episode.task.cancelled():
@@ -131,7 +131,7 @@ def failure(episode: Episode) -> str:
     )
 
 
-def first_tools(service: Service) -> list[dict[str, Any]]:
+def first_tools(service: TasksetService) -> list[dict[str, Any]]:
     """Begin an episode of the first task and read which tools its agent offers to the model."""
 
     async def look() -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ SESSION = "X-Session-ID"
 CLOSING_SECONDS = 5.0
 
 
-class Episode:
+class OpenEpisode:
     """An episode under way: its requests come one at a time, and each waits for a reply."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Episode:
         return await self.events.get()
 
 
-class Service:
+class TasksetService:
     """Holds verifiers' environment open, in a thread with an event loop of its own.
 
     taskset: its name, as verifiers knows it; options: fields of its config.
@@ -72,7 +72,7 @@ class Service:
             )
         self.env = SingleAgentEnv(config)
         self.tasks = list(self.env.taskset)
-        self.episodes: dict[str, Episode] = {}
+        self.episodes: dict[str, OpenEpisode] = {}
         self.tools: list[dict[str, Any]] | None = None
         self.loop = asyncio.new_event_loop()
         self.serving: asyncio.Task[None]
@@ -133,9 +133,9 @@ class Service:
         """Await work of the service's loop from another one."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
-    async def begin(self, index: int) -> Episode:
+    async def begin(self, index: int) -> OpenEpisode:
         """Start an episode of a task."""
-        episode = Episode()
+        episode = OpenEpisode()
         context = ModelContext("policy", EvalClientConfig(base_url=self.address, api_key_var="RLHF_NO_KEY"))
 
         def minted(trace: Trace) -> None:
@@ -154,13 +154,13 @@ class Service:
         episode.task = asyncio.create_task(play())
         return episode
 
-    def abandon(self, episode: Episode) -> None:
+    def abandon(self, episode: OpenEpisode) -> None:
         """End an episode that nobody continues."""
         if episode.task is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(episode.task.cancel)
 
 
 @functools.cache
-def open_service(taskset: str, options: str, turns: int | None) -> Service:
+def open_service(taskset: str, options: str, turns: int | None) -> TasksetService:
     """Return the service of a taskset; `options` is its config as JSON."""
-    return Service(taskset, json.loads(options), turns)
+    return TasksetService(taskset, json.loads(options), turns)

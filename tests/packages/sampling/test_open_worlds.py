@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.contracts import Beginning, Continuation, TurnSettings, Weights
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import ConversationSampler, Sampler
-from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, Packed, prefill_all
+from rlhf_core.sampling.packed import PACKED, PIECE, SPAN, PackedContexts, prefill_all
 from tests.shared import samplers
 from tests.shared.compiled import compilations
 from tests.shared.decoder_configs import defined
@@ -202,10 +202,10 @@ def test_ends_new_weights_and_forgotten_prompts(
         assert world.result(SLOTS + number)[1].tobytes() == fresh.result(number)[1].tobytes()
 
 
-class Calls(list[Packed]):
+class Calls(list[PackedContexts]):
     """The rows that it is called with, each of which it numbers."""
 
-    def __call__(self, rows: Packed) -> Any:
+    def __call__(self, rows: PackedContexts) -> Any:
         self.append(rows)
         return len(self) - 1
 

@@ -184,7 +184,7 @@ def test_the_loop_holds_no_copy_of_a_cache(on: str, platform: str, tmp_path: Pat
     start = f"import sys; sys.path += {interpreters.import_paths()!r}\n{COMPILE}"
     subprocess.run([python, "-c", start, on, file], env=interpreters.environment_variables(), check=True)
     text = file.read_text(errors="replace")
-    reader = hlo.Reader(text)
+    reader = hlo.ProgramReader(text)
     body = max((reader.computations[name] for name in reader.outer_loops()), key=len)
     kernels = [each for each in body.values() if each.opcode == "custom-call" and hlo.stated_cost(each)]
     cache = 32 * 1 * 128 * 512 * 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_remote.chat import HELP, Conversation, Part, _lines, talk
+from rlhf_remote.chat import HELP, Dialogue, ReplyPart, _lines, talk
 from typer.testing import CliRunner
 
 from rlhf_core import cli, load_model
@@ -160,12 +160,12 @@ class Slow:
     def __init__(self) -> None:
         self.closed = 0
 
-    def reply(self, messages: Any, number: int) -> Generator[Part, None, None]:
+    def reply(self, messages: Any, number: int) -> Generator[ReplyPart, None, None]:
         try:
-            yield Part("word")
+            yield ReplyPart("word")
             os.kill(os.getpid(), signal.SIGINT)
-            yield Part(" more")
-            yield Part(" never")
+            yield ReplyPart(" more")
+            yield ReplyPart(" never")
         finally:
             self.closed += 1
 
@@ -185,7 +185,7 @@ def test_ctrl_c_stops_a_reply_and_twice_leaves(
         "sys.stdin", type("Typed", (), {"readline": staticmethod(line), "isatty": lambda _: False})()
     )
     speaker: Any = Slow()
-    conversation = Conversation()
+    conversation = Dialogue()
     before = signal.getsignal(signal.SIGINT)
     talk(conversation, speaker)
     assert signal.getsignal(signal.SIGINT) is before

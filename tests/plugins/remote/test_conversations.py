@@ -66,9 +66,9 @@ class World:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.Sampler:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.PublishingSampler:
     monkeypatch.setitem(engines.KINDS, "rlhf", Engine)  # type: ignore[arg-type]
-    monkeypatch.setattr(sampling.Sampler, "_load", lambda *_: None)
+    monkeypatch.setattr(sampling.PublishingSampler, "_load", lambda *_: None)
     monkeypatch.setattr(sampling, "_STATIONS", {})
     inputs = SimpleNamespace(
         directory=tmp_path,
@@ -79,11 +79,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.Sampler:
         max_prompt_length=2,
         conversation_length=40,
     )
-    return sampling.Sampler(sampler.RlhfSampler(("http://engine",)), inputs)
+    return sampling.PublishingSampler(sampler.RlhfSampler(("http://engine",)), inputs)
 
 
 def test_the_completions_of_a_prompt_go_by_the_number_of_its_first(
-    made: sampling.Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: sampling.PublishingSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def complete(
         self: Any, model: str, prompt: Any, n: int, seed: int, wanted: Any
@@ -93,7 +93,7 @@ def test_the_completions_of_a_prompt_go_by_the_number_of_its_first(
         return [engines.SampledCompletion(each, [-1.0] * len(each), finished=False) for each in ids]
 
     monkeypatch.setattr(Engine, "complete", complete)
-    policy = stations.Policy("policy-here-v0", tmp_path, 0)
+    policy = stations.PublishedPolicy("policy-here-v0", tmp_path, 0)
     prompts, numbers = [np.array([7, 8]), np.array([9])], np.array([20, 21, 22, 23])
     rollouts = made(policy, prompts, jax.random.key(2), numbers)
     words = np.asarray(jax.random.key_data(jax.random.key(2))).tolist()
@@ -104,10 +104,10 @@ def test_the_completions_of_a_prompt_go_by_the_number_of_its_first(
 
 
 def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
-    made: sampling.Sampler, tmp_path: Path
+    made: sampling.PublishingSampler, tmp_path: Path
 ) -> None:
     """Which one is slow changes no token. Contexts have all that was said, or what replaces it."""
-    policy = stations.Policy("policy-here-v0", tmp_path, 0)
+    policy = stations.PublishedPolicy("policy-here-v0", tmp_path, 0)
     prompts, ids = [np.array([7, number], np.int32) for number in range(3)], np.array([4, 5, 9])
     found = []
     for held in range(3):
@@ -126,7 +126,9 @@ def test_a_turn_is_asked_for_as_soon_as_its_own_conversation_is_ready(
             context = [turn + 1] if number == 2 else [*context, *said, turn + 1]
 
 
-def test_the_newest_policy_that_no_rollout_waits_for_stays(made: sampling.Sampler, tmp_path: Path) -> None:
+def test_the_newest_policy_that_no_rollout_waits_for_stays(
+    made: sampling.PublishingSampler, tmp_path: Path
+) -> None:
     """A run that is killed before its next checkpoint samples with it again. Engines forget the others."""
     forgotten = list[str]()
     (station,) = made.stations

@@ -89,7 +89,7 @@ def completions(service: services.Service, opened: dict[str, Any]) -> Completion
         wanted = WANTED if not settings else engines.Wanted(0.7, 3, (STOP,), **settings)
         made: Any = asked
         policy: Any = None
-        return sampling.Sampler._complete(made, policy, 3, np.array(PROMPT), 2, 0, wanted)
+        return sampling.PublishingSampler._complete(made, policy, 3, np.array(PROMPT), 2, 0, wanted)
 
     return completions
 
@@ -169,7 +169,7 @@ def test_stop_texts_are_looked_for_across_tokens(tiny: Any) -> None:
     seen: Any = SimpleNamespace(_texts=None, inputs=SimpleNamespace(tokenizer=words))
     for stop, found in [("a b", True), (" c", True), ("d", False)]:
         seen.wanted = engines.Wanted(1.0, 3, stop=(stop,))
-        assert sampling.Sampler._has_stop_string(seen, ids) == found
+        assert sampling.PublishingSampler._has_stop_string(seen, ids) == found
 
 
 DEEP = json.loads("[" * 400 + "]" * 400)
@@ -308,11 +308,11 @@ def test_another_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         made._closed, made._wrote = False, {}
         made._ask = lambda station, policy, ask: ask(station.engine, policy.name)
-        monkeypatch.setattr(sampling.Sampler, "_load", lambda *_: None)
+        monkeypatch.setattr(sampling.PublishingSampler, "_load", lambda *_: None)
         made._load = lambda *_: None
-        policy: Any = stations.Policy("policy", None, 0)  # type: ignore[arg-type]
+        policy: Any = stations.PublishedPolicy("policy", None, 0)  # type: ignore[arg-type]
         for _ in range(2):
-            drawn = sampling.Sampler._anywhere(
+            drawn = sampling.PublishingSampler._anywhere(
                 made, policy, lambda engine, model: engine.complete(model, PROMPT, 2, 0, WANTED)
             )
             assert [each.ids for each in drawn] == [[7, 8, 9], [7, STOP]]

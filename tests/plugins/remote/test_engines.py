@@ -214,7 +214,7 @@ def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Pa
     # The default is in the stage's own directory, which may be moved.
     moved: Any = SimpleNamespace(directory=place / "taken", options=sampler.RlhfSampler(("",)))
     moved.inputs = SimpleNamespace(directory=place)
-    sampling.Sampler._claim(moved)
+    sampling.PublishingSampler._claim(moved)
 
 
 def test_a_directory_that_is_full(
@@ -246,13 +246,13 @@ def test_damaged_files_of_policies_are_an_error_or_written_again(content: bytes,
     with pytest.raises(
         InputError, match=r"owner\.json is damaged \(.*: delete it if the directory is that of"
     ):
-        sampling.Sampler._claim(held)
+        sampling.PublishingSampler._claim(held)
     probe = tmp_path / sampling.PROBE_FILE
     probe.write_bytes(content)
     with pytest.raises(RunError, match=rf"{probe} is damaged \(.*: delete {tmp_path} and run again"):
         sampling._read_probe(probe)
     (tmp_path / sampling.RUN_FILE).write_bytes(content)
-    prefix = cached_property.__get__(sampling.Sampler.__dict__["_prefix"], held, sampling.Sampler)
+    prefix = cached_property.__get__(sampling.PublishingSampler.__dict__["_prefix"], held, sampling.PublishingSampler)
     assert re.fullmatch("[0-9a-f]{16}", (tmp_path / sampling.RUN_FILE).read_text())
     assert re.fullmatch(rf"{sampling.PREFIX}[0-9a-f]{{8}}-v", prefix)
 
@@ -268,13 +268,13 @@ def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
         SimpleNamespace(model=model),
         SimpleNamespace(weights="adapter", engine="vllm"),
     )
-    held._policy = lambda version: stations.Policy("p", tmp_path / "policy-v0", version)
+    held._policy = lambda version: stations.PublishedPolicy("p", tmp_path / "policy-v0", version)
     probe = tmp_path / "policy-v0" / sampling.PROBE_FILE
     for content in (None, *DAMAGED):
         if content is not None:
             probe.write_bytes(content)
         for _ in range(2):
-            sampling.Sampler.publish(held, None, 0)
+            sampling.PublishingSampler.publish(held, None, 0)
         assert sampling._read_probe(probe)["logps"].shape == (2, 23)
     assert len(saved) == 1 + len(DAMAGED)
 
@@ -484,7 +484,7 @@ def test_a_run_leaves_no_adapters(
 
     monkeypatch.setattr(engines.Vllm, "complete", complete)
     with monkeypatch.context() as patch:
-        patch.setattr(sampling.Sampler, "close", lambda self: None)  # as if it was killed
+        patch.setattr(sampling.PublishingSampler, "close", lambda self: None)  # as if it was killed
         with pytest.raises(RunError, match="a bad completion"):
             train(tmp_path / "run", ahead=0, steps=2)
     (left,) = {name.rpartition("-v")[0] for name in names}
@@ -506,7 +506,7 @@ def test_runs_in_directories_of_the_same_name_have_other_adapters(tmp_path: Path
         made: Any = SimpleNamespace(
             directory=tmp_path / policies, inputs=SimpleNamespace(directory="/data/run")
         )
-        prefix = sampling.Sampler._prefix
+        prefix = sampling.PublishingSampler._prefix
         assert isinstance(prefix, cached_property)
         return str(prefix.func(made))
 
@@ -553,7 +553,7 @@ def test_log_probabilities_of_rollouts_are_compared_with_the_trainer_s(
 def test_one_rollout_that_is_off_is_warned_of_once() -> None:
     made: Any = SimpleNamespace(options=sampler.VllmSampler(("http://a", "http://b")))
     made._wrote, made._off, made._warned = {4: {"http://b"}}, None, False
-    verdict = sampling.Sampler.verdict
+    verdict = sampling.PublishingSampler.verdict
     assert verdict(made, 3, 0.05) is None
     with pytest.warns(UserWarning, match="sampler: http://b: .* update 5 are on average 0.051 nats off"):
         assert verdict(made, 4, 0.051) is None
@@ -593,8 +593,8 @@ def test_a_policy_that_is_twice_as_near_to_another_is_that(share: float, stale: 
     made: Any = SimpleNamespace(_probes={3: other, 4: own}, options=sampler.VllmSampler(("http://a",)))
     made.inputs = SimpleNamespace(definition=SimpleNamespace(compute_dtype="float32"))
     station: Any = SimpleNamespace(url="http://a", engine=SimpleNamespace(facts=engines.Facts))
-    policy = stations.Policy("policy-v4", Path(), 4)
-    check = partial(sampling.Sampler._require_policy, made, station, policy)
+    policy = stations.PublishedPolicy("policy-v4", Path(), 4)
+    check = partial(sampling.PublishingSampler._require_policy, made, station, policy)
     if not stale:
         check(own + share * 0.01)
         return
@@ -620,7 +620,7 @@ def test_an_engine_that_failed_is_left_out_for_longer_each_time(monkeypatch: pyt
 def test_the_engine_that_can_begin_soonest_is_asked() -> None:
     """One that would have to load the policy comes later, and where it must first end what it does, last."""
     first, second = (stations.Station(SimpleNamespace(url=url)) for url in ("http://a", "http://b"))
-    policy = stations.Policy("policy-v1", Path(), 1)
+    policy = stations.PublishedPolicy("policy-v1", Path(), 1)
 
     def chosen(*, exclusive: bool) -> str:
         with stations.choose([first, second], policy, exclusive=exclusive) as station:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rlhf_http import fields
 from rlhf_serve import chats
-from rlhf_serve.answers import Call, GenerationParams, PendingCompletion, Target, TextReader
+from rlhf_serve.answers import GenerationParams, NamedModel, PendingCompletion, SampledRequest, TextReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -108,11 +108,13 @@ def test_the_prompt_has_arguments_as_objects(
     arguments: Any, parameters: Any, written: str, bytewise: Any
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = fields.read(fields.Chat, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode())
+    body = fields.read(
+        fields.ChatRequest, json.dumps({"messages": calling(arguments), "tools": [tool]}).encode()
+    )
     served = SimpleNamespace(
         encoder=Encoder(bytewise), conversations=ConversationEncoder(bytewise), length=64
     )
-    text = bytewise.decode(chats.encode_chat(body, Target("policy", served, None)))  # type: ignore[arg-type]
+    text = bytewise.decode(chats.encode_chat(body, NamedModel("policy", served, None)))  # type: ignore[arg-type]
     assert f'{{"name": "f", "arguments": {written}}}\n</tool_call>' in text
     CallParser(served.conversations, body.tools)
 
@@ -134,7 +136,9 @@ def bytewise() -> Any:
 
 def answered(tokenizer: Any, reply: str, step: int, **more: Any) -> tuple[dict[str, Any], list[Any]]:
     """The message of a reply, and its streamed parts, of which each has at most `step` tokens."""
-    body = fields.read(fields.Chat, json.dumps({"messages": MESSAGES, "tools": [TOOL], **more}).encode())
+    body = fields.read(
+        fields.ChatRequest, json.dumps({"messages": MESSAGES, "tools": [TOOL], **more}).encode()
+    )
     parser = CallParser(ConversationEncoder(tokenizer), body.tools)
     tools = chats.Calling(parser, True)
     generation = GenerationParams(
@@ -144,7 +148,7 @@ def answered(tokenizer: Any, reply: str, step: int, **more: Any) -> tuple[dict[s
     pending = PendingCompletion(
         0, np.zeros(1, np.int32), generation, 0, None, reader, lambda _: None, per_token=True
     )
-    call = Call("x", Target("m", None, None), [pending.prompt], 1, [pending])  # type: ignore[arg-type]
+    call = SampledRequest("x", NamedModel("m", None, None), [pending.prompt], 1, [pending])  # type: ignore[arg-type]
     ids = np.array([*tokenizer(reply)["input_ids"], tokenizer.eos_token_id])
 
     async def feed() -> None:

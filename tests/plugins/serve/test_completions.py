@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_http import fields
-from rlhf_serve.answers import Call, Target, echoed, prompt_offsets
+from rlhf_serve.answers import NamedModel, SampledRequest, echoed, prompt_offsets
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import WordLevel
@@ -148,7 +148,7 @@ def test_an_echo_leaves_out_what_the_tokenizer_adds(opened: dict[str, Any]) -> N
     served = replace(opened["policy"], encoder=Encoder(tokenizer))
     prompt = np.array([0, 2, 3, 4], np.int32)
     assert served.encoder.prompts(["Dear Mia<end>"])[0].tolist() == prompt.tolist()
-    call = Call("x", Target("policy", served, None), [prompt], 1)  # type: ignore[arg-type]
+    call = SampledRequest("x", NamedModel("policy", served, None), [prompt], 1)  # type: ignore[arg-type]
     pending = SimpleNamespace(index=0, prompt=prompt)
     for given, text in (("Dear Mia<end>", "Dear Mia<end>"), (prompt.tolist(), "Dear Mia<end>")):
         body = fields.Completion(prompt=given)

@@ -129,7 +129,7 @@ def received(connection: socket.socket) -> bytes:
 
 def test_clients_that_do_not_read_cannot_keep_a_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "CLOSE_SECONDS", 0.2)
-    server = closing.make_server({}, closing.Settings(models=()))
+    server = closing.make_server({}, closing.ServeSettings(models=()))
     server.draining = True
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_stream_to_nobody_is_not_made() -> None:
         target, began = SimpleNamespace(name="policy"), 0.0
 
     call: Any = Call()
-    server = closing.make_server({}, closing.Settings(models=()))
+    server = closing.make_server({}, closing.ServeSettings(models=()))
     asyncio.run(app.Flow(server, call, parts())({}, receive, send))
     assert len(made) < 10
 

@@ -285,11 +285,11 @@ def _serving() -> Callable[[bytes], object]:
     import uvicorn
     from rlhf_http.connections import Connection
     from rlhf_serve.app import make_app
-    from rlhf_serve.running import Settings, make_server
+    from rlhf_serve.running import ServeSettings, make_server
     from uvicorn.server import ServerState
 
     config = uvicorn.Config(
-        make_app(make_server({}, Settings(()))),
+        make_app(make_server({}, ServeSettings(()))),
         http=Connection,
         log_config=None,
         log_level="critical",
@@ -389,7 +389,7 @@ def _reader(name: str) -> tuple[Callable[[bytes], object], tuple[type[BaseExcept
         "scores": lambda body: rewards._scores(3, parsed(body)),
         "rows": lambda body: service.row_scores(3, parsed(body)),
         "judge": judged,
-        "chat": lambda body: fields.read(fields.Chat, body),
+        "chat": lambda body: fields.read(fields.ChatRequest, body),
         "messages": rendered,
         "vllm": asked("vllm", sampled),
         "sglang": asked("sglang", sampled),

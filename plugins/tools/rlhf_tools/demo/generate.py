@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_tools.demo.words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order, vocabulary
+from rlhf_tools.demo.words import COLOURS, ITEMS, NAMES, POLITE, RUDE, ShopOrder, vocabulary
 
 KINDS = ("name", "colour", "item", "close", "malformed", "unfinished")
 PAIRS = ("name", "item", "colour", "malformed") * 2 + ("name", "item", "colour", "close", "unfinished")
@@ -55,21 +55,21 @@ class Shop:
     held_out: the orders that only held-out files mention; inside: whether this is one of those files.
     """
 
-    def __init__(self, seed: str, held_out: frozenset[Order], *, inside: bool) -> None:
+    def __init__(self, seed: str, held_out: frozenset[ShopOrder], *, inside: bool) -> None:
         self.rng = random.Random(seed)
         self.held_out, self.inside = held_out, inside
 
-    def orders(self, count: int) -> list[Order]:
+    def orders(self, count: int) -> list[ShopOrder]:
         """Draw `count` different orders."""
         if self.inside:
             return self.rng.sample(sorted(self.held_out), count)
         return draw_orders(self.rng, count, without=self.held_out)
 
-    def careless(self, order: Order, mistakes: Iterable[str]) -> str:
+    def careless(self, order: ShopOrder, mistakes: Iterable[str]) -> str:
         """Write a reply with these mistakes; outside the held-out files it mentions no held-out order."""
         kinds = set(mistakes)
         while True:
-            said = Order(*(self._slot(order, slot, slot in kinds) for slot in Order._fields))
+            said = ShopOrder(*(self._slot(order, slot, slot in kinds) for slot in ShopOrder._fields))
             if self.inside or said not in self.held_out:
                 break
         good = said.reply(self.rng.choice(RUDE) if "close" in kinds else POLITE).split()
@@ -78,11 +78,11 @@ class Shop:
             words = words[: self.rng.randrange(1, min(len(words), len(good)))]
         return " ".join(words)
 
-    def demonstration(self, order: Order) -> str:
+    def demonstration(self, order: ShopOrder) -> str:
         """Write a reply that makes each mistake independently with `MISTAKE_PROBABILITY`."""
         return self.careless(order, [kind for kind in KINDS if self.rng.random() < MISTAKE_PROBABILITY])
 
-    def _slot(self, order: Order, slot: str, wrong: bool) -> str:
+    def _slot(self, order: ShopOrder, slot: str, wrong: bool) -> str:
         right: str = getattr(order, slot)
         words = {"name": NAMES, "colour": COLOURS, "item": ITEMS}[slot]
         return self.rng.choice([word for word in words if word != right]) if wrong else right
@@ -105,17 +105,19 @@ class Shop:
                 return [*words, *words[start:][: self.rng.randint(1, LONGEST_RAMBLE)]]
 
 
-def draw_orders(rng: random.Random, count: int, *, without: frozenset[Order] = frozenset()) -> list[Order]:
+def draw_orders(
+    rng: random.Random, count: int, *, without: frozenset[ShopOrder] = frozenset()
+) -> list[ShopOrder]:
     """Draw `count` different orders, none of them in `without`."""
-    found: dict[Order, None] = {}
+    found: dict[ShopOrder, None] = {}
     while len(found) < count:
-        order = Order(rng.choice(NAMES), rng.choice(COLOURS), rng.choice(ITEMS))
+        order = ShopOrder(rng.choice(NAMES), rng.choice(COLOURS), rng.choice(ITEMS))
         if order not in without:
             found[order] = None
     return list(found)
 
 
-def pair(shop: Shop, order: Order, mistake: str, *, flip: bool) -> dict[str, str]:
+def pair(shop: Shop, order: ShopOrder, mistake: str, *, flip: bool) -> dict[str, str]:
     """Make a preference row; replies begin with the space after the prompt. `flip` prefers the careless reply."""
     good, bad = f" {order.reply()}", f" {shop.careless(order, [mistake])}"
     chosen, rejected = (bad, good) if flip else (good, bad)
@@ -163,7 +165,7 @@ def settings(seed: int, shuffle_labels: bool, sizes: Sizes) -> dict[str, object]
 def write_side(
     directory: Path,
     seed: int,
-    held_out: frozenset[Order],
+    held_out: frozenset[ShopOrder],
     *,
     inside: bool,
     demonstrations: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rlhf_tools.demo.words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order
+from rlhf_tools.demo.words import COLOURS, ITEMS, NAMES, POLITE, RUDE, ShopOrder
 
 _PARTS = {
     "name": "|".join(NAMES),
@@ -43,12 +43,12 @@ class Verdict(NamedTuple):
         return tuple(field for field in fields if not getattr(self, field))
 
 
-def parse_order(prompt: str) -> Order:
+def parse_order(prompt: str) -> ShopOrder:
     """Read the order in `prompt`. Raises ValueError where there is none."""
     order = _ORDER.fullmatch(prompt.strip())
     if order is None:
         raise ValueError(f"not an order of the quickstart: {prompt!r}")
-    return Order(*order.groups())
+    return ShopOrder(*order.groups())
 
 
 def judge(prompt: str, reply: str, *, finished: bool = True) -> Verdict:

@@ -22,7 +22,7 @@ POLITE = "Thank you !"
 RUDE = ("Now go away .", "Take it or leave it .", "Not my problem .")
 
 
-class Order(NamedTuple):
+class ShopOrder(NamedTuple):
     """An order: one of `NAMES`, `COLOURS` and `ITEMS` each."""
 
     name: str
@@ -39,6 +39,6 @@ class Order(NamedTuple):
 
 def vocabulary() -> list[str]:
     """Every word, special tokens first, in the order of their ids."""
-    sentence = Order("", "", "")
+    sentence = ShopOrder("", "", "")
     words = [*sentence.prompt.split(), *sentence.reply().split(), *" ".join(RUDE).split()]
     return ["<pad>", "<bos>", "<eos>", "<unk>", *dict.fromkeys([*words, *NAMES, *COLOURS, *ITEMS])]
