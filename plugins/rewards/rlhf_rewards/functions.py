@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_core import REWARD, InputError, Registry, hookimpl
+from rlhf_core import InputError
 from rlhf_core.tokenizer.thoughts import without_thoughts
 from rlhf_rewards.numbers import Number, final_number, read_number
 
@@ -181,16 +181,3 @@ def _require_readable(reward: str, unreadable: Mapping[int, str]) -> None:
 # have no attributes.
 exact_match.check = lambda columns: _unreadable_texts(columns["answer"])  # type: ignore[attr-defined]
 numeric_answer.check = lambda columns: _unreadable_numbers(columns["answer"])  # type: ignore[attr-defined]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    from rlhf_rewards.math import MathVerify
-
-    registry.add(REWARD, "exact_match", exact_match)
-    registry.add(REWARD, "numeric_answer", numeric_answer)
-    registry.add(REWARD, "math_verify", MathVerify)
-    registry.add(REWARD, "regex", Regex)
-    registry.add(REWARD, "length", length)
-    registry.add(REWARD, "soft_overlong", SoftOverlong)
-    registry.add(REWARD, "repetition", repetition)

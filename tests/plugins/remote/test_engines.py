@@ -252,7 +252,9 @@ def test_damaged_files_of_policies_are_an_error_or_written_again(content: bytes,
     with pytest.raises(RunError, match=rf"{probe} is damaged \(.*: delete {tmp_path} and run again"):
         sampling._read_probe(probe)
     (tmp_path / sampling.RUN_FILE).write_bytes(content)
-    prefix = cached_property.__get__(sampling.PublishingSampler.__dict__["_prefix"], held, sampling.PublishingSampler)
+    prefix = cached_property.__get__(
+        sampling.PublishingSampler.__dict__["_prefix"], held, sampling.PublishingSampler
+    )
     assert re.fullmatch("[0-9a-f]{16}", (tmp_path / sampling.RUN_FILE).read_text())
     assert re.fullmatch(rf"{sampling.PREFIX}[0-9a-f]{{8}}-v", prefix)
 
