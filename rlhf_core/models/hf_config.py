@@ -280,28 +280,31 @@ def _tables(read: ConfigFields, rules: Architecture) -> dict[str, tuple[str, dic
     if modern and legacy and modern != legacy:
         read.problem("rope_parameters and rope_scaling both say how to rotate positions; keep one of them")
     where, table = ("rope_parameters", modern) if modern else ("rope_scaling", legacy or {})
-    parts: dict[str, Any] = {FULL: table, SLIDING: table}
-    if where == "rope_scaling" and rules.scaled_rope is not None:
-        parts = {kind: table if kind == rules.scaled_rope else {} for kind in parts}
-    names = {FULL: where, SLIDING: where}
     if isinstance(table, Mapping) and (FULL in table or SLIDING in table):
         for stranger in set(table) - {FULL, SLIDING}:
             read.problem(f"{where}.{stranger} is not supported together with {FULL} and {SLIDING}")
-        parts = {kind: table.get(kind) or {} for kind in parts}
-        names = {kind: f"{where}.{kind}" for kind in parts}
-    elif read.has("rope_local_base_freq"):
+        return {
+            kind: (f"{where}.{kind}", _with_theta(read, kind, table.get(kind) or {}, f"{where}.{kind}"))
+            for kind in (FULL, SLIDING)
+        }
+    parts: dict[str, Any] = {FULL: table, SLIDING: table}
+    if where == "rope_scaling" and rules.scaled_rope is not None:
+        parts = {kind: table if kind == rules.scaled_rope else {} for kind in parts}
+    if read.has("rope_local_base_freq"):
         if modern:
             read.problem(f"rope_parameters must have the tables {FULL} and {SLIDING}")
         parts[SLIDING] = {}
-    out = {}
-    for kind, part in parts.items():
-        if not isinstance(part, Mapping):
-            read.problem(f"{names[kind]} must be a table; it is {shown(part)}")
-            part = {}
-        local = kind == SLIDING and read.has("rope_local_base_freq")
-        theta = read.number("rope_local_base_freq" if local else "rope_theta", 10_000.0)
-        out[kind] = names[kind], {"rope_theta": theta, **{k: v for k, v in part.items() if v is not None}}
-    return out
+    return {kind: (where, _with_theta(read, kind, part, where)) for kind, part in parts.items()}
+
+
+def _with_theta(read: ConfigFields, kind: str, table: Any, where: str) -> dict[str, Any]:
+    """Add the base of the frequencies, `rope_theta`, to a rope table that does not have its own."""
+    if not isinstance(table, Mapping):
+        read.problem(f"{where} must be a table; it is {shown(table)}")
+        table = {}
+    local = kind == SLIDING and read.has("rope_local_base_freq")
+    theta = read.number("rope_local_base_freq" if local else "rope_theta", 10_000.0)
+    return {"rope_theta": theta, **{name: value for name, value in table.items() if value is not None}}
 
 
 def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, Any], head_dim: int) -> Rope:
@@ -319,18 +322,7 @@ def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, 
     missing = [name for name in NEEDED[kind] if table.get(name) is None]
     for name in missing:
         read.problem(f"{where}.{name} is missing")
-    share = table.get("partial_rotary_factor", read.get("partial_rotary_factor"))
-    share = 1.0 if share is None else share
-    partial = rules.partial_rotary or kind == "proportional"
-    if share != 1 and not (partial and isinstance(share, float) and 0 < share < 1):
-        read.problem(
-            f"{where}.partial_rotary_factor other than 1 is not supported here; it is {shown(share)}"
-        )
-        share = 1.0
-    if share != 1 and kind != "proportional" and int(head_dim * share) % 2:
-        read.problem(
-            f"{where}.partial_rotary_factor {shown(share)} of head_dim {head_dim} is not an even number"
-        )
+    share = _rotated_share(read, rules, where, table, kind, head_dim)
     # As in transformers, the file's own field takes precedence over the table's.
     longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
     numbers = ConfigFields(
@@ -349,12 +341,37 @@ def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, 
         float(table.get("low_freq_factor", 1.0)),
         float(table.get("high_freq_factor", 4.0)),
         length,
-        share=float(share),
+        share=share,
         growth=growth,
     )
     if kind == "yarn":
         return _yarn(rope, table)
     return _longrope(read, where, rope, table, longest, head_dim) if kind == "longrope" else rope
+
+
+def _rotated_share(
+    read: ConfigFields,
+    rules: Architecture,
+    where: str,
+    table: Mapping[str, Any],
+    kind: RopeKind,
+    head_dim: int,
+) -> float:
+    """Read the share of a head's numbers that are rotated."""
+    share = table.get("partial_rotary_factor", read.get("partial_rotary_factor"))
+    if share is None or share == 1:
+        return 1.0
+    partial = rules.partial_rotary or kind == "proportional"
+    if not partial or not isinstance(share, float) or not 0 < share < 1:
+        read.problem(
+            f"{where}.partial_rotary_factor other than 1 is not supported here; it is {shown(share)}"
+        )
+        return 1.0
+    if kind != "proportional" and int(head_dim * share) % 2:
+        read.problem(
+            f"{where}.partial_rotary_factor {shown(share)} of head_dim {head_dim} is not an even number"
+        )
+    return share
 
 
 def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:

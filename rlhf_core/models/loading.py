@@ -89,34 +89,24 @@ def load_model(
     directory, adapter_directory, base = model_directories(path, adapter, revision)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     if verify:
-        together = len({device.process_index for device in mesh.devices.flat}) > 1
-        for each in (directory, adapter_directory):
-            if each is not None and (each / artifacts.MANIFEST).is_file():
-                artifacts.open_artifact(each, together=together)
-        if adapter_directory is not None:
-            artifacts.require_base(adapter_directory, directory)
+        _require_unchanged(directory, adapter_directory, mesh)
     definition, hf_config = define(_read_config(directory), head, directory, registry, dtype=dtype)
     if quantized is None and adapter_directory is not None:
         quantized = artifacts.quantized_base(adapter_directory)
     quantized = held_as(None if quantized == "none" else quantized, hf_config)
     definition = definition.quantized_as(quantized)
-    if "quantization_config" in text_config(hf_config):
-        if quantized is None:
-            warn(
-                f"{directory}: quantized weights are converted to float32; adapters can be trained with "
-                "lora.base = 'nf4' or 'int8' instead"
-            )
-        hf_config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
+    hf_config = _without_quantization(hf_config, directory, quantized)
     adapters = None if adapter_directory is None else peft.StoredAdapter(adapter_directory)
     params = definition.load(directory, definition.shardings(mesh))
     kept = weights.kept(definition, directory) if isinstance(definition, Decoder) else None
     tokenizer = _tokenizer(adapter_directory) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
+    drawn = fresh and (adapters is None or adapters.score is None)
+    if drawn and not fresh_head:
+        raise InputError(f"{path} {NO_REWARD_HEAD}")
+    if drawn:
+        warn(f"{path}: a language model: its reward head is new, drawn from seed {seed}")
     if fresh:
-        if adapters is None or adapters.score is None:
-            if not fresh_head:
-                raise InputError(f"{path} {NO_REWARD_HEAD}")
-            warn(f"{path}: a language model: its reward head is new, drawn from seed {seed}")
         params = complete(definition, params, mesh, seed)
     model = Model(
         definition=definition,
@@ -129,9 +119,33 @@ def load_model(
         kept=kept,
     )
     # The contract of a stored head has the hash of its tokenizer, which must not change.
-    if fresh and (adapters is None or adapters.score is None):
+    if drawn:
         model = with_padding_apart(model)
     return model if adapters is None else adapters.on(model, base)
+
+
+def _require_unchanged(directory: Path, adapter: Path | None, mesh: Mesh) -> None:
+    """Raise InputError for files of artifacts that are not as they were saved, and for adapters of another base."""
+    together = len({device.process_index for device in mesh.devices.flat}) > 1
+    for each in (directory, adapter):
+        if each is not None and (each / artifacts.MANIFEST).is_file():
+            artifacts.open_artifact(each, together=together)
+    if adapter is not None:
+        artifacts.require_base(adapter, directory)
+
+
+def _without_quantization(
+    hf_config: Mapping[str, Any], directory: Path, quantized: Quantization | None
+) -> Mapping[str, Any]:
+    """Return the config of the model in float32, or as `quantized` holds it, of which config.json says nothing."""
+    if "quantization_config" not in text_config(hf_config):
+        return hf_config
+    if quantized is None:
+        warn(
+            f"{directory}: quantized weights are converted to float32; adapters can be trained with "
+            "lora.base = 'nf4' or 'int8' instead"
+        )
+    return {name: value for name, value in hf_config.items() if name != "quantization_config"}
 
 
 def held_as(kind: Quantization | None, hf_config: Mapping[str, Any]) -> Quantization | None:

@@ -357,11 +357,8 @@ class Model:
             copied += TOKENIZER_FILES  # unchanged, rather than as transformers would write them
         elif tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
-        if self.source is not None and self.source.resolve() != directory.resolve():
-            for file in (found for pattern in copied for found in self.source.glob(pattern)):
-                target = directory / file.relative_to(self.source)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, target)
+        if self.source is not None:
+            _copy_files(self.source, directory, copied)
         if tokenizer is not None:
             stop_ids = dataclasses.replace(self, tokenizer=tokenizer).stop_ids
             save_stop_ids(stop_ids, text_config(self.hf_config).get("eos_token_id"), directory)
@@ -437,3 +434,13 @@ def require_own_parameters(definition: Definition, params: Any) -> None:
 
 _logits = functools.partial(jax.jit, static_argnums=0)(Definition.padded_logits)
 _scores = functools.partial(jax.jit, static_argnums=0)(Definition.padded_scores)
+
+
+def _copy_files(source: Path, directory: Path, patterns: Sequence[str]) -> None:
+    """Copy the files of one directory that match to another."""
+    if source.resolve() == directory.resolve():
+        return
+    for file in (found for pattern in patterns for found in source.glob(pattern)):
+        target = directory / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)

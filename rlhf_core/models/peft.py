@@ -286,13 +286,7 @@ class StoredAdapter:
         definition = model.definition.with_lora(lora)
         params = model.params
         if self.score is not None:
-            kernel = self._view(self.score).T
-            if kernel.shape != layers["score", "kernel"].shape:
-                raise InputError(
-                    f"{self.directory / WEIGHTS}: its reward head has shape {list(kernel.T.shape)}; the base model "
-                    f"takes {list(layers['score', 'kernel'].shape[::-1])}: is this its base model?"
-                )
-            params = {**params, "score": {"kernel": kernel}}
+            params = {**params, "score": {"kernel": self._head(layers["score", "kernel"].shape)}}
         added: dict[str, Any] = {}
         for target in lora.targets:
             count, *sizes = layers["layers", *target.split("."), "kernel"].shape
@@ -305,15 +299,26 @@ class StoredAdapter:
             inner["adapter"] = adapter
         params = jax.device_put(join(params, added), definition.shardings(model.mesh))
         same = not renamed and lora.rank == self.fields.r and not self.fields.alpha_pattern
-        if same:
-            config = {**self.config, "base_model_name_or_path": base.named}
-            if base.revision is not None or "revision" in config:
-                config["revision"] = base.revision
-        else:
-            head = definition.head
-            config = config_for(lora, names, base=base, head=head)
+        config = self._config_on(base) if same else config_for(lora, names, base=base, head=definition.head)
         adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
         return self._merge_dora(adapted, names) if self.fields.use_dora else adapted
+
+    def _head(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Read the reward head. shape: of the base model's. Raises InputError where it has another."""
+        kernel = self._view(str(self.score)).T
+        if kernel.shape != shape:
+            raise InputError(
+                f"{self.directory / WEIGHTS}: its reward head has shape {list(kernel.T.shape)}; the base model "
+                f"takes {list(shape[::-1])}: is this its base model?"
+            )
+        return kernel
+
+    def _config_on(self, base: Base) -> dict[str, Any]:
+        """Return the configuration as it was read, with the name that the base model has now."""
+        config = {**self.config, "base_model_name_or_path": base.named}
+        if base.revision is not None or "revision" in config:
+            config["revision"] = base.revision
+        return config
 
     def _rename(self, known: Collection[str]) -> bool:
         """Give the modules the names that the model has now, and return whether they had others.

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -133,11 +133,7 @@ def placed(decoder: Decoder, directory: Path, *, contained: bool) -> Decoder:
         readers = quantized_files.shown(open_weights(directory))
     except InputError:
         return decoder  # `check` says what is wrong
-    prefixes = [decoder.config.prefix]
-    if contained:
-        ending = "embed_tokens.weight"
-        found = [name.removesuffix(ending) for name in readers if name.endswith(f".{ending}")]
-        prefixes = found or ["model.language_model."]
+    prefixes = _prefixes(readers) if contained else [decoder.config.prefix]
     fusions = (decoder.config.fused_experts, not decoder.config.fused_experts)
     choices = [
         replace(decoder.config, prefix=prefix, fused_experts=fused)
@@ -154,17 +150,26 @@ def placed(decoder: Decoder, directory: Path, *, contained: bool) -> Decoder:
     if len({choice.prefix for choice in best}) > 1:
         names = " and ".join(f"{choice.prefix}embed_tokens.weight" for choice in best)
         raise InputError(f"{directory}: {names} could both belong to its text model")
-    config = best[0]
-    if contained:
-        stem = config.prefix.split(".")
-        above = [".".join([*stem[:i], ""]) if i else "" for i in range(len(stem))]
-        for head in ("lm_head", "score"):
-            inner = next((start for start in above if f"{start}{head}.weight" in readers), "")
-            if inner:
-                config = replace(config, weight_names=(*config.weight_names, (head, inner + head)))
-        if _head(config, "lm_head") not in readers:
-            config = replace(config, tied=True)
+    config = _with_head_names(best[0], readers) if contained else best[0]
     return decoder if config == decoder.config else replace(decoder, config=config)
+
+
+def _with_head_names(config: DecoderConfig, readers: Container[str]) -> DecoderConfig:
+    """Name the heads of a model in the files of a larger one as they are there; without a head, it is tied."""
+    stem = config.prefix.split(".")
+    above = [".".join([*stem[:i], ""]) if i else "" for i in range(len(stem))]
+    for head in ("lm_head", "score"):
+        inner = next((start for start in above if f"{start}{head}.weight" in readers), "")
+        if inner:
+            config = replace(config, weight_names=(*config.weight_names, (head, inner + head)))
+    return config if _head(config, "lm_head") in readers else replace(config, tied=True)
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """List what the names of a model in the files of a larger one may begin with."""
+    ending = "embed_tokens.weight"
+    found = [name.removesuffix(ending) for name in names if name.endswith(f".{ending}")]
+    return found or ["model.language_model."]
 
 
 def _head(config: DecoderConfig, head: str) -> str:
@@ -476,7 +481,11 @@ def save(
             del value  # frees its parameter before the next one is fetched
         for name, reader in kept.carried.items():
             writer.copy(name, reader)
-    lost = list(dict.fromkeys(lost))
+    _warn_of_lost(list(dict.fromkeys(lost)), dtype)
+
+
+def _warn_of_lost(lost: Sequence[str], dtype: str) -> None:
+    """Warn of tensors with values that the dtype in which they are written does not have."""
     if lost:
         more = f" and {len(lost) - 3} other tensors" if len(lost) > 3 else ""
         holds = "hold" if len(lost) > 1 else "holds"

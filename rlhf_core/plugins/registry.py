@@ -245,13 +245,16 @@ class Registry:
             message += (
                 f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
             )
-        elif not ((alike and hint) or elsewhere or is_path or self.failures or self.disabled):
-            package = (
-                f" (pip install {shlex.quote(DISTRIBUTED[kind, name])})"
-                if (kind, name) in DISTRIBUTED
-                else ""
+        elif not (hint or elsewhere or is_path or self.failures or self.disabled):
+            message += (
+                f" Install the package that has it{_pip_line(kind, name)}, or give its file with --plugin."
             )
-            message += f" Install the package that has it{package}, or give its file with --plugin."
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
         return " ".join([message, *(str(plugin.error) for plugin in self.failures)])
+
+
+def _pip_line(kind: Kind[Any], name: str) -> str:
+    """Return how to install the distribution of ours that has a component; empty for one that none has."""
+    distribution = DISTRIBUTED.get((kind, name))
+    return "" if distribution is None else f" (pip install {shlex.quote(distribution)})"

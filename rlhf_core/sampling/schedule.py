@@ -230,21 +230,36 @@ class Schedule:
 
     def _begin_turns(self) -> None:
         """Give free slots to conversations that wait, feed all whose turn it is, and set their slots up."""
+        begun = [*self._seat_waiting(), *self.resumed]
+        self.resumed = []
+        if not begun:
+            return
+        self._feed_bases(begun)
+        self._feed([(conversation, len(conversation.context) - 1) for conversation in begun])
+        self.devices.note([(conversation.slot, conversation.context) for conversation in begun])
+        for conversation in begun:
+            self._set_up(conversation)
+        if self.devices.program.has_states:
+            # Decoding changes them, and no slot begins with its prompt's any more.
+            self.groups = [None] * len(self.groups)
+
+    def _seat_waiting(self) -> list[Conversation]:
+        """Give free slots to conversations that wait; a slot that began with the same prompt has it already."""
         placed = [(self.waiting.popleft(), slot) for slot in self._deal(len(self.waiting))]
-        first: list[Conversation] = []
-        alike: list[tuple[Conversation, int]] = []
         for conversation, slot in placed:
             conversation.slot, conversation.fed = slot, 0
             self.holders[slot] = conversation
             if conversation.group is not None and self.groups[slot] == conversation.group:
                 conversation.fed = conversation.base
-        begun = [*(conversation for conversation, _ in placed), *self.resumed]
-        self.resumed = []
-        if not begun:
-            return
+        return [conversation for conversation, _ in placed]
+
+    def _feed_bases(self, begun: Sequence[Conversation]) -> None:
+        """Feed what the conversations of a group begin with, once for each shard, and copy it to the group's others."""
         for conversation in begun:
             if not conversation.fed:
                 self.groups[conversation.slot] = None
+        first: list[Conversation] = []
+        alike: list[tuple[Conversation, int]] = []
         sources: dict[tuple[int, int | None], int] = {
             (self._shard(slot), group): slot for slot, group in enumerate(self.groups) if group is not None
         }
@@ -263,14 +278,6 @@ class Schedule:
         )
         for conversation, _ in alike:
             conversation.fed = conversation.base
-        self._feed([(conversation, len(conversation.context) - 1) for conversation in begun])
-        self.devices.note([(conversation.slot, conversation.context) for conversation in begun])
-        for conversation in begun:
-            self._set_up(conversation)
-        if (
-            self.devices.program.has_states
-        ):  # decoding changes them, and no slot begins with its prompt's any more
-            self.groups = [None] * len(self.groups)
 
     def _look_ahead(self) -> None:
         """Prefill what begins next, while others decode."""
@@ -337,19 +344,22 @@ class Schedule:
                     pieces.append((conversation.slot, chunk, start, tokens))
                     left.append((conversation, end, rest))
             pending = left
-            if weights is None or not reads:
+            if weights is not None and reads:
+                self._read_pieces([conversation for conversation, *_ in left], pieces, weights)
+            else:
                 self.devices.feed(pieces, weights)
-                continue
-            contexts = [conversation.context for conversation, *_ in left]
-            targets = [
-                context[start + 1 : start + 1 + len(tokens)]
-                for context, (_, _, start, tokens) in zip(contexts, pieces, strict=True)
-            ]
-            judged = self.devices.read(
-                [(*piece, t) for piece, t in zip(pieces, targets, strict=True)], weights
-            )
-            for (conversation, *_), (ranks, logps, ids, best) in zip(left, judged, strict=True):
-                self.world.read(conversation.number, logps, ranks, (ids, best))
+
+    def _read_pieces(
+        self, conversations: Sequence[Conversation], pieces: Sequence[Any], weights: Weights
+    ) -> None:
+        """Feed pieces, and tell the world the log-probabilities of the tokens that follow each of theirs."""
+        targets = [
+            conversation.context[start + 1 : start + 1 + len(tokens)]
+            for conversation, (_, _, start, tokens) in zip(conversations, pieces, strict=True)
+        ]
+        judged = self.devices.read([(*piece, t) for piece, t in zip(pieces, targets, strict=True)], weights)
+        for conversation, (ranks, logps, ids, best) in zip(conversations, judged, strict=True):
+            self.world.read(conversation.number, logps, ranks, (ids, best))
 
     def _set_up(self, conversation: Conversation) -> None:
         slot, slots = conversation.slot, self.slots

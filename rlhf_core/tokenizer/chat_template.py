@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -183,18 +183,30 @@ class ChatTemplate:
             begin = _shared_start(opened, text) if first else 0
             spans = [(max(a, begin), _include_stop(text, b, stops)) for a, b in marked if b > begin]
             return Rendered(text, tuple(spans), follows, True, ends)
-        spans, missed = [], False
-        for k in range(first, last):
-            if turns[k]["role"] != "assistant" or k in unlearned:
-                continue
+        learned = [k for k in range(first, last) if turns[k]["role"] == "assistant" and k not in unlearned]
+        spans = list(self._spans_by_turn(turns, learned, text, stops, tools, kwargs))
+        whole = len(spans) == len(learned)
+        spans += [(start, len(text))] if ends else []
+        return Rendered(text, tuple(spans), follows, whole, ends)
+
+    def _spans_by_turn(
+        self,
+        turns: Sequence[Message],
+        replies: Sequence[int],
+        text: str,
+        stops: Sequence[str],
+        tools: Any,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Iterator[tuple[int, int]]:
+        """Yield where replies are in a text without marks: what each adds to the prompt that it is sampled from.
+
+        One that the template renders differently once the conversation continues is left out.
+        """
+        for k in replies:
             opened = self.write(turns[:k], open_turn=True, tools=tools, kwargs=kwargs) if k else ""
             closed = cut_after_stop(self.write(turns[: k + 1], tools=tools, kwargs=kwargs), stops)
             if text.startswith(closed) and closed.startswith(opened):
-                spans.append((len(opened), len(closed)))
-            else:
-                missed = True
-        spans += [(start, len(text))] if ends else []
-        return Rendered(text, tuple(spans), follows, not missed, ends)
+                yield len(opened), len(closed)
 
     def _count_marked(self, turns: Sequence[Message], tools: Any, kwargs: Mapping[str, Any] | None) -> int:
         """Count the spans that the template marks as {% generation %}."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -559,32 +559,40 @@ def problems(engine: Engine, needs: Needs) -> list[str]:
         return [f"{engine.url} serves {', '.join(served)}, and not '{needs.model}': give sampler.model"]
     if len(named) != 1:
         return [f"{engine.url} serves {', '.join(served)}: name one, sampler.model"]
-    found = []
-    (name,), facts, asked = named, engine.facts(), engine.base(named[0])
+    (name,) = named
     length, config = served[name].length, _config(served[name].root)
+    lines = [*_of_model(engine, needs, name, length, config), *_of_weights(engine, needs, config)]
+    return [f"{engine.url}: {line}" for line in lines]
+
+
+def _of_model(
+    engine: Engine, needs: Needs, name: str, length: int | None, config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Say where the model that an engine serves is another one, or its context is too short."""
+    asked = engine.base(name)
     # An engine takes ids of its tokenizer for its model's, so that another padding shows in its files alone.
     padded = config.get("vocab_size", needs.vocabulary) != needs.vocabulary
     if padded or engine.knows(needs.largest, asked) is False or engine.knows(needs.vocabulary, asked):
-        found.append(
-            f"'{name}' is another model: its vocabulary is not the policy's, of {needs.vocabulary:,} ids"
-        )
+        yield f"'{name}' is another model: its vocabulary is not the policy's, of {needs.vocabulary:,} ids"
     if length is not None and length < needs.length:
-        found.append(
+        yield (
             f"'{name}' has a context of {length:,} tokens, and prompts with their completions have up to "
             f"{needs.length:,}: {engine.length_flag} {needs.length}"
         )
+
+
+def _of_weights(engine: Engine, needs: Needs, config: Mapping[str, Any]) -> Iterator[str]:
+    """Say why an engine could not take the policy's weights."""
+    facts = engine.facts()
     if needs.weights == "adapter" and facts.adapters == 0:
-        found.append("it was started without adapters: --enable-lora")
+        yield "it was started without adapters: --enable-lora"
     if needs.rank is not None and facts.rank is not None and facts.rank < needs.rank:
-        found.append(
-            f"its adapters have a rank of at most {facts.rank}: --max-lora-rank {lora_rank(needs.rank)}"
-        )
+        yield f"its adapters have a rank of at most {facts.rank}: --max-lora-rank {lora_rank(needs.rank)}"
     if needs.weights == "disk" and needs.tied and facts.on_cpu and config.get("tie_word_embeddings"):
-        found.append(
+        yield (
             "vLLM on CPUs keeps the first output head of a model that shares it with the embeddings: start it with "
             "a copy that has a head of its own, rlhf export MODEL DIR --untied"
         )
-    return [f"{engine.url}: {line}" for line in found]
 
 
 def dtype_of(definition: Any) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,9 +149,7 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
     """Sample completions of the prompts: their rows with `completion` and `finished`."""
     import jax
 
-    from rlhf_core.environments import CallParser, ConversationEncoder
     from rlhf_core.rollouts.rollout_warnings import empty_warning
-    from rlhf_core.tokenizer.encoding import continuations
 
     model = _open(given, registry)
     encoded = _encode(given, records, model)
@@ -169,12 +168,7 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
         for prompt, text in zip(ids, encoded.raw, strict=True)
         for _ in range(group)
     ]
-    texts = continuations(model.tokenizer, prefixes, completions, given.stop_token_ids or ())
-    parser = CallParser(ConversationEncoder(model.tokenizer, stop_ids=given.stop_token_ids or ()))
-    said = [
-        {"content": text} if prefix is not None else parser.message(tokens)
-        for text, prefix, tokens in zip(texts, prefixes, completions, strict=True)
-    ]
+    said = _messages(model.tokenizer, prefixes, completions, given.stop_token_ids or ())
     whole = [len(ids[i // group]) + len(tokens) for i, tokens in enumerate(completions)]
     if positions and max(whole) > positions:
         warn(
@@ -193,6 +187,24 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
             **({"prompt_tokens_cut": lost} if (lost := cut[i // group]) else {}),
         }
         for i, each in enumerate(said)
+    ]
+
+
+def _messages(
+    tokenizer: Any, prefixes: Sequence[Any], completions: Sequence[Any], stop_ids: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return completions as messages, with thoughts and calls apart in those of conversations.
+
+    prefixes: the ids of the texts that they continue, None for conversations.
+    """
+    from rlhf_core.environments import CallParser, ConversationEncoder
+    from rlhf_core.tokenizer.encoding import continuations
+
+    texts = continuations(tokenizer, prefixes, completions, stop_ids)
+    parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stop_ids))
+    return [
+        {"content": text} if prefix is not None else parser.message(tokens)
+        for text, prefix, tokens in zip(texts, prefixes, completions, strict=True)
     ]
 
 

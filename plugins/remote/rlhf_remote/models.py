@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from rlhf_remote.service import (
     row_scores,
     score_request,
 )
-from rlhf_remote.transport import AnswerError, send_once
+from rlhf_remote.transport import Answer, AnswerError, send_once
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
@@ -90,32 +90,44 @@ class Remote:
         api = api_root(url)
         key = key or os.environ.get(KEY)
         wanted = httpx.URL(url).fragment
-        answer = reach(f"{api}/models", key)
-        if isinstance(answer, str):
-            raise InputError(f"{answer}; start the server, or correct the address")
-        if answer.status_code in (401, 403):
-            hint = "the key is not accepted; correct" if key else "export the key as"
-            raise InputError(f"{api}: {describe_answer(answer)}; {hint} {KEY}")
+        answer = _models_answer(api, key)
         cards = model_cards(answer)
-        names = [str(card["id"]) for card in cards]
-        fitting = [str(card["id"]) for card in cards if card.get("kind", kind) == kind]
-        if not names and not wanted:
+        if not cards and not wanted:
             raise InputError(f"{api}: lists no models ({describe_answer(answer)}); name one: {url}#NAME")
-        if wanted and names and wanted not in names:
-            raise InputError(f"{api} has no model '{wanted}'.{suggest(wanted, names)} It has {listed(names)}")
-        if wanted in names and wanted not in fitting:
-            raise InputError(
-                f"{api}: '{wanted}' is not a {kind.replace('_', ' ')}; such are: {listed(fitting) or 'none'}"
-            )
-        if not wanted and len(fitting) != 1:
-            of_kind = f"{len(fitting)} models of kind {kind}" if fitting else f"no {kind.replace('_', ' ')}"
-            raise InputError(f"{api} has {of_kind}: {listed(fitting or names)}; name one: {url}#NAME")
-        name = wanted or fitting[0]
+        name = _chosen(cards, wanted, kind, url)
         card = next((card for card in cards if card["id"] == name), {})
         context, owner = card.get("max_model_len"), card.get("owned_by")
         context = context if isinstance(context, int) and not isinstance(context, bool) else None
         owner = owner if isinstance(owner, str) else None
         return cls(url, api, api.removesuffix("/v1"), name, context, Service(key), owner)
+
+
+def _models_answer(api: str, key: str | None) -> Answer:
+    """Ask a server for its models. Raises InputError where it is not there, or does not accept the key."""
+    answer = reach(f"{api}/models", key)
+    if isinstance(answer, str):
+        raise InputError(f"{answer}; start the server, or correct the address")
+    if answer.status_code in (401, 403):
+        hint = "the key is not accepted; correct" if key else "export the key as"
+        raise InputError(f"{api}: {describe_answer(answer)}; {hint} {KEY}")
+    return answer
+
+
+def _chosen(cards: Sequence[Mapping[str, Any]], wanted: str, kind: str, url: str) -> str:
+    """Choose a model by its name, which may be empty, and its kind. Raises InputError where none or several fit."""
+    api = api_root(url)
+    names = [str(card["id"]) for card in cards]
+    fitting = [str(card["id"]) for card in cards if card.get("kind", kind) == kind]
+    if wanted and names and wanted not in names:
+        raise InputError(f"{api} has no model '{wanted}'.{suggest(wanted, names)} It has {listed(names)}")
+    if wanted in names and wanted not in fitting:
+        raise InputError(
+            f"{api}: '{wanted}' is not a {kind.replace('_', ' ')}; such are: {listed(fitting) or 'none'}"
+        )
+    if not wanted and len(fitting) != 1:
+        of_kind = f"{len(fitting)} models of kind {kind}" if fitting else f"no {kind.replace('_', ' ')}"
+        raise InputError(f"{api} has {of_kind}: {listed(fitting or names)}; name one: {url}#NAME")
+    return wanted or fitting[0]
 
 
 def refuse_flags(flags: Mapping[str, Any]) -> None:
@@ -161,34 +173,16 @@ def complete(given: Generation, records: Records) -> list[dict[str, Any]]:
     )
     remote = Remote.open(given.model, "language_model")
     read = as_prompts(records)
-    prompts: list[Any] = [row.get("prompt") for row in read]
-    if given.file is None and not given.raw and takes_chats(remote):
-        prompts = [[{"role": "user", "content": text}] for text in prompts]
-    elif given.system is not None:
-        require_conversations(read.sources, "--system")
-    problems = [
-        f"{read.where(i)}: has no prompt, as text or a list of messages"
-        for i, prompt in enumerate(prompts)
-        if not prompt or not isinstance(prompt, str | list)
-    ]
-    if problems:
-        raise InputError(*problems[:5])
+    prompts = _prompts(given, read, remote)
     for_template = [_for_template(read, i) for i in range(len(prompts))]
     settings = _settings(given)
 
     async def ask(i: int) -> list[dict[str, Any]]:
-        prompt = prompts[i]
         body = {"model": remote.name, **remote.neutral, **settings, "seed": (given.seed + i) % 2**32}
-        if isinstance(prompt, str):
-            route, body = "completions", {**body, "prompt": prompt}
+        if isinstance(prompts[i], str):
+            route, body = "completions", {**body, "prompt": prompts[i]}
         else:
-            if given.system is not None and prompt[0].get("role") != "system":
-                prompt = [{"role": "system", "content": given.system}, *prompt]
-            tools, own_kwargs = for_template[i]
-            kwargs = {**(given.chat_template_kwargs or {}), **(own_kwargs or {})}
-            route, body = "chat/completions", {**body, "messages": prompt}
-            body |= {"tools": tools} if tools else {}
-            body |= {"chat_template_kwargs": kwargs} if kwargs else {}
+            route, body = "chat/completions", {**body, **_chat(given, prompts[i], *for_template[i])}
         body["max_tokens"] = await room(remote, body)
         try:
             choices, _ = await remote.service.post(
@@ -202,6 +196,41 @@ def complete(given: Generation, records: Records) -> list[dict[str, Any]]:
         return await all_of(map(ask, range(len(prompts))))
 
     return [row for rows in run_async(ask_all()) for row in rows]
+
+
+def _prompts(given: Generation, read: Records, remote: Remote) -> list[Any]:
+    """Return the texts and conversations to complete. Raises InputError for rows that have neither."""
+    prompts: list[Any] = [row.get("prompt") for row in read]
+    if given.file is None and not given.raw and takes_chats(remote):
+        prompts = [[{"role": "user", "content": text}] for text in prompts]
+    elif given.system is not None:
+        require_conversations(read.sources, "--system")
+    problems = [
+        f"{read.where(i)}: has no prompt, as text or a list of messages"
+        for i, prompt in enumerate(prompts)
+        if not prompt or not isinstance(prompt, str | list)
+    ]
+    if problems:
+        raise InputError(*problems[:5])
+    return prompts
+
+
+def _chat(
+    given: Generation,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    own_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what a request for a chat says of the conversation. tools, own_kwargs: of its row."""
+    if given.system is not None and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": given.system}, *messages]
+    kwargs = {**(given.chat_template_kwargs or {}), **(own_kwargs or {})}
+    body: dict[str, Any] = {"messages": messages}
+    if tools:
+        body["tools"] = tools
+    if kwargs:
+        body["chat_template_kwargs"] = kwargs
+    return body
 
 
 async def room(remote: Remote, body: Mapping[str, Any]) -> int:

@@ -42,19 +42,8 @@ def encode_chat(body: ChatRequest | Tokenize, target: NamedModel) -> np.ndarray:
     messages = [with_joined_parts({k: v for k, v in each.items() if v is not None}) for each in given]
     if problem := message_problem(messages):
         raise BadRequest(f"messages: {problem}", param="messages")
-    if body.tools and not all(isinstance(tool.get("function"), dict) for tool in body.tools):
-        raise BadRequest(
-            'tools: each is {"type": "function", "function": {"name": …, "parameters": {…}}}', param="tools"
-        )
-    try:
-        with_parsed_parameters(body.tools or ())
-    except InputError as error:
-        raise BadRequest(f"tools: {error}", param="tools") from None
-    kwargs = dict(body.chat_template_kwargs or {})
-    if problem := kwargs_problem(kwargs):
-        raise BadRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")
-    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    _check_tools(body.tools or [])
+    kwargs = _template_kwargs(body)
     if served.encoder.template is None:
         raise BadRequest(
             f"messages: {target.name} has no chat template; serve it with --chat-template, or ask /v1/completions",
@@ -69,6 +58,27 @@ def encode_chat(body: ChatRequest | Tokenize, target: NamedModel) -> np.ndarray:
     require_short([text], served.length, "messages")
     special = special if body.add_special_tokens is None else body.add_special_tokens
     return served.encoder.tokenize_open([(text, special)])[0]
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    if not all(isinstance(tool.get("function"), dict) for tool in tools):
+        raise BadRequest(
+            'tools: each is {"type": "function", "function": {"name": …, "parameters": {…}}}', param="tools"
+        )
+    try:
+        with_parsed_parameters(tools)
+    except InputError as error:
+        raise BadRequest(f"tools: {error}", param="tools") from None
+
+
+def _template_kwargs(body: ChatRequest | Tokenize) -> dict[str, Any]:
+    """Return the variables that a request gives the chat template."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    if problem := kwargs_problem(kwargs):
+        raise BadRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return kwargs
 
 
 def _text(
@@ -246,6 +256,23 @@ def chat_answer(body: ChatRequest, call: SampledRequest, tools: Calling) -> dict
     }
 
 
+def _last_delta(message: Mapping[str, Any], before: str, thought_before: str) -> dict[str, Any]:
+    """Return what of a whole message was not sent yet. before, thought_before: what was."""
+    whole = message["content"] or ""
+    # A message with calls has no white space before its content, which may have been sent.
+    written = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
+    delta: dict[str, Any] = {"content": whole[len(written) :]}
+    thought = message.get("reasoning_content", "")
+    rest = thought[len(thought_before) * thought.startswith(thought_before) :]
+    if rest:
+        delta["reasoning_content"] = rest
+    calls = message.get("tool_calls")
+    if not calls:
+        return delta
+    delta["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
+    return {name: value for name, value in delta.items() if value}
+
+
 async def chat_stream(
     body: ChatRequest, call: SampledRequest, tools: Calling
 ) -> AsyncIterator[dict[str, Any]]:
@@ -269,20 +296,10 @@ async def chat_stream(
     sent = {pending.number: ("", "") for pending in call.completions}
     async for pending, start, _ in changes(call):
         before, thought_before = sent[pending.number]
-        delta: dict[str, Any]
         message: dict[str, Any] = {}
         if pending.over:
             message = tools.message(pending)
-            whole = message["content"] or ""
-            # A message with calls has no white space before its content, which may have been sent.
-            written = next((text for text in (before, before.lstrip()) if whole.startswith(text)), whole)
-            delta = {"content": whole[len(written) :]}
-            thought = message.get("reasoning_content", "")
-            if rest := thought[len(thought_before) * thought.startswith(thought_before) :]:
-                delta["reasoning_content"] = rest
-            if calls := message.get("tool_calls"):
-                delta["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
-                delta = {name: value for name, value in delta.items() if value}
+            delta = _last_delta(message, before, thought_before)
         else:
             content, thought = tools.so_far(pending)
             sent[pending.number] = content, thought

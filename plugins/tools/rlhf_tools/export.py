@@ -65,15 +65,19 @@ def export(
             (target / "README.md").write_text(readme, encoding="utf-8")
 
     fill_directory(directory, write, f"the model {model}")
-    kind = "a reward model" if head == "score" else "a language model"
-    if lora is not None and not merge:
-        assert loaded.adapter is not None
-        of = "a reward model's adapter" if head == "score" else "an adapter"
-        kind = f"{of} of {loaded.adapter['base_model_name_or_path']}, for PEFT"
+    kind = _kind(whole, head)
     if readme is not None:
         kind += "; README.md says how others score with it"
     left_out = _left_out(source, directory, loaded)
     return f"{kind}; left out: {', '.join(left_out)}" if left_out else kind
+
+
+def _kind(written: Model, head: str) -> str:
+    """Say what was written."""
+    if written.adapter is None:
+        return "a reward model" if head == "score" else "a language model"
+    of = "a reward model's adapter" if head == "score" else "an adapter"
+    return f"{of} of {written.adapter['base_model_name_or_path']}, for PEFT"
 
 
 def _merged(model: Model) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -93,12 +93,7 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     stage = _json(source.parent.parent / "stage.json") if manifest else {}
     stages = list(_ancestors(source.parent.parent)) if stage else []
     base = next((name for _, record in reversed(stages) if (name := _hub_name(record))), None)
-    adapter = _json(exported / "adapter_config.json").get("base_model_name_or_path")
-    if adapter and (Path(adapter).is_absolute() or (exported / adapter).exists() or adapter.startswith(".")):
-        raise InputError(
-            f"--push {repository}: the adapter's base model is only on this machine: add --merge, or push the "
-            "base first and give its name on the hub as --base"
-        )
+    adapter = _base_of_adapter(exported, repository)
     front = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-classification" if reward else "text-generation",
@@ -111,14 +106,7 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     made = f", made by the stage `{stage['name']}` (trainer `{stage['trainer']}`)" if stage else ""
     lines += [f"{what}{made}{f', an adapter of {adapter}' if adapter else ''}.", ""]
     if stages:
-        lines += ["## How it was made", "", "| stage | trainer | from | data | loss | updates |"]
-        lines += ["|---|---|---|---|---|---|"]
-        lines += [_stage_row(each, record) for each, record in reversed(stages)]
-        lines += [
-            "",
-            "Versions: " + ", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()) + ".",
-            "",
-        ]
+        lines += _history(stages, manifest.get("versions", {}))
     if shown := _metric_rows(source.parent.parent, stage):
         lines += ["## Metrics", "", "| metric | value | 95 % interval |", "|---|---|---|", *shown, ""]
     lines += ["## How to load it", ""]
@@ -126,6 +114,31 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
         text = (exported / CARD).read_text(encoding="utf-8").partition("\n")[2].strip()
         return "\n".join(lines) + text.replace('"MODEL"', json.dumps(repository)) + "\n"
     return "\n".join([*lines, *_loading(repository, adapter)]) + "\n"
+
+
+def _base_of_adapter(exported: Path, repository: str) -> str | None:
+    """Return the name of an adapter's base model; None for a whole model. Raises InputError for one that is here."""
+    base: str | None = _json(exported / "adapter_config.json").get("base_model_name_or_path")
+    if base and (Path(base).is_absolute() or (exported / base).exists() or base.startswith(".")):
+        raise InputError(
+            f"--push {repository}: the adapter's base model is only on this machine: add --merge, or push the "
+            "base first and give its name on the hub as --base"
+        )
+    return base
+
+
+def _history(stages: Sequence[tuple[Path, Any]], versions: Mapping[str, str]) -> list[str]:
+    """Return the lines about the stages, the last one first, that made a model."""
+    return [
+        *(
+            "## How it was made",
+            "",
+            "| stage | trainer | from | data | loss | updates |",
+            "|---|---|---|---|---|---|",
+        ),
+        *(_stage_row(directory, record) for directory, record in reversed(stages)),
+        *("", "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".", ""),
+    ]
 
 
 def _loading(repository: str, adapter: str | None) -> Iterator[str]:

@@ -40,8 +40,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
             tokens, np.full(n, len(said), np.int32), np.zeros(tokens.shape, np.float32), np.ones(n, bool)
         )
 
-    monkeypatch.setattr(sampling.PublishingSampler, "__call__", sample)
-    monkeypatch.setattr(sampling.PublishingSampler, "said", [3, 4], raising=False)
+    monkeypatch.setattr(sampling.Sampler, "__call__", sample)
+    monkeypatch.setattr(sampling.Sampler, "said", [3, 4], raising=False)
     return prompts
 
 
@@ -93,7 +93,7 @@ def test_rows_of_messages_are_prompts(
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
     tokenizer.save_pretrained(model)
     opening, closing = tokenizer.convert_tokens_to_ids(["<|channel>", "<channel|>"])
-    monkeypatch.setattr(sampling.PublishingSampler, "said", [opening, 3, closing, 4])
+    monkeypatch.setattr(sampling.Sampler, "said", [opening, 3, closing, 4])
     run(model, rows, "-o", out)  # a thought in a channel of its own is apart
     assert [tiny.read_rows(out)[0][name] for name in ("completion", "reasoning_content")] == [" b", "a"]
     bad = tiny.write_rows(tmp_path / "bad.jsonl", [{"messages": [user]}, {"messages": [reply]}])
@@ -152,7 +152,7 @@ def test_texts_for_a_chat_model_and_empty_completions_are_warned_of(
         warnings.simplefilter("error")
         run(model, rows, "--raw")
         run(model, "--prompt", "c")
-    monkeypatch.setattr(sampling.PublishingSampler, "said", [])
+    monkeypatch.setattr(sampling.Sampler, "said", [])
     with pytest.warns(UserWarning, match=r"1 of 1 completions are empty: .* write prompts as messages"):
         run(model, "--prompt", "c")
 
