@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "loss_output",
     "sequence_scores",
+    "sequence_sums",
     "trained_logps",
     "trained_scores",
     "trained_sequence",
@@ -76,6 +77,17 @@ def trained_weight(batch: Packed) -> jax.Array:
 def trained_sequence(batch: Packed) -> jax.Array:
     """Look up the sequence of every trained token in its row, int32 [rows, trained]; 0 where unused."""
     return jnp.maximum(jnp.take_along_axis(batch.rows.sequence, jnp.maximum(batch.trained, 0), axis=1), 0)
+
+
+def sequence_sums(values: Any, batch: Packed) -> jax.Array:
+    """Sum the values of every sequence's trained tokens, [rows, trained] → [rows, sequences]; 0 without any.
+
+    Of log-probabilities that is the log-probability of a completion, nats; of ones, its number of tokens.
+    """
+    sequences = jnp.arange(batch.last.shape[1])
+    member = (trained_sequence(batch)[:, :, None] == sequences) & (batch.trained >= 0)[:, :, None]
+    # A sum, not a product with `member`: accelerators round the factors of products.
+    return jnp.sum(jnp.where(member, jnp.asarray(values)[:, :, None], 0.0), axis=1)
 
 
 def trained_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:

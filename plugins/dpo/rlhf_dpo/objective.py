@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objective import loss_output, trained_logps, trained_sequence
+from rlhf_core.objective import loss_output, sequence_sums, trained_logps
 from rlhf_dpo.losses import DPOInputs
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def pair_loss(
 def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
     """Sum the log-probabilities of every sequence's trained tokens, float32 [rows, sequences], nats; 0 without any."""
     logps, _ = trained_logps(model, params, batch)
-    member = trained_sequence(batch)[:, :, None] == jnp.arange(batch.last.shape[1])
-    # A sum, not a product with `member`: accelerators round the factors of products.
-    return jnp.sum(jnp.where(member, logps[:, :, None], 0.0), axis=1)
+    return sequence_sums(logps, batch)
 
 
 def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs:
