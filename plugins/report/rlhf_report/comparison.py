@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlhf_report import charts
 from rlhf_report.charts import Chart, Line, lines
 from rlhf_report.pages import LEAST, Page, in_order, machine, render, slug, stretches
-from rlhf_report.run_reader import Run, StageRun
+from rlhf_report.run_reader import ReportedRun, ReportedStage
 
 PLACES = {"dir", "model.tokenizer", "train_data", "eval_data"}
 """Fields with paths, which differ between runs that compute the same."""
@@ -25,13 +25,13 @@ class Compared:
 
     name: str
     id: str
-    runs: tuple[StageRun | None, ...]
+    runs: tuple[ReportedStage | None, ...]
     last: tuple[tuple[str, tuple[float | None, ...]], ...]
     differences: tuple[tuple[str, tuple[str, ...]], ...]
     groups: tuple[tuple[str, tuple[Chart, ...]], ...]
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """Return the page as HTML. Runs are named by the ends of their paths."""
     made = Page(problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems])
     labels = names([run.dir.as_posix() for run in runs])
@@ -67,7 +67,7 @@ def names(paths: Sequence[str]) -> list[str]:
 
 
 def _compare_stage(
-    name: str, runs: list[StageRun | None], labels: list[str], made: Page, cut: int, taken: list[str]
+    name: str, runs: list[ReportedStage | None], labels: list[str], made: Page, cut: int, taken: list[str]
 ) -> Compared:
     id = slug(f"stage-{name}", taken)
     existing = [stage for stage in runs if stage is not None]
@@ -102,12 +102,12 @@ def _compare_stage(
     return Compared(name, id, tuple(runs), tuple(last), tuple(_differences(runs)), ordered)
 
 
-def _differences(runs: Sequence[StageRun | None]) -> list[tuple[str, tuple[str, ...]]]:
+def _differences(runs: Sequence[ReportedStage | None]) -> list[tuple[str, tuple[str, ...]]]:
     """List configuration fields, and the seed, that differ between runs; of paths, only the last part counts."""
     configs = [
         {}
         if s is None
-        else {"seed": s.record.get("seed"), "trainer": s.trainer, **charts.flat(_without_seed(s))}
+        else {"seed": s.files.spec.get("seed"), "trainer": s.trainer, **charts.flat(_without_seed(s))}
         for s in runs
     ]
     fields = dict.fromkeys(field for config in configs for field in config)
@@ -128,6 +128,6 @@ def _written(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _without_seed(stage: StageRun) -> dict[str, object]:
+def _without_seed(stage: ReportedStage) -> dict[str, object]:
     """Drop the stage's `seed`, which is empty if the pipeline's applies; the record has the resolved one."""
     return {key: value for key, value in stage.config.items() if key != "seed"}

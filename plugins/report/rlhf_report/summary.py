@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_report.charts import number
-from rlhf_report.run_reader import StageRun
+from rlhf_report.run_reader import ReportedStage
 from rlhf_report.samples import Completions
 
 FEWEST = 4
@@ -18,7 +18,7 @@ Z = 1.959963984540054
 
 
 def summary(
-    stage: StageRun, evaluations: Sequence[Mapping[str, Any]], completions: Completions | None
+    stage: ReportedStage, evaluations: Sequence[Mapping[str, Any]], completions: Completions | None
 ) -> str:
     """Return the sentence; empty where nothing was evaluated.
 
@@ -43,7 +43,10 @@ def summary(
 
 
 def _rewards(
-    stage: StageRun, updates: tuple[int, int], before: Sequence[float | None], after: Sequence[float | None]
+    stage: ReportedStage,
+    updates: tuple[int, int],
+    before: Sequence[float | None],
+    after: Sequence[float | None],
 ) -> str:
     """Compare the mean rewards of the same prompts."""
     both = [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
@@ -93,7 +96,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return float((middle - half) / (1 + Z**2 / count)), float((middle + half) / (1 + Z**2 / count))
 
 
-def _accuracy(stage: StageRun, pairs: int) -> str:
+def _accuracy(stage: ReportedStage, pairs: int) -> str:
     update, last = stage.metrics["eval_accuracy"].at(stage.saved) or (0.0, -1.0)
     if pairs < 1 or not 0 <= last <= 1:
         return ""
@@ -105,14 +108,14 @@ def _accuracy(stage: StageRun, pairs: int) -> str:
     )
 
 
-def _saved(stage: StageRun) -> str:
+def _saved(stage: ReportedStage) -> str:
     """Say that an update's model is the one that was saved, where that is not the last."""
     return (
         "" if stage.saved is None else f", whose model was saved instead of that of update {stage.updates:,},"
     )
 
 
-def _loss(stage: StageRun) -> str:
+def _loss(stage: ReportedStage) -> str:
     points = stage.metrics.get("eval_loss")
     found = None if points is None else points.at(stage.saved)
     if points is None or found is None:
