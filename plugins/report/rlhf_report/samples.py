@@ -335,21 +335,30 @@ def scored_pairs(stage: ReportedStage) -> list[ScoredPair]:
 def evaluations(stage: ReportedStage, problems: list[str]) -> list[dict[str, Any]]:
     """Return `step` and the content of two files of evaluations/: the first, and the trained model's.
 
-    The content is `scores` and `calibration` of pairs, or `prompt_rewards`.
+    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, those of the first set.
     """
     files = stage.files.evaluations
     results = []
     for step in _ends(stage, files):
         try:
-            results.append({"step": step, **_evaluation(files[step])})
+            found = _evaluation(files[step])
         except DAMAGED:
             problems.append(f"{stage.name}/evaluations/{step:06d}.json is not readable")
+            continue
+        if found:
+            results.append({"step": step, **found})
     return results
 
 
 def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
-    if "prompt_rewards" in content:
-        return {"prompt_rewards": [None if x is None else float(x) for x in content["prompt_rewards"]]}
+    rewards = content.get("prompt_rewards")  # of earlier versions, which wrote no rows
+    rows = content.get("rows", ())
+    if any("reward" in row for row in rows):
+        rewards = [row["reward"] for row in rows if row.get("set") == rows[0].get("set")]
+    if rewards is not None:
+        return {"prompt_rewards": [_optional(float, value) for value in rewards]}
+    if "scores" not in content and "rows" in content:
+        return {}
     edges = [float(x) for x in content["scores"]["edges"]]
     counts = {side: [float(x) for x in content["scores"][side]] for side in ("chosen", "rejected")}
     if any(len(count) != len(edges) - 1 for count in counts.values()):

@@ -14,7 +14,7 @@ from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_reward.config import RewardConfig
-from rlhf_reward.evaluation import Evaluation, Preview, finite
+from rlhf_reward.evaluation import Preview, ScoreEvaluation, finite
 from rlhf_reward.objective import objective, pair_loss
 
 ROWS: dict[str, Any] = {"reads_tokens": False, "sequence_names": ("margin",), "group": 2}
@@ -35,14 +35,14 @@ def build(config: RewardConfig, context: Context) -> Build:
     train = context.pairs("train_data", read_at=config.read_at)
     trees = train.trees()
     model, updates = context.updates(model, train, trees, **ROWS)
-    held_out: list[Evaluation] = []
+    held_out: list[ScoreEvaluation] = []
 
     def evaluation(field: str) -> Evaluate | None:
         if (pairs := context.pairs(field, read_at=config.read_at)) is None:
             return None
         rows = context.held_out(model, pairs, reads_tokens=False, group=2)
         own_metrics = context.own_metrics(len(rows.trees))
-        held_out.append(Evaluation(pairs, rows, model, measure, own_metrics))
+        held_out.append(ScoreEvaluation(pairs, rows, model, measure, own_metrics))
         if len(held_out) > 1:
             return held_out[-1]  # pairs of the first set are shown
         return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
