@@ -24,7 +24,7 @@ from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 from rlhf_core.hidden import remember_attributes, scrub
-from rlhf_core.rewards.values import LOG, Call, Scored
+from rlhf_core.rewards.values import LOG, RewardCall, Scored
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import (
     DiedError,
@@ -135,9 +135,9 @@ class Reward:
         return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
 
     @property
-    def call(self) -> Call:
+    def call(self) -> RewardCall:
         """Return what calls it."""
-        return Call(self.function, f"reward '{self.label}'", self.logs)
+        return RewardCall(self.function, f"reward '{self.label}'", self.logs)
 
     def pool(self) -> Pool:
         """Return its worker pool. Raises InputError for a function that another process cannot import."""
@@ -400,13 +400,22 @@ def failure(reward: Reward, outcome: Outcome) -> str:
 
 def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
     """Call functions: those that run in this thread one after another, then the others at the same time."""
-    order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
+    begun: dict[int, list[futures.Future[Scored]]] = {}
     readable = [_readable(reward, inputs) for reward in rewards]
-    begun = {f: _begin(rewards[f], inputs.take(readable[f])) for f in order}
+    for f in sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous):
+        reward, own = rewards[f], inputs.take(readable[f])
+        count = len(own.completions)
+        if not count:
+            begun[f] = []
+        elif reward.in_workers or reward.asynchronous:
+            begun[f] = _start(reward, own)
+        else:
+            begun[f] = [call_now(reward.call, reward.arguments(own), count)]
+    calls = [call for each in begun.values() for call in each]
     try:
-        futures.wait([call for calls in begun.values() for call in calls])
+        futures.wait(calls)
     except BaseException:
-        for call in [call for calls in begun.values() for call in calls]:
+        for call in calls:
             call.cancel()
         raise
     count = len(inputs.completions)
@@ -419,21 +428,16 @@ def _readable(reward: Reward, inputs: RewardInputs) -> list[int]:
     return [i for i, place in enumerate(places) if place not in reward.unreadable]
 
 
-def _begin(reward: Reward, inputs: RewardInputs) -> list[futures.Future[Scored]]:
-    """Start a call, or one for each of its parts; none for no completions."""
-    count = len(inputs.completions)
-    if not count:
-        return []
-    if reward.in_workers:
-        pool = reward.pool()
-        return [
-            pool.submit(reward.arguments(part), len(part.completions), seconds=reward.timeout)
-            for part in parts(inputs, reward.processes or 1)
-        ]
-    arguments = reward.arguments(inputs)
+def _start(reward: Reward, inputs: RewardInputs) -> list[futures.Future[Scored]]:
+    """Start a call on the event loop, or one for each part in worker processes."""
     if reward.asynchronous:
-        return [start_async(reward.call.on_loop(arguments, count), reward.timeout)]
-    return [call_now(reward.call, arguments, count)]
+        call = reward.call.on_loop(reward.arguments(inputs), len(inputs.completions))
+        return [start_async(call, reward.timeout)]
+    pool = reward.pool()
+    return [
+        pool.submit(reward.arguments(part), len(part.completions), seconds=reward.timeout)
+        for part in parts(inputs, reward.processes or 1)
+    ]
 
 
 def _outcome(
