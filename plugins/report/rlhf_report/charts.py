@@ -247,34 +247,45 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
     log = log and all(line.points.values.min() > 0 for line in drawn)
     fig = _figure(id, log=log)
     missing = sum(line.points.missing for line in drawn)
-    for i, line in reversed(list(enumerate(drawn))):  # the first is drawn on top
-        thin = draw(line.points, stretches)
-        dash = "dashed" if line.dashed else "solid"
-        raw = _source(x=thin.line_x, y=thin.line_y)
-        mean = _source(f"{id}/{i}", x=thin.mean_x, y=thin.mean_y)
-        _add(fig, raw, glyphs.Line(x="x", y="y", line_alpha=0.3, line_width=1), STROKE, line.colour)
-        _add(fig, mean, glyphs.Line(x="x", y="y", line_width=2, line_dash=dash), STROKE, line.colour)
-        if len(thin.line_x) <= FEW:
-            size = 4 if len(thin.line_x) > 1 else 8
-            _add(fig, raw, glyphs.Scatter(x="x", y="y", size=size, line_color=None), FILL, line.colour)
-    if all(len(line.points.steps) == 1 for line in drawn):  # Bokeh would centre one update in a range of 2
-        fig.x_range = Range1d(0, 2 * max(float(line.points.steps[0]) for line in drawn) or 1.0)
-    low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
-    if low == high and not log:  # Bokeh would centre it in a range of 2
-        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0))
+    # The first is drawn on top.
+    for i, line in reversed(list(enumerate(drawn))):
+        _draw_line(fig, f"{id}/{i}", line, stretches)
+    _set_ranges(fig, drawn, log=log)
     _over_updates(fig)
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
-    summaries = (
-        f"{line.label}: "
-        + ", ".join(
-            f"{number(line.points.values[i])} at update {line.points.steps[i]:.0f}"
-            for i in ((0, -1) if len(line.points.steps) > 1 else (0,))
-        )
-        for line in drawn
-    )
     note = f"{missing} logged value{'s' * (missing > 1)} not finite, not drawn." if missing else ""
-    return Chart(id, title, "update", legend, json_item(fig), note, "; ".join(summaries), smooths=True)
+    summary = "; ".join(f"{line.label}: {_ends(line.points)}" for line in drawn)
+    return Chart(id, title, "update", legend, json_item(fig), note, summary, smooths=True)
+
+
+def _draw_line(fig: figure, id: str, line: Line, stretches: int) -> None:
+    """Draw the logged values of a metric, with dots where they are few, and their means."""
+    thin = draw(line.points, stretches)
+    dash = "dashed" if line.dashed else "solid"
+    raw = _source(x=thin.line_x, y=thin.line_y)
+    mean = _source(id, x=thin.mean_x, y=thin.mean_y)
+    _add(fig, raw, glyphs.Line(x="x", y="y", line_alpha=0.3, line_width=1), STROKE, line.colour)
+    _add(fig, mean, glyphs.Line(x="x", y="y", line_width=2, line_dash=dash), STROKE, line.colour)
+    if len(thin.line_x) <= FEW:
+        size = 4 if len(thin.line_x) > 1 else 8
+        _add(fig, raw, glyphs.Scatter(x="x", y="y", size=size, line_color=None), FILL, line.colour)
+
+
+def _set_ranges(fig: figure, drawn: Sequence[Line], *, log: bool) -> None:
+    """Let the ranges of a single update, or of a single value, begin at 0: Bokeh would centre it in a range of 2."""
+    if all(len(line.points.steps) == 1 for line in drawn):
+        fig.x_range = Range1d(0, 2 * max(float(line.points.steps[0]) for line in drawn) or 1.0)
+    low = min(min(line.points.values) for line in drawn)
+    high = max(max(line.points.values) for line in drawn)
+    if low == high and not log:
+        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0))
+
+
+def _ends(points: Points) -> str:
+    """Describe the first and the last value."""
+    ends = (0, -1) if len(points.steps) > 1 else (0,)
+    return ", ".join(f"{number(points.values[i])} at update {points.steps[i]:.0f}" for i in ends)
 
 
 def band(id: str, title: str, spread: Spread) -> Chart:

@@ -36,15 +36,13 @@ def page(runs: Sequence[ReportedRun]) -> str:
     made = Page(problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems])
     labels = names([run.dir.as_posix() for run in runs])
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    curves = sum(
-        len(points.steps) >= LEAST for run in runs for s in run.stages for points in s.metrics.values()
-    )
-    cut = stretches(curves)
+    lengths = [len(points.steps) for run in runs for s in run.stages for points in s.metrics.values()]
+    cut = stretches(sum(length >= LEAST for length in lengths))
     compared: list[Compared] = []
     for name in stages:
-        stage_runs = [next((stage for stage in run.stages if stage.name == name), None) for run in runs]
+        stage_runs = [run.stage(name) for run in runs]
         compared.append(_compare_stage(name, stage_runs, labels, made, cut, [stage.id for stage in compared]))
-    longest = max((len(p.steps) for run in runs for s in run.stages for p in s.metrics.values()), default=0)
+    longest = max(lengths, default=0)
     return render(
         "compare.html.j2",
         made,
@@ -76,30 +74,45 @@ def _compare_stage(
     count = 0
     for kind, together in charts.charts(metrics):
         for metric in together:
-            drawn = [
-                Line(label, stage.metrics[metric].scaled(kind.unit), colour)
-                for colour, (label, stage) in enumerate(zip(labels, runs, strict=True))
-                if stage is not None and metric in stage.metrics and len(stage.metrics[metric].steps) >= LEAST
-            ]
+            drawn = _curves(metric, runs, labels, kind.unit)
             if drawn:
                 title = kind.title if together == [metric] else f"{metric}{', GB' * (kind.unit > 1)}"
                 chart = lines(f"{id}-{count}", title, drawn, cut, log=kind.log)
                 groups.setdefault(kind.group, []).append(made.add(chart))
                 count += 1
-    last = [
-        (
-            metric,
-            tuple(
-                None if s is None or metric not in s.metrics else s.metrics[metric].value_at(s.saved)
-                for s in runs
-            ),
-        )
-        for key in charts.key_metrics(metrics)
-        for metric in (key, charts.EVAL + key)
-        if metric in metrics
-    ]
+    last = _last_values(metrics, runs)
     ordered = tuple((title, tuple(charts)) for title, charts in in_order(groups))
-    return Compared(name, id, tuple(runs), tuple(last), tuple(_differences(runs)), ordered)
+    return Compared(name, id, tuple(runs), last, tuple(_differences(runs)), ordered)
+
+
+def _curves(
+    metric: str, runs: Sequence[ReportedStage | None], labels: Sequence[str], unit: float
+) -> list[Line]:
+    """Return a metric's curve of each run that logged enough of it, in the run's colour."""
+    logged = [None if stage is None else stage.metrics.get(metric) for stage in runs]
+    return [
+        Line(label, points.scaled(unit), colour)
+        for colour, (label, points) in enumerate(zip(labels, logged, strict=True))
+        if points is not None and len(points.steps) >= LEAST
+    ]
+
+
+def _last_values(
+    metrics: Sequence[str], runs: Sequence[ReportedStage | None]
+) -> tuple[tuple[str, tuple[float | None, ...]], ...]:
+    """Return the most important metrics with their values of each saved model."""
+    important = [name for key in charts.key_metrics(metrics) for name in (key, charts.EVAL + key)]
+    return tuple(
+        (metric, tuple(_last_value(metric, stage) for stage in runs))
+        for metric in important
+        if metric in metrics
+    )
+
+
+def _last_value(metric: str, stage: ReportedStage | None) -> float | None:
+    if stage is None or metric not in stage.metrics:
+        return None
+    return stage.metrics[metric].value_at(stage.saved)
 
 
 def _differences(runs: Sequence[ReportedStage | None]) -> list[tuple[str, tuple[str, ...]]]:

@@ -196,6 +196,10 @@ class ReportedRun:
     def seconds(self) -> float:
         return sum(stage.seconds for stage in self.stages)
 
+    def stage(self, name: str) -> ReportedStage | None:
+        """Return a stage by its name; None where there is none."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
 
 def read_run(path: str | Path) -> ReportedRun:
     """Read everything that a report shows except the samples, which are read when they are drawn.

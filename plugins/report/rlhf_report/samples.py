@@ -135,6 +135,11 @@ class Completions:
     fixed: bool = False
 
     @property
+    def of_fixed_prompts_twice(self) -> bool:
+        """Whether the same fixed prompts were completed at two updates."""
+        return self.fixed and self.updates[0] != self.updates[1]
+
+    @property
     def rewards(self) -> int:
         """How many numbers a completion has: 0 without rewards, 1 where a single function gives the reward."""
         texts = [text for side in self.sides for text in (side.before, side.after) if text is not None]
@@ -351,14 +356,19 @@ def evaluations(stage: ReportedStage, problems: list[str]) -> list[dict[str, Any
 
 
 def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Take what the page shows from an evaluation. Raises one of DAMAGED for another form."""
+    if "scores" in content:
+        return _score_distributions(content)
     rewards = content.get("prompt_rewards")  # of earlier versions, which wrote no rows
-    rows = content.get("rows", ())
+    rows: Sequence[Mapping[str, Any]] = content["rows"] if rewards is None else []
     if any("reward" in row for row in rows):
         rewards = [row["reward"] for row in rows if row.get("set") == rows[0].get("set")]
-    if rewards is not None:
-        return {"prompt_rewards": [_optional(float, value) for value in rewards]}
-    if "scores" not in content and "rows" in content:
+    if rewards is None:
         return {}
+    return {"prompt_rewards": [_optional(float, value) for value in rewards]}
+
+
+def _score_distributions(content: Mapping[str, Any]) -> dict[str, Any]:
     edges = [float(x) for x in content["scores"]["edges"]]
     counts = {side: [float(x) for x in content["scores"][side]] for side in ("chosen", "rejected")}
     if any(len(count) != len(edges) - 1 for count in counts.values()):

@@ -26,19 +26,16 @@ def summary(
     `eval_data` if an evaluation preceded training, else over those whose completions were stored.
     """
     scored = [row for row in evaluations if "prompt_rewards" in row]
-    previews = (
-        completions is not None and completions.fixed and completions.updates[0] != completions.updates[1]
-    )
+    shown = completions if completions is not None and completions.of_fixed_prompts_twice else None
+    calibrated = [row for row in evaluations if "calibration" in row]
     text = ""
-    if len(scored) == 2 and (scored[0]["step"] == 0 or not previews):
+    if len(scored) == 2 and (scored[0]["step"] == 0 or shown is None):
         updates = (scored[0]["step"], scored[1]["step"])
         text = _rewards(stage, updates, *(row["prompt_rewards"] for row in scored))
-    elif completions is not None and previews:
-        text = _rewards(stage, completions.updates, *zip(*completions.prompt_means, strict=True))
-    elif "eval_accuracy" in stage.metrics and (
-        last := [row for row in evaluations if "calibration" in row][-1:]
-    ):
-        text = _accuracy(stage, round(sum(row_bin["pairs"] for row_bin in last[0]["calibration"])))
+    elif shown is not None:
+        text = _rewards(stage, shown.updates, *zip(*shown.prompt_means, strict=True))
+    elif calibrated and "eval_accuracy" in stage.metrics:
+        text = _accuracy(stage, round(sum(row_bin["pairs"] for row_bin in calibrated[-1]["calibration"])))
     return text or _loss(stage)
 
 
