@@ -25,7 +25,7 @@ from rlhf_core.errors import Damaged, InputError, library_words, limited_lines, 
 if TYPE_CHECKING:
     from rlhf_core.rollouts.journal import JournalEntry
 
-__all__ = ["Damaged", "open_run"]
+__all__ = ["Damaged", "RunDirectory", "StageDirectory", "open_run"]
 
 RESOLVED, EVENTS, LOCK = "pipeline.resolved.toml", "events.jsonl", ".lock"
 """Files of a run."""

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import InputError
-from rlhf_core.runs import Damaged, open_run
-
-if TYPE_CHECKING:
-    from rlhf_core.runs import RunDirectory, StageDirectory
+from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
 
 RESOLVED = "pipeline.resolved.toml"
 Floats = NDArray[np.float64]
