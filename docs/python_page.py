@@ -86,9 +86,14 @@ TASKS = (
         "Run the loop",
         "",
         "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Stage fit UpdateSource "
-        "DatasetUpdates Update empty_batches HeldOut "
+        "DatasetUpdates Update empty_batches HeldOut EvaluationMetrics "
         "make_optimizer TrainState create_state Reference put_rows over_pieces PaddedObjective "
         "padded_rows training_step evaluation_step grpo_step",
+    ),
+    Task(
+        "Read a run",
+        "[Run directories](runs.md) says what is in them.",
+        "open_run RunDirectory StageDirectory Damaged",
     ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer"),
     Task(

@@ -63,6 +63,19 @@ class InputError(Exception):
         self.problems = problems
 
 
+class Damaged(InputError):
+    """A file of a run that cannot be read, or does not hold what was written to it.
+
+    path: of the file. why: what is wrong with it. fix: what to do. lines: of a file of rows, how many are damaged.
+    """
+
+    def __init__(
+        self, path: Path, why: str, fix: str = "restore it, or delete it", *, lines: int = 0
+    ) -> None:
+        super().__init__(f"{path} is damaged ({why}): {fix}")
+        self.path, self.why, self.lines = path, why, lines
+
+
 class RunError(Exception):
     """The run failed for a reason the message explains in full (exit code 1, no traceback)."""
 

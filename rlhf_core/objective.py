@@ -137,7 +137,7 @@ def _with_experts(
 ) -> tuple[Any, Mapping[str, Metric]]:
     counted = (batch.rows.visible_until > 0) & (batch.rows.sequence != REPEATED)
     with recording(definitions.values(), jnp.asarray(counted), batch.routes) as recorder:
-        loss, metrics = objective(params, batch)
+        loss, metrics, *_ = objective(params, batch)
     losses = dict(loss) if isinstance(loss, Mapping) else {"objective": loss}
     metrics = dict(metrics)
     for name, definition in definitions.items():

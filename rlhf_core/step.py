@@ -49,8 +49,14 @@ log = logging.getLogger("rlhf_core")
 
 Loss: TypeAlias = Mean | Mapping[str, Mean | Balance]
 """A loss as sum and count, or several by name: each is divided by its own count, then they are added up."""
-Objective: TypeAlias = Callable[[Any, Any], tuple[Loss, Mapping[str, Metric]]]
+Objective: TypeAlias = Callable[
+    [Any, Any],
+    tuple[Loss, Mapping[str, Metric]] | tuple[Loss, Mapping[str, Metric], Mapping[str, jax.Array]],
+]
 """(params, batch) → (loss, metrics). A sum's gradient is divided by the count of the whole update.
+
+It may return `values` besides, {name: float32 [rows, trained] or [rows, sequences]}, which evaluations average by the
+rows of the data; an update does not compute them.
 
 An objective of several losses returns {"policy": Mean.of(…), "value": Mean.of(0.5 * errors, mask)}: a weight is a
 factor of the values. `loss`, `loss/policy` and `loss/value` are logged. Counts depend on the batch alone, not on
@@ -120,7 +126,7 @@ def _gradients(
     trained, rest = split(params, fixed) if fixed else (params, {})
 
     def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric]]]:
-        loss, metrics = objective(join(p, rest) if fixed else p, batch)
+        loss, metrics, *_ = objective(join(p, rest) if fixed else p, batch)
         if isinstance(loss, Mean):
             return loss.total, (loss, dict(metrics))
         return _sum_of_means(loss, counts), (dict(loss), dict(metrics))

@@ -27,6 +27,7 @@ from rlhf_core.fit.batches import (
 from rlhf_core.fit.batches import LazyUpdates as LazyUpdates
 from rlhf_core.fit.batches import attention_skips_blocks as attention_skips_blocks
 from rlhf_core.fit.batches import choose_row_layout as choose_row_layout
+from rlhf_core.fit.evaluation import EvaluationMetrics as EvaluationMetrics
 from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.evaluation import evaluator as evaluator
 from rlhf_core.fit.logged import MetricWindow
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Build",
     "DatasetUpdates",
+    "EvaluationMetrics",
     "TreeReader",
     "Update",
     "UpdateSource",
@@ -409,7 +411,7 @@ class _Run:
         if evaluates and self.build.evaluate is not None:
             began = time.perf_counter()
             with say_if_slow(self.stage.say, f"evaluating after update {count}"):
-                evaluated = evaluate_or_warn(self.build.evaluate, state, count, self.stage.name)
+                evaluated = evaluate_or_warn(self.build.evaluate, state, count, self.stage)
             metrics |= evaluated or {}
             self.progress.window.started += time.perf_counter() - began
         self.progress.metrics.update(metrics)

@@ -1,16 +1,23 @@
-"""Evaluate during training, so that a failure does not end the run."""
+"""Evaluations during training: their metrics, the values of held-out rows, and failures that do not end the run."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
+from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, warn
+from rlhf_core.loggers.jsonl import strict
+from rlhf_core.mesh import replicated_sharding
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
@@ -19,12 +26,80 @@ from rlhf_core.runtime.agreement import any_process
 from rlhf_core.step import loss_metrics
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from jax.sharding import Mesh, NamedSharding
 
+    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
 
 HERE = str(Path(__file__).parent)
+
+
+_PLACE = re.compile(r"(.*) row (\d+)")
+
+
+class EvaluationMetrics(dict[str, float]):
+    """Metrics of an evaluation, with the values of every held-out row: what an evaluation returns that has both.
+
+    rows: {"row": its number in the data, …values}. extra: what else evaluations/NNNNNN.json has.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, float],
+        rows: Sequence[Mapping[str, Any]] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(metrics)
+        self.rows, self.extra = rows, extra or {}
+
+    @classmethod
+    def of(
+        cls,
+        metrics: Mapping[str, float],
+        where: Callable[[int], str],
+        values: Mapping[str, Any],
+        extra: Mapping[str, Any] | None = None,
+    ) -> EvaluationMetrics:
+        """Attach values to the first rows of the data. where: names row i, as `Pairs.where` does.
+
+        values: float [rows] by name; what is not finite is None. Rows of several files also have a `file`.
+        """
+        count = max(map(len, values.values()), default=0)
+        matches = [_PLACE.fullmatch(where(i)) for i in range(count)]
+        places = [
+            ("", i + 1) if match is None else (match[1], int(match[2])) for i, match in enumerate(matches)
+        ]
+        several = len({file for file, _ in places}) > 1
+        columns = {
+            name: [_number(value) for value in np.asarray(column).tolist()] for name, column in values.items()
+        }
+        rows = [
+            {
+                "row": number,
+                **({"file": file} if several else {}),
+                **{name: column[i] for name, column in columns.items()},
+            }
+            for i, (file, number) in enumerate(places)
+        ]
+        return cls(metrics, rows, extra)
+
+    @classmethod
+    def joined(cls, sets: Mapping[str, Mapping[str, float]]) -> EvaluationMetrics:
+        """Join evaluations by the names of their sets, which begin their metrics and are in their rows' `set`."""
+        metrics: dict[str, float] = {}
+        rows: list[Mapping[str, Any]] = []
+        extra: dict[str, Any] = {}
+        for name, found in sets.items():
+            metrics |= {f"{name}_{metric}": value for metric, value in found.items()}
+            if isinstance(found, EvaluationMetrics):
+                rows += [{"set": name, **row} for row in found.rows]
+                extra = {**found.extra, **extra}
+        return cls(metrics, rows, extra)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def evaluator(
@@ -32,33 +107,96 @@ def evaluator(
     mesh: Mesh,
     batches: Callable[[], Sequence[Packed]],
     *,
+    where: Callable[[int], str] | None = None,
     stored: Callable[[Any], Any] = lambda params: params,
     say: Callable[[str], None] | None = None,
-) -> Callable[[TrainState], dict[str, float]]:
+) -> Callable[[TrainState], EvaluationMetrics]:
     """Make a function from the state to the objective's loss and metrics, without a gradient.
 
-    batches: returns what it reads. stored: converts parameters to those that are saved, such as `model.as_stored`.
+    What the objective returns besides these, `values` of tokens or sequences, becomes the values of the rows.
+
+    batches: returns what it reads, as `pack_numbered` numbers the rows. where: names a row; None: rows have no values.
+    stored: converts parameters to those that are saved, such as `model.as_stored`.
     say: prints the progress of an evaluation that takes longer than a few seconds, such as `stage.say`.
     """
     # A function of its own: jit would reuse programs of the same objective, which may read globals that have changed.
-    forward = jax.jit(partial(objective))
+    gathered = None if where is None else replicated_sharding(mesh)
+    forward = jax.jit(partial(_with_values, objective, gathered))
 
-    def evaluate(state: TrainState) -> dict[str, float]:
+    def evaluate(state: TrainState) -> EvaluationMetrics:
         total: dict[str, Metric] = {}
+        found: list[tuple[Packed, Mapping[str, Any]]] = []
         params = stored(state.params)
-        for _, (loss, metrics) in compute_batches(lambda batch: forward(params, batch), mesh, batches(), say):
+        for batch, result in compute_batches(lambda batch: forward(params, batch), mesh, batches(), say):
+            loss, metrics, values = result
             total = merge(total, {**metrics, **loss_metrics(loss)})
+            found.append((batch, values))
         fetched = fetch_metrics(total)
         several = sum(value for name, value in fetched.items() if name.startswith("loss/"))
-        return {"loss": several, **fetched}
+        fetched = {"loss": several, **fetched}
+        return (
+            EvaluationMetrics(fetched)
+            if where is None
+            else EvaluationMetrics.of(fetched, where, row_means(found))
+        )
 
     return evaluate
 
 
+def _with_values(objective: Objective, gathered: NamedSharding | None, params: Any, batch: Packed) -> Any:
+    """Call an objective; every process gets the values of all rows, which are left out where `gathered` is None."""
+    loss, metrics, *values = objective(params, batch)
+    if gathered is None or not values:
+        return loss, metrics, {}
+    return loss, metrics, jax.lax.with_sharding_constraint(dict(values[0]), gathered)
+
+
+def row_means(found: Sequence[tuple[Packed, Mapping[str, Any]]]) -> dict[str, np.ndarray]:
+    """Average what an objective returned by the rows of the data, {name: float64 [rows]}; NaN where nothing is trained.
+
+    found: micro-batches, and arrays [rows, trained] by name, which count by the tokens' weights, or [rows, sequences].
+    """
+    count = max((int(batch.example.max(initial=-1)) for batch, _ in found), default=-1) + 1
+    totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, count)))
+    for batch, values in found:
+        for name, array in values.items():
+            of_kind = _of_tokens if array.shape == batch.trained.shape else _of_sequences
+            owner, value, weight = of_kind(batch, array)
+            totals[name][0] += np.bincount(owner, value * weight, count)
+            totals[name][1] += np.bincount(owner, weight, count)
+    with np.errstate(invalid="ignore"):
+        return {name: sums / weights for name, (sums, weights) in totals.items()}
+
+
+def _of_tokens(batch: Packed, array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the example of every trained token, its value and its weight."""
+    row, column = np.nonzero(batch.trained >= 0)
+    token = batch.trained[row, column]
+    owner = batch.example[row, np.asarray(batch.rows.sequence)[row, token]]
+    weight = np.asarray(batch.rows.weight, np.float64)[row, token]
+    return owner, array[row, column].astype(np.float64), weight
+
+
+def _of_sequences(batch: Packed, array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the example of every sequence, its value and 1."""
+    used = batch.example >= 0
+    return batch.example[used], array[used].astype(np.float64), np.ones(int(used.sum()))
+
+
+def write_evaluation(
+    directory: Path, count: int, metrics: Mapping[str, float], found: Mapping[str, float]
+) -> None:
+    """Write DIRECTORY/evaluations/NNNNNN.json. metrics: of what was `found`, by the names in metrics.jsonl."""
+    rows = found.rows if isinstance(found, EvaluationMetrics) else ()
+    extra = found.extra if isinstance(found, EvaluationMetrics) else {}
+    content = {"step": count, "rows": list(rows), "metrics": strict(metrics), **extra}
+    write_atomic(directory / "evaluations" / f"{count:06d}.json", json.dumps(content, allow_nan=False) + "\n")
+
+
 def evaluate_or_warn(
-    evaluate: Callable[[TrainState], dict[str, float]], state: TrainState, count: int, stage: str
+    evaluate: Callable[[TrainState], dict[str, float]], state: TrainState, count: int, stage: Stage
 ) -> dict[str, float] | None:
-    """Call `evaluate` after `count` updates; return None, with a warning, where it fails.
+    """Call `evaluate` after `count` updates, and write what it found; return None, with a warning, where it fails.
 
     A loss that is not finite is such an error before the first update, and a warning after it: the metrics are kept.
     Errors before the first update are raised: nothing is lost yet, and wrong settings show before hours of training.
@@ -68,8 +206,11 @@ def evaluate_or_warn(
     failure: Exception | None = None
     metrics: dict[str, float] = {}
     try:
-        metrics = {f"eval_{name}": value for name, value in evaluate(state).items()}
-        _require_finite_loss(metrics, state, count, stage)
+        found = evaluate(state)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        _require_finite_loss(metrics, state, count, stage.name)
+        if stage.is_main:
+            write_evaluation(stage.dir, count, metrics, found)
     except Stopped:
         raise
     except Exception as error:
@@ -83,7 +224,7 @@ def evaluate_or_warn(
         error_line(failure, HERE) if failure else "it failed in another process; see that process's output"
     )
     warn(
-        f"stage '{stage}': the evaluation after update {count} failed and is skipped; training continues: {reason}"
+        f"stage '{stage.name}': the evaluation after update {count} failed and is skipped; training continues: {reason}"
     )
     return None
 

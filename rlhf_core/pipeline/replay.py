@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ import jax
 from rlhf_core import artifacts, runtime
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.trainer import COMPARING
-from rlhf_core.errors import InputError, RunError, Stopped, counted, limited_lines, reading, suggest
-from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.errors import Damaged, InputError, RunError, Stopped, counted, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline import stage_requests
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
-from rlhf_core.rollouts.journal import FOLDER, numbers
+from rlhf_core.rollouts.journal import FOLDER
+from rlhf_core.runs import RESOLVED, StageDirectory, open_run
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.runtime.terminal import echo
 from rlhf_core.stage import Stage
@@ -30,7 +29,6 @@ from rlhf_core.stage.execute import execute
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.text_settings import day_begun
 
-RESOLVED = "pipeline.resolved.toml"
 WITHOUT = {
     "logger": [],
     "max_evaluation_steps": 0,
@@ -78,16 +76,18 @@ def replay(
     host = plugin_loading.load(files=plugins)
     planned = plan(file, host)
     mesh = planned.mesh
-    chosen = _choose(planned.stages, stage, run)
-    kept = numbers(chosen.dir / FOLDER)
+    then = _choose([each for each in open_run(run).stages if each.table], stage, run)
+    (chosen,) = [each for each in planned.stages if each.name == then.name]
+    kept = then.rollout_numbers
     missing = sorted({*range(max(kept) + 1)} - {*kept})
     if missing:
         raise InputError(
             f"{chosen.dir / FOLDER}: rollout {missing[0]} is missing, so that nothing after it can be trained again; "
             'journal = "keep" keeps all'
         )
-    finished = StageRecord(chosen.dir, chosen.name).done and chosen.config.compares is None
-    last = max((row["step"] for row in _rows(chosen.dir / METRICS)), default=0)
+    finished = then.spec.get("state") == "done" and chosen.config.compares is None
+    logged = _by_step(then)
+    last = max(logged, default=0)
     to = last if to is None else min(to, last)  # a limit of time may have ended it before its last update
     fields = type(chosen.config).model_fields
     without = WITHOUT | {name: fields[name].default for name in (*COMPARING, "greater_is_better")}
@@ -110,15 +110,15 @@ def replay(
         except Stopped:
             if stop_requested():
                 raise
-        differences = list(_metric_differences(chosen.dir / METRICS, made.dir / METRICS))
-        steps = [row["step"] for row in _rows(made.dir / METRICS)]
-        if not steps:
+        again = _by_step(open_run(made.dir).stages[0]) if any(made.dir.glob("metrics.jsonl")) else {}
+        if not again:
             raise RunError(f"stage '{chosen.name}': no update could be trained again")
+        differences = list(_metric_differences(logged, again))
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
         since = _changes(planned, chosen, host) if differences else ()
-        return Replayed(chosen.name, max(steps), differences, compares, since)
+        return Replayed(chosen.name, max(again), differences, compares, since)
 
 
 def report(found: Replayed) -> None:
@@ -133,13 +133,13 @@ def report(found: Replayed) -> None:
     echo(f"stage '{found.stage}': {updates} trained again from the journal: {what} the same, bit for bit")
 
 
-def _choose(stages: Sequence[StagePlan], name: str | None, run: Path) -> StagePlan:
+def _choose(stages: Sequence[StageDirectory], name: str | None, run: Path) -> StageDirectory:
     by_name = {stage.name: stage for stage in stages}
     if name is not None and name not in by_name:
         raise InputError(
             f"--stage {name}: no such stage.{suggest(name, by_name)} Stages: {', '.join(by_name)}"
         )
-    journalled = [each for each in stages if numbers(each.dir / FOLDER) and name in (None, each.name)]
+    journalled = [each for each in stages if each.rollout_numbers and name in (None, each.name)]
     if not journalled:
         which = f"stage '{name}'" if name else f"{run}: no stage"
         raise InputError(f"{which} has a journal: only stages that sample completions have one")
@@ -156,27 +156,26 @@ def _changes(planned: Plan, chosen: StagePlan, host: plugin_loading.Host) -> lis
     return [*accepted, *(str(each) for part in compare(then, now) for each in part)]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    with reading(path, "restore it to compare its rows"):
-        rows = [json.loads(line) for line in limited_lines(path)]
-    if not all(isinstance(row, dict) and type(row.get("step")) is int for row in rows):
-        raise InputError(f"{path}: cannot be read: a line is not a row; restore it to compare its rows")
-    return rows
+def _by_step(stage: StageDirectory) -> dict[int, Mapping[str, Any]]:
+    """Return {updates done: what was logged then}. Raises Damaged where a row has no step."""
+    rows = stage.metrics
+    if not all(type(row.get("step")) is int for row in rows):
+        raise Damaged(stage.dir / "metrics.jsonl", "a row has no step")
+    return {row["step"]: row for row in rows}
 
 
-def _metric_differences(before: Path, after: Path) -> Iterator[str]:
+def _metric_differences(
+    before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield, for each metric that differs, where it does first, and by how much at most."""
-    then = {row["step"]: row for row in _rows(before)}
     found: dict[str, list[tuple[int, Any, Any]]] = {}
-    for row in _rows(after):
-        old = then.get(row["step"], {})  # the run may have been stopped before
+    for step, row in after.items():
+        old = before.get(step, {})  # the run may have been stopped before
         for name in sorted(old.keys() | row.keys()) if old else ():
             if any(part in name for part in _OF_MACHINE):
                 continue
             if old.get(name) != row.get(name):
-                found.setdefault(name, []).append((row["step"], old.get(name), row.get(name)))
+                found.setdefault(name, []).append((step, old.get(name), row.get(name)))
     for name, places in found.items():
         step, was, now = places[0]
         yield f"{name}: first at update {step}, {was} then, {now} now{_largest(places)}"

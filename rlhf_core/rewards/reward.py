@@ -24,7 +24,7 @@ from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 from rlhf_core.hidden import remember_attributes, scrub
-from rlhf_core.rewards.values import LOG, Call, Scored
+from rlhf_core.rewards.values import LOG, RewardCall, Scored
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import (
     DiedError,
@@ -135,9 +135,9 @@ class Reward:
         return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
 
     @property
-    def call(self) -> Call:
+    def call(self) -> RewardCall:
         """Return what calls it."""
-        return Call(self.function, f"reward '{self.label}'", self.logs)
+        return RewardCall(self.function, f"reward '{self.label}'", self.logs)
 
     def pool(self) -> Pool:
         """Return its worker pool. Raises InputError for a function that another process cannot import."""
@@ -197,49 +197,60 @@ def open_rewards(
     match in number, and a function that cannot have its `timeout` or `processes`.
     """
     registry, where = stage.registry, f"stage '{stage.name}'"
-    rewards = [
-        Reward(
-            component.label or _label(component.name),
-            component.weight,
-            registry.get(REWARD, component.name, **component.options, **_told(component, registry)),
-            component.timeout,
-            component.on_error,
-            processes=component.processes,
-            tried=component.check,
-            installed=":" not in component.name,
-        )
-        for component in components
-    ]
-    for function in stage.inputs.get("rewards") or ():
-        if not isinstance(function, str):
-            remember_attributes(function)
-            label = getattr(function, "__name__", type(function).__name__)
-            rewards.append(Reward(label, 1.0, function))
-        elif function in registry.names(REWARD) or ":" in function:
-            rewards.append(Reward(_label(function), 1.0, registry.get(REWARD, function)))
-        else:
-            rewards.append(Reward(_label(function), 1.0, registry.get(REWARD, "model", model=function)))
+    rewards = [_named(component, registry) for component in components]
+    rewards += [_given(function, registry) for function in stage.inputs.get("rewards") or ()]
     if weights is not None:
-        if len(weights) != len(rewards):
-            own = "" if environment is None else "; the environment has its own, environment.weight"
-            raise InputError(
-                f"{where}.reward_weights: {counted(len(weights), 'weights')} for "
-                f"{counted(len(rewards), 'rewards')}{own}"
-            )
-        for reward, weight in zip(rewards, weights, strict=True):
-            reward.weight = weight
+        own = "" if environment is None else "; the environment has its own, environment.weight"
+        _set_weights(rewards, weights, where, own)
     if environment is not None:
         rewards.insert(0, Reward(OF_EPISODES, environment.weight, episode_rewards, tried=False))
     if not rewards:
         raise InputError(f"{where}.rewards: missing; name at least one reward function or reward model")
     labels = [reward.label for reward in rewards]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise InputError(f"{where}.rewards: two rewards are called '{label}'; give one of them a `label`")
+    doubled = [label for label in labels if labels.count(label) > 1]
+    if doubled:
+        raise InputError(
+            f"{where}.rewards: two rewards are called '{doubled[0]}'; give one of them a `label`"
+        )
     problems = [f"{where}.rewards: {problem}" for reward in rewards for problem in _limit_problems(reward)]
     if problems:
         raise InputError(*problems)
     return rewards
+
+
+def _named(component: WeightedReward, registry: Registry) -> Reward:
+    """Make a reward that a config names."""
+    return Reward(
+        component.label or _label(component.name),
+        component.weight,
+        registry.get(REWARD, component.name, **component.options, **_told(component, registry)),
+        component.timeout,
+        component.on_error,
+        processes=component.processes,
+        tried=component.check,
+        installed=":" not in component.name,
+    )
+
+
+def _given(function: Any, registry: Registry) -> Reward:
+    """Make a reward of what was passed from Python: a function, a registered name, or the directory of a model."""
+    if not isinstance(function, str):
+        remember_attributes(function)
+        label = getattr(function, "__name__", type(function).__name__)
+        return Reward(label, 1.0, function)
+    if function in registry.names(REWARD) or ":" in function:
+        return Reward(_label(function), 1.0, registry.get(REWARD, function))
+    return Reward(_label(function), 1.0, registry.get(REWARD, "model", model=function))
+
+
+def _set_weights(rewards: Sequence[Reward], weights: Sequence[float], where: str, hint: str) -> None:
+    if len(weights) != len(rewards):
+        raise InputError(
+            f"{where}.reward_weights: {counted(len(weights), 'weights')} for "
+            f"{counted(len(rewards), 'rewards')}{hint}"
+        )
+    for reward, weight in zip(rewards, weights, strict=True):
+        reward.weight = weight
 
 
 def _told(component: WeightedReward, registry: Registry) -> dict[str, Any]:
@@ -330,14 +341,14 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     """
     for reward in rewards:
         reward.logged = {}
-    functions = [reward for reward in rewards if not reward.collective] if jax.process_index() == 0 else []
     called: dict[str, Outcome] = {}
-    for group in (functions, *([reward] for reward in rewards if reward.collective)):
+    for group in _groups(rewards):
         called |= zip((reward.label for reward in group), call_together(group, inputs), strict=True)
     outcomes = [called.get(reward.label) for reward in rewards]
     # The worst state of each reward on any process, so that all continue or none does.
     states = gather_maximum([_state(*each) for each in zip(rewards, outcomes, strict=True)])
-    table, skipped = np.full((len(inputs.completions), len(rewards)), np.nan), []
+    table = np.full((len(inputs.completions), len(rewards)), np.nan)
+    skipped: list[str] = []
     for f, (reward, outcome, state) in enumerate(zip(rewards, outcomes, states, strict=True)):
         if state == STOPPED:
             raise _error(reward, outcome, inputs)
@@ -354,6 +365,13 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
         nothing = "no reward function applies to any completion of the rollout, so there is nothing to learn"
         raise RunError("; ".join([nothing, *skipped]))
     return table
+
+
+def _groups(rewards: Sequence[Reward]) -> Iterator[list[Reward]]:
+    """Yield the rewards that this process calls together: functions, then objects with `setup` one after another."""
+    if jax.process_index() == 0:
+        yield [reward for reward in rewards if not reward.collective]
+    yield from ([reward] for reward in rewards if reward.collective)
 
 
 def logged_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
@@ -400,13 +418,22 @@ def failure(reward: Reward, outcome: Outcome) -> str:
 
 def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
     """Call functions: those that run in this thread one after another, then the others at the same time."""
-    order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
+    begun: dict[int, list[futures.Future[Scored]]] = {}
     readable = [_readable(reward, inputs) for reward in rewards]
-    begun = {f: _begin(rewards[f], inputs.take(readable[f])) for f in order}
+    for f in sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous):
+        reward, own = rewards[f], inputs.take(readable[f])
+        count = len(own.completions)
+        if not count:
+            begun[f] = []
+        elif reward.in_workers or reward.asynchronous:
+            begun[f] = _start(reward, own)
+        else:
+            begun[f] = [call_now(reward.call, reward.arguments(own), count)]
+    calls = [call for each in begun.values() for call in each]
     try:
-        futures.wait([call for calls in begun.values() for call in calls])
+        futures.wait(calls)
     except BaseException:
-        for call in [call for calls in begun.values() for call in calls]:
+        for call in calls:
             call.cancel()
         raise
     count = len(inputs.completions)
@@ -419,21 +446,16 @@ def _readable(reward: Reward, inputs: RewardInputs) -> list[int]:
     return [i for i, place in enumerate(places) if place not in reward.unreadable]
 
 
-def _begin(reward: Reward, inputs: RewardInputs) -> list[futures.Future[Scored]]:
-    """Start a call, or one for each of its parts; none for no completions."""
-    count = len(inputs.completions)
-    if not count:
-        return []
-    if reward.in_workers:
-        pool = reward.pool()
-        return [
-            pool.submit(reward.arguments(part), len(part.completions), seconds=reward.timeout)
-            for part in parts(inputs, reward.processes or 1)
-        ]
-    arguments = reward.arguments(inputs)
+def _start(reward: Reward, inputs: RewardInputs) -> list[futures.Future[Scored]]:
+    """Start a call on the event loop, or one for each part in worker processes."""
     if reward.asynchronous:
-        return [start_async(reward.call.on_loop(arguments, count), reward.timeout)]
-    return [call_now(reward.call, arguments, count)]
+        call = reward.call.on_loop(reward.arguments(inputs), len(inputs.completions))
+        return [start_async(call, reward.timeout)]
+    pool = reward.pool()
+    return [
+        pool.submit(reward.arguments(part), len(part.completions), seconds=reward.timeout)
+        for part in parts(inputs, reward.processes or 1)
+    ]
 
 
 def _outcome(

@@ -49,7 +49,7 @@ class MetricLog:
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """A reward function, as it is called here or in a worker process.
 
     What it returns is checked where it is called: its own code, run by converting it, has the call's time limit.
@@ -62,19 +62,17 @@ class Call:
 
     def __call__(self, arguments: Mapping[str, Any], count: int) -> Scored:
         """Return the checked values of `count` completions, and the metrics that were logged."""
-        values, log = self._values(arguments)
+        log = MetricLog()
+        values = self.function(**arguments, **({LOG: log} if self.logs else {}))
         if inspect.isawaitable(values):
             values = run_async(awaited(values))  # on the loop of the calls before
         return checked_values(self.name, values, count), log.values
 
     async def on_loop(self, arguments: Mapping[str, Any], count: int) -> Scored:
         """Do the same for an asynchronous function."""
-        values, log = self._values(arguments)
-        return checked_values(self.name, await awaited(values), count), log.values
-
-    def _values(self, arguments: Mapping[str, Any]) -> tuple[Any, MetricLog]:
         log = MetricLog()
-        return self.function(**arguments, **({LOG: log} if self.logs else {})), log
+        values = self.function(**arguments, **({LOG: log} if self.logs else {}))
+        return checked_values(self.name, await awaited(values), count), log.values
 
 
 def checked_values(reward: str, values: Any, count: int) -> list[float | None]:

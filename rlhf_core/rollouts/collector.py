@@ -223,7 +223,7 @@ class RolloutCollector:
         return Drawn(samples, run, seconds, {} if receipt is None else receipt(policy))
 
     def score(self, drawn: Drawn, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
-        """Have the rewards score what was drawn; as in `sample`."""
+        """Have the rewards score what was drawn; as in `sample`. The caller holds SCORING."""
         samples, run, seconds, receipt = drawn
         began, before = time.perf_counter(), list[NDArray[np.int32]]()
         if run is None:
@@ -239,9 +239,11 @@ class RolloutCollector:
                     f"{len(failures)} of {len(run.episodes)} episodes failed and are dropped; the first: {failures[0]}"
                 )
             inputs = episode_inputs(self.prompts, chosen.tolist(), run.episodes)
-        with SCORING:
-            rewards, total = measure(self.rewards, inputs, needed=required)
-            metrics = {**receipt, **logged_metrics(self.rewards)}
+        rewards = np.zeros((len(inputs.completions), 0))
+        if self.rewards:
+            rewards = score(self.rewards, inputs, needed=required)
+        total = weighted_total(self.rewards, rewards)
+        metrics = {**receipt, **logged_metrics(self.rewards)}
         timing = Timing(seconds, time.perf_counter() - began, int(np.sum(samples.mask)))
         made = Rollout(
             chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, prompt_ids=before
@@ -335,24 +337,17 @@ def episode_inputs(prompts: AnyPrompts, chosen: Sequence[int], episodes: Sequenc
     )
 
 
-def measure(
-    rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`.
-
-    Without functions there is nothing to score: [N, 0], and NaN.
-    """
+def weighted_total(rewards: Sequence[Reward], each: np.ndarray) -> np.ndarray:
+    """Add up rewards by function, float64 [N, functions], by their weights, float64 [N]; NaN without functions."""
     if not rewards:
-        count = len(inputs.completions)
-        return np.zeros((count, 0)), np.full(count, np.nan)
-    each = score(rewards, inputs, needed=needed)
+        return np.full(len(each), np.nan)
     total = total_reward(each, np.array([reward.weight for reward in rewards]))
     if (beyond := np.abs(total) > LARGEST_REWARD).any():
         raise RunError(
             f"the weighted rewards of completion {int(beyond.argmax())} add up to {total[beyond][0]:g}; float32 holds "
             f"numbers up to {LARGEST_REWARD:.3g}: use smaller weights"
         )
-    return each, total
+    return total
 
 
 def rollout_metrics(

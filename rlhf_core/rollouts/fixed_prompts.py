@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import comb
@@ -12,8 +11,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import counted
+from rlhf_core.fit.evaluation import EvaluationMetrics
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.open_collector import warm_up
 from rlhf_core.rollouts.rollout import Rollout, completion_lines
@@ -30,13 +29,12 @@ KEY_NUMBER = 2**31 - 1
 class FixedPrompts:
     """The first `count` prompts of the collector, `previewed` of which, evenly spread, are written to be read.
 
-    After update NNNNNN, DIR/samples/NAME-NNNNNN.jsonl has their completions with every reward, and, after an
-    evaluation, DIR/evaluations/NNNNNN.json `step` and `prompt_rewards`: each prompt's mean reward, null where nothing
-    scored it. Only the policy differs from one evaluation to the next.
+    After update NNNNNN, DIR/samples/NAME-NNNNNN.jsonl has their completions with every reward. An evaluation has each
+    prompt's mean reward, None where nothing scored it. Only the policy differs from one evaluation to the next.
 
     stored: makes the parameters that are read from those of the state, such as `Model.as_stored`.
     pass_threshold: the reward from which on a completion has passed; None: pass@k is not reported.
-    measure: further metrics of an evaluation's rollout, from the state that wrote it.
+    measure: further metrics of an evaluation's rollout, and values by prompt, from the state that wrote it.
     name: of the files, and of the event that tells loggers. seed: of the random keys; None: the state's key.
     prints: whether the completions are printed. logs: whether loggers are told.
     """
@@ -48,7 +46,7 @@ class FixedPrompts:
     pass_threshold: float | None = None
     written: set[int] = field(default_factory=set)
     """Updates whose file this process has written."""
-    measure: Callable[[Rollout, TrainState], Mapping[str, float]] | None = None
+    measure: Callable[[Rollout, TrainState], tuple[Mapping[str, float], Mapping[str, Any]]] | None = None
     name: str = "evaluation"
     seed: int | None = None
     prints: bool = False
@@ -58,22 +56,25 @@ class FixedPrompts:
         """Start to compile the sampler for these prompts."""
         warm_up(self.collector.sampler, model, self.collector.prompts.sizes[: self.count])
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Return metrics over completions of all prompts, by the names of the metrics page."""
+    def evaluate(self, state: TrainState) -> EvaluationMetrics:
+        """Return metrics over completions of all prompts, by the names of the metrics page, and values of each."""
         rollout = self._sample(state, np.arange(self.count))
         if self.previewed:
             self._write(int(state.step), rollout.take(self._spread()))
-        if self.collector.rewards and self.collector.stage.is_main and self.name == "evaluation":
-            self._write_rewards(int(state.step), rollout.total.reshape(self.count, -1))
         metrics, total = self.collector.metrics(rollout), rollout.total
         scored = total[~np.isnan(total)]
         if self.collector.rewards:
             metrics["reward_std_all"] = float(scored.std(ddof=1)) if len(scored) > 1 else float("nan")
+        values: dict[str, Any] = {}
+        if self.collector.rewards:
+            values["reward"] = mean_rewards(total.reshape(self.count, -1))
         if self.measure is not None:
-            metrics |= self.measure(rollout, state)
+            measured, others = self.measure(rollout, state)
+            metrics |= measured
+            values |= others
         if self.pass_threshold is not None:
             metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
-        return metrics
+        return EvaluationMetrics.of(metrics, self.collector.prompts.where, values)
 
     def preview(self, step: int, state: TrainState) -> None:
         """Write completions of the state after `step` updates, unless an evaluation has done so."""
@@ -111,13 +112,12 @@ class FixedPrompts:
             rows = rollout.rows(rewards)
             stage.hook.rlhf_samples(stage=stage, step=step, name=self.name, rows=rows)
 
-    def _write_rewards(self, step: int, total: NDArray[np.float64]) -> None:
-        """Write the mean reward of each prompt; total: float64 [prompts, n], NaN where a completion is not scored."""
-        scored = ~np.isnan(total)
-        sums, counts = np.where(scored, total, 0).sum(1).tolist(), scored.sum(1).tolist()
-        rewards = [value / count if count else None for value, count in zip(sums, counts, strict=True)]
-        path = self.collector.stage.dir / "evaluations" / f"{step:06d}.json"
-        write_atomic(path, json.dumps({"step": step, "prompt_rewards": rewards}) + "\n")
+
+def mean_rewards(total: NDArray[np.float64]) -> list[float]:
+    """Average the rewards of each prompt's completions, NaN where none is scored. total: float64 [prompts, n]."""
+    scored = ~np.isnan(total)
+    sums, counts = np.where(scored, total, 0).sum(1).tolist(), scored.sum(1).tolist()
+    return [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
 
 
 def pass_at_k(passed: NDArray[np.bool_]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_core.rewards.reward import snapshots
-from rlhf_core.rollouts.journal import Entry
+from rlhf_core.rollouts.journal import JournalEntry
 from rlhf_core.runtime.signals import stop_if_asked
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Flight:
         self.order, self._journal, self._collector = order, journal, collector
         batches = iter(rounds)
 
-        def collect(drawn: Callable[[], Any] | None, may_score: Callable[[], object]) -> Entry:
+        def collect(drawn: Callable[[], Any] | None, may_score: Callable[[], object]) -> JournalEntry:
             rollout = collector.collect(
                 policy,
                 key,
@@ -69,13 +69,13 @@ class Flight:
                 drawn=drawn,
                 may_score=may_score,
             )
-            entry = Entry(rollout, order.taken, snapshots(collector.rewards))
+            entry = JournalEntry(rollout, order.taken, snapshots(collector.rewards))
             journal.write(entry, collector.rewards)
             return entry
 
         self._collect = collect
         self._first: Future[Any] | None = None
-        self._whole: Future[Entry] | None = None
+        self._whole: Future[JournalEntry] | None = None
         if any(reward.collective for reward in collector.rewards):
             ids = np.arange(len(rounds[0]) * collector.options.num_generations)
             self._first = in_thread(lambda: collector.draw(policy, rounds[0], key, ids))
@@ -83,7 +83,7 @@ class Flight:
             turn = None if before is None else before._whole
             self._whole = in_thread(lambda: collect(None, lambda: turn is None or turn.result()))
 
-    def land(self) -> Entry:
+    def land(self) -> JournalEntry:
         """Wait for the whole rollout. Raises what sampling or scoring raised, and Stopped after a signal."""
         if self._whole is not None:
             return result_of(self._whole)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.errors import UNREADABLE, InputError, library_words, read_limited
+from rlhf_core.errors import UNREADABLE, Damaged, InputError, library_words, read_limited
 from rlhf_core.rollouts.rollout import Rollout, scrubbed
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
@@ -48,7 +48,7 @@ def most_bytes(*, rollouts: int, completions: int, tokens: int) -> int:
     return rollouts * BYTES["rollout"] + completions * BYTES["completion"] + tokens * BYTES["token"]
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """A rollout as it was scored, before a trainer prepared it.
 
     taken: the rounds of prompts reserved for it. rewards: the states of the rewards after it, see `snapshots`.
@@ -88,7 +88,7 @@ class Journal:
             directory, json.loads(broadcast_text(json.dumps(numbers(directory)))), writes=stage.is_main
         )
 
-    def write(self, entry: Entry, rewards: Sequence[Reward]) -> None:
+    def write(self, entry: JournalEntry, rewards: Sequence[Reward]) -> None:
         """Write a rollout. Raises RunError where the disk refuses it."""
         if not self.writes:
             return
@@ -111,10 +111,10 @@ class Journal:
                 file.writestr(name, each)
         write_atomic(self._path(rollout.number), content.getvalue(), private=True)
 
-    def read(self, number: int) -> Entry | None:
+    def read(self, number: int) -> JournalEntry | None:
         """Read a rollout; None where the journal did not have it when it was opened.
 
-        Raises InputError for a file that is damaged.
+        Raises Damaged for a file that is.
         """
         if number not in self.known:
             return None
@@ -123,11 +123,10 @@ class Journal:
             return _entry(_members(path), number)
         # Of zipfile, zlib, json and NumPy: there is no end to what damaged bytes may be taken for.
         except Exception as error:
-            raise InputError(
-                f"{path} is damaged ({library_words(error)}): restore it, or delete it to sample this rollout again"
-            ) from error
+            fix = "restore it, or delete it to sample this rollout again"
+            raise Damaged(path, library_words(error), fix) from error
 
-    def require(self, number: int) -> Entry:
+    def require(self, number: int) -> JournalEntry:
         """Read a rollout that a checkpoint needs. Raises InputError where it is missing."""
         entry = self.read(number)
         if entry is None:
@@ -136,7 +135,7 @@ class Journal:
             )
         return entry
 
-    def require_rounds(self, entry: Entry, due: Sequence[int]) -> None:
+    def require_rounds(self, entry: JournalEntry, due: Sequence[int]) -> None:
         """Raise InputError unless a rollout has the rounds of prompts that are due."""
         if [*entry.taken] != [*due]:
             raise InputError(
@@ -205,7 +204,7 @@ def _announced(path: Path) -> int:
     return count
 
 
-def _entry(members: dict[str, bytes], number: int) -> Entry:
+def _entry(members: dict[str, bytes], number: int) -> JournalEntry:
     """Make a rollout of the members of its file. Raises what is wrong with them."""
     facts, samples = json.loads(members.pop("rollout.json")), json.loads(members.pop("samples.json"))
     if unknown := [name for name in members if not name.endswith(".npy")]:
@@ -216,7 +215,7 @@ def _entry(members: dict[str, bytes], number: int) -> Entry:
     )
     if not isinstance(samples, list) or not all(isinstance(row, dict) for row in samples):
         raise ValueError("samples.json is not a list of objects")
-    return Entry(replace(rollout, samples_read=samples), list(facts["taken"]), dict(facts["rewards"]))
+    return JournalEntry(replace(rollout, samples_read=samples), list(facts["taken"]), dict(facts["rewards"]))
 
 
 def _array(name: str, content: bytes) -> np.ndarray:

@@ -19,7 +19,7 @@ from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.flights import Flight, Order
-from rlhf_core.rollouts.journal import Entry, Journal, numbers
+from rlhf_core.rollouts.journal import Journal, JournalEntry, numbers
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
 from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
@@ -121,7 +121,7 @@ class RolloutUpdates:
         self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
         total = config.max_training_steps
         self.total = self.order.epoch_rounds * updates if total is None else total
-        self.ready: dict[int, Entry] = {}
+        self.ready: dict[int, JournalEntry] = {}
         """Rollouts that are scored, by number, and not trained on yet."""
         self.sampled_rollouts = 0
         """Rollouts sampled so far, those that are ready included."""
@@ -268,7 +268,7 @@ class RolloutUpdates:
                 self._collect(state)
             self.sampled_rollouts += 1
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: JournalEntry) -> None:
         """Take a whole rollout."""
         self._rewards = entry.rewards
         self.ready[entry.rollout.number] = entry
@@ -313,7 +313,7 @@ class RolloutUpdates:
                 lambda: self.order.prompts(next(rounds)),
                 version=order.version,
             )
-            entry = Entry(rollout, taken, snapshots(self.collector.rewards))
+            entry = JournalEntry(rollout, taken, snapshots(self.collector.rewards))
             assert self.journal is not None
             self.journal.write(entry, self.collector.rewards)
         except BaseException:  # the state is saved, and continues with these prompts

@@ -26,6 +26,7 @@ from rlhf_core.data.report import first_columns
 from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, counted, suggest, warn
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
+from rlhf_core.fit.evaluation import EvaluationMetrics
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
@@ -214,13 +215,11 @@ class Context:
         if list(made) == ["eval_data"]:
             return made["eval_data"]
 
-        def evaluate(state: TrainState) -> dict[str, float]:
-            metrics: dict[str, float] = {}
-            for field, each in made.items():
-                name = field.partition(".")[2]
-                found = {} if each is None else each(state)
-                metrics |= {f"{name}_{metric}": value for metric, value in found.items()}
-            return metrics
+        def evaluate(state: TrainState) -> EvaluationMetrics:
+            sets = {field.partition(".")[2]: each for field, each in made.items()}
+            return EvaluationMetrics.joined(
+                {name: {} if each is None else each(state) for name, each in sets.items()}
+            )
 
         return evaluate
 

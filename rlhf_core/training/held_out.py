@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
 from rlhf_core.fit.batches import choose_row_layout
-from rlhf_core.fit.evaluation import evaluator
+from rlhf_core.fit.evaluation import EvaluationMetrics, evaluator
 from rlhf_core.reading import TreeReader, pack_numbered
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class HeldOut:
         if context.has_devices:
             self.layout = choose_row_layout(trees, config, self._mesh, width, reads_tokens=reads_tokens)
         self._sequence_names, self._group = sequence_names, group
+        self.where = rows.where
         self._stored, self._say = stored or model.as_stored, context.say
 
-    def evaluator(self, objective: Objective) -> Callable[[TrainState], dict[str, float]]:
-        """Make the function that `fit` takes as `evaluate`: the objective's loss and metrics over the rows.
+    def evaluator(self, objective: Objective) -> Callable[[TrainState], EvaluationMetrics]:
+        """Make the function that `fit` takes as `evaluate`: the objective's loss, metrics and values over the rows.
 
         It reads the parameters as they would be saved, see `stored`.
         """
@@ -69,7 +70,7 @@ class HeldOut:
         def batches() -> list[Packed]:
             return self._batches  # packed when they are first read: a build computes nothing
 
-        return evaluator(objective, self._mesh, batches, stored=self._stored, say=self._say)
+        return evaluator(objective, self._mesh, batches, where=self.where, stored=self._stored, say=self._say)
 
     def reader(self, function: Callable[[Any, Packed], jax.Array]) -> Callable[[Any], NDArray[Any]]:
         """Make the function from parameters to a value per sequence of `trees`, [branches]; see `TreeReader`."""

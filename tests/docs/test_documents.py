@@ -42,6 +42,7 @@ PAGES = [
     Page("docs/tutorial/from_easydel.md"),
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
+    Page("docs/reference/runs.md"),
     Page("docs/how-to/add_a_model_family.md"),
 ]
 ABOUT_COMPONENTS = [

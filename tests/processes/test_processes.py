@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rlhf_core.runs import open_run
 from tests.shared import processes
 
 STAGE = """
@@ -143,6 +144,11 @@ def test_two_processes_train_what_two_devices_do(mesh: tuple[str, ...], tiny: Mo
         )
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, atol=1e-6, err_msg=f"{stage} {key}")
+    many, one = ({stage.name: stage for stage in open_run(tmp_path / run).stages} for run in ("many", "one"))
+    for stage, value in (("sft", "loss"), ("dpo", "chosen")):
+        ours, theirs = ([row[value] for row in run[stage].evaluations[2]["rows"]] for run in (many, one))
+        assert len(ours) == 11
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=stage)
 
 
 COUNT = """

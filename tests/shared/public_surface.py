@@ -25,18 +25,31 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "artifacts data fit logprobs mesh metrics models objective optimizers packing rollouts sampling "
-    "scoring state step training testing"
+    "runs scoring state step training testing"
 )
 PUBLIC = ("rlhf_core", *(f"rlhf_core.{name}" for name in MODULES.split()))
 """Modules of core all of whose `__all__` is promised; nothing else of core is."""
 PLUGINS = ("rlhf_sft", "rlhf_reward", "rlhf_grpo", "rlhf_dpo", "rlhf_distill", "rlhf_rewards", "rlhf_remote")
 TRAINERS = PLUGINS[:5]
+REPORT = (
+    "__init__",
+    "charts",
+    "comparison",
+    "diagram",
+    "pages",
+    "run_reader",
+    "samples",
+    "summary",
+    "weights",
+)
+"""What reads and draws runs; the profile of a dataset reads it as a pipeline does."""
 AUTHORS = (
     *(f"plugins/*/{name}/*.py" for name in TRAINERS),
     "examples/plugins/*/*.py",
     "plugins/testing/rlhf_testing/templates/*/component.py.txt",
+    *(f"plugins/report/rlhf_report/{name}.py" for name in REPORT),
 )
-"""Written by authors of trainers and components, with public names alone."""
+"""Written by authors of trainers, of components and of what reads runs, with public names alone."""
 MODEL_AUTHORS = ("plugins/families/rlhf_families/*.py", "plugins/kernels/rlhf_kernels/*.py")
 """Written by authors of model families and of kernels, for whom `promised_to_model_authors` has more names."""
 

@@ -63,8 +63,9 @@ def _read(
 
 def _objective(
     read: Callable[[Any, Packed], jax.Array], params: Any, batch: Packed
-) -> tuple[Mean, Mapping[str, Metric]]:
-    return Mean.of(read(params, batch), trained_weight(batch)), {}
+) -> tuple[Mean, Mapping[str, Metric], Mapping[str, jax.Array]]:
+    values = read(params, batch)
+    return Mean.of(values, trained_weight(batch)), {}, {"loss": values}
 
 
 def _head(model: Definition, params: Any, batch: Packed) -> Head:

@@ -125,10 +125,11 @@ def _fixed_prompts(
     read = read_divergences(_definitions(models), divergence, config)
     reader = TreeReader(read, layout, context.mesh, per="token")
 
-    def measure(rollout: Rollout, state: TrainState) -> dict[str, float]:
+    def measure(rollout: Rollout, state: TrainState) -> tuple[dict[str, float], dict[str, Any]]:
         params = {**state.params, STUDENT: student.as_stored(state.params[STUDENT])}
         values = reader(params, rollout.trees(collector.prompts))
-        return {"loss": float(np.concatenate(values).mean(dtype=np.float64))}
+        each = [value.mean(dtype=np.float64) if len(value) else np.nan for value in values]
+        return {"loss": float(np.concatenate(values).mean(dtype=np.float64))}, {"loss": each}
 
     fixed = FixedPrompts(collector, count, shown, stored=student.as_stored, measure=measure)
     context.ahead(fixed.warm_up, student)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.data import Pairs
+from rlhf_core.fit import EvaluationMetrics
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
@@ -69,11 +70,12 @@ def build(config: DPOConfig, context: Context) -> Build:
         every = np.arange(len(rows.trees))
         readers[field] = PairReader(model.definition, context.mesh, pairs, rows.layout, every)
         own_metrics = context.own_metrics(len(rows.trees))
-        return ImplicitEvaluation(
+        return PairEvaluation(
             readers[field],
             reference,
             measure,
             beta=config.beta,
+            where=given.where,
             stored=model.as_stored,
             own_metrics=own_metrics,
         )
@@ -86,8 +88,8 @@ def build(config: DPOConfig, context: Context) -> Build:
     return Build(model, source, loss, evaluate=evaluate, previews=previews, held=held)
 
 
-class ImplicitEvaluation:
-    """Compute the metrics of held-out pairs, each counted once, from the state.
+class PairEvaluation:
+    """Compute the metrics and implicit rewards of held-out pairs, each counted once, from the state.
 
     Log-probabilities are gathered and measured together, so that packing, batch size and mesh change nothing but
     rounding.
@@ -100,25 +102,27 @@ class ImplicitEvaluation:
         measure: Measure,
         *,
         beta: float,
+        where: Callable[[int], str],
         stored: Callable[[Any], Any] = lambda params: params,
         own_metrics: Callable[..., dict[str, float]] = lambda rewards, others: {},
     ) -> None:
-        """stored: converts parameters to those that are saved, such as `Model.as_stored`.
+        """where: names a pair's row. stored: converts parameters to those that are saved, such as `Model.as_stored`.
 
         own_metrics: further metrics of the implicit rewards, float32 [pairs, 2]; it is also given the other metrics.
         """
-        self.beta, self.own_metrics = beta, own_metrics
+        self.beta, self.own_metrics, self.where = beta, own_metrics, where
         self.reader, self.reference, self.stored = reader, reference, stored
         self._measure = jax.jit(partial(_measure_pairs, measure, beta))
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
+    def __call__(self, state: TrainState) -> EvaluationMetrics:
         self.reference.ensure(state)
         pairs, which = self.reader.pairs, self.reader.which
         logps = self.reader(self.stored(state.params))
         loss, metrics = self._measure(logps, pairs.reference[which], pairs.tokens[which])
         rewards = self.beta * (logps - pairs.reference[which])
         found = fetch_metrics({**metrics, "loss": loss})
-        return found | self.own_metrics(rewards, found)
+        values = {"chosen": rewards[:, 0], "rejected": rewards[:, 1]}
+        return EvaluationMetrics.of(found | self.own_metrics(rewards, found), self.where, values)
 
 
 def _measure_pairs(

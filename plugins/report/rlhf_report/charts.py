@@ -31,7 +31,7 @@ EPISODES = "Episodes"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ChartKind:
     """One kind of chart. names: patterns of its metrics, with or without `eval_`. log: use a log axis.
 
     unit: what the values are divided by for the unit in the title.
@@ -45,54 +45,54 @@ class Kind:
 
 
 KINDS = (
-    Kind("Loss and gradient", "Loss", ("loss",)),
-    Kind("Loss and gradient", "Gradient norm, before clipping", ("grad_norm",)),
-    Kind("Loss and gradient", "Gradient norm of each layer", ("grad_norm/*",), log=True),
-    Kind("Loss and gradient", "Entropy, nats per token", ("entropy",)),
-    Kind("Reward", "Reward, mean of completions", ("reward", "rewards/*/mean")),
-    Kind("Reward", "Reward, standard deviation", ("reward_std", "reward_std_all", "rewards/*/std")),
-    Kind("Reward", "Share of groups whose rewards are all equal", ("frac_reward_zero_std",)),
-    Kind("Reward", "Failed calls of a reward", ("rewards/*/failed",)),
-    Kind("Reward", "Share of completions that a reward left unscored", ("rewards/*/unscored",)),
-    Kind("Reward", "Implicit reward", ("rewards/chosen", "rewards/rejected")),
-    Kind("Reward", "Log-probability of a completion, nats", ("logps/chosen", "logps/rejected")),
-    Kind(
+    ChartKind("Loss and gradient", "Loss", ("loss",)),
+    ChartKind("Loss and gradient", "Gradient norm, before clipping", ("grad_norm",)),
+    ChartKind("Loss and gradient", "Gradient norm of each layer", ("grad_norm/*",), log=True),
+    ChartKind("Loss and gradient", "Entropy, nats per token", ("entropy",)),
+    ChartKind("Reward", "Reward, mean of completions", ("reward", "rewards/*/mean")),
+    ChartKind("Reward", "Reward, standard deviation", ("reward_std", "reward_std_all", "rewards/*/std")),
+    ChartKind("Reward", "Share of groups whose rewards are all equal", ("frac_reward_zero_std",)),
+    ChartKind("Reward", "Failed calls of a reward", ("rewards/*/failed",)),
+    ChartKind("Reward", "Share of completions that a reward left unscored", ("rewards/*/unscored",)),
+    ChartKind("Reward", "Implicit reward", ("rewards/chosen", "rewards/rejected")),
+    ChartKind("Reward", "Log-probability of a completion, nats", ("logps/chosen", "logps/rejected")),
+    ChartKind(
         "Reward", "Scores of the pairs: smallest, mean, largest", ("min_reward", "mean_reward", "max_reward")
     ),
-    Kind("Reward", "Scores of the pairs: mean", ("chosen/mean", "rejected/mean")),
-    Kind("Reward", "Scores of the pairs: standard deviation", ("chosen/std", "rejected/std")),
-    Kind("Reward", "Scores of the pairs: extremes", ("chosen/m??", "rejected/m??")),
-    Kind(
+    ChartKind("Reward", "Scores of the pairs: mean", ("chosen/mean", "rejected/mean")),
+    ChartKind("Reward", "Scores of the pairs: standard deviation", ("chosen/std", "rejected/std")),
+    ChartKind("Reward", "Scores of the pairs: extremes", ("chosen/m??", "rejected/m??")),
+    ChartKind(
         "Accuracy and calibration",
         "Preference accuracy",
         ("accuracy", "rewards/accuracies", "auc", "accuracy/*"),
     ),
-    Kind("Accuracy and calibration", "Share of ties", ("ties",)),
-    Kind("Accuracy and calibration", "Margin, chosen less rejected", ("margin", "rewards/margins")),
-    Kind("Accuracy and calibration", "Calibration error", ("calibration_error",)),
-    Kind(
+    ChartKind("Accuracy and calibration", "Share of ties", ("ties",)),
+    ChartKind("Accuracy and calibration", "Margin, chosen less rejected", ("margin", "rewards/margins")),
+    ChartKind("Accuracy and calibration", "Calibration error", ("calibration_error",)),
+    ChartKind(
         "Accuracy and calibration",
         "Length as a predictor",
         ("length_correlation", "longer_wins_accuracy", "longer_wins_ties"),
     ),
-    Kind("Accuracy and calibration", "Pass rate", ("pass@*",)),
-    Kind("Clip and KL", "KL to the reference, nats per token", ("kl",)),
-    Kind("Clip and KL", "Share of tokens clipped", ("clip_ratio/*",)),
-    Kind("Clip and KL", "Sampler against trainer, nats", ("sampling/logp_difference_*",), log=True),
-    Kind("Clip and KL", "Importance ratio of the sampler", ("sampling/importance_ratio_*",)),
-    Kind("Lengths", "Completion length, tokens", ("completions/*length",)),
-    Kind("Lengths", "Share of completions truncated at the limit", ("completions/clipped_ratio",)),
-    Kind(EPISODES, "Turns per episode", ("episodes/turns",)),
-    Kind(EPISODES, "Episodes that failed and are left out", ("episodes/failed",)),
-    Kind(EPISODES, "Share of episodes cut at a limit", ("episodes/cut_ratio",)),
-    Kind(EPISODES, "Tokens per episode that the environment added", ("episodes/observation_tokens",)),
-    Kind("Schedule", "Learning rate", ("learning_rate",)),
-    Kind("Throughput", "Tokens per second", ("tokens_per_second",)),
-    Kind("Throughput", "Seconds per update", ("step_time", "time/*")),
-    Kind("Throughput", "Sampled tokens per second", ("rollout/tokens_per_second",)),
-    Kind("Throughput", "Share of slots with a token", ("useful_fraction",)),
-    Kind("Throughput", "Dynamic sampling", ("dynamic_sampling/*",)),
-    Kind("Throughput", "Memory, GB", ("memory/*",), unit=1e9),
+    ChartKind("Accuracy and calibration", "Pass rate", ("pass@*",)),
+    ChartKind("Clip and KL", "KL to the reference, nats per token", ("kl",)),
+    ChartKind("Clip and KL", "Share of tokens clipped", ("clip_ratio/*",)),
+    ChartKind("Clip and KL", "Sampler against trainer, nats", ("sampling/logp_difference_*",), log=True),
+    ChartKind("Clip and KL", "Importance ratio of the sampler", ("sampling/importance_ratio_*",)),
+    ChartKind("Lengths", "Completion length, tokens", ("completions/*length",)),
+    ChartKind("Lengths", "Share of completions truncated at the limit", ("completions/clipped_ratio",)),
+    ChartKind(EPISODES, "Turns per episode", ("episodes/turns",)),
+    ChartKind(EPISODES, "Episodes that failed and are left out", ("episodes/failed",)),
+    ChartKind(EPISODES, "Share of episodes cut at a limit", ("episodes/cut_ratio",)),
+    ChartKind(EPISODES, "Tokens per episode that the environment added", ("episodes/observation_tokens",)),
+    ChartKind("Schedule", "Learning rate", ("learning_rate",)),
+    ChartKind("Throughput", "Tokens per second", ("tokens_per_second",)),
+    ChartKind("Throughput", "Seconds per update", ("step_time", "time/*")),
+    ChartKind("Throughput", "Sampled tokens per second", ("rollout/tokens_per_second",)),
+    ChartKind("Throughput", "Share of slots with a token", ("useful_fraction",)),
+    ChartKind("Throughput", "Dynamic sampling", ("dynamic_sampling/*",)),
+    ChartKind("Throughput", "Memory, GB", ("memory/*",), unit=1e9),
 )
 COUNTERS = ("num_tokens", "epoch")
 """Metrics that grow linearly: shown in the summary, not drawn."""
@@ -125,10 +125,10 @@ def base(name: str) -> str:
     return name.removeprefix(EVAL)
 
 
-def charts(names: Iterable[str]) -> list[tuple[Kind, list[str]]]:
+def charts(names: Iterable[str]) -> list[tuple[ChartKind, list[str]]]:
     """Group metrics into charts, in the order of KINDS; unknown metrics get a chart each, at the end."""
     left = [name for name in names if base(name) not in COUNTERS]
-    grouped: list[tuple[Kind, list[str]]] = []
+    grouped: list[tuple[ChartKind, list[str]]] = []
     for kind in KINDS:
         if matching := _ordered(left, kind.names):
             grouped.append((kind, matching))
@@ -138,7 +138,7 @@ def charts(names: Iterable[str]) -> list[tuple[Kind, list[str]]]:
         others.setdefault(base(name), []).append(name)
     for name, metrics in others.items():
         group = EPISODES if name.startswith("episodes/") else OTHER
-        grouped.append((Kind(group, name, (name,)), metrics))
+        grouped.append((ChartKind(group, name, (name,)), metrics))
     return grouped
 
 
@@ -247,34 +247,45 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
     log = log and all(line.points.values.min() > 0 for line in drawn)
     fig = _figure(id, log=log)
     missing = sum(line.points.missing for line in drawn)
-    for i, line in reversed(list(enumerate(drawn))):  # the first is drawn on top
-        thin = draw(line.points, stretches)
-        dash = "dashed" if line.dashed else "solid"
-        raw = _source(x=thin.line_x, y=thin.line_y)
-        mean = _source(f"{id}/{i}", x=thin.mean_x, y=thin.mean_y)
-        _add(fig, raw, glyphs.Line(x="x", y="y", line_alpha=0.3, line_width=1), STROKE, line.colour)
-        _add(fig, mean, glyphs.Line(x="x", y="y", line_width=2, line_dash=dash), STROKE, line.colour)
-        if len(thin.line_x) <= FEW:
-            size = 4 if len(thin.line_x) > 1 else 8
-            _add(fig, raw, glyphs.Scatter(x="x", y="y", size=size, line_color=None), FILL, line.colour)
-    if all(len(line.points.steps) == 1 for line in drawn):  # Bokeh would centre one update in a range of 2
-        fig.x_range = Range1d(0, 2 * max(float(line.points.steps[0]) for line in drawn) or 1.0)
-    low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
-    if low == high and not log:  # Bokeh would centre it in a range of 2
-        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0))
+    # The first is drawn on top.
+    for i, line in reversed(list(enumerate(drawn))):
+        _draw_line(fig, f"{id}/{i}", line, stretches)
+    _set_ranges(fig, drawn, log=log)
     _over_updates(fig)
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
-    summaries = (
-        f"{line.label}: "
-        + ", ".join(
-            f"{number(line.points.values[i])} at update {line.points.steps[i]:.0f}"
-            for i in ((0, -1) if len(line.points.steps) > 1 else (0,))
-        )
-        for line in drawn
-    )
     note = f"{missing} logged value{'s' * (missing > 1)} not finite, not drawn." if missing else ""
-    return Chart(id, title, "update", legend, json_item(fig), note, "; ".join(summaries), smooths=True)
+    summary = "; ".join(f"{line.label}: {_ends(line.points)}" for line in drawn)
+    return Chart(id, title, "update", legend, json_item(fig), note, summary, smooths=True)
+
+
+def _draw_line(fig: figure, id: str, line: Line, stretches: int) -> None:
+    """Draw the logged values of a metric, with dots where they are few, and their means."""
+    thin = draw(line.points, stretches)
+    dash = "dashed" if line.dashed else "solid"
+    raw = _source(x=thin.line_x, y=thin.line_y)
+    mean = _source(id, x=thin.mean_x, y=thin.mean_y)
+    _add(fig, raw, glyphs.Line(x="x", y="y", line_alpha=0.3, line_width=1), STROKE, line.colour)
+    _add(fig, mean, glyphs.Line(x="x", y="y", line_width=2, line_dash=dash), STROKE, line.colour)
+    if len(thin.line_x) <= FEW:
+        size = 4 if len(thin.line_x) > 1 else 8
+        _add(fig, raw, glyphs.Scatter(x="x", y="y", size=size, line_color=None), FILL, line.colour)
+
+
+def _set_ranges(fig: figure, drawn: Sequence[Line], *, log: bool) -> None:
+    """Let the ranges of a single update, or of a single value, begin at 0: Bokeh would centre it in a range of 2."""
+    if all(len(line.points.steps) == 1 for line in drawn):
+        fig.x_range = Range1d(0, 2 * max(float(line.points.steps[0]) for line in drawn) or 1.0)
+    low = min(min(line.points.values) for line in drawn)
+    high = max(max(line.points.values) for line in drawn)
+    if low == high and not log:
+        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0))
+
+
+def _ends(points: Points) -> str:
+    """Describe the first and the last value."""
+    ends = (0, -1) if len(points.steps) > 1 else (0,)
+    return ", ".join(f"{number(points.values[i])} at update {points.steps[i]:.0f}" for i in ends)
 
 
 def band(id: str, title: str, spread: Spread) -> Chart:

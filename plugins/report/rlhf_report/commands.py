@@ -27,7 +27,9 @@ def report(
 ) -> None:
     """Write one HTML page about a run. Curves, distributions, completions, timing, configuration."""
     import rlhf_report
+    from rlhf_core.runtime.files import require_writable
 
+    require_writable(output)
     _print_page(rlhf_report.report(run, output))
 
 
@@ -39,7 +41,9 @@ def compare(
 ) -> None:
     """Write one HTML page about several runs. It overlays their curves."""
     import rlhf_report
+    from rlhf_core.runtime.files import require_writable
 
+    require_writable(Path("compare.html") if output is None else output)
     _print_page(rlhf_report.compare(runs, output))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlhf_report import charts
 from rlhf_report.charts import Chart, Line, lines
 from rlhf_report.pages import LEAST, Page, in_order, machine, render, slug, stretches
-from rlhf_report.run_reader import Run, StageRun
+from rlhf_report.run_reader import ReportedRun, ReportedStage
 
 PLACES = {"dir", "model.tokenizer", "train_data", "eval_data"}
 """Fields with paths, which differ between runs that compute the same."""
@@ -25,26 +25,24 @@ class Compared:
 
     name: str
     id: str
-    runs: tuple[StageRun | None, ...]
+    runs: tuple[ReportedStage | None, ...]
     last: tuple[tuple[str, tuple[float | None, ...]], ...]
     differences: tuple[tuple[str, tuple[str, ...]], ...]
     groups: tuple[tuple[str, tuple[Chart, ...]], ...]
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """Return the page as HTML. Runs are named by the ends of their paths."""
     made = Page(problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems])
     labels = names([run.dir.as_posix() for run in runs])
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    curves = sum(
-        len(points.steps) >= LEAST for run in runs for s in run.stages for points in s.metrics.values()
-    )
-    cut = stretches(curves)
+    lengths = [len(points.steps) for run in runs for s in run.stages for points in s.metrics.values()]
+    cut = stretches(sum(length >= LEAST for length in lengths))
     compared: list[Compared] = []
     for name in stages:
-        stage_runs = [next((stage for stage in run.stages if stage.name == name), None) for run in runs]
+        stage_runs = [run.stage(name) for run in runs]
         compared.append(_compare_stage(name, stage_runs, labels, made, cut, [stage.id for stage in compared]))
-    longest = max((len(p.steps) for run in runs for s in run.stages for p in s.metrics.values()), default=0)
+    longest = max(lengths, default=0)
     return render(
         "compare.html.j2",
         made,
@@ -67,7 +65,7 @@ def names(paths: Sequence[str]) -> list[str]:
 
 
 def _compare_stage(
-    name: str, runs: list[StageRun | None], labels: list[str], made: Page, cut: int, taken: list[str]
+    name: str, runs: list[ReportedStage | None], labels: list[str], made: Page, cut: int, taken: list[str]
 ) -> Compared:
     id = slug(f"stage-{name}", taken)
     existing = [stage for stage in runs if stage is not None]
@@ -76,38 +74,53 @@ def _compare_stage(
     count = 0
     for kind, together in charts.charts(metrics):
         for metric in together:
-            drawn = [
-                Line(label, stage.metrics[metric].scaled(kind.unit), colour)
-                for colour, (label, stage) in enumerate(zip(labels, runs, strict=True))
-                if stage is not None and metric in stage.metrics and len(stage.metrics[metric].steps) >= LEAST
-            ]
+            drawn = _curves(metric, runs, labels, kind.unit)
             if drawn:
                 title = kind.title if together == [metric] else f"{metric}{', GB' * (kind.unit > 1)}"
                 chart = lines(f"{id}-{count}", title, drawn, cut, log=kind.log)
                 groups.setdefault(kind.group, []).append(made.add(chart))
                 count += 1
-    last = [
-        (
-            metric,
-            tuple(
-                None if s is None or metric not in s.metrics else s.metrics[metric].value_at(s.saved)
-                for s in runs
-            ),
-        )
-        for key in charts.key_metrics(metrics)
-        for metric in (key, charts.EVAL + key)
-        if metric in metrics
-    ]
+    last = _last_values(metrics, runs)
     ordered = tuple((title, tuple(charts)) for title, charts in in_order(groups))
-    return Compared(name, id, tuple(runs), tuple(last), tuple(_differences(runs)), ordered)
+    return Compared(name, id, tuple(runs), last, tuple(_differences(runs)), ordered)
 
 
-def _differences(runs: Sequence[StageRun | None]) -> list[tuple[str, tuple[str, ...]]]:
+def _curves(
+    metric: str, runs: Sequence[ReportedStage | None], labels: Sequence[str], unit: float
+) -> list[Line]:
+    """Return a metric's curve of each run that logged enough of it, in the run's colour."""
+    logged = [None if stage is None else stage.metrics.get(metric) for stage in runs]
+    return [
+        Line(label, points.scaled(unit), colour)
+        for colour, (label, points) in enumerate(zip(labels, logged, strict=True))
+        if points is not None and len(points.steps) >= LEAST
+    ]
+
+
+def _last_values(
+    metrics: Sequence[str], runs: Sequence[ReportedStage | None]
+) -> tuple[tuple[str, tuple[float | None, ...]], ...]:
+    """Return the most important metrics with their values of each saved model."""
+    important = [name for key in charts.key_metrics(metrics) for name in (key, charts.EVAL + key)]
+    return tuple(
+        (metric, tuple(_last_value(metric, stage) for stage in runs))
+        for metric in important
+        if metric in metrics
+    )
+
+
+def _last_value(metric: str, stage: ReportedStage | None) -> float | None:
+    if stage is None or metric not in stage.metrics:
+        return None
+    return stage.metrics[metric].value_at(stage.saved)
+
+
+def _differences(runs: Sequence[ReportedStage | None]) -> list[tuple[str, tuple[str, ...]]]:
     """List configuration fields, and the seed, that differ between runs; of paths, only the last part counts."""
     configs = [
         {}
         if s is None
-        else {"seed": s.record.get("seed"), "trainer": s.trainer, **charts.flat(_without_seed(s))}
+        else {"seed": s.files.spec.get("seed"), "trainer": s.trainer, **charts.flat(_without_seed(s))}
         for s in runs
     ]
     fields = dict.fromkeys(field for config in configs for field in config)
@@ -128,6 +141,6 @@ def _written(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _without_seed(stage: StageRun) -> dict[str, object]:
+def _without_seed(stage: ReportedStage) -> dict[str, object]:
     """Drop the stage's `seed`, which is empty if the pipeline's applies; the record has the resolved one."""
     return {key: value for key, value in stage.config.items() if key != "seed"}

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rlhf_report.charts import clock, flat
-from rlhf_report.run_reader import StageRun
+from rlhf_report.run_reader import ReportedStage
 
 WIDTH, HEIGHT = 208, 96
 ACROSS, BETWEEN = 92, 26
@@ -48,7 +48,7 @@ class Picture:
     arrows: tuple[Arrow, ...]
 
 
-def references(stages: Sequence[StageRun]) -> list[tuple[str, str, str]]:
+def references(stages: Sequence[ReportedStage]) -> list[tuple[str, str, str]]:
     """Return (from stage, to stage, use) of every STAGE.OUTPUT in a stage's configuration."""
     names = {stage.name for stage in stages}
     uses: dict[tuple[str, str], list[str]] = {}
@@ -61,7 +61,7 @@ def references(stages: Sequence[StageRun]) -> list[tuple[str, str, str]]:
     return [(a, b, ", ".join(dict.fromkeys(names))) for (a, b), names in uses.items()]
 
 
-def picture(stages: Sequence[StageRun]) -> Picture:
+def picture(stages: Sequence[ReportedStage]) -> Picture:
     """Return the picture of at least one stage: columns in the order of what flows, from left to right."""
     edges = references(stages)
     depth: dict[str, int] = {}
@@ -102,7 +102,7 @@ def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: fl
     return Arrow(path, label, (x1 + x2) / 2, lane - 6)
 
 
-def _lines(stage: StageRun) -> tuple[str, ...]:
+def _lines(stage: ReportedStage) -> tuple[str, ...]:
     model = stage.config.get("model")
     lines = []
     if isinstance(model, Mapping):

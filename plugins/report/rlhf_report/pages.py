@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,12 +19,10 @@ import numpy as np
 from bokeh.resources import Resources
 from markupsafe import Markup, escape
 
-from rlhf_core.config.toml import to_toml
-from rlhf_core.runtime.terminal import escape_control
 from rlhf_report import charts, samples
 from rlhf_report.charts import Chart, Line, band, bars, clock, histogram, lines, number, reliability
 from rlhf_report.diagram import picture
-from rlhf_report.run_reader import Part, Points, Run, StageRun, parts
+from rlhf_report.run_reader import Points, ReportedRun, ReportedStage, TimeShare, parts
 from rlhf_report.samples import Completions, RolloutGroups
 from rlhf_report.summary import summary
 from rlhf_report.weights import weight_charts
@@ -92,7 +91,6 @@ def templates() -> jinja2.Environment:
         "quantity": charts.quantity,
         "clock": clock,
         "breaks": breaks,
-        "toml": toml,
     }
     return environment
 
@@ -103,12 +101,16 @@ def library() -> str:
     return packed("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
 
 
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
+
+
 def shown(value: Any) -> Any:
     """Show control characters and marks that reorder text as their escapes, in texts and what holds texts."""
     if isinstance(value, Markup):
         return value
     if isinstance(value, str):
-        return escape_control(value)
+        return CONTROL.sub(lambda match: ascii(match[0])[1:-1], value)
     if isinstance(value, Mapping):
         return {shown(key): shown(each) for key, each in value.items()}
     return [shown(each) for each in value] if isinstance(value, list | tuple) else value
@@ -117,11 +119,6 @@ def shown(value: Any) -> Any:
 def breaks(name: str) -> Markup:
     """Return a metric's name with optional line breaks after slashes and underscores."""
     return Markup(str(escape(shown(name))).replace("/", "/<wbr>").replace("_", "_<wbr>"))
-
-
-def toml(config: Mapping[str, Any]) -> str:
-    """Return a stage's fields as TOML."""
-    return to_toml({"stage": [config]}).partition("[[stage]]\n")[2]
 
 
 def packed(text: str) -> str:
@@ -171,7 +168,7 @@ class StageView:
     have no chart.
     """
 
-    run: StageRun
+    run: ReportedStage
     id: str
     facts: tuple[str, ...]
     summary: str
@@ -184,12 +181,12 @@ class StageView:
     previews: Completions | None
     rollout: RolloutGroups | None
     pairs: tuple[samples.ScoredPair, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TimeShare, ...]
 
 
-def page(run: Run) -> str:
+def page(run: ReportedRun) -> str:
     """Return the page as HTML."""
-    made = Page(problems=list(run.problems))
+    made = Page(problems=run.problems)
     cut = stretches(sum(len(drawn) for stage in run.stages for _, drawn in drawn_charts(stage)[0]))
     views: list[StageView] = []
     for stage in run.stages:
@@ -210,7 +207,7 @@ def page(run: Run) -> str:
     )
 
 
-def machine(run: Run) -> str:
+def machine(run: ReportedRun) -> str:
     """Describe the machine, as in `1 × cpu, jax 0.10.2, Python 3.11.7`; empty if no event has it."""
     facts = run.machine
     if not facts:
@@ -225,17 +222,17 @@ def machine(run: Run) -> str:
     return ", ".join(words)
 
 
-def versions(run: Run) -> str:
+def versions(run: ReportedRun) -> str:
     """Return `rlhf-core 0.1.0, …` of the last stage that began."""
     for stage in reversed(run.stages):
-        if recorded := stage.record.get("versions"):
+        if recorded := stage.files.spec.get("versions"):
             return ", ".join(f"{name} {version}" for name, version in recorded.items())
     return ""
 
 
-def drawn_charts(stage: StageRun) -> tuple[list[tuple[charts.Kind, list[Line]]], list[str]]:
+def drawn_charts(stage: ReportedStage) -> tuple[list[tuple[charts.ChartKind, list[Line]]], list[str]]:
     """Return the charts of a stage's metrics with their lines, and the metrics left out because all are always 0."""
-    drawn: list[tuple[charts.Kind, list[Line]]] = []
+    drawn: list[tuple[charts.ChartKind, list[Line]]] = []
     zeros: list[str] = []
     for kind, names in charts.charts(stage.metrics):
         lines = {
@@ -263,7 +260,7 @@ def _lines(metrics: Mapping[str, Points], unit: float) -> list[Line]:
     return lines
 
 
-def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> StageView:
+def _view(stage: ReportedStage, run: ReportedRun, made: Page, cut: int, taken: list[str]) -> StageView:
     id = slug(f"stage-{stage.name}", taken)
     completed, rollout, spreads = samples.completions(stage, made.problems)
     evaluations = samples.evaluations(stage, made.problems)
@@ -292,7 +289,7 @@ def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> 
         completions=completed,
         previews=samples.fixed_prompts(stage, made.problems, "preview"),
         rollout=rollout,
-        pairs=tuple(samples.scored_pairs(stage, made.problems)),
+        pairs=tuple(samples.scored_pairs(stage)),
         parts=tuple(parts(stage, run.seconds)),
     )
 
@@ -335,7 +332,7 @@ def _spread_charts(id: str, spreads: list[samples.Spread]) -> list[Chart]:
     return charts
 
 
-def _key_rows(stage: StageRun, rows: Mapping[str, Row]) -> Iterator[KeyRow]:
+def _key_rows(stage: ReportedStage, rows: Mapping[str, Row]) -> Iterator[KeyRow]:
     """Yield the rows of the short table; of equal metrics, such as `reward` and a single reward's mean, the first."""
     shown: list[list[Points | None]] = []
     for name in charts.key_metrics(rows):
@@ -370,7 +367,7 @@ def _row(name: str, points: Points, saved: int | None) -> Row:
     return Row(name, points.value_at(saved), first, last, least, largest, len(values))
 
 
-def _facts(stage: StageRun) -> Any:
+def _facts(stage: ReportedStage) -> Any:
     if stage.updates:
         planned = f" of {stage.planned:,}" if stage.planned and stage.planned != stage.updates else ""
         yield f"{stage.updates:,}{planned} updates"
@@ -387,8 +384,8 @@ def _facts(stage: StageRun) -> Any:
         yield f"in {len(stage.sessions)} sessions"
 
 
-def _next_command(stage: StageRun, run: Run) -> str:
+def _next_command(stage: ReportedStage, run: ReportedRun) -> str:
     """Return the command that continues a stage which is neither done nor running."""
-    if stage.state in ("done", "running") or not run.resolved:
+    if stage.state in ("done", "running") or not run.files.text:
         return ""
     return f"rlhf run {run.dir / 'pipeline.resolved.toml'}"

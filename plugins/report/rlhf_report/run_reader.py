@@ -1,12 +1,9 @@
-"""The contents of a run directory, however far the run got."""
+"""What the files of a run say together, however far the run got: curves, sessions, how stages ended."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.artifacts import MANIFEST
-from rlhf_core.config.toml import parse_toml
-from rlhf_core.errors import InputError, library_words, limited_lines, read_limited
-from rlhf_core.stage import events
+from rlhf_core import InputError
+from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
 
+RESOLVED = "pipeline.resolved.toml"
 Floats = NDArray[np.float64]
 LARGEST = float(np.finfo(np.float32).max)
 """Charts use float32: larger numbers count as not finite."""
@@ -122,9 +118,6 @@ def draw(points: Points, stretches: int) -> ThinnedLine:
     return ThinnedLine(points.steps[indices], points.values[indices], mean_x, mean_y, count)
 
 
-STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-"""A stage's name, which is the name of its directory."""
-RESOLVED = "pipeline.resolved.toml"
 State = Literal["done", "failed", "stopped", "interrupted", "running", "not begun"]
 BROKEN_OFF = {"failed", "stopped"}
 
@@ -139,26 +132,34 @@ class Session:
 
 
 @dataclass(frozen=True)
-class StageRun:
-    """One stage, read from its directory.
+class ReportedStage:
+    """One stage, and what its files say together.
 
-    message: why it failed or was stopped. planned: total updates, None before the first one.
-    metrics: {name: its logged points}. first_row: when the first row was logged, seconds since 1970. record:
-    stage.json, empty if there is none. saved: the update whose model is saved, where that is not the last.
+    files: its directory. message: why it failed or was stopped. planned: total updates, None before the first one.
+    metrics: {name: its logged points}. first_row: when the first row was logged, seconds since 1970. saved: the update
+    whose model is saved, where that is not the last.
     """
 
-    name: str
-    trainer: str
-    dir: Path
+    files: StageDirectory
     state: State
     message: str
-    config: Mapping[str, Any]
-    record: Mapping[str, Any]
     sessions: tuple[Session, ...]
     planned: int | None
     metrics: Mapping[str, Points]
     first_row: float | None
     saved: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.files.name
+
+    @property
+    def trainer(self) -> str:
+        return self.files.trainer
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.files.config
 
     @property
     def updates(self) -> int:
@@ -171,16 +172,18 @@ class StageRun:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run directory. warnings: (stage, text). problems: files that could not be read."""
+class ReportedRun:
+    """A run directory. warnings: (stage, text). problems: files that could not be read; reading more adds to them."""
 
-    dir: Path
-    table: Mapping[str, Any]
-    resolved: str
-    stages: tuple[StageRun, ...]
+    files: RunDirectory
+    stages: tuple[ReportedStage, ...]
     machine: Mapping[str, Any]
     warnings: tuple[tuple[str, str], ...]
-    problems: tuple[str, ...] = field(default=())
+    problems: list[str]
+
+    @property
+    def dir(self) -> Path:
+        return self.files.dir
 
     @property
     def name(self) -> str:
@@ -190,143 +193,79 @@ class Run:
     def seconds(self) -> float:
         return sum(stage.seconds for stage in self.stages)
 
+    def stage(self, name: str) -> ReportedStage | None:
+        """Return a stage by its name; None where there is none."""
+        return next((stage for stage in self.stages if stage.name == name), None)
 
-def read_run(path: str | Path) -> Run:
+
+def read_run(path: str | Path) -> ReportedRun:
     """Read everything that a report shows except the samples, which are read when they are drawn.
 
     Damaged files are skipped and named in `problems`. Raises InputError if `path` is not a run directory.
     """
-    directory = Path(path).absolute()
-    directories = _stage_directories(Path(path), directory)
     problems: list[str] = []
-    resolved = _text(directory / RESOLVED, problems)
-    try:
-        pipeline = parse_toml(resolved)
-    except (ValueError, RecursionError) as error:
-        pipeline = {}
-        problems.append(f"{RESOLVED} is not readable: {error}")
-    log = list(rows(directory / events.FILE, problems))
-    configs = _stage_tables(pipeline, problems)
-    active = _in_use(directory)
-    stages = tuple(
-        _stage(directories.get(name, directory / name), name, configs.get(name, {}), log, active, problems)
-        for name in dict.fromkeys([*configs, *directories])
-    )
-    machine: Mapping[str, Any] = next(
-        (e["machine"] for e in reversed(log) if isinstance(e.get("machine"), dict)), {}
-    )
+    files = open_run(path, damaged=lambda error: problems.append(described(error)))
+    if files.is_stage and (files.dir.parent / RESOLVED).is_file():
+        given = Path(path)
+        raise InputError(f"{given}: is one stage of a run; type: rlhf report {given.parent}")
+    active = files.is_running
+    stages = tuple(_stage(stage, files.events, active) for stage in files.stages)
+    machines = [event["machine"] for event in files.events if isinstance(event.get("machine"), dict)]
     warnings = dict.fromkeys(
-        (str(e.get("stage", "")), str(e.get("message", ""))) for e in log if e.get("event") == "warning"
+        (str(event.get("stage", "")), str(event.get("message", "")))
+        for event in files.events
+        if event.get("event") == "warning"
     )
-    return Run(directory, pipeline, resolved, stages, machine, tuple(warnings), tuple(problems))
+    return ReportedRun(files, stages, machines[-1] if machines else {}, tuple(warnings), problems)
 
 
-def _stage_tables(written: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
-    """Return {name: table} of the stages in the resolved pipeline, leaving out invalid names."""
-    stages = written.get("stage", [])
-    tables = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
-    by_name = {name: stage for stage in tables if STAGE_NAME.fullmatch(name := str(stage.get("name", "")))}
-    if not isinstance(stages, list) or len(by_name) != len(stages):
-        problems.append(f"{RESOLVED}: not every stage in it has a unique name")
-    return by_name
+def described(error: Damaged) -> str:
+    """Name a damaged file, from its folder on, and what was left out."""
+    name = error.path.name if error.path.name == RESOLVED else f"{error.path.parent.name}/{error.path.name}"
+    if error.lines:
+        return f"{name}: {error.lines} damaged line{'s' * (error.lines > 1)} left out"
+    return f"{name} is not readable: {error.why}"
 
 
-def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; name a file with other lines once in `problems`."""
-    damaged = 0
-    try:
-        for line in limited_lines(path) if path.is_file() else ():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                yield row
-            elif line.strip():
-                damaged += 1
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.parent.name}/{path.name} is not readable: {library_words(error)}")
-    if damaged:
-        lines_text = f"{damaged} damaged line{'s' * (damaged > 1)}"
-        problems.append(f"{path.parent.name}/{path.name}: {lines_text} left out")
-
-
-def _stage_directories(given: Path, directory: Path) -> dict[str, Path]:
-    """Return {stage: its directory}, oldest first; a directory written by a trainer from Python is its only stage."""
-    if not directory.is_dir():
-        state = "is a file" if directory.exists() else "does not exist"
-        raise InputError(f"{given}: {state}; give the directory of a run, such as: rlhf report runs/first")
-    if _is_stage(directory):
-        if (directory.parent / RESOLVED).is_file():
-            raise InputError(f"{given}: is one stage of a run; type: rlhf report {given.parent}")
-        return {str(json_object(directory / "stage.json", []).get("name") or directory.name): directory}
-    stages = [path for path in directory.iterdir() if _is_stage(path)]
-    if not stages and not (directory / RESOLVED).is_file():
-        raise InputError(
-            f"{given}: not a run directory, it has neither {RESOLVED} nor a stage with metrics.jsonl; give the "
-            "`dir` of a pipeline that ran, such as: rlhf report runs/first"
-        )
-    return {path.name: path for path in sorted(stages, key=lambda path: path.stat().st_mtime)}
-
-
-def _is_stage(path: Path) -> bool:
-    return (path / "stage.json").is_file() or (path / "metrics.jsonl").is_file()
-
-
-def _stage(
-    path: Path,
-    name: str,
-    config: Mapping[str, Any],
-    log: list[dict[str, Any]],
-    active: bool,
-    problems: list[str],
-) -> StageRun:
-    record = json_object(path / "stage.json", problems)
-    planned = json_object(path / "plan.json", problems).get("updates")
-    stage_log = [e for e in log if e.get("stage") == name and number(e.get("time")) is not None]
-    metrics, times = read_metrics(rows(path / "metrics.jsonl", problems))
-    best = json_object(path / "best.json", problems)
-    saved = best.get("model")
-    kept = isinstance(saved, int) and saved != best.get("updates", saved)
-    first, last = (times[0], times[-1]) if times else (None, None)
-    sessions = _sessions(stage_log, record, last)
-    state, message = _state(path, stage_log, record, active)
-    return StageRun(
-        name=name,
-        trainer=str(record.get("trainer") or config.get("trainer") or ""),
-        dir=path,
-        state=state,
-        message=message,
-        config={
-            k: v
-            for k, v in {**config, **(record.get("config") or {})}.items()
-            if k not in ("name", "trainer")
-        },
-        record=record,
-        sessions=sessions,
-        planned=int(updates) if (updates := number(planned)) is not None else None,
+def _stage(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: bool) -> ReportedStage:
+    own = [
+        event
+        for event in events
+        if event.get("stage") == files.name and number(event.get("time")) is not None
+    ]
+    metrics, times = read_metrics(files.metrics)
+    state, message = _state(files, own, active)
+    planned = number(files.plan.get("updates"))
+    saved = files.best.get("model")
+    is_last = saved == files.best.get("updates", saved)
+    return ReportedStage(
+        files,
+        state,
+        message,
+        sessions=_sessions(own, files.spec, times[-1] if times else None),
+        planned=None if planned is None else int(planned),
         metrics=metrics,
-        first_row=first,
-        saved=saved if kept else None,
+        first_row=times[0] if times else None,
+        saved=saved if isinstance(saved, int) and not is_last else None,
     )
 
 
-def _state(
-    path: Path, log: list[dict[str, Any]], record: Mapping[str, Any], active: bool
-) -> tuple[State, str]:
-    ended: dict[str, Any] = next((e for e in reversed(log) if e.get("event") != "warning"), {})
-    alone = not record and not ended  # a trainer called from Python writes neither
-    if record.get("state") == "done" or (alone and any(path.glob(f"artifacts/*/{MANIFEST}"))):
+def _state(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: bool) -> tuple[State, str]:
+    ends = [event for event in events if event.get("event") != "warning"]
+    ended: Mapping[str, Any] = ends[-1] if ends else {}
+    alone = not files.spec and not ended  # a trainer called from Python writes neither
+    if files.spec.get("state") == "done" or (alone and files.has_artifacts):
         return "done", ""
-    if (how := str(ended.get("event", ""))) in BROKEN_OFF:
+    how = str(ended.get("event", ""))
+    if how in BROKEN_OFF:
         return ("failed" if how == "failed" else "stopped"), str(ended.get("message", ""))
-    if alone and not (path / "metrics.jsonl").is_file():
+    if alone and not files.has_metrics:
         return "not begun", ""
     return ("running" if active else "interrupted"), ""
 
 
 def _sessions(
-    log: list[dict[str, Any]], record: Mapping[str, Any], last: float | None
+    log: Sequence[Mapping[str, Any]], record: Mapping[str, Any], last: float | None
 ) -> tuple[Session, ...]:
     """Reconstruct a stage's sessions from the events; without events, from stage.json."""
     sessions: list[Session] = []
@@ -353,41 +292,8 @@ def _seconds(written: Any) -> float | None:
         return None
 
 
-def _in_use(directory: Path) -> bool:
-    """Return whether a process is running in this directory, which then holds the lock."""
-    try:
-        with open(directory / ".lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return the JSON object of a file; empty if the file is missing or, with a problem, damaged."""
-    content = _text(path, problems)
-    try:
-        value = json.loads(content) if content else {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        problems.append(f"{path.parent.name}/{path.name} is not readable")
-        return {}
-    return value
-
-
-def _text(path: Path, problems: list[str]) -> str:
-    try:
-        return read_limited(path).decode(errors="replace") if path.is_file() else ""
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} is not readable: {library_words(error)}")
-        return ""
-
-
 @dataclass(frozen=True)
-class Part:
+class TimeShare:
     """The time of one kind of work. share: of the whole run, between 0 and 1."""
 
     name: str
@@ -398,7 +304,7 @@ class Part:
 UPDATES, BEFORE, AFTER = "updates", "before the first update", "evaluation, saving, the rest"
 
 
-def parts(stage: StageRun, total: float) -> list[Part]:
+def parts(stage: ReportedStage, total: float) -> list[TimeShare]:
     """Split a stage's time into start-up (data, model, compiling), updates, and the rest (evaluations, saving).
 
     `step_time` is the mean over the updates since the previous row, without evaluations; updates repeated after a kill
@@ -408,17 +314,17 @@ def parts(stage: StageRun, total: float) -> list[Part]:
     if not whole or not total:
         return []
     if "step_time" not in stage.metrics:
-        return [Part(BEFORE, whole, whole / total)] if not stage.metrics else []
+        return [TimeShare(BEFORE, whole, whole / total)] if not stage.metrics else []
     times = stage.metrics["step_time"]
     updates = float(np.sum(np.diff(times.steps, prepend=0.0) * times.values))
     updates = min(updates, whole)
     before = _before(stage, float(times.steps[0] * times.values[0]))
     before = min(before, whole - updates)
     times_by_part = {BEFORE: before, UPDATES: updates, AFTER: whole - updates - before}
-    return [Part(name, seconds, seconds / total) for name, seconds in times_by_part.items()]
+    return [TimeShare(name, seconds, seconds / total) for name, seconds in times_by_part.items()]
 
 
-def _before(stage: StageRun, first: float) -> float:
+def _before(stage: ReportedStage, first: float) -> float:
     """Return the seconds before the first update, which took `first` seconds until the first row."""
     if stage.first_row is None:
         return 0.0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import read_limited
-from rlhf_report.run_reader import StageRun, json_object, rows
+from rlhf_report.run_reader import ReportedStage
 
 MOST = 16
 """Most prompts to show."""
@@ -42,7 +40,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Text:
+class ShownText:
     """One completion, or episode.
 
     rewards: {label: value, None where the function did not apply}; empty where the only one is the reward itself.
@@ -73,8 +71,8 @@ class Side:
     """
 
     at: str
-    before: Text | None
-    after: Text | None
+    before: ShownText | None
+    after: ShownText | None
     means: tuple[float | None, float | None] = (None, None)
 
     @property
@@ -93,7 +91,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanPair:
     """A mean over all completions of the prompts sampled both times; None if no completion has a value."""
 
     name: str
@@ -102,12 +100,12 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Group:
+class CompletionGroup:
     """Completions of one prompt in a rollout, those with the highest advantage first; left_out: how many more."""
 
     prompt: str
     columns: Mapping[str, str]
-    texts: tuple[Text, ...]
+    texts: tuple[ShownText, ...]
     left_out: int
 
 
@@ -116,7 +114,7 @@ class RolloutGroups:
     """Groups of the newest stored rollout, sampled right before update `update`: those whose advantages differ most."""
 
     update: int
-    groups: tuple[Group, ...]
+    groups: tuple[CompletionGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,14 @@ class Completions:
     sides: tuple[Side, ...]
     same_prompts: bool
     group: int = 1
-    means: tuple[Mean, ...] = ()
+    means: tuple[MeanPair, ...] = ()
     prompt_means: tuple[tuple[float | None, float | None], ...] = ()
     fixed: bool = False
+
+    @property
+    def of_fixed_prompts_twice(self) -> bool:
+        """Whether the same fixed prompts were completed at two updates."""
+        return self.fixed and self.updates[0] != self.updates[1]
 
     @property
     def rewards(self) -> int:
@@ -149,7 +152,7 @@ class Completions:
 
 
 def same_prompts(
-    updates: tuple[int, int], early: Sequence[Text], late: Sequence[Text] | None
+    updates: tuple[int, int], early: Sequence[ShownText], late: Sequence[ShownText] | None
 ) -> Completions | None:
     """Pair the completions of every prompt sampled both times; None without any. late: None if there is one time."""
     before = _by_prompt(early)
@@ -164,7 +167,9 @@ def same_prompts(
     return Completions(updates, tuple(sides[:MOST]), True, group, means, by_prompt)
 
 
-def same_places(updates: tuple[int, int], early: Sequence[Text], late: Sequence[Text] | None) -> Completions:
+def same_places(
+    updates: tuple[int, int], early: Sequence[ShownText], late: Sequence[ShownText] | None
+) -> Completions:
     """Pair completions at the same quantiles of the reward, from the lowest to the highest."""
     before, after = _ordered(early), None if late is None else _ordered(late)
     sides = [
@@ -174,27 +179,27 @@ def same_places(updates: tuple[int, int], early: Sequence[Text], late: Sequence[
     return Completions(updates, tuple(sides), False)
 
 
-def _by_prompt(texts: Sequence[Text]) -> dict[str, list[Text]]:
-    groups: dict[str, list[Text]] = {}
+def _by_prompt(texts: Sequence[ShownText]) -> dict[str, list[ShownText]]:
+    groups: dict[str, list[ShownText]] = {}
     for text in texts:
         groups.setdefault(text.prompt, []).append(text)
     return groups
 
 
-def _opposite(prompt: str, before: Sequence[Text], after: Sequence[Text]) -> Side:
+def _opposite(prompt: str, before: Sequence[ShownText], after: Sequence[ShownText]) -> Side:
     means = _mean([text.reward for text in before]), _mean([text.reward for text in after])
     return Side(prompt, _middle(before), _middle(after), means)
 
 
-def _means(before: Sequence[Text], after: Sequence[Text]) -> list[Mean]:
+def _means(before: Sequence[ShownText], after: Sequence[ShownText]) -> list[MeanPair]:
     names = dict.fromkeys(name for text in (*before, *after) for name in text.rewards)
     return [
-        Mean("reward", _mean([text.reward for text in before]), _mean([text.reward for text in after])),
+        MeanPair("reward", _mean([text.reward for text in before]), _mean([text.reward for text in after])),
         *(
-            Mean(name, *(_mean([text.rewards.get(name) for text in side]) for side in (before, after)))
+            MeanPair(name, *(_mean([text.rewards.get(name) for text in side]) for side in (before, after)))
             for name in names
         ),
-        Mean("tokens", _mean([text.length for text in before]), _mean([text.length for text in after])),
+        MeanPair("tokens", _mean([text.length for text in before]), _mean([text.length for text in after])),
     ]
 
 
@@ -203,15 +208,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(numbers)) if numbers else None
 
 
-def _ordered(texts: Sequence[Text]) -> list[Text]:
+def _ordered(texts: Sequence[ShownText]) -> list[ShownText]:
     return sorted(texts, key=lambda text: -np.inf if text.reward is None else text.reward)
 
 
-def _middle(texts: Sequence[Text]) -> Text | None:
+def _middle(texts: Sequence[ShownText]) -> ShownText | None:
     return _place(_ordered(texts), 0.5) if texts else None
 
 
-def _place(ordered: Sequence[Text], share: float) -> Text:
+def _place(ordered: Sequence[ShownText], share: float) -> ShownText:
     return ordered[round(share * (len(ordered) - 1))]
 
 
@@ -253,15 +258,16 @@ class ScoredPair:
 
 
 def completions(
-    stage: StageRun, problems: list[str]
+    stage: ReportedStage, problems: list[str]
 ) -> tuple[Completions | None, RolloutGroups | None, list[Spread]]:
     """Return completions to show before and after, groups of the newest rollout, and distributions in rollouts."""
-    files = _numbered(stage.dir / "samples", "update-*.jsonl")
-    steps = sorted(files)
+    files = stage.files.samples("update")
+    steps = list(files)
     if len(steps) > READ:
         steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, READ).astype(int))]
     # A file is numbered by the updates before its rollout; metrics.jsonl has its metrics at the next update.
-    rollouts = {step + 1: texts for step in steps if (texts := list(_texts(files[step], problems)))}
+    sampled = {step + 1: _texts(files, "update", step, problems) for step in steps}
+    rollouts = {step: texts for step, texts in sampled.items() if texts}
     spreads = []
     if rollouts:
         spreads = [
@@ -273,26 +279,26 @@ def completions(
     return opposite, newest, [spread for spread in spreads if spread is not None]
 
 
-def _groups(update: int, texts: Sequence[Text]) -> RolloutGroups | None:
+def _groups(update: int, texts: Sequence[ShownText]) -> RolloutGroups | None:
     """Return the groups of a rollout whose advantages differ most; None where nothing has an advantage."""
-    groups: list[tuple[float, Group]] = []
+    groups: list[tuple[float, CompletionGroup]] = []
     for prompt, members in _by_prompt(texts).items():
         advantages = [text.advantage for text in members if text.advantage is not None]
         if not advantages:
             continue
         ordered = sorted(members, key=lambda text: -(text.advantage or 0.0))
         shown = ordered if len(ordered) <= MOST_MEMBERS else [*ordered[: MOST_MEMBERS - 1], ordered[-1]]
-        group = Group(prompt, members[0].columns, tuple(shown), len(ordered) - len(shown))
+        group = CompletionGroup(prompt, members[0].columns, tuple(shown), len(ordered) - len(shown))
         groups.append((max(advantages) - min(advantages), group))
     groups.sort(key=lambda item: -item[0])
     return RolloutGroups(update, tuple(group for _, group in groups[:MOST_GROUPS])) if groups else None
 
 
-def fixed_prompts(stage: StageRun, problems: list[str], name: str) -> Completions | None:
+def fixed_prompts(stage: ReportedStage, problems: list[str], name: str) -> Completions | None:
     """Pair the first completions of fixed prompts with the trained model's. name: "evaluation" or "preview"."""
-    files = _numbered(stage.dir / "samples", f"{name}-*.jsonl")
-    ends = _ends(stage, files, problems)
-    previews = [(step, texts) for step in ends if (texts := list(_texts(files[step], problems)))]
+    files = stage.files.samples(name)
+    read = [(step, _texts(files, name, step, problems)) for step in _ends(stage, files)]
+    previews = [(step, texts) for step, texts in read if texts]
     if not previews:
         return None
     (first, early), (last, late) = previews[0], previews[-1]
@@ -300,15 +306,15 @@ def fixed_prompts(stage: StageRun, problems: list[str], name: str) -> Completion
     return None if pairs is None else replace(pairs, fixed=True)
 
 
-def _ends(stage: StageRun, files: Mapping[int, Path], problems: list[str]) -> list[int]:
+def _ends(stage: ReportedStage, files: Mapping[int, Any]) -> list[int]:
     """Return the first update with a file and the trained model's, which may be the best evaluation's."""
     if not files:
         return []
-    best = json_object(stage.dir / "best.json", problems).get("model")
+    best = stage.files.best.get("model")
     return sorted({min(files), best if isinstance(best, int) and best in files else max(files)})
 
 
-def _of_rollouts(rollouts: Mapping[int, Sequence[Text]]) -> Completions:
+def _of_rollouts(rollouts: Mapping[int, Sequence[ShownText]]) -> Completions:
     """Pair the first rollout with the last one, by shared prompts, else by quantile of the reward."""
     first, last = min(rollouts), max(rollouts)
     late = rollouts[last] if last != first else None
@@ -316,12 +322,12 @@ def _of_rollouts(rollouts: Mapping[int, Sequence[Text]]) -> Completions:
     return shared or same_places((first, last), rollouts[first], late)
 
 
-def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
+def scored_pairs(stage: ReportedStage) -> list[ScoredPair]:
     """Return the pairs that the stage's evaluations stored."""
-    files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
+    files = stage.files.samples("evaluation")
     scores: dict[tuple[str, str, str, str], list[tuple[int, float, float]]] = {}
-    for step in _ends(stage, files, problems):
-        for row in rows(files[step], problems):
+    for step in _ends(stage, files):
+        for row in files[step]:
             if all(isinstance(row.get(f"{side}_score"), float) for side in ("chosen", "rejected")):
                 prompt, chosen, rejected = (
                     _shown(row.get(part)) for part in ("prompt", "chosen", "rejected")
@@ -331,24 +337,38 @@ def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
     return [ScoredPair(*texts, tuple(pair_scores)) for texts, pair_scores in scores.items()]
 
 
-def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
+def evaluations(stage: ReportedStage, problems: list[str]) -> list[dict[str, Any]]:
     """Return `step` and the content of two files of evaluations/: the first, and the trained model's.
 
-    The content is `scores` and `calibration` of pairs, or `prompt_rewards`.
+    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, those of the first set.
     """
-    files = _numbered(stage.dir / "evaluations", "*.json")
+    files = stage.files.evaluations
     results = []
-    for step in _ends(stage, files, problems):
+    for step in _ends(stage, files):
         try:
-            results.append({"step": step, **_evaluation(json.loads(read_limited(files[step])))})
-        except (OSError, *DAMAGED):
-            problems.append(f"{stage.name}/evaluations/{files[step].name} is not readable")
+            found = _evaluation(files[step])
+        except DAMAGED:
+            problems.append(f"{stage.name}/evaluations/{step:06d}.json is not readable")
+            continue
+        if found:
+            results.append({"step": step, **found})
     return results
 
 
 def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
-    if "prompt_rewards" in content:
-        return {"prompt_rewards": [None if x is None else float(x) for x in content["prompt_rewards"]]}
+    """Take what the page shows from an evaluation. Raises one of DAMAGED for another form."""
+    if "scores" in content:
+        return _score_distributions(content)
+    rewards = content.get("prompt_rewards")  # of earlier versions, which wrote no rows
+    rows: Sequence[Mapping[str, Any]] = content["rows"] if rewards is None else []
+    if any("reward" in row for row in rows):
+        rewards = [row["reward"] for row in rows if row.get("set") == rows[0].get("set")]
+    if rewards is None:
+        return {}
+    return {"prompt_rewards": [_optional(float, value) for value in rewards]}
+
+
+def _score_distributions(content: Mapping[str, Any]) -> dict[str, Any]:
     edges = [float(x) for x in content["scores"]["edges"]]
     counts = {side: [float(x) for x in content["scores"][side]] for side in ("chosen", "rejected")}
     if any(len(count) != len(edges) - 1 for count in counts.values()):
@@ -359,30 +379,28 @@ def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"scores": {"edges": edges, **counts}, "calibration": bins}
 
 
-def _numbered(directory: Path, pattern: str) -> dict[int, Path]:
-    """Return {the number in its name: file}."""
-    files = directory.glob(pattern) if directory.is_dir() else ()
-    return {int(match[1]): path for path in files if (match := re.search(r"(\d+)\.jsonl?$", path.name))}
-
-
-def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
-    """Yield the completions of a file; name it once in `problems` if some have another form."""
+def _texts(
+    files: Mapping[int, Sequence[Mapping[str, Any]]], name: str, step: int, problems: list[str]
+) -> list[ShownText]:
+    """Return the completions of a file; name it once in `problems` if some have another form."""
+    texts: list[ShownText] = []
     odd = 0
-    for row in rows(path, problems):
+    for row in files[step]:
         try:
             if "completion" in row:
-                yield _text(row)
+                texts.append(_text(row))
         except DAMAGED:
             odd += 1
     if odd:
-        problems.append(f"{path.parent.name}/{path.name}: {odd} damaged row{'s' * (odd > 1)} left out")
+        problems.append(f"samples/{name}-{step:06d}.jsonl: {odd} damaged row{'s' * (odd > 1)} left out")
+    return texts
 
 
-def _text(row: Mapping[str, Any]) -> Text:
+def _text(row: Mapping[str, Any]) -> ShownText:
     reward = _optional(float, row.get("reward"))
     rewards = {name: _optional(float, value) for name, value in (row.get("rewards") or {}).items()}
     columns = row.get("columns") or {}
-    return Text(
+    return ShownText(
         _shown(row.get("prompt")),
         _shown(_reply(row["completion"])),
         reward,
@@ -409,7 +427,7 @@ def _reply(completion: Any) -> Any:
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Text` that only an episode has."""
+    """Return the fields of `ShownText` that only an episode has."""
     turns = row["turns"]
     asked = [_message(message) for message in row["prompt"]]
     replies = [_message(message) for message in row["completion"]]
@@ -456,7 +474,7 @@ def _shown(value: Any, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
 
 
-def _spread(name: str, rollouts: Mapping[int, Sequence[Text]], quantity: Any) -> Spread | None:
+def _spread(name: str, rollouts: Mapping[int, Sequence[ShownText]], quantity: Any) -> Spread | None:
     values = {
         step: np.array(numbers, np.float64)
         for step, texts in rollouts.items()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_report.charts import number
-from rlhf_report.run_reader import StageRun
+from rlhf_report.run_reader import ReportedStage
 from rlhf_report.samples import Completions
 
 FEWEST = 4
@@ -18,7 +18,7 @@ Z = 1.959963984540054
 
 
 def summary(
-    stage: StageRun, evaluations: Sequence[Mapping[str, Any]], completions: Completions | None
+    stage: ReportedStage, evaluations: Sequence[Mapping[str, Any]], completions: Completions | None
 ) -> str:
     """Return the sentence; empty where nothing was evaluated.
 
@@ -26,24 +26,24 @@ def summary(
     `eval_data` if an evaluation preceded training, else over those whose completions were stored.
     """
     scored = [row for row in evaluations if "prompt_rewards" in row]
-    previews = (
-        completions is not None and completions.fixed and completions.updates[0] != completions.updates[1]
-    )
+    shown = completions if completions is not None and completions.of_fixed_prompts_twice else None
+    calibrated = [row for row in evaluations if "calibration" in row]
     text = ""
-    if len(scored) == 2 and (scored[0]["step"] == 0 or not previews):
+    if len(scored) == 2 and (scored[0]["step"] == 0 or shown is None):
         updates = (scored[0]["step"], scored[1]["step"])
         text = _rewards(stage, updates, *(row["prompt_rewards"] for row in scored))
-    elif completions is not None and previews:
-        text = _rewards(stage, completions.updates, *zip(*completions.prompt_means, strict=True))
-    elif "eval_accuracy" in stage.metrics and (
-        last := [row for row in evaluations if "calibration" in row][-1:]
-    ):
-        text = _accuracy(stage, round(sum(row_bin["pairs"] for row_bin in last[0]["calibration"])))
+    elif shown is not None:
+        text = _rewards(stage, shown.updates, *zip(*shown.prompt_means, strict=True))
+    elif calibrated and "eval_accuracy" in stage.metrics:
+        text = _accuracy(stage, round(sum(row_bin["pairs"] for row_bin in calibrated[-1]["calibration"])))
     return text or _loss(stage)
 
 
 def _rewards(
-    stage: StageRun, updates: tuple[int, int], before: Sequence[float | None], after: Sequence[float | None]
+    stage: ReportedStage,
+    updates: tuple[int, int],
+    before: Sequence[float | None],
+    after: Sequence[float | None],
 ) -> str:
     """Compare the mean rewards of the same prompts."""
     both = [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
@@ -93,7 +93,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return float((middle - half) / (1 + Z**2 / count)), float((middle + half) / (1 + Z**2 / count))
 
 
-def _accuracy(stage: StageRun, pairs: int) -> str:
+def _accuracy(stage: ReportedStage, pairs: int) -> str:
     update, last = stage.metrics["eval_accuracy"].at(stage.saved) or (0.0, -1.0)
     if pairs < 1 or not 0 <= last <= 1:
         return ""
@@ -105,14 +105,14 @@ def _accuracy(stage: StageRun, pairs: int) -> str:
     )
 
 
-def _saved(stage: StageRun) -> str:
+def _saved(stage: ReportedStage) -> str:
     """Say that an update's model is the one that was saved, where that is not the last."""
     return (
         "" if stage.saved is None else f", whose model was saved instead of that of update {stage.updates:,},"
     )
 
 
-def _loss(stage: StageRun) -> str:
+def _loss(stage: ReportedStage) -> str:
     points = stage.metrics.get("eval_loss")
     found = None if points is None else points.at(stage.saved)
     if points is None or found is None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_report.charts import Chart, Line, bars, lines
-from rlhf_report.run_reader import Points, StageRun, number, rows
+from rlhf_report.run_reader import Points, ReportedStage, number
 
 MOST = 6
 """Parameters that are drawn, those that the last logged update moved most."""
@@ -21,11 +21,11 @@ CURVES = {
 BINS = 40
 
 
-def weight_charts(id: str, stage: StageRun, problems: list[str], stretches: int) -> Iterator[Chart]:
+def weight_charts(id: str, stage: ReportedStage, problems: list[str], stretches: int) -> Iterator[Chart]:
     """Yield the charts of a stage's weights; rows of another form are left out, and named once in `problems`."""
     logged: dict[int, Mapping[str, Mapping[str, Any]]] = {}
     wrong = 0
-    for row in rows(stage.dir / "weights.jsonl", problems):
+    for row in stage.files.weights:
         if isinstance(row.get("step"), int) and _is_whole(row.get("weights")):
             logged[row["step"]] = row["weights"]
         else:

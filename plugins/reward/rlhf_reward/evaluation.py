@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import PairInputs
 from rlhf_core.artifacts import write_atomic
+from rlhf_core.fit import EvaluationMetrics
 from rlhf_core.metrics import fetch_metrics
 from rlhf_core.objective import sequence_scores
 from rlhf_reward.metrics import calibration_bins, histograms, measures
@@ -59,12 +60,13 @@ class ScoreEvaluation:
         self._cached: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
         self._whole = False
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
+    def __call__(self, state: TrainState) -> EvaluationMetrics:
         scores, found = self._measured(state)
         if not self._whole:
             found |= self.own_metrics(scores, found)
             self._whole = True
-        return found
+        values = {"chosen": scores[:, 0], "rejected": scores[:, 1]}
+        return EvaluationMetrics.of(found, self.pairs.where, values)
 
     def known(self, state: TrainState) -> dict[str, float]:
         """Return the metrics, with further ones only where an evaluation of this state had them."""
@@ -106,7 +108,7 @@ class Preview:
     `rejected`, as the model reads them, special tokens included; `chosen_score`, `rejected_score`, `margin`, reward
     units; `row`, the name of the pair's row.
 
-    DIR/evaluations/NNNNNN.json, over all pairs: `step`; `scores`, their histograms; `calibration`, its bins.
+    DIR/evaluations/NNNNNN.json also has, over all pairs: `scores`, their histograms; `calibration`, its bins.
     """
 
     def __init__(self, evaluate: ScoreEvaluation, tokenizer: Any, context: Context, count: int) -> None:
@@ -115,14 +117,12 @@ class Preview:
         self.shown = np.linspace(0, scored - 1, min(count, scored)).astype(int).tolist()
         self.texts = [self._texts(i, tokenizer) for i in self.shown]
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        metrics = self.evaluate(state)
-        if self.stage.is_main:
-            step, scores = int(state.step), self.evaluate.scores(state)
-            self._write_summary(step, scores)
-            if self.shown:
-                self._show(step, scores)
-        return metrics
+    def __call__(self, state: TrainState) -> EvaluationMetrics:
+        found = self.evaluate(state)
+        scores = self.evaluate.scores(state)
+        if self.stage.is_main and self.shown:
+            self._show(int(state.step), scores)
+        return EvaluationMetrics(found, found.rows, _summary(scores))
 
     def _texts(self, i: int, tokenizer: Any) -> dict[str, str]:
         pair = self.evaluate.pairs.pairs[i]
@@ -130,18 +130,6 @@ class Preview:
         alike = (a == b for a, b in zip(chosen, rejected, strict=False))
         shared = sum(1 for _ in takewhile(bool, alike))
         return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
-
-    def _write_summary(self, step: int, scores: np.ndarray) -> None:
-        """Write evaluations/; skip scores that are not finite, which have no histogram and which the run reports."""
-        if not np.isfinite(scores).all():
-            return
-        chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1].astype(np.float64)
-        summary = {
-            "step": step,
-            "scores": histograms(chosen, rejected),
-            "calibration": calibration_bins(chosen - rejected),
-        }
-        write_atomic(self.stage.dir / "evaluations" / f"{step:06d}.json", json.dumps(summary) + "\n")
 
     def _show(self, step: int, scores: np.ndarray) -> None:
         rows = []
@@ -155,6 +143,14 @@ class Preview:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomic(self.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl", text)
         self.stage.hook.rlhf_samples(stage=self.stage, step=step, name="evaluation", rows=rows)
+
+
+def _summary(scores: np.ndarray) -> dict[str, Any]:
+    """Summarise scores for the report; nothing where some are not finite, which the run reports."""
+    if not np.isfinite(scores).all():
+        return {}
+    chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1].astype(np.float64)
+    return {"scores": histograms(chosen, rejected), "calibration": calibration_bins(chosen - rejected)}
 
 
 def _cut(text: str, *, end: bool = False) -> str:

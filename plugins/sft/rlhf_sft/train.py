@@ -13,15 +13,22 @@ from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_sft.config import SFTConfig
 
 if TYPE_CHECKING:
+    import jax
+
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
 
 
-def objective(model: Definition, params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
-    """Compute the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t."""
+def objective(
+    model: Definition, params: Any, batch: Packed
+) -> tuple[Mean, Mapping[str, Metric], Mapping[str, jax.Array]]:
+    """Compute the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t.
+
+    The values of an evaluation's rows are their own means.
+    """
     logps, entropies = trained_logps(model, params, batch, entropy=True)
     weight = trained_weight(batch)
-    return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
+    return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}, {"loss": -logps}
 
 
 def build(config: SFTConfig, context: Context) -> Build:

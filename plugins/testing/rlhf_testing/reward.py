@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.errors import RunError, suggest
-from rlhf_core.rewards.values import LOG, Call, MetricLog
+from rlhf_core.rewards.values import LOG, MetricLog, RewardCall
 from rlhf_core.workers import call_now, describe_failure, outcome_of
 from rlhf_testing.findings import Broken, Findings, make_component, require_close
 from rlhf_testing.fixtures import a_stage
@@ -98,7 +98,7 @@ def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64
 
 
 def _call(reward: Any, arguments: Mapping[str, Any], count: int) -> list[float | None]:
-    scored = outcome_of(call_now(Call(reward, "it"), arguments, count))
+    scored = outcome_of(call_now(RewardCall(reward, "it"), arguments, count))
     if isinstance(scored, RunError):
         raise Broken(str(scored))
     if isinstance(scored, Exception):

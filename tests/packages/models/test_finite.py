@@ -130,21 +130,22 @@ def test_training_on_weights_that_are_not_finite_names_them_and_not_the_rows(
         short.train("reward", at="late", inputs={"model": fails_at_c(tiny, "score"), "train_dataset": rows})
 
 
-def test_an_evaluation_says_where_its_loss_is_not_finite(tiny: ModuleType) -> None:
+def test_an_evaluation_says_where_its_loss_is_not_finite(tiny: ModuleType, tmp_path: Path) -> None:
+    stage: Any = SimpleNamespace(name="s", dir=tmp_path, is_main=True)
     model = tiny.make_model("lm")
     state: Any = SimpleNamespace(model=model.definition, params=model.params)
     with pytest.warns(
         UserWarning, match=r"eval_loss after update 3 is not finite: the model's weights are finite"
     ):
-        metrics = evaluate_or_warn(lambda state: {"loss": np.nan, "reward": np.nan}, state, 3, "s")
+        metrics = evaluate_or_warn(lambda state: {"loss": np.nan, "reward": np.nan}, state, 3, stage)
     assert metrics is not None
     assert set(metrics) == {"eval_loss", "eval_reward"}
     with pytest.raises(RunError, match="eval_loss after update 0 is not finite"):
-        evaluate_or_warn(lambda state: {"loss": np.inf}, state, 0, "s")
+        evaluate_or_warn(lambda state: {"loss": np.inf}, state, 0, stage)
     bad = changed(model, "norm.weight", poison(0))
     state = SimpleNamespace(model=bad.definition, params=bad.params)
     with pytest.raises(InputError, match=r"'model\.norm\.weight' holds 1 of 16"):
-        evaluate_or_warn(lambda state: {"loss": np.nan}, state, 0, "s")
+        evaluate_or_warn(lambda state: {"loss": np.nan}, state, 0, stage)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("float16", 1e5), ("bfloat16", -np.inf)])

@@ -12,7 +12,8 @@ import pytest
 
 from rlhf_core import run_pipeline
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline.replay import Replayed, _metric_differences, replay
+from rlhf_core.pipeline.replay import Replayed, _by_step, _metric_differences, replay
+from rlhf_core.runs import Damaged, open_run
 
 FILE = """
 dir = "run"
@@ -42,6 +43,10 @@ def test_the_policy_is_trained_again_from_its_journal(
     (tmp_path / "p.toml").write_text(FILE)
     run_pipeline(tmp_path / "p.toml")
     assert replay(tmp_path / "run") == Replayed("policy", 2, [], model=True)
+    recorded = open_run(tmp_path / "run").stages[0]
+    entries = list(recorded.rollouts())
+    assert [entry.rollout.number for entry in entries] == recorded.rollout_numbers == [0, 1]
+    assert entries[1].rollout.total.shape == (8,)
     first, second = sorted((tmp_path / "run" / "policy" / "journal").glob("rollout-*"))
     with zipfile.ZipFile(first) as file:
         contents = {name: file.read(name) for name in file.namelist()}
@@ -69,16 +74,15 @@ def test_the_policy_is_trained_again_from_its_journal(
     ],
 )
 def test_a_damaged_row_of_metrics_is_an_error_that_names_the_file(line: bytes, tmp_path: Path) -> None:
-    (tmp_path / "then.jsonl").write_bytes(line + b"\n")
-    (tmp_path / "now.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}\n')
-    with pytest.raises(InputError, match=r"then\.jsonl: cannot be read: .*; restore it to compare its rows"):
-        list(_metric_differences(tmp_path / "then.jsonl", tmp_path / "now.jsonl"))
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(Damaged, match=r"metrics\.jsonl is damaged \(.*\): restore it, or delete it"):
+        _by_step(open_run(tmp_path).stages[0])
 
 
 @pytest.mark.parametrize("value", [b"1e999", b"NaN", b"null", b"[]", b'"x"', b"9" * 400])
 def test_a_damaged_number_of_metrics_is_a_difference(value: bytes, tmp_path: Path) -> None:
-    (tmp_path / "then.jsonl").write_bytes(b'{"step": 1, "loss": ' + value + b"}\n")
-    (tmp_path / "now.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}\n')
-    (found,) = _metric_differences(tmp_path / "then.jsonl", tmp_path / "now.jsonl")
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": ' + value + b"}\n")
+    then = _by_step(open_run(tmp_path).stages[0])
+    (found,) = _metric_differences(then, {1: {"step": 1, "loss": 0.5}})
     assert found.startswith("loss: first at update 1, ")
     assert found.endswith(" then, 0.5 now")

@@ -236,7 +236,10 @@ def test_evaluation(tiny, model, tmp_path):
     rewards = np.array([line["reward"] for line in written]).reshape(-1, 2)
     assert len(rewards) == 5  # all of eval_data: what is named alike in training is the same quantity here
     evaluation = json.loads((tmp_path / "evaluations" / "000002.json").read_text())
-    assert evaluation == {"step": 2, "prompt_rewards": pytest.approx(rewards.mean(1).tolist())}
+    assert [row["row"] for row in evaluation["rows"]] == [1, 2, 3, 4, 5]
+    assert [row["reward"] for row in evaluation["rows"]] == pytest.approx(rewards.mean(1).tolist())
+    assert evaluation["step"] == 2
+    assert evaluation["metrics"]["eval_reward"] == rows[-1]["eval_reward"]
     assert rows[-1]["eval_reward_std"] == pytest.approx(rewards.std(1, ddof=1).mean())
     assert rows[-1]["eval_reward_std_all"] == pytest.approx(rewards.std(ddof=1))
 

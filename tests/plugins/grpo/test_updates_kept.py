@@ -16,7 +16,7 @@ import pytest
 from rlhf_core import data, hidden
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.rollouts.journal import MANIFEST, Entry, Journal, most_bytes, numbers
+from rlhf_core.rollouts.journal import MANIFEST, Journal, JournalEntry, most_bytes, numbers
 from rlhf_core.training import Reference
 from tests.shared.updates import RECORD, C, G, Rising, sampler, short_prompts_differ, state
 
@@ -421,7 +421,7 @@ def test_the_journal_hides_secrets(make, monkeypatch):
     feed.update(0, state(0))
     monkeypatch.setattr(type(feed.rollout), "rows", lambda rollout, rewards: [{"completion": Says()}])
     journal = Journal(feed.stage.dir / "journal", [0], writes=True)
-    journal.write(Entry(feed.rollout, [0], {}), [])
+    journal.write(JournalEntry(feed.rollout, [0], {}), [])
     (row,) = journal.read(0).rollout.samples_read
     assert row["completion"].startswith("the key ")
     assert "s3cret" not in row["completion"]

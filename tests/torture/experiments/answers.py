@@ -197,7 +197,7 @@ def _rollout() -> Any:
 
     from rlhf_core import Rollouts
     from rlhf_core.rollouts import Rollout
-    from rlhf_core.rollouts.journal import Entry
+    from rlhf_core.rollouts.journal import JournalEntry
 
     tokens = np.arange(12, dtype=np.int32).reshape(4, 3)
     samples = Rollouts(tokens, np.full(4, 3, np.int32), np.full((4, 3), -0.5, np.float32), np.ones(4, bool))
@@ -209,7 +209,7 @@ def _rollout() -> Any:
     rollout = Rollout(
         np.array([4, 2]), samples, rewards[:, None], rewards, samples_read=rows, metrics={"x": 0.5}
     )
-    return Entry(rollout, [0], {"length": None})
+    return JournalEntry(rollout, [0], {"length": None})
 
 
 def _facts(entry: Any) -> str:
