@@ -220,7 +220,7 @@ class Advantage(Protocol):
     def __call__(self, inputs: AdvantageInputs, /) -> jax.Array | np.ndarray: ...
 
 
-class Reward(Protocol):
+class RewardFunction(Protocol):
     def __call__(self, *args: Any, **columns: Any) -> Any: ...
 
 
@@ -282,7 +282,7 @@ POLICY_LOSS: Kind[PolicyLoss] = Kind(
 )
 ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",), constant=True)
 SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
-REWARD: Kind[Reward] = Kind(
+REWARD: Kind[RewardFunction] = Kind(
     "reward", ("prompts", "completions", "completion_ids", "log_metric"), by_path=True
 )
 ENVIRONMENT: Kind[Environment] = Kind("environment", factory=True, by_path=True)
