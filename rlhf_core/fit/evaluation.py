@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from rlhf_core.step import Objective
 
 HERE = str(Path(__file__).parent)
-
-
 _PLACE = re.compile(r"(.*) row (\d+)")
+"""How messages name a row: its file and its number there."""
 
 
 class EvaluationMetrics(dict[str, float]):
@@ -65,23 +64,17 @@ class EvaluationMetrics(dict[str, float]):
 
         values: float [rows] by name; what is not finite is None. Rows of several files also have a `file`.
         """
-        count = max(map(len, values.values()), default=0)
-        matches = [_PLACE.fullmatch(where(i)) for i in range(count)]
-        places = [
-            ("", i + 1) if match is None else (match[1], int(match[2])) for i, match in enumerate(matches)
-        ]
-        several = len({file for file, _ in places}) > 1
-        columns = {
-            name: [_number(value) for value in np.asarray(column).tolist()] for name, column in values.items()
-        }
-        rows = [
-            {
-                "row": number,
-                **({"file": file} if several else {}),
-                **{name: column[i] for name, column in columns.items()},
-            }
-            for i, (file, number) in enumerate(places)
-        ]
+        columns = {name: np.asarray(column).tolist() for name, column in values.items()}
+        rows: list[dict[str, Any]] = []
+        for i in range(max(map(len, columns.values()), default=0)):
+            place = _PLACE.fullmatch(where(i))
+            row: dict[str, Any] = (
+                {"row": i + 1} if place is None else {"row": int(place[2]), "file": place[1]}
+            )
+            rows.append(row | {name: _number(column[i]) for name, column in columns.items()})
+        if len({row.get("file") for row in rows}) == 1:
+            for row in rows:
+                row.pop("file", None)
         return cls(metrics, rows, extra)
 
     @classmethod

@@ -13,6 +13,7 @@ from rlhf_core import InputError, RunError
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.hub import is_hub_name, parse
+from rlhf_core.runs import StageDirectory, open_run
 
 CARD = "README.md"
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
@@ -90,9 +91,9 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     """
     manifest = _json(source / MANIFEST)
     reward = manifest.get("kind") == "reward_model"
-    stage = _json(source.parent.parent / "stage.json") if manifest else {}
-    stages = list(_ancestors(source.parent.parent)) if stage else []
-    base = next((name for _, record in reversed(stages) if (name := _hub_name(record))), None)
+    stages = list(_ancestors(source.parent.parent)) if manifest else []
+    stage = stages[0].spec if stages else {}
+    base = next((name for each in reversed(stages) if (name := _hub_name(each.spec))), None)
     adapter = _base_of_adapter(exported, repository)
     front = {
         "library_name": "peft" if adapter else "transformers",
@@ -107,7 +108,7 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     lines += [f"{what}{made}{f', an adapter of {adapter}' if adapter else ''}.", ""]
     if stages:
         lines += _history(stages, manifest.get("versions", {}))
-    if shown := _metric_rows(source.parent.parent, stage):
+    if stages and (shown := _metric_rows(stages[0])):
         lines += ["## Metrics", "", "| metric | value | 95 % interval |", "|---|---|---|", *shown, ""]
     lines += ["## How to load it", ""]
     if reward and (exported / CARD).is_file():
@@ -127,7 +128,7 @@ def _base_of_adapter(exported: Path, repository: str) -> str | None:
     return base
 
 
-def _history(stages: Sequence[tuple[Path, Any]], versions: Mapping[str, str]) -> list[str]:
+def _history(stages: Sequence[StageDirectory], versions: Mapping[str, str]) -> list[str]:
     """Return the lines about the stages, the last one first, that made a model."""
     return [
         *(
@@ -136,7 +137,7 @@ def _history(stages: Sequence[tuple[Path, Any]], versions: Mapping[str, str]) ->
             "| stage | trainer | from | data | loss | updates |",
             "|---|---|---|---|---|---|",
         ),
-        *(_stage_row(directory, record) for directory, record in reversed(stages)),
+        *(_stage_row(stage) for stage in reversed(stages)),
         *("", "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".", ""),
     ]
 
@@ -154,24 +155,22 @@ def _loading(repository: str, adapter: str | None) -> Iterator[str]:
         yield f"vLLM: `vllm serve {repository}`. With rlhf: `rlhf generate {repository} --prompt …`."
 
 
-def _ancestors(stage: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield (directory, record) of a stage and of those of its run that its models come from, each once."""
+def _ancestors(stage: Path) -> Iterator[StageDirectory]:
+    """Yield the stage in a directory and those of its run that its models come from, each once."""
     waiting, seen = [stage], set()
     while waiting:
         directory = waiting.pop(0)
-        record = _json(directory / "stage.json")
-        if directory in seen or not record:
+        if directory in seen or not (directory / "stage.json").is_file():
             continue
         seen.add(directory)
-        yield directory, record
-        models = [
-            record["config"].get("model"),
-            *(r.get("model") for r in record["config"].get("rewards") or ()),
-        ]
+        (found,) = open_run(directory, damaged=lambda error: None).stages
+        if not found.spec:
+            continue
+        yield found
+        config = found.spec["config"]
+        models = [config.get("model"), *(reward.get("model") for reward in config.get("rewards") or ())]
         names = [name.partition(".")[0] for name in models if isinstance(name, str)]
-        waiting += [
-            directory.parent / name for name in names if (directory.parent / name / "stage.json").is_file()
-        ]
+        waiting += [directory.parent / name for name in names]
 
 
 def _hub_name(record: Mapping[str, Any]) -> str | None:
@@ -183,22 +182,18 @@ def _hub_name(record: Mapping[str, Any]) -> str | None:
     return model if of_hub and not Path(model).exists() else None
 
 
-def _stage_row(directory: Path, record: Mapping[str, Any]) -> str:
-    config = record["config"]
+def _stage_row(stage: StageDirectory) -> str:
+    config = stage.spec["config"]
     model = config.get("model")
     origin = f"a fresh {model.get('model_type', 'model')}" if isinstance(model, Mapping) else _named(model)
     loss = config.get("loss")
     cells = (
-        f"`{directory.name}`",
-        f"`{record['trainer']}`",
+        f"`{stage.dir.name}`",
+        f"`{stage.trainer}`",
         origin,
         ", ".join(_data_names(config.get("train_data"))),
-        f"`{loss['name']}`"
-        if isinstance(loss, Mapping)
-        else "next token"
-        if record["trainer"] == "sft"
-        else "",
-        str(_json(directory / "plan.json").get("updates", "")),
+        f"`{loss['name']}`" if isinstance(loss, Mapping) else "next token" if stage.trainer == "sft" else "",
+        str(stage.plan.get("updates", "")),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -217,12 +212,12 @@ def _data_names(data: Any) -> Iterator[str]:
             yield _named(each)
 
 
-def _metric_rows(directory: Path, stage: Mapping[str, Any]) -> list[str]:
+def _metric_rows(stage: StageDirectory) -> list[str]:
     """Rows of the last metrics; shares of pairs have Wilson's interval (Wilson 1927)."""
-    metrics = stage.get("results", {}).get("metrics", {})
+    metrics = stage.spec.get("results", {}).get("metrics", {})
     pairs = 0
-    for file in sorted((directory / "evaluations").glob("*.json"))[-1:]:
-        pairs = int(sum(_json(file).get("scores", {}).get("chosen", ())))
+    for update in list(stage.evaluations)[-1:]:
+        pairs = int(sum(stage.evaluations[update].get("scores", {}).get("chosen", ())))
     rows = []
     for name in SHOWN:
         value = metrics.get(name)

@@ -273,7 +273,7 @@ def training_programs(
         return programs.lower_count(state, batch)
 
     rows = abstract_rows(state.step.sharding.mesh, batches[0].batch)
-    loss, _ = jax.eval_shape(objective, state.params, rows)
+    loss, *_ = jax.eval_shape(objective, state.params, rows)
     if not isinstance(loss, Mean):
         described += [
             # The compiler leaves the parameters out.

@@ -21,7 +21,7 @@ from rlhf_core import InputError, Stage, TrainerConfig, hookimpl
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.config.secrets import public_table
 from rlhf_core.errors import warn
-from rlhf_core.loggers.jsonl import FILE, read_rows
+from rlhf_core.runs import open_run
 
 
 @dataclass(eq=False)
@@ -131,9 +131,9 @@ class Trackio(Tracker):
         write_atomic(file, f"{run.name}\n")
         self._logged = run._next_step - 1  # no public name has it, also of a run on a server
         # What a thread had not written yet when the process was killed.
-        if begun and (stage.dir / FILE).exists():
-            for row in read_rows(stage.dir / FILE):
-                step = row.pop("step")
+        if begun:
+            for row in rows_before(stage):
+                step = row["step"]
                 if step > self._logged:
                     run.log(logged_values(row), step=step)
                     self._logged = step
@@ -206,9 +206,17 @@ def described(stage: Stage, config: TrainerConfig) -> dict[str, Any]:
     return {**public_table(config, stage.registry), "stage": stage.name, "seed": stage.seed}
 
 
+def rows_before(stage: Stage) -> list[dict[str, Any]]:
+    """Return the rows that earlier sessions of a stage logged, as far as they can be read."""
+    if not (stage.dir / "metrics.jsonl").is_file():
+        return []
+    (found,) = open_run(stage.dir, damaged=lambda error: None).stages
+    return [row for row in found.metrics if type(row.get("step")) is int]
+
+
 def logged_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a row of metrics.jsonl, without its time and without values that were not finite."""
-    return {name: value for name, value in row.items() if name != "time" and value is not None}
+    """Return the metrics of a row of metrics.jsonl, without step and time and without values that were not finite."""
+    return {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
 
 
 def flat(table: Mapping[str, Any], front: str = "") -> dict[str, Any]:

@@ -20,8 +20,7 @@ import numpy as np
 from rlhf_core import Artifact, Stage, TrainerConfig, hookimpl
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import warn
-from rlhf_core.loggers.jsonl import FILE, read_rows
-from rlhf_trackers.trackers import described, logged_values, require, run_name
+from rlhf_trackers.trackers import described, logged_values, require, rows_before, run_name
 
 Mode = Literal["online", "offline", "disabled"]
 COLUMNS = (
@@ -112,10 +111,10 @@ class Wandb:
             config=described(stage, config),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        if begun and stage.is_main and (stage.dir / FILE).exists():
+        if begun and stage.is_main:
             written = run.step - 1 if run.resumed else written
-            for row in read_rows(stage.dir / FILE):
-                step = row.pop("step")
+            for row in rows_before(stage):
+                step = row["step"]
                 self._logged = step
                 if step > written:
                     run.log(logged_values(row), step=step)
