@@ -1,4 +1,4 @@
-"""Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
+"""Rollouts: completions of prompts with their rewards, the updates that they serve, and what evaluates them."""
 
 from rlhf_core.environments import EnvironmentOptions as EnvironmentOptions
 from rlhf_core.rewards.checks import forecast_rewards as forecast_rewards
@@ -11,7 +11,6 @@ from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.open_collector import open_collector as open_collector
-from rlhf_core.rollouts.previews import open_previews as open_previews
 from rlhf_core.rollouts.rollout import Rollout as Rollout
 from rlhf_core.rollouts.rollout_rows import choose_rollout_rows as choose_rollout_rows
 from rlhf_core.rollouts.updates import Reading as Reading
@@ -31,5 +30,4 @@ __all__ = [
     "WeightedReward",
     "choose_rollout_rows",
     "open_collector",
-    "open_previews",
 ]

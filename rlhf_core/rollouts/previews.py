@@ -1,15 +1,17 @@
-"""Previews while a policy trains: the prompts that `previews` names, completed at every few updates."""
+"""The action that a stage opens where its field `previews` is set: prompts, completed at every few updates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
+from rlhf_core.fit import PREVIEWS
+from rlhf_core.fit.actions import Action
+from rlhf_core.models import Model
 from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts
 from rlhf_core.rollouts.open_collector import open_sampler
@@ -21,31 +23,19 @@ from rlhf_core.training.starting_model import error_context, require_stop_token
 if TYPE_CHECKING:
     from rlhf_core.config.trainer import Previews as PreviewOptions
     from rlhf_core.data import Prompts
-    from rlhf_core.models import Model
-    from rlhf_core.state import TrainState
+    from rlhf_core.fit import Build
     from rlhf_core.training.context import Context
 
 
-@dataclass(frozen=True)
-class Previews:
-    """Completes fixed prompts with the state after some updates. bytes: that sampling takes per device, at most."""
+def open_previews(context: Context, build: Build) -> Action | None:
+    """Open the prompts of `previews` with a separate sampler; None where no language model is trained.
 
-    prompts: FixedPrompts
-    bytes: int
-
-    def __call__(self, step: int, state: TrainState) -> None:
-        """Print, write and log the completions after `step` updates, unless it was done."""
-        self.prompts.preview(step, state)
-
-
-def open_previews(context: Context, model: Model, *, policy: str | None = None) -> Previews | None:
-    """Open the prompts of `previews` with a separate sampler; None where the config has none.
-
-    policy: the name of `model`, where the state holds several. Raises InputError for data without prompts, and for a
-    model without a stop token.
+    Raises InputError for data without prompts, and for a model without a stop token.
     """
     options = context.config.previews
-    if options is None:
+    assert options is not None
+    policy, model = _policy_of(build)
+    if model is None:
         return None
     given: dict[str, Any] = {
         "max_completion_length": options.max_new_tokens,
@@ -80,7 +70,17 @@ def open_previews(context: Context, model: Model, *, policy: str | None = None) 
     )
     context.ahead(fixed.warm_up, model)
     cache = cache_bytes(model.definition, count * group, longest + sampling.max_completion_length)
-    return Previews(fixed, cache + device_bytes(model.params))
+    return fixed.previews(every=options.every, name=PREVIEWS, bytes=cache + device_bytes(model.params))
+
+
+def _policy_of(build: Build) -> tuple[str | None, Model | None]:
+    """Find the language model that is trained, and its name where the state holds several models."""
+    if isinstance(build.models, Model):
+        return None, build.models if build.models.definition.head == "lm" else None
+    for name in build.trains or build.models:
+        if build.models[name].definition.head == "lm":
+            return name, build.models[name]
+    return None, None
 
 
 def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:

@@ -182,8 +182,8 @@ def build(config: PPOConfig, context: Context) -> Build:
         models,
         RolloutUpdates(context, collector, layout, steps, reading=reading),
         objective({name: model.definition for name, model in models.items()}, loss, config),
+        [] if fixed is None else context.evaluations(lambda _: fixed.evaluate),
         trains={"policy": config, "critic": of_critic},
-        evaluate=None if fixed is None else fixed.evaluate,
         held={"reference": reference.copied},
     )
 
