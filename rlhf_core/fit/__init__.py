@@ -29,6 +29,7 @@ from rlhf_core.fit.batches import LazyUpdates as LazyUpdates
 from rlhf_core.fit.batches import attention_skips_blocks as attention_skips_blocks
 from rlhf_core.fit.batches import choose_row_layout as choose_row_layout
 from rlhf_core.fit.evaluation import EVALUATION
+from rlhf_core.fit.evaluation import evaluate_or_warn as evaluate_or_warn
 from rlhf_core.fit.evaluation import evaluator as evaluator
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
@@ -208,9 +209,7 @@ class _Run:
 
     def own_actions(self, state: TrainState) -> list[Action]:
         """Make the actions of every run."""
-        options = self.config.log_weights
-        return [
-            *([] if options is None else [log_weights(self.stage, options, state)]),
+        own = [
             Action(lambda at: at.ends, self.keep, "keep"),
             Action(self.logs, self.log, "log"),
             Action(lambda at: bool(at.metrics), self.report, "report"),
@@ -219,6 +218,9 @@ class _Run:
             Action(self.saves, self.save, "save"),
             Action(lambda at: self.signalled, self.end_by_signal, "stop"),
         ]
+        if self.config.log_weights is not None:
+            own.append(log_weights(self.stage, self.config.log_weights, state))
+        return own
 
     def loop(self, state: TrainState) -> TrainState:
         updates, progress = self.updates, self.progress
