@@ -31,9 +31,8 @@ from rlhf_core.fit.batches import choose_row_layout as choose_row_layout
 from rlhf_core.fit.evaluation import EVALUATION
 from rlhf_core.fit.evaluation import evaluate_or_warn as evaluate_or_warn
 from rlhf_core.fit.evaluation import evaluator as evaluator
-from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
-from rlhf_core.fit.progress import Progress
+from rlhf_core.fit.progress import MetricWindow, Progress
 from rlhf_core.fit.values import UpdateValues as UpdateValues
 from rlhf_core.fit.values import read_values
 from rlhf_core.fit.weights import log_weights
@@ -139,8 +138,7 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
     | compare | the evaluation is compared with the best one | after an evaluation |
     | watch | limits end the run with an error, its state saved | where there are metrics |
     | show | completions of fixed prompts | `previews.every`, at the start and at the end |
-    | save | the state is saved | `save_steps`, `save_interval_minutes`, the best one, a signal |
-    | stop | the run ends after a signal | after a signal |
+    | save | the state is saved; a signal ends the run | `save_steps`, `save_interval_minutes`, the best, a signal |
 
     If anything fails at the end, once the state is kept, the same command continues after the training: all but the
     moves is done again. A signal that comes during any of these ends the run after this update. Before the first
@@ -216,7 +214,6 @@ class _Run:
             Action(lambda at: any(name.startswith("eval_") for name in at.metrics), self.compare, "compare"),
             Action(lambda at: self.reason is not None, lambda at: at.stop(str(self.reason)), "watch"),
             Action(self.saves, self.save, "save"),
-            Action(lambda at: self.signalled, self.end_by_signal, "stop"),
         ]
         if self.config.log_weights is not None:
             own.append(log_weights(self.stage, self.config.log_weights, state))
@@ -367,14 +364,15 @@ class _Run:
         A signal is asked for here, after everything else, so that one that came during an evaluation stops the run.
         """
         asked, self.signalled = any_process(at.improved or self.progress.due(at.step), self.stop.is_set())
-        return not at.ends and (asked or self.signalled or self.best.exhausted)
+        return self.signalled or (not at.ends and (asked or self.best.exhausted))
 
     def save(self, at: Moment) -> None:
-        self.progress.save(at.step, at.state)
-
-    def end_by_signal(self, at: Moment) -> None:
-        self.progress.checkpoints.wait()
-        raise self.stopped(at.step)
+        """Save the state, which at the end was kept before; end the run after a signal."""
+        if not at.ends:
+            self.progress.save(at.step, at.state)
+        if self.signalled:
+            self.progress.checkpoints.wait()
+            raise self.stopped(at.step)
 
     def stop_for(self, reason: str | None, count: int, steps: Programs, state: TrainState) -> None:
         """Save the state after `count` updates and raise RunError where there is a reason to give up."""

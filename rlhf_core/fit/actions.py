@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
     from rlhf_core.fit.values import UpdateValues
     from rlhf_core.state import TrainState
 
-Place: TypeAlias = Literal[
-    "move", "keep", "log", "measure", "report", "compare", "watch", "show", "save", "stop"
-]
-ORDER: tuple[Place, ...] = (
-    "move",
-    "keep",
-    "log",
-    "measure",
-    "report",
-    "compare",
-    "watch",
-    "show",
-    "save",
-    "stop",
-)
+Place: TypeAlias = Literal["move", "keep", "log", "measure", "report", "compare", "watch", "show", "save"]
+ORDER: tuple[Place, ...] = get_args(Place)
 """The order of what is due after one update; see `fit`."""
 UNTIMED = ("measure", "show")
 """Places whose time does not count as that of the updates."""
@@ -62,6 +49,20 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class When:
+    """The moments at which most actions are due: before the first update, after every so many, after the last one."""
+
+    every: int | None = None
+    start: bool = False
+    end: bool = False
+
+    def __call__(self, at: Moment) -> bool:
+        if at.starts:
+            return self.start
+        return (at.ends and self.end) or bool(self.every and at.step % self.every == 0)
+
+
+@dataclass(frozen=True)
 class Action:
     """Something that happens after some updates, whose loss and gradients are known to be finite by then.
 
@@ -86,6 +87,5 @@ class Action:
 
     def due(self, at: Moment) -> bool:
         """Return whether the action runs at this moment."""
-        if callable(self.when):
-            return self.when(at)
-        return not at.starts and at.step > 0 and at.step % self.when == 0
+        when = self.when if callable(self.when) else When(self.when)
+        return when(at)

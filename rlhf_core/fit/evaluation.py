@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, warn
-from rlhf_core.fit.actions import Action, Moment
+from rlhf_core.fit.actions import Action, Moment, When
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
@@ -39,18 +39,13 @@ def evaluation(
 
     Its metrics are logged with the prefix `eval_`; an error after the first update becomes a warning.
     """
-    first, every = config.eval_on_start or config.metric_for_best_model is not None, config.evaluation_steps
-
-    def due(at: Moment) -> bool:
-        if at.starts:
-            return bool(first)
-        return at.ends or bool(every and at.step % every == 0)
+    first = config.eval_on_start or config.metric_for_best_model is not None
 
     def run(at: Moment) -> dict[str, float]:
         with say_if_slow(stage.say, f"evaluating after update {at.step}"):
             return evaluate_or_warn(evaluate, at, stage.name)
 
-    return Action(due, run, "measure", name=EVALUATION)
+    return Action(When(config.evaluation_steps, start=first, end=True), run, "measure", name=EVALUATION)
 
 
 def evaluator(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, counted, warn
-from rlhf_core.fit.actions import Action, Moment
+from rlhf_core.fit.actions import Action, Moment, When
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.open_collector import warm_up
 from rlhf_core.rollouts.rollout import Rollout, completion_lines
@@ -76,17 +76,13 @@ class FixedPrompts:
             metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
         return metrics
 
-    def previews(self, *, every: int = 0, name: str = "", bytes: int = 0) -> Action:
+    def previews(self, *, every: int | None = None, name: str = "", bytes: int = 0) -> Action:
         """Make the action that completes the prompts before the first update, every so many, and after the last one.
 
-        every: 0: at the start and at the end alone. name, bytes: of the action. An error after the first update, of a
-        reward for example, becomes a warning.
+        every: None: at the start and at the end alone. name, bytes: of the action. An error after the first update,
+        such as a reward's, becomes a warning.
         """
-
-        def due(at: Moment) -> bool:
-            return at.starts or at.ends or bool(every and at.step % every == 0)
-
-        return Action(due, self._show, "show", name=name, bytes=bytes)
+        return Action(When(every, start=True, end=True), self._show, "show", name=name, bytes=bytes)
 
     def _show(self, at: Moment) -> None:
         """Write completions of the state at this moment, unless an evaluation has done so."""
