@@ -85,6 +85,13 @@ class Action:
     name: str = ""
     bytes: int = 0
 
+    def __post_init__(self) -> None:
+        if self.place not in ORDER:
+            raise ValueError(f"place={self.place!r} is none of {', '.join(ORDER)}")
+        wrong = set(self.values.values()) - {"token", "sequence"}
+        if wrong:
+            raise ValueError(f'values: {", ".join(sorted(wrong))} is neither "token" nor "sequence"')
+
     def due(self, at: Moment) -> bool:
         """Return whether the action runs at this moment."""
         when = self.when if callable(self.when) else When(self.when)

@@ -87,23 +87,7 @@ def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:
     """Encode the given prompts, then those of the data. A text among conversations is a user's message."""
     prompts: list[Any] = list(options.prompts)
     if options.from_data or (options.from_data is None and not prompts):
-        config, inputs = context.config, context.stage.inputs
-        held_out = config.eval_data is not None or inputs.get("eval_dataset") is not None
-        held_out = held_out and config.max_evaluation_steps != 0
-        field = context.eval_fields[0] if held_out else "train_data"
-        records = context.records(field, first=options.count)
-        assert records is not None
-        found = [
-            prompt
-            for i in np.linspace(0, len(records) - 1, min(options.count, len(records))).astype(int).tolist()
-            if (prompt := prompt_of(records[i], options.prompt_column))
-        ]
-        if not found:
-            raise InputError(
-                f"the rows of {records.name} have no prompt (columns: {', '.join(records.columns)}); give "
-                "previews.prompts, or the column of their prompts as previews.prompt_column"
-            )
-        prompts += found
+        prompts += _prompts_of_data(options, context)
     if not prompts:
         raise InputError("there is nothing to complete: no prompts are given, and from_data is false")
     if any(not isinstance(prompt, str) for prompt in prompts):
@@ -112,6 +96,25 @@ def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:
     return data.encode_prompts(
         rows, context.tokenizer, max_prompt_length=None, chat_template=context.text_options()
     )
+
+
+def _prompts_of_data(options: PreviewOptions, context: Context) -> list[Any]:
+    """Find the prompts of evenly spread rows: of `eval_data`, or without it of `train_data`."""
+    config, inputs = context.config, context.stage.inputs
+    held_out = config.eval_data is not None or inputs.get("eval_dataset") is not None
+    held_out = held_out and config.max_evaluation_steps != 0
+    field = context.eval_fields[0] if held_out else "train_data"
+    records = context.records(field, first=options.count)
+    assert records is not None
+    chosen = np.linspace(0, len(records) - 1, min(options.count, len(records))).astype(int).tolist()
+    prompts = [prompt_of(records[i], options.prompt_column) for i in chosen]
+    found = [prompt for prompt in prompts if prompt]
+    if not found:
+        raise InputError(
+            f"the rows of {records.name} have no prompt (columns: {', '.join(records.columns)}); give "
+            "previews.prompts, or the column of their prompts as previews.prompt_column"
+        )
+    return found
 
 
 def prompt_of(row: Mapping[str, Any], column: str = "prompt") -> str | Sequence[Any] | None:
