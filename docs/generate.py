@@ -63,6 +63,7 @@ KINDS = {
     "`Definition`; `rlhf_families.nnx_family` makes one of a [flax module](../../examples/flax/README.md)",
     "dataset": "rows by index: the `name` in a table `train_data` or `eval_data`",
     "logger": "an object with hooks, called while its stage runs: an entry of `logger`",
+    "action": "what happens besides a trainer's updates where a field of every config is set: `previews`",
     "optimizer": "a gradient transformation for a learning rate: `optimizer` of any stage",
 }
 

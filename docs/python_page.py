@@ -36,9 +36,9 @@ TASKS = (
         "Register a plugin",
         "[Hooks](components.md#hooks) are called on objects that carry `hookimpl`. A constant of a kind is what "
         "`registry.add` takes first: [components](components.md).",
-        "hookimpl Registry installed_registry Kind Options Component InputError RunError ADVANTAGE ATTENTION DATASET "
-        "ENVIRONMENT LAYER EXPERTS LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS "
-        "DIVERGENCE",
+        "hookimpl Registry installed_registry Kind Options Component InputError RunError ACTION ADVANTAGE ATTENTION "
+        "DATASET ENVIRONMENT LAYER EXPERTS LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
+        "DPO_LOSS DIVERGENCE",
     ),
     Task(
         "Translate names of other libraries",
@@ -59,7 +59,7 @@ TASKS = (
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_rewards open_collector RolloutCollector RolloutConfig RolloutOptions RolloutSteps RolloutUpdates Reading "
-        "Rollout FixedPrompts open_previews choose_rollout_rows "
+        "Rollout FixedPrompts choose_rollout_rows "
         "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
         "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),
@@ -85,7 +85,7 @@ TASKS = (
     Task(
         "Run the loop",
         "",
-        "Trainer TrainerConfig define_trainer Build Context Evaluate Forecast Stage fit UpdateSource "
+        "Trainer TrainerConfig define_trainer Build Action Context Evaluate Forecast Stage fit UpdateSource "
         "DatasetUpdates Update empty_batches HeldOut EvaluationMetrics "
         "make_optimizer TrainState create_state Reference put_rows over_pieces PaddedObjective "
         "padded_rows training_step evaluation_step grpo_step",

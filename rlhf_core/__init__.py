@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import Options as Options
     from rlhf_core.config import Refused as Refused
     from rlhf_core.config import TrainerConfig as TrainerConfig
+    from rlhf_core.contracts import ACTION as ACTION
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
     from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
@@ -60,10 +61,9 @@ if TYPE_CHECKING:
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE ATTENTION DATASET ENVIRONMENT EXPERTS LAYER LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD "
-    "SAMPLER TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
-    "PairwiseLoss PolicyInputs PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer "
-    "Turn"
+    "ACTION ADVANTAGE ATTENTION DATASET ENVIRONMENT EXPERTS LAYER LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS "
+    "REWARD SAMPLER TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily "
+    "PairInputs PairwiseLoss PolicyInputs PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer Turn"
 )
 _HOMES = {
     **dict.fromkeys(_CONTRACTS.split(), "contracts"),

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rlhf_core import data, loggers, optimizers, sampling
-from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LAYER, LOGGER, MODEL, OPTIMIZER, SAMPLER
+from rlhf_core.contracts import (
+    ACTION,
+    ATTENTION,
+    DATASET,
+    ENVIRONMENT,
+    LAYER,
+    LOGGER,
+    MODEL,
+    OPTIMIZER,
+    SAMPLER,
+)
 from rlhf_core.data.files import FORMATS
 from rlhf_core.environments import ToolEnvironment
 from rlhf_core.models import DECODER, Layer
@@ -31,6 +42,7 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(LOGGER, "jsonl", loggers.JsonLines)
     registry.add(SAMPLER, "jax", sampling.make_sampler)
     registry.add(ENVIRONMENT, "tools", ToolEnvironment)
+    registry.add(ACTION, "previews", previews)
 
 
 def _file_loader(kind: str) -> Callable[..., data.Records]:
@@ -39,6 +51,13 @@ def _file_loader(kind: str) -> Callable[..., data.Records]:
         return data.load({"name": kind, "path": path} | ({} if split is None else {"split": split}))
 
     return load_file
+
+
+def previews(context: Any, build: Any) -> Any:
+    """Complete fixed prompts with the language model that is trained, before, while and after it is."""
+    from rlhf_core.rollouts.previews import open_previews  # a stage without previews opens no sampler
+
+    return open_previews(context, build)
 
 
 def hub(*, path: str, subset: str | None = None, split: str = "train") -> data.Records:

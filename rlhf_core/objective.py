@@ -16,7 +16,7 @@ from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, code_location, error_line
 from rlhf_core.logprobs import token_logps
 from rlhf_core.mesh import take_tokens
-from rlhf_core.metrics import Balance, Mean, Metric, Uneven, Unused
+from rlhf_core.metrics import Balance, Mean, Uneven, Unused
 from rlhf_core.models.experts import Load, recording
 from rlhf_core.packing.rows import REPEATED
 
@@ -134,10 +134,10 @@ def _with_experts(
     weights: Mapping[str, float],
     params: Any,
     batch: Packed,
-) -> tuple[Any, Mapping[str, Metric]]:
+) -> tuple[Any, ...]:
     counted = (batch.rows.visible_until > 0) & (batch.rows.sequence != REPEATED)
     with recording(definitions.values(), jnp.asarray(counted), batch.routes) as recorder:
-        loss, metrics, *_ = objective(params, batch)
+        loss, metrics, *values = objective(params, batch)
     losses = dict(loss) if isinstance(loss, Mapping) else {"objective": loss}
     metrics = dict(metrics)
     for name, definition in definitions.items():
@@ -157,7 +157,7 @@ def _with_experts(
             tokens = jnp.float32(layers * len(loads)) * counted.sum()
             factor = weights[name] * experts
             losses[f"router{suffix}"] = Balance(factor * probability, load.pairs.sum(0), tokens)
-    return (losses if len(losses) > 1 else loss), metrics
+    return (losses if len(losses) > 1 else loss), metrics, *values
 
 
 def loss_output(

@@ -151,7 +151,7 @@ class TreeReader:
         for batch, result in compute_batches(partial(self._run, params), self.mesh, batches, self.say):
             used = batch.example >= 0
             places.append(np.stack([batch.sequence_values[BRANCH][used], batch.example[used]]))
-            cut = _cut_tokens if self.per == "token" else _cut_sequences
+            cut = cut_tokens if self.per == "token" else cut_sequences
             results.append(jax.tree.map(partial(cut, batch, used), result))
         order = np.lexsort(np.concatenate(places, axis=1))
 
@@ -187,11 +187,12 @@ class TreeReader:
         )
 
 
-def _cut_sequences(batch: Packed, used: NDArray[np.bool_], array: NDArray[Any]) -> NDArray[Any]:
+def cut_sequences(batch: Packed, used: NDArray[np.bool_], array: NDArray[Any]) -> NDArray[Any]:
+    """Cut values [rows, sequences] into a number for each sequence that is used."""
     return array[used]
 
 
-def _cut_tokens(batch: Packed, used: NDArray[np.bool_], array: NDArray[Any]) -> NDArray[Any]:
+def cut_tokens(batch: Packed, used: NDArray[np.bool_], array: NDArray[Any]) -> NDArray[Any]:
     """Cut values [rows, trained] into an array for each sequence that is used."""
     row, column = np.nonzero(batch.trained >= 0)
     owner = row * used.shape[1] + batch.rows.sequence[row, batch.trained[row, column]]

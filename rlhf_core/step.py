@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_core.errors import error_line
+from rlhf_core.errors import InputError, error_line, suggest
 from rlhf_core.mesh import (
     HOST,
     abstract_rows,
@@ -49,14 +49,13 @@ log = logging.getLogger("rlhf_core")
 
 Loss: TypeAlias = Mean | Mapping[str, Mean | Balance]
 """A loss as sum and count, or several by name: each is divided by its own count, then they are added up."""
+Values: TypeAlias = Mapping[str, jax.Array]
+"""{name: [rows, trained tokens] or [rows, sequences]}, of one micro-batch."""
 Objective: TypeAlias = Callable[
-    [Any, Any],
-    tuple[Loss, Mapping[str, Metric]] | tuple[Loss, Mapping[str, Metric], Mapping[str, jax.Array]],
+    [Any, Any], tuple[Loss, Mapping[str, Metric]] | tuple[Loss, Mapping[str, Metric], Values]
 ]
-"""(params, batch) → (loss, metrics). A sum's gradient is divided by the count of the whole update.
-
-It may return `values` besides, {name: float32 [rows, trained] or [rows, sequences]}, which evaluations average by the
-rows of the data; an update does not compute them.
+"""(params, batch) → (loss, metrics) or (loss, metrics, values). A sum's gradient is divided by the count of the whole
+update.
 
 An objective of several losses returns {"policy": Mean.of(…), "value": Mean.of(0.5 * errors, mask)}: a weight is a
 factor of the values. `loss`, `loss/policy` and `loss/value` are logged. Counts depend on the batch alone, not on
@@ -64,6 +63,9 @@ parameters.
 
 Rows are independent: what is added for a row must not depend on other rows, which may be in another micro-batch or,
 where the mesh has `data`, in another part of the same batch.
+
+Values, a number for every trained token or sequence of a micro-batch, are what evaluations average by the rows of the
+data, and what actions get that ask for them by name; an update does not compute those that none asks for.
 
 It is traced once in a run: what it reads of globals and the environment is what they hold then.
 """
@@ -80,6 +82,13 @@ class Accumulated(NamedTuple):
     """float32, like the trained parameters: gradient of `loss.total`; of several losses, of Σ total / count."""
     loss: Loss
     metrics: dict[str, Metric]
+    values: Mapping[str, jax.Array] = {}
+    """Of the newest micro-batch alone, as far as they are asked for."""
+
+
+def without_values(done: Accumulated) -> Accumulated:
+    """Return the sums alone, which the next micro-batch is added to."""
+    return done._replace(values={})
 
 
 def accumulate(
@@ -109,30 +118,52 @@ def _accumulate(
     Jitted on its own, the same object is traced once for the first micro-batch of an update and for those that follow.
     """
     params = params if key is None else with_noise(params, key)
-    grads, (loss, metrics) = jax.jit(gradients)(params, batch, counts)
+    grads, (loss, metrics, values) = jax.jit(gradients)(params, batch, counts)
     if before is None:
-        return Accumulated(grads, loss, metrics)
+        return Accumulated(grads, loss, metrics, values)
     return Accumulated(
         jax.tree.map(jnp.add, before.grads, grads),
         _merge_losses(before.loss, loss),
         merge(before.metrics, metrics),
+        values,
     )
 
 
 def _gradients(
-    objective: Objective, fixed: frozenset[Path], params: Any, batch: Any, counts: Counts | None
-) -> tuple[Any, tuple[Loss, dict[str, Metric]]]:
-    """Compute (gradient of the sum, (losses, metrics)) of a micro-batch. fixed: parameters without a gradient."""
+    objective: Objective,
+    fixed: frozenset[Path],
+    params: Any,
+    batch: Any,
+    counts: Counts | None,
+    *,
+    asked: tuple[str, ...] = (),
+) -> tuple[Any, tuple[Loss, dict[str, Metric], Values]]:
+    """Compute (gradient of the sum, (losses, metrics, values)) of a micro-batch.
+
+    fixed: parameters without a gradient. asked: names of the objective's values. Raises InputError for those that it
+    does not return.
+    """
     trained, rest = split(params, fixed) if fixed else (params, {})
 
-    def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric]]]:
-        loss, metrics, *_ = objective(join(p, rest) if fixed else p, batch)
+    def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric], Values]]:
+        loss, metrics, *others = objective(join(p, rest) if fixed else p, batch)
+        values = _chosen_values(others[0] if others else {}, asked)
         if isinstance(loss, Mean):
-            return loss.total, (loss, dict(metrics))
-        return _sum_of_means(loss, counts), (dict(loss), dict(metrics))
+            return loss.total, (loss, dict(metrics), values)
+        return _sum_of_means(loss, counts), (dict(loss), dict(metrics), values)
 
     gradients: Any = jax.grad(total, has_aux=True)(trained)
     return gradients
+
+
+def _chosen_values(values: Values, asked: tuple[str, ...]) -> Values:
+    for name in asked:
+        if name not in values:
+            raise InputError(
+                f"an action asks for the values '{name}', which the objective does not return."
+                f"{suggest(name, values)} It returns: {', '.join(sorted(values)) or 'none'}"
+            )
+    return {name: values[name] for name in asked}
 
 
 def count(objective: Objective, params: Any, batch: Any) -> Counts | None:
@@ -255,16 +286,18 @@ class Programs:
         from_zero: bool = False,
         by_layer: bool = False,
         adjust: Adjust | None = None,
+        values: Sequence[str] = (),
     ) -> None:
         """Shard gradients and the next state like `state`.
 
-        by_layer: also report the norm of each layer's gradient; adjust: see `apply`.
+        by_layer: also report the norm of each layer's gradient; adjust: see `apply`. values: the names of those of the
+        objective that `accumulate` returns, with the whole micro-batch on every device.
 
         from_zero: add the first micro-batch of an update to zeros. This takes one program per shape instead of two and
         an extra pass over the gradient, which pays for updates of several micro-batches.
         """
         self._objective, self._noise, self._by_layer = objective, has_noise(state.params), by_layer
-        self._adjust = adjust
+        self._adjust, self._values = adjust, tuple(values)
         mesh: Mesh = state.step.sharding.mesh
         # Parts would all draw the same dropout masks; and adapters have small gradients.
         self._make(state, in_parts=mesh.shape["data"] > 1 and not self._noise)
@@ -280,14 +313,15 @@ class Programs:
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
         mesh: Mesh = state.step.sharding.mesh
         everywhere: Any = replicated_sharding(mesh)
-        gradients = partial(_gradients, self._objective, state.fixed)
+        gradients = partial(_gradients, self._objective, state.fixed, asked=self._values)
         step: Callable[..., Accumulated] = partial(_accumulate, gradients)
         options: dict[str, Any] = {"by_layer": self._by_layer, "adjust": self._adjust}
         finish: Callable[..., Any] = partial(apply, **options)
-        placed = Accumulated(shardings.params, everywhere, everywhere)
+        placed = Accumulated(shardings.params, everywhere, everywhere, everywhere)
         if in_parts:
             finish = partial(apply_parts, **options)
-            step, placed = partial(accumulate_parts, step, mesh), _stacked(placed)
+            step = partial(accumulate_parts, step, mesh)
+            placed = _stacked(placed)._replace(values=everywhere)
         if any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state)):
             finish = partial(_with_optimizer, finish, jax.tree.map(on_device, shardings.opt_state))
         self._in_parts, self._placed = in_parts, placed
@@ -355,7 +389,7 @@ class Programs:
                 counts,
             )
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
-        self._done = traced.out_info
+        self._done = without_values(traced.out_info)
         return traced
 
     def count(self, state: TrainState, batches: Sequence[Any]) -> Counts | None:
@@ -390,6 +424,8 @@ class Programs:
                 zeros = partial(_zeros, tree, tuple(leaves))
                 self._zeros = jax.jit(zeros, out_shardings=self._placed)
             before = self._zeros()
+        if before is not None:
+            before = without_values(before)
         self._ahead.wait(_program_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key, counts)
         return done
@@ -397,7 +433,7 @@ class Programs:
     def apply(self, state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
         """Apply `apply` to the trained part of the state; fixed parameters stay as they are."""
         self._ahead.wait("apply")
-        following, metrics = self._apply(state.trained(), done)
+        following, metrics = self._apply(state.trained(), without_values(done))
         return state.with_trained(following), metrics
 
 
@@ -419,12 +455,15 @@ def accumulate_parts(
         return step(params, batch, before, key, counts)
 
     parts: Accumulated = over_parts(one, mesh)(batch, before)
-    return parts
+    return parts._replace(values={name: x.reshape(-1, *x.shape[2:]) for name, x in parts.values.items()})
 
 
-def _stacked(shardings: Any) -> Any:
+def _stacked(shardings: Accumulated) -> Accumulated:
     """Return the shardings of what `accumulate_parts` stacks."""
-    return jax.tree.map(lambda x: NamedSharding(x.mesh, PartitionSpec("data", *x.spec)), shardings)
+    stacked: Accumulated = jax.tree.map(
+        lambda x: NamedSharding(x.mesh, PartitionSpec("data", *x.spec)), shardings
+    )
+    return stacked
 
 
 def apply_parts(

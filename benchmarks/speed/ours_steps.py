@@ -49,8 +49,13 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing.trees import tree
-from rlhf_core.rewards.reward import open_rewards
-from rlhf_core.rollouts import RolloutCollector, RolloutOptions, RolloutUpdates, choose_rollout_rows
+from rlhf_core.rollouts import (
+    RolloutCollector,
+    RolloutOptions,
+    RolloutUpdates,
+    choose_rollout_rows,
+    open_rewards,
+)
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute

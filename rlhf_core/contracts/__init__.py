@@ -290,6 +290,9 @@ MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)
 LOGGER: Kind[object] = Kind("logger", factory=True)
 OPTIMIZER: Kind[OptimizerFactory] = Kind("optimizer", ("learning_rate",))
+ACTION: Kind[Any] = Kind("action", ("context", "build"))
+"""(context, build) → the `Action` that a field of every trainer's config opens, or None where the build cannot have it;
+called once `build` is there, where the field is set. Its name is the field's."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Update(NamedTuple):
     logged step; a `Sum`, `Min`, … of `rlhf_core.metrics` is merged."""
     timing: Mapping[str, float | Metric] = {}
     """Metrics that differ from run to run: seconds, under names that begin with time/, and speeds."""
+    numbers: Callable[[Packed], NDArray[np.integer[Any]]] = lambda batch: batch.example
+    """Of a micro-batch's sequences, [rows, sequences]: the row of the data, or the completion of the rollout."""
 
 
 class EncodedRows(Protocol):
@@ -218,7 +220,10 @@ class DatasetUpdates:
         trees = [self.trees[i] for i in chosen]
         batches = pack(trees, self.layout, sequence_names=self.sequence_names, group=self.group)
         return Update(
-            batches, sum(tree.size for tree in trees), lambda example: self.data.where(int(chosen[example]))
+            batches,
+            sum(tree.size for tree in trees),
+            lambda example: self.data.where(int(chosen[example])),
+            numbers=lambda batch: np.where(batch.example < 0, -1, chosen[batch.example]),
         )
 
     def epochs(self, step: int) -> float:

@@ -16,25 +16,45 @@ import numpy as np
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, warn
+from rlhf_core.fit.actions import Action, Moment, When
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.mesh import replicated_sharding
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
-from rlhf_core.reading import compute_batches
+from rlhf_core.reading import compute_batches, say_if_slow
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.step import loss_metrics
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding
 
+    from rlhf_core.config import TrainerConfig
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
 
 HERE = str(Path(__file__).parent)
+EVALUATION = "evaluation"
+"""The name of the action that `evaluation` makes."""
 _PLACE = re.compile(r"(.*) row (\d+)")
 """How messages name a row: its file and its number there."""
+
+
+def evaluation(
+    evaluate: Callable[[TrainState], dict[str, float]], config: TrainerConfig, stage: Stage
+) -> Action:
+    """Make the action that evaluates every `evaluation_steps` updates, at the end, and where asked at the start.
+
+    Its metrics are logged with the prefix `eval_`; an error after the first update becomes a warning.
+    """
+    first = config.eval_on_start or config.metric_for_best_model is not None
+
+    def run(at: Moment) -> dict[str, float]:
+        with say_if_slow(stage.say, f"evaluating after update {at.step}"):
+            return evaluate_or_warn(evaluate, at, stage)
+
+    return Action(When(config.evaluation_steps, start=first, end=True), run, "measure", name=EVALUATION)
 
 
 class EvaluationMetrics(dict[str, float]):
@@ -187,9 +207,9 @@ def write_evaluation(
 
 
 def evaluate_or_warn(
-    evaluate: Callable[[TrainState], dict[str, float]], state: TrainState, count: int, stage: Stage
-) -> dict[str, float] | None:
-    """Call `evaluate` after `count` updates, and write what it found; return None, with a warning, where it fails.
+    evaluate: Callable[[TrainState], dict[str, float]], at: Moment, stage: Stage
+) -> dict[str, float]:
+    """Call `evaluate` with the state of a moment, and write what it found; where it fails, warn and return nothing.
 
     A loss that is not finite is such an error before the first update, and a warning after it: the metrics are kept.
     Errors before the first update are raised: nothing is lost yet, and wrong settings show before hours of training.
@@ -199,15 +219,15 @@ def evaluate_or_warn(
     failure: Exception | None = None
     metrics: dict[str, float] = {}
     try:
-        found = evaluate(state)
+        found = evaluate(at.state)
         metrics = {f"eval_{name}": value for name, value in found.items()}
-        _require_finite_loss(metrics, state, count, stage.name)
+        _require_finite_loss(metrics, at, stage.name)
         if stage.is_main:
-            write_evaluation(stage.dir, count, metrics, found)
+            write_evaluation(stage.dir, at.step, metrics, found)
     except Stopped:
         raise
     except Exception as error:
-        if count == 0 or (jax.process_count() > 1 and not isinstance(error, RunError | InputError)):
+        if at.starts or (jax.process_count() > 1 and not isinstance(error, RunError | InputError)):
             raise
         failure = error
     if not any_process(failure is not None)[0]:
@@ -217,21 +237,22 @@ def evaluate_or_warn(
         error_line(failure, HERE) if failure else "it failed in another process; see that process's output"
     )
     warn(
-        f"stage '{stage.name}': the evaluation after update {count} failed and is skipped; training continues: {reason}"
+        f"stage '{stage.name}': the evaluation after update {at.step} failed and is skipped; training continues: "
+        f"{reason}"
     )
-    return None
+    return {}
 
 
-def _require_finite_loss(metrics: Mapping[str, float], state: TrainState, count: int, stage: str) -> None:
+def _require_finite_loss(metrics: Mapping[str, float], at: Moment, stage: str) -> None:
     """Raise InputError or RunError, or warn after the first update, where the loss of an evaluation is not finite."""
     bad = [name for name, x in metrics.items() if name.startswith("eval_loss") and not math.isfinite(x)]
     if not bad:
         return
-    problem = nonfinite_weights(state.model, state.params)
-    line = f"stage '{stage}': {', '.join(bad)} after update {count} is not finite: " + (
+    problem = nonfinite_weights(at.state.model, at.state.params)
+    line = f"stage '{stage}': {', '.join(bad)} after update {at.step} is not finite: " + (
         problem
         or "the model's weights are finite, but its outputs for some rows of eval_data, or their loss, are not"
     )
-    if count == 0:
+    if at.starts:
         raise InputError(line) if problem else RunError(line)
     warn(f"{line}; it is null in metrics.jsonl and not compared with other evaluations")

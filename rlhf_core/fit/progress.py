@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ import optax
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
 from rlhf_core.fit.best import BEST, Best, saved_form
-from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.weights import FILE as WEIGHTS
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.metrics import Metric, Metrics, fetch_metrics, from_json, merge, to_json
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
 from rlhf_core.stage import identity
@@ -30,13 +31,101 @@ from rlhf_core.state import TrainState
 if TYPE_CHECKING:
     from rlhf_core.checkpoint import Restored
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.fit.batches import UpdateSource
+    from rlhf_core.fit.batches import Update, UpdateSource
     from rlhf_core.stage import Stage
 
 DEFAULT_SAVE_MINUTES = 10.0
 FOLDERS = ("samples", "evaluations")
 """Folders of files named by the updates done: `update-000012.jsonl`, `evaluation-000012.jsonl`, `000012.json`."""
 _NAME = re.compile(r"(?:.*-)?(\d{6,})\.jsonl?")
+
+
+TIME = "time/"
+"""Begins the names of seconds per update; time/update is the part of `step_time` that an Update does not report."""
+
+
+@dataclass
+class MetricWindow:
+    """Metrics of the sound updates since the last logged step."""
+
+    device: list[Metrics] = field(default_factory=list)
+    host: list[Mapping[str, float]] = field(default_factory=list)
+    merged_host: dict[str, Metric] = field(default_factory=dict)
+    tokens: int = 0
+    slots: int = 0
+    updates: int = 0
+    before: float = 0.0  # seconds, in the process that was interrupted
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, update: Update, metrics: Metrics) -> None:
+        """Add one update. Raises InputError where it reports a metric of the step or the objective."""
+        reported = {**update.metrics, **update.timing}
+        if both := sorted(reported.keys() & metrics.keys()):
+            raise InputError(
+                f"metrics: {', '.join(both)} reported both by the Update and by the objective or the step; "
+                "rename the Update's"
+            )
+        self.device.append(metrics)
+        self.host.append({name: value for name, value in reported.items() if not isinstance(value, Metric)})
+        self.merged_host = merge(
+            self.merged_host, {name: value for name, value in reported.items() if isinstance(value, Metric)}
+        )
+        self.tokens += update.tokens
+        self.slots += sum(batch.rows.tokens.size for batch in update.batches)
+        self.updates += 1
+
+    def elapsed(self) -> float:
+        return self.before + time.perf_counter() - self.started
+
+    def merged(self) -> dict[str, Metric]:
+        total: dict[str, Metric] = {}
+        for metrics in jax.device_get(self.device):
+            total = merge(total, metrics)
+        return total
+
+    def read(self, total_tokens: int) -> dict[str, float]:
+        elapsed = self.elapsed()
+        names = dict.fromkeys(name for metrics in self.host for name in metrics)
+        averages = {}
+        for name in names:
+            values = [m[name] for m in self.host if name in m and np.isfinite(m[name])]
+            averages[name] = float(np.mean(values)) if values else float("nan")
+        step_time = elapsed / max(self.updates, 1)
+        parts = [value for name, value in averages.items() if name.startswith(TIME)]
+        return {
+            **fetch_metrics(self.merged()),
+            **averages,
+            **fetch_metrics(self.merged_host),
+            **({f"{TIME}update": max(step_time - sum(parts), 0.0)} if parts else {}),
+            "num_tokens": float(total_tokens),
+            "tokens_per_second": self.tokens / elapsed,
+            "useful_fraction": self.tokens / max(self.slots, 1),
+            "step_time": step_time,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe the window for a checkpoint, so that the next logged step is the same as without a stop."""
+        return {
+            "device": to_json(self.merged()),
+            "host": [dict(metrics) for metrics in self.host],
+            "merged_host": to_json(self.merged_host),
+            "tokens": self.tokens,
+            "slots": self.slots,
+            "updates": self.updates,
+            "elapsed": self.elapsed(),
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> MetricWindow:
+        return cls(
+            [from_json(saved["device"])],
+            saved["host"],
+            from_json(saved["merged_host"]),
+            saved["tokens"],
+            saved["slots"],
+            saved["updates"],
+            saved["elapsed"],
+        )
 
 
 class Progress:
@@ -117,7 +206,7 @@ class Progress:
                 any_process(False)  # all have read it
                 self.checkpoints.remove(saved.step)
         if self.stage.is_main:
-            cut_files(self.stage.dir, self.newest if self.reported else self.newest - 1)
+            cut_files(self.stage.dir, self.newest, told=self.reported)
         return start if saved is None else saved.step, state
 
     def _pass_over(self, state: TrainState, start: int) -> TrainState:
@@ -169,17 +258,19 @@ class Progress:
         return by_time or (self.config.save_steps is not None and count % self.config.save_steps == 0)
 
 
-def cut_files(directory: Path, step: int) -> None:
+def cut_files(directory: Path, step: int, *, told: bool = True) -> None:
     """Delete a stage's rows and files of steps after `step`, which a run that resumes there will write again.
 
-    step: −1 when a run begins: everything that an earlier run without a checkpoint left is deleted.
+    step: −1 when a run begins: everything that an earlier run without a checkpoint left is deleted. told: whether the
+    step was told before it was saved; if not, what there is of it goes, too, but for its weights, which are told first.
     """
+    last = step if told else step - 1
 
     def cut(folder: Path) -> None:
         later = [
             path
             for path in (folder.iterdir() if folder.is_dir() else ())
-            if (match := _NAME.fullmatch(path.name)) and int(match[1]) > step
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) > last
         ]
         for path in later:
             path.unlink()
@@ -187,7 +278,7 @@ def cut_files(directory: Path, step: int) -> None:
             flush(folder)
 
     for file in metric_files(directory):
-        JsonLines.cut(file, step)
+        JsonLines.cut(file, step if file.name == WEIGHTS else last)
     for folder in FOLDERS:
         attempt(partial(cut, directory / folder), folder, directory / folder)
     attempt(lambda: remove(directory / BEST), BEST, directory / BEST)  # written when the stage ends

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.errors import InputError, warn
+from rlhf_core.fit.actions import Action, Moment
 from rlhf_core.mesh import replicated_sharding
 from rlhf_core.models.params import absent_lines, named, numbered, paths
 from rlhf_core.runtime.files import append_line
@@ -65,30 +66,42 @@ def statistics(before: Any, after: Any) -> dict[str, jax.Array]:
     }
 
 
+def log_weights(stage: Stage, options: LogWeights, state: TrainState) -> Action:
+    """Make the action that logs the parameters that a pattern chooses.
+
+    Raises InputError where the pattern matches no trained parameter, and warns where an alternative does not.
+    """
+    log = WeightLog(stage, options, state)
+    return Action(log.due, log, "move")
+
+
 class WeightLog:
     """Logs the parameters that a pattern chooses, after the updates that are due."""
 
     def __init__(self, stage: Stage, options: LogWeights, state: TrainState) -> None:
-        """Raises InputError where the pattern matches no trained parameter, warns where an alternative does not."""
-        self.stage, self.options = stage, options
+        self.stage, self.every = stage, options.every
         self.layers, absent = chosen(state, options.pattern, stage.name)
         for line in absent if stage.is_main else ():
             warn(f"stage '{stage.name}'.log_weights.pattern: {line}")
         everywhere = replicated_sharding(state.step.sharding.mesh)
         self._describe = jax.jit(self._all, out_shardings=everywhere)
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._before: dict[str, Any] | None = None
 
-    def due(self, count: int) -> bool:
-        """Return whether update `count` is logged."""
-        return count % self.options.every == 0
+    def due(self, at: Moment) -> bool:
+        """Return whether this update is logged, or the next one, which overwrites the parameters."""
+        return at.step % self.every == 0 or (at.step + 1) % self.every == 0
 
-    def keep(self, state: TrainState) -> dict[str, Any]:
-        """Copy the parameters before an update, which overwrites them."""
-        kept: dict[str, Any] = self._copy(self._chosen(state))
-        return kept
+    def __call__(self, at: Moment) -> None:
+        """Log the parameters of this update, and copy those that the next one is compared with."""
+        before, self._before = self._before, None
+        if before is not None:
+            self.log(at.step, before, at.state)
+        if (at.step + 1) % self.every == 0 and not at.ends:
+            self._before = self._copy(self._chosen(at.state))
 
     def log(self, count: int, before: Mapping[str, Any], state: TrainState) -> None:
-        """Write a row of weights.jsonl, and tell loggers. before: what `keep` returned."""
+        """Write a row of weights.jsonl, and tell loggers. before: the parameters before update `count`."""
         found = jax.device_get(self._describe(before, self._chosen(state)))
         weights = {
             name: {key: value.tolist() for key, value in parts.items()} for name, parts in found.items()

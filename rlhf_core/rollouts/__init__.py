@@ -1,4 +1,4 @@
-"""Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
+"""Rollouts: completions of prompts with their rewards, the updates that they serve, and what evaluates them."""
 
 from rlhf_core.environments import EnvironmentOptions as EnvironmentOptions
 from rlhf_core.rewards.checks import forecast_rewards as forecast_rewards
@@ -6,12 +6,12 @@ from rlhf_core.rewards.checks import set_up as set_up
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rewards.reward import logged_metrics as logged_metrics
+from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.rewards.reward import score as score
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.open_collector import open_collector as open_collector
-from rlhf_core.rollouts.previews import open_previews as open_previews
 from rlhf_core.rollouts.rollout import Rollout as Rollout
 from rlhf_core.rollouts.rollout_rows import choose_rollout_rows as choose_rollout_rows
 from rlhf_core.rollouts.updates import Reading as Reading
@@ -31,5 +31,5 @@ __all__ = [
     "WeightedReward",
     "choose_rollout_rows",
     "open_collector",
-    "open_previews",
+    "open_rewards",
 ]

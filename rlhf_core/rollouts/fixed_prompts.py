@@ -1,4 +1,4 @@
-"""Evaluation and previews: completions of fixed prompts, always with the same random keys."""
+"""Completions of fixed prompts, always with the same random keys: what evaluates and shows a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import counted
+from rlhf_core.errors import InputError, RunError, counted, warn
+from rlhf_core.fit.actions import Action, Moment, When
 from rlhf_core.fit.evaluation import EvaluationMetrics
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.open_collector import warm_up
@@ -76,15 +77,29 @@ class FixedPrompts:
             metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
         return EvaluationMetrics.of(metrics, self.collector.prompts.where, values)
 
-    def preview(self, step: int, state: TrainState) -> None:
-        """Write completions of the state after `step` updates, unless an evaluation has done so."""
-        if self.previewed and step not in self.written:
-            chosen = self._spread()
-            if not self.prints:
-                self.collector.stage.say(
-                    f"answering {counted(len(chosen), 'prompts')} for samples/{self.name}-{step:06d}.jsonl"
-                )
-            self._write(step, self._sample(state, chosen, required=False))
+    def previews(self, *, every: int | None = None, name: str = "", bytes: int = 0) -> Action:
+        """Make the action that completes the prompts before the first update, every so many, and after the last one.
+
+        every: None: at the start and at the end alone. name, bytes: of the action. An error after the first update,
+        such as a reward's, becomes a warning.
+        """
+        return Action(When(every, start=True, end=True), self._show, "show", name=name, bytes=bytes)
+
+    def _show(self, at: Moment) -> None:
+        """Write completions of the state at this moment, unless an evaluation has done so."""
+        if not self.previewed or at.step in self.written:
+            return
+        stage, chosen = self.collector.stage, self._spread()
+        if not self.prints:
+            stage.say(
+                f"answering {counted(len(chosen), 'prompts')} for samples/{self.name}-{at.step:06d}.jsonl"
+            )
+        try:
+            self._write(at.step, self._sample(at.state, chosen, required=False))
+        except (InputError, RunError) as error:
+            if at.starts:
+                raise
+            warn(f"stage '{stage.name}': the previews after update {at.step} are skipped: {error}")
 
     def _spread(self) -> NDArray[np.int64]:
         return np.linspace(0, self.count - 1, min(self.previewed, self.count)).astype(np.int64)

@@ -1,15 +1,17 @@
-"""Previews while a policy trains: the prompts that `previews` names, completed at every few updates."""
+"""The action that a stage opens where its field `previews` is set: prompts, completed at every few updates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core import data
 from rlhf_core.errors import InputError
+from rlhf_core.fit import PREVIEWS
+from rlhf_core.fit.actions import Action
+from rlhf_core.models import Model
 from rlhf_core.rollouts.collector import RolloutCollector, RolloutOptions
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts
 from rlhf_core.rollouts.open_collector import open_sampler
@@ -21,31 +23,19 @@ from rlhf_core.training.starting_model import error_context, require_stop_token
 if TYPE_CHECKING:
     from rlhf_core.config.trainer import PreviewOptions
     from rlhf_core.data import Prompts
-    from rlhf_core.models import Model
-    from rlhf_core.state import TrainState
+    from rlhf_core.fit import Build
     from rlhf_core.training.context import Context
 
 
-@dataclass(frozen=True)
-class Previews:
-    """Completes fixed prompts with the state after some updates. bytes: that sampling takes per device, at most."""
+def open_previews(context: Context, build: Build) -> Action | None:
+    """Open the prompts of `previews` with a separate sampler; None where no language model is trained.
 
-    prompts: FixedPrompts
-    bytes: int
-
-    def __call__(self, step: int, state: TrainState) -> None:
-        """Print, write and log the completions after `step` updates, unless it was done."""
-        self.prompts.preview(step, state)
-
-
-def open_previews(context: Context, model: Model, *, policy: str | None = None) -> Previews | None:
-    """Open the prompts of `previews` with a separate sampler; None where the config has none.
-
-    policy: the name of `model`, where the state holds several. Raises InputError for data without prompts, and for a
-    model without a stop token.
+    Raises InputError for data without prompts, and for a model without a stop token.
     """
     options = context.config.previews
-    if options is None:
+    assert options is not None
+    policy, model = _policy_of(build)
+    if model is None:
         return None
     given: dict[str, Any] = {
         "max_completion_length": options.max_new_tokens,
@@ -80,30 +70,24 @@ def open_previews(context: Context, model: Model, *, policy: str | None = None) 
     )
     context.ahead(fixed.warm_up, model)
     cache = cache_bytes(model.definition, count * group, longest + sampling.max_completion_length)
-    return Previews(fixed, cache + device_bytes(model.params))
+    return fixed.previews(every=options.every, name=PREVIEWS, bytes=cache + device_bytes(model.params))
+
+
+def _policy_of(build: Build) -> tuple[str | None, Model | None]:
+    """Find the language model that is trained, and its name where the state holds several models."""
+    if isinstance(build.models, Model):
+        return None, build.models if build.models.definition.head == "lm" else None
+    for name in build.trains or build.models:
+        if build.models[name].definition.head == "lm":
+            return name, build.models[name]
+    return None, None
 
 
 def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:
     """Encode the given prompts, then those of the data. A text among conversations is a user's message."""
     prompts: list[Any] = list(options.prompts)
     if options.from_data or (options.from_data is None and not prompts):
-        config, inputs = context.config, context.stage.inputs
-        held_out = config.eval_data is not None or inputs.get("eval_dataset") is not None
-        held_out = held_out and config.max_evaluation_steps != 0
-        field = context.eval_fields[0] if held_out else "train_data"
-        records = context.records(field, first=options.count)
-        assert records is not None
-        found = [
-            prompt
-            for i in np.linspace(0, len(records) - 1, min(options.count, len(records))).astype(int).tolist()
-            if (prompt := prompt_of(records[i], options.prompt_column))
-        ]
-        if not found:
-            raise InputError(
-                f"the rows of {records.name} have no prompt (columns: {', '.join(records.columns)}); give "
-                "previews.prompts, or the column of their prompts as previews.prompt_column"
-            )
-        prompts += found
+        prompts += _prompts_of_data(options, context)
     if not prompts:
         raise InputError("there is nothing to complete: no prompts are given, and from_data is false")
     if any(not isinstance(prompt, str) for prompt in prompts):
@@ -112,6 +96,25 @@ def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:
     return data.encode_prompts(
         rows, context.tokenizer, max_prompt_length=None, chat_template=context.text_options()
     )
+
+
+def _prompts_of_data(options: PreviewOptions, context: Context) -> list[Any]:
+    """Find the prompts of evenly spread rows: of `eval_data`, or without it of `train_data`."""
+    config, inputs = context.config, context.stage.inputs
+    held_out = config.eval_data is not None or inputs.get("eval_dataset") is not None
+    held_out = held_out and config.max_evaluation_steps != 0
+    field = context.eval_fields[0] if held_out else "train_data"
+    records = context.records(field, first=options.count)
+    assert records is not None
+    chosen = np.linspace(0, len(records) - 1, min(options.count, len(records))).astype(int).tolist()
+    prompts = [prompt_of(records[i], options.prompt_column) for i in chosen]
+    found = [prompt for prompt in prompts if prompt]
+    if not found:
+        raise InputError(
+            f"the rows of {records.name} have no prompt (columns: {', '.join(records.columns)}); give "
+            "previews.prompts, or the column of their prompts as previews.prompt_column"
+        )
+    return found
 
 
 def prompt_of(row: Mapping[str, Any], column: str = "prompt") -> str | Sequence[Any] | None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.data import PromptStream
-from rlhf_core.errors import RunError, Stopped, counted
+from rlhf_core.errors import InputError, RunError, Stopped, counted
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Mean, Metric, Min, Sum
 from rlhf_core.packing.rows import Layout, Packed, empty_batches
@@ -67,6 +68,19 @@ class Reading(NamedTuple):
     """Makes what the reader takes from a state's parameters."""
     held: Sequence[str]
     """The names of these parameters among a stage's residents."""
+
+
+def completions(batch: Packed) -> NDArray[np.int64]:
+    """Return the completion of the rollout that each sequence is, [rows, sequences]; -1 where unused."""
+    if "index" not in batch.sequence_values:
+        raise InputError(
+            "the values of completions are asked for, and micro-batches do not say which these are: add "
+            '"index" to the sequence_names of the rollout\'s steps'
+        )
+    numbers: NDArray[np.int64] = np.where(batch.example < 0, -1, batch.sequence_values["index"]).astype(
+        np.int64
+    )
+    return numbers
 
 
 class RolloutUpdates:
@@ -186,7 +200,9 @@ class RolloutUpdates:
             del timing["time/reward"]
         if self.reference is not None and self.reference.equals(self.collector.policy(state.params)):
             batches = [without_reference(batch) for batch in batches]
-        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing)
+        return Update(
+            batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing, numbers=completions
+        )
 
     def measured(self, step: int, metrics: Mapping[str, Metric]) -> str | None:
         """Take the metrics of update `step`; return why the run must stop, or None.

@@ -1,7 +1,6 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python."""
 
 from rlhf_core.fit import Build as Build
-from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.training.context import Context as Context
 from rlhf_core.training.context import Evaluate as Evaluate
 from rlhf_core.training.define import define_trainer as define_trainer
@@ -27,7 +26,6 @@ __all__ = [
     "Reference",
     "define_trainer",
     "named_loss",
-    "open_rewards",
     "padded_rows",
     "python_trainer",
 ]

@@ -26,7 +26,7 @@ from rlhf_core.data.report import first_columns
 from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, counted, suggest, warn
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
-from rlhf_core.fit.evaluation import EvaluationMetrics
+from rlhf_core.fit.evaluation import EvaluationMetrics, evaluation
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.models import Head, Model, check_model, load_model
 from rlhf_core.packing.trees import lengths_of, sizes_of
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data.report import Report
     from rlhf_core.data.streams import LazyStreams
+    from rlhf_core.fit.actions import Action
     from rlhf_core.packing.trees import Trees
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
@@ -206,14 +207,17 @@ class Context:
             if name not in columns:
                 self.warn(f"drop_columns: {field} has no column '{name}'.{suggest(name, columns)}")
 
-    def evaluations(self, make: Callable[[str], Evaluate | None]) -> Evaluate | None:
+    def evaluations(self, make: Callable[[str], Evaluate | None]) -> list[Action]:
         """Make the evaluation on `eval_data`, or on each of its sets, whose metrics begin with the set's name.
+
+        Returns an action for a build, which is due every `evaluation_steps` updates and at the end; none without rows.
 
         make: from a field, "eval_data" or that of one set, "eval_data.easy", to its evaluation; None without rows.
         """
         made = {field: make(field) for field in self.eval_fields}
         if list(made) == ["eval_data"]:
-            return made["eval_data"]
+            only = made["eval_data"]
+            return [] if only is None else [evaluation(only, self.config, self.stage)]
 
         def evaluate(state: TrainState) -> EvaluationMetrics:
             sets = {field.partition(".")[2]: each for field, each in made.items()}
@@ -221,7 +225,7 @@ class Context:
                 {name: {} if each is None else each(state) for name, each in sets.items()}
             )
 
-        return evaluate
+        return [evaluation(evaluate, self.config, self.stage)]
 
     @property
     def _only_evaluates(self) -> bool:

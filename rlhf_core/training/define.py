@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh
 from rlhf_core.artifacts import copy_artifact
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.warnings import config_warnings
-from rlhf_core.contracts import ATTENTION, Forecast, Trainer
+from rlhf_core.contracts import ACTION, ATTENTION, Forecast, Trainer
 from rlhf_core.errors import InputError, counted
-from rlhf_core.fit import Build, fit
+from rlhf_core.fit import PREVIEWS, Build, fit
 from rlhf_core.fit.progress import require_rest
 from rlhf_core.fit.weights import chosen
 from rlhf_core.mesh import rows_per_device
@@ -47,12 +47,20 @@ def define_trainer(config: type[TrainerConfig], outputs: Mapping[str, str], buil
 
     @wraps(build)  # a trainer's code is that of its own `build`
     def built(config: Any, context: Context) -> Build:
-        made = _with_experts(build, config, context)
+        made = _with_previews(_with_experts(build, config, context), config, context)
         if "reference" in config.offload and not {"reference", "starting model"} & made.held.keys():
             context.warn("offload: reference has no effect: the stage keeps no copy of the model")
         return made
 
     return Trainer(config, outputs, partial(run, built), built)
+
+
+def _with_previews(made: Build, config: TrainerConfig, context: Context) -> Build:
+    """Add the action that completes the prompts of `previews`, where a language model is trained."""
+    if config.previews is None:
+        return made
+    action = context.registry.get(ACTION, PREVIEWS)(context, made)
+    return made if action is None else replace(made, actions=(*made.actions, action))
 
 
 def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context) -> Build:
@@ -263,7 +271,7 @@ def held_bytes(made: Build, context: Context, expected: Expected) -> dict[str, i
         layers = chosen(state, config.log_weights.pattern, context.name)[0]
         copied = [leaf for path, leaf in paths(state.params) if ".".join(path) in layers]
         parts["logged weights"] = device_bytes(copied)
-    parts |= {"previews": made.previews.bytes} if made.previews is not None else {}
+    parts |= {action.name: action.bytes for action in made.actions if action.bytes}
     parts |= {name: device_bytes(params[name]) for name in models if name not in trains}
     policy = models[next(iter(trains))].definition
     return parts | dict(expected.held(policy, parts["parameters"]))

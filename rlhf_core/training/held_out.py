@@ -62,7 +62,7 @@ class HeldOut:
         self._stored, self._say = stored or model.as_stored, context.say
 
     def evaluator(self, objective: Objective) -> Callable[[TrainState], EvaluationMetrics]:
-        """Make the function that `fit` takes as `evaluate`: the objective's loss, metrics and values over the rows.
+        """Make what `Context.evaluations` takes for a field: from a state to the objective's loss, metrics and values.
 
         It reads the parameters as they would be saved, see `stored`.
         """

@@ -276,7 +276,7 @@ def test_evaluation_data_that_nothing_reads_is_a_warning(
 
     def without(stage: Any, config: Any, build: fit.Build) -> Any:
         seen.append(len(updates))
-        return fit.fit(stage, config, fit.replace(build, evaluate=None))
+        return fit.fit(stage, config, fit.replace(build, actions=[]))
 
     monkeypatch.setattr(rlhf_core.training.define, "fit", without)
     with pytest.warns(UserWarning, match=r"stage 'sft'\.eval_data: given, but the trainer does not evaluate"):
@@ -284,10 +284,10 @@ def test_evaluation_data_that_nothing_reads_is_a_warning(
     assert seen == [0]
 
 
-def test_after_update_is_not_called_for_a_skipped_update(
+def test_an_action_is_not_called_for_a_skipped_update(
     tiny: ModuleType, short: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`after_update` is called when the guard of its update was read, with the state that it left."""
+    """An action is called when the guard of its update was read, with the state that it left."""
     called: list[tuple[int, int]] = []
     guards: list[int] = []
     plain = Programs.apply
@@ -302,10 +302,10 @@ def test_after_update_is_not_called_for_a_skipped_update(
     monkeypatch.setattr(Programs, "apply", apply)
 
     def with_hook(stage: Any, config: Any, build: fit.Build) -> Any:
-        def note(count: int, state: Any) -> None:
-            called.append((count, int(state.step)))
+        def note(at: fit.Moment) -> None:
+            called.append((at.step, int(at.state.step)))
 
-        return fit.fit(stage, config, fit.replace(build, after_update=note, after_update_steps=2))
+        return fit.fit(stage, config, fit.replace(build, actions=[fit.Action(2, note, "move")]))
 
     monkeypatch.setattr(rlhf_core.training.define, "fit", with_hook)
     with pytest.raises(RunError, match="gradient of update 4 is not finite"):

@@ -34,9 +34,10 @@ from rlhf_core.rollouts import (
     WeightedReward,
     choose_rollout_rows,
     open_collector,
+    open_rewards,
 )
 from rlhf_core.step import Objective
-from rlhf_core.training import Build, Context, Reference, define_trainer, open_rewards
+from rlhf_core.training import Build, Context, Reference, define_trainer
 
 KEPT = ("advantages", "old_logps", "old_values", "returns")
 """What every trained token carries."""
@@ -182,8 +183,8 @@ def build(config: PPOConfig, context: Context) -> Build:
         models,
         RolloutUpdates(context, collector, layout, steps, reading=reading),
         objective({name: model.definition for name, model in models.items()}, loss, config),
+        [] if fixed is None else context.evaluations(lambda _: fixed.evaluate),
         trains={"policy": config, "critic": of_critic},
-        evaluate=None if fixed is None else fixed.evaluate,
         held={"reference": reference.copied},
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.fit import TreeReader, Update, UpdateSource
 from rlhf_core.packing import Layout, Packed, pack
@@ -16,7 +17,6 @@ from rlhf_core.rollouts import (
     RolloutUpdates,
     choose_rollout_rows,
     open_collector,
-    open_previews,
 )
 from rlhf_core.training import Build, Context, python_trainer
 from rlhf_distill.config import DistillConfig
@@ -41,21 +41,19 @@ def build(config: DistillConfig, context: Context) -> Build:
     divergence = open_divergence(config, context.stage)
     student = context.model("lm")
     models = {STUDENT: student, TEACHER: open_teacher(config, context, student)}
-    common: dict[str, Any] = {
-        "trains": {STUDENT: config},
-        "previews": open_previews(context, student, policy=STUDENT),
-    }
+    trains = {STUDENT: config}
     if not config.sampled_per_update:
         models, of_data = _given(context, models)
-        built = Build(models, of_data, objective(_definitions(models), divergence, config), **common)
+        loss = objective(_definitions(models), divergence, config)
         if (texts := context.texts("eval_data")) is None:
-            return built
+            return Build(models, of_data, loss, trains=trains)
 
         def stored(params: Any) -> Any:
             return {**params, STUDENT: student.as_stored(params[STUDENT])}
 
         rows = context.held_out(models[STUDENT], texts, reads_tokens=True, stored=stored)
-        return replace(built, evaluate=rows.evaluator(built.objective))
+        actions = context.evaluations(lambda _: rows.evaluator(loss))
+        return Build(models, of_data, loss, actions, trains=trains)
 
     sampled = context.by(config.replace(total_batch_size=config.sampled_per_update, on_policy_fraction=1.0))
     size = config.sampled_per_update * config.steps_per_generation
@@ -77,9 +75,10 @@ def build(config: DistillConfig, context: Context) -> Build:
     loss, stored = objective(_definitions(models), divergence, config), student.as_stored
     if held_out is None:
         shown = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, stored=stored)
-        return Build(models, updates, loss, preview=shown.preview, **common)
+        return Build(models, updates, loss, [shown.previews()], trains=trains)
     fixed = _fixed_prompts(context, student, models, divergence, held_out)
-    return Build(models, updates, loss, evaluate=fixed.evaluate, preview=fixed.preview, **common)
+    actions = [*context.evaluations(lambda _: fixed.evaluate), fixed.previews()]
+    return Build(models, updates, loss, actions, trains=trains)
 
 
 def given_config(config: DistillConfig, seed: int, total: int) -> DistillConfig:
@@ -139,7 +138,8 @@ def _fixed_prompts(
 class DistillSteps:
     """Cuts what the student sampled into updates of `size` completions."""
 
-    token_names = sequence_names = ()
+    token_names = ()
+    sequence_names = ("index",)
 
     def __init__(self, prompts: Any, layout: Layout, size: int) -> None:
         self.prompts, self.layout, self.size = prompts, layout, size
@@ -149,7 +149,14 @@ class DistillSteps:
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         starts = range(0, len(rollout.prompts), self.size)
-        return [pack(rollout.trees(self.prompts, at, at + self.size), self.layout) for at in starts]
+        return [
+            pack(
+                rollout.trees(self.prompts, at, at + self.size),
+                self.layout,
+                sequence_names=self.sequence_names,
+            )
+            for at in starts
+        ]
 
 
 class WithGiven:
@@ -179,6 +186,7 @@ class WithGiven:
             batches=[*sampled.batches, *numbered],
             tokens=sampled.tokens + given.tokens,
             where=lambda i: sampled.where(i) if i < count else given.where(i - count),
+            numbers=lambda batch: _numbers(batch, sampled, given, count),
         )
 
     def epochs(self, step: int) -> float:
@@ -191,6 +199,15 @@ class WithGiven:
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         self.sampled.restore(step, host["sampled"], arrays)
         self.given.restore(step, host["given"], {})
+
+
+def _numbers(batch: Packed, sampled: Update, given: Update, count: int) -> NDArray[np.integer[Any]]:
+    """Number the sequences of a micro-batch of either: completions, then `count` + the row of a given example."""
+    if batch.example.max() < count:
+        return sampled.numbers(batch)
+    there = batch.example >= 0
+    rows = given.numbers(batch._replace(example=np.where(there, batch.example - count, -1)))
+    return np.where(there, rows + count, -1)
 
 
 @dataclass(frozen=True)

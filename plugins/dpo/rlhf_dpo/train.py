@@ -13,7 +13,6 @@ import numpy as np
 from rlhf_core.data import Pairs
 from rlhf_core.fit import EvaluationMetrics
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
-from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
@@ -80,12 +79,11 @@ def build(config: DPOConfig, context: Context) -> Build:
             own_metrics=own_metrics,
         )
 
-    evaluate = context.evaluations(evaluation)
+    actions = context.evaluations(evaluation)
     loss = partial(objective, model.definition, measure, beta=config.beta)
-    previews = open_previews(context, model)
     held = {} if start is None else {"starting model": start.copied}
     source = PairUpdates(updates, reference, start)
-    return Build(model, source, loss, evaluate=evaluate, previews=previews, held=held)
+    return Build(model, source, loss, actions, held=held)
 
 
 class PairEvaluation:

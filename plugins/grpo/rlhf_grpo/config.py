@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -254,31 +254,25 @@ class GRPOConfig(RolloutConfig):
         return self.steps_per_generation * self.num_iterations
 
 
-def watch(limits: Limits) -> Callable[[Mapping[str, float]], str | None] | None:
-    """Return a function of a logged step's metrics: a reason to stop, or None. None if there are no limits."""
-    if limits.kl is None and limits.entropy is None:
-        return None
-
-    def reason(metrics: Mapping[str, float]) -> str | None:
-        kl, entropy = metrics.get("kl"), metrics.get("entropy")
-        shown = ", ".join(
-            f"{name} {metrics[name]:.4g}"
-            for name in ("reward", "reward_std", "kl", "entropy", "completions/mean_length")
-            if name in metrics
+def watch(limits: Limits, metrics: Mapping[str, float]) -> str | None:
+    """Return why the metrics of a step pass a limit; None: they do not."""
+    kl, entropy = metrics.get("kl"), metrics.get("entropy")
+    shown = ", ".join(
+        f"{name} {metrics[name]:.4g}"
+        for name in ("reward", "reward_std", "kl", "entropy", "completions/mean_length")
+        if name in metrics
+    )
+    if limits.kl is not None and kl is not None and kl > limits.kl:
+        return (
+            f"the policy has drifted too far from its reference: kl {kl:.4g} nats per token is above "
+            f"limits.kl={limits.kl:g} "
+            f"({shown}). It may be exploiting the reward: read the newest completions. Raise kl.beta, lower "
+            "learning_rate, or train for fewer updates"
         )
-        if limits.kl is not None and kl is not None and kl > limits.kl:
-            return (
-                f"the policy has drifted too far from its reference: kl {kl:.4g} nats per token is above "
-                f"limits.kl={limits.kl:g} "
-                f"({shown}). It may be exploiting the reward: read the newest completions. Raise kl.beta, lower "
-                "learning_rate, or train for fewer updates"
-            )
-        if limits.entropy is not None and entropy is not None and entropy < limits.entropy:
-            return (
-                f"the policy has collapsed: entropy {entropy:.4g} nats per token is below "
-                f"limits.entropy={limits.entropy:g} ({shown}). Its completions are nearly all the same, so groups "
-                "have little left to compare. Raise loss.epsilon_high, entropy_coef or kl.beta, or lower learning_rate"
-            )
-        return None
-
-    return reason
+    if limits.entropy is not None and entropy is not None and entropy < limits.entropy:
+        return (
+            f"the policy has collapsed: entropy {entropy:.4g} nats per token is below "
+            f"limits.entropy={limits.entropy:g} ({shown}). Its completions are nearly all the same, so groups "
+            "have little left to compare. Raise loss.epsilon_high, entropy_coef or kl.beta, or lower learning_rate"
+        )
+    return None

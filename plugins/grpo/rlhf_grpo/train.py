@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts
-from rlhf_core.fit import TreeReader
+from rlhf_core.fit import Action, TreeReader
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
@@ -25,9 +25,9 @@ from rlhf_core.rollouts import (
     RolloutUpdates,
     choose_rollout_rows,
     open_collector,
-    open_previews,
+    open_rewards,
 )
-from rlhf_core.training import Build, Context, Reference, open_rewards, python_trainer
+from rlhf_core.training import Build, Context, Reference, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import grpo_warnings
 from rlhf_grpo.objective import Terms, combine, kl_estimate, objective
@@ -88,6 +88,14 @@ def build(config: GRPOConfig, context: Context) -> Build:
         context.ahead(fixed.warm_up, policy)
     own = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, policy.as_stored)
     shown = next(iter(held_out.values()), own)
+    actions = context.evaluations(lambda field: held_out[field].evaluate) if held_out else []
+    if moves and reference:
+        actions.append(_reference_sync(config, context, reference))
+    if config.limits.kl is not None or config.limits.entropy is not None:
+        limits = config.limits
+        actions.append(
+            Action(lambda at: bool(at.metrics), lambda at: at.stop(watch(limits, at.metrics)), "watch")
+        )
     return Build(
         model,
         updates,
@@ -99,12 +107,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
             temperature=temperature,
             correction=config.correction,
         ),
-        evaluate=context.evaluations(lambda field: held_out[field].evaluate) if held_out else None,
-        preview=shown.preview,
-        previews=open_previews(context, policy),
-        after_update=_reference_sync(config, context, reference) if moves and reference else None,
-        after_update_steps=config.ref_model_sync_steps,
-        stop_when=watch(config.limits),
+        [*actions, shown.previews()],
         held={} if reference is None else {"reference": reference.copied},
     )
 
@@ -151,13 +154,11 @@ def _held_out(
     return found
 
 
-def _reference_sync(
-    config: GRPOConfig, context: Context, reference: Reference
-) -> Callable[[int, TrainState], None]:
-    """Return what moves the reference towards the policy; the loop calls it every `ref_model_sync_steps` updates."""
+def _reference_sync(config: GRPOConfig, context: Context, reference: Reference) -> Action:
+    """Return what moves the reference towards the policy every `ref_model_sync_steps` updates."""
     share = config.ref_model_mixup_alpha
     context.ahead(reference.compile, share)  # now rather than between two updates
-    return lambda _, state: reference.move(state.params, share)
+    return Action(config.ref_model_sync_steps, lambda at: reference.move(at.state.params, share), "move")
 
 
 def _try_loss(config: GRPOConfig, context: Context, loss: PolicyLoss) -> None:

@@ -47,7 +47,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             return held_out[-1]  # pairs of the first set are shown
         return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
 
-    evaluate = context.evaluations(evaluation)
+    actions = context.evaluations(evaluation)
 
     def save(state: TrainState) -> None:
         if not held_out:
@@ -62,7 +62,7 @@ def build(config: RewardConfig, context: Context) -> Build:
         trained = model.with_params(state.params)
         save_model(context.stage, "model", "reward_model", trained, contract=contract)
 
-    return Build(model, updates, partial(objective, model.definition, measure), evaluate=evaluate, save=save)
+    return Build(model, updates, partial(objective, model.definition, measure), actions, save=save)
 
 
 RewardTrainer = python_trainer("reward", RewardConfig, __name__)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objective import trained_logps, trained_weight
-from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_sft.config import SFTConfig
 
@@ -41,8 +40,7 @@ def build(config: SFTConfig, context: Context) -> Build:
         texts = context.texts(field)
         return None if texts is None else context.held_out(model, texts, reads_tokens=True).evaluator(loss)
 
-    evaluate, previews = context.evaluations(held_out), open_previews(context, model)
-    return Build(model, updates, loss, evaluate=evaluate, previews=previews)
+    return Build(model, updates, loss, context.evaluations(held_out))
 
 
 SFTTrainer = python_trainer("sft", SFTConfig, __name__)

@@ -70,11 +70,12 @@ def test_weights_are_written_and_logged_and_change_nothing(short: Any, tmp_path:
     kernel = found["layers.mlp.up_proj.kernel"][1].astype(np.float64)
     np.testing.assert_allclose(told[name]["norm"], np.linalg.norm(kernel), rtol=1e-5)
     assert 0 < told[name]["update_ratio"] < 0.1
-    with pytest.raises(KeyboardInterrupt):
-        short.train("sft", at="again", listeners=(Weights(5),), save_steps=3, **given)
-    short.train("sft", at="again", **given)
-    again, whole = ((tmp_path / at / "sft/weights.jsonl").read_text() for at in ("again", "logged"))
-    assert again == whole
+    for at, until in (("again", 5), ("at the end", 6)):
+        with pytest.raises(KeyboardInterrupt):
+            short.train("sft", at=at, listeners=(Weights(until),), save_steps=3, **given)
+        short.train("sft", at=at, **given)
+        again, whole = ((tmp_path / each / "sft/weights.jsonl").read_text() for each in (at, "logged"))
+        assert again == whole
 
 
 def test_weights_on_a_mesh(short: Any) -> None:

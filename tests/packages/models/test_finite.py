@@ -16,7 +16,7 @@ import pytest
 from rlhf_core import RunError, data, load_model
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
-from rlhf_core.fit import evaluate_or_warn
+from rlhf_core.fit import Moment, evaluate_or_warn
 from rlhf_core.models import Model
 from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.rollouts import Reward, score
@@ -137,15 +137,14 @@ def test_an_evaluation_says_where_its_loss_is_not_finite(tiny: ModuleType, tmp_p
     with pytest.warns(
         UserWarning, match=r"eval_loss after update 3 is not finite: the model's weights are finite"
     ):
-        metrics = evaluate_or_warn(lambda state: {"loss": np.nan, "reward": np.nan}, state, 3, stage)
-    assert metrics is not None
+        metrics = evaluate_or_warn(lambda state: {"loss": np.nan, "reward": np.nan}, Moment(3, state), stage)
     assert set(metrics) == {"eval_loss", "eval_reward"}
     with pytest.raises(RunError, match="eval_loss after update 0 is not finite"):
-        evaluate_or_warn(lambda state: {"loss": np.inf}, state, 0, stage)
+        evaluate_or_warn(lambda state: {"loss": np.inf}, Moment(0, state, starts=True), stage)
     bad = changed(model, "norm.weight", poison(0))
     state = SimpleNamespace(model=bad.definition, params=bad.params)
     with pytest.raises(InputError, match=r"'model\.norm\.weight' holds 1 of 16"):
-        evaluate_or_warn(lambda state: {"loss": np.nan}, state, 0, stage)
+        evaluate_or_warn(lambda state: {"loss": np.nan}, Moment(0, state, starts=True), stage)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("float16", 1e5), ("bfloat16", -np.inf)])

@@ -158,7 +158,7 @@ def test_a_reward_that_fails_at_the_end_does_not_cost_the_model(train):
             raise ConnectionError("the judge has left")
         return [float(len(text)) for text in completions]
 
-    message = "completions after training were not saved: reward 'tired' raised ConnectionError"
+    message = "the previews after update 3 are skipped: reward 'tired' raised ConnectionError"
     with pytest.warns(UserWarning, match=message):
         directory, _ = train("tired", [tired])
     assert calls[:5] == [8, 32, 8, 8, 32]
