@@ -57,7 +57,7 @@ from rlhf_core.stage.execute import execute
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
-from rlhf_core.training import Context, Reference
+from rlhf_core.training import OnDevices, Reference
 from rlhf_core.training.choose_attention import choose_attention
 
 Row = dict[str, Any]
@@ -190,7 +190,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     terms = Terms(
         name=config.loss.name, beta=task.beta, kl=config.kl.name, max_completion_length=works.COMPLETION
     )
-    mesh, context = stage.devices(), Context(config, stage)
+    mesh, context = stage.devices(), OnDevices(config, stage)
     context.tokenizer = tokenizer
     collector = RolloutCollector(
         stage,

@@ -14,6 +14,7 @@ from rlhf_core.data.preferences import usable_pairs as usable_pairs
 from rlhf_core.data.prompts import EpisodeRows as EpisodeRows
 from rlhf_core.data.prompts import Prompts as Prompts
 from rlhf_core.data.prompts import PromptStream as PromptStream
+from rlhf_core.data.prompts import UntokenizedPrompts as UntokenizedPrompts
 from rlhf_core.data.prompts import encode_prompts as encode_prompts
 from rlhf_core.data.prompts import without_last_replies as without_last_replies
 from rlhf_core.data.records import drop_columns as drop_columns

@@ -14,10 +14,10 @@ from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Blocks, Decoder, attend_blocks, find_kernels, in_blocks, visible_blocks
+from rlhf_core.models.config import remat_policy
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import device_memory, format_bytes
-from rlhf_core.training.memory import remat_of
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -112,6 +112,16 @@ def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | 
     if faster is not None and max(layout.time) >= faster:
         return f"faster on this device from rows of {faster} tokens"
     return None
+
+
+def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
+    """Return what "auto" stands for on a micro-batch of rows × time tokens, else the setting."""
+    if not isinstance(definition, Decoder):
+        return "none"
+    if definition.remat != "auto":
+        return definition.remat
+    tokens, itemsize = shape[0] * shape[1], definition.compute_dtype.itemsize
+    return "none" if remat_policy(definition.config, "auto", tokens, itemsize) is None else "dots"
 
 
 def fastest_block(batches: Sequence[Packed]) -> int:

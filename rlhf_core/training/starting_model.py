@@ -17,7 +17,7 @@ from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import InputError, read_json_object, warn
-from rlhf_core.mesh import AnyMesh, with_shardings
+from rlhf_core.mesh import with_shardings
 from rlhf_core.models import (
     Decoder,
     Definition,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
+    from rlhf_core.training.context import Context
 
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 UNHEARD_OF = "\U0010fffd"
@@ -288,15 +289,15 @@ def definition_of(
     return definition, hf_config
 
 
-def model_of_shapes(
-    source: Any, head: Head, config: TrainerConfig, stage: Stage, mesh: AnyMesh, *, adapters: bool = True
-) -> Model:
-    """Make a model with shapes in place of its parameters, sharded over `mesh`; nothing is read but its config.json.
+def model_of_shapes(source: Any, head: Head, context: Context, *, adapters: bool = True) -> Model:
+    """Make a model with shapes in place of its parameters, sharded over the mesh; nothing is read but its config.json.
 
     adapters: whether it gets those of `config.lora`. Its definition is None where nothing local describes the model.
     """
-    tokenizer = stage.inputs.get("tokenizer")
-    described = definition_of(source, head, tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
+    config, tokenizer = context.config, context.tokenizer
+    described = definition_of(
+        source, head, tokenizer, context.registry, dtype=config.dtype, remat=config.remat
+    )
     if described is None:
         absent: Any = None
         return Model(absent, {}, tokenizer, {}, None, absent)
@@ -305,13 +306,12 @@ def model_of_shapes(
         names = module_paths(definition)
         definition = definition.with_lora(asked_lora(config.lora, names))
         definition = definition.quantized_as(held_as(config.lora.base, hf_config))
-    params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
-    model_mesh: Any = mesh
+    params = with_shardings(definition.abstract_params(), definition.shardings(context.mesh))
     directory = _config_directory(Path(source)) if isinstance(source, str) else None
     kept = None
     if isinstance(definition, Decoder) and directory is not None and any(directory.glob("*.safetensors")):
         kept = weights.kept(definition, directory)
-    return Model(definition, params, tokenizer, hf_config, None, model_mesh, kept=kept)
+    return Model(definition, params, tokenizer, hf_config, None, context.mesh, kept=kept)
 
 
 def _config_directory(directory: Path) -> Path | None:
