@@ -171,6 +171,8 @@ def forecast_rewards(
             )
     if problems:
         raise InputError(*problems)
+    if field != "train_data":
+        return Forecast()  # what training prompts lack is said once
     return Forecast((*lines, *_unread(rewards, prompts.columns)), tuple(cautions))
 
 

@@ -39,8 +39,7 @@ class PlannedRollouts:
 
     options: RolloutOptions
     prompts: AnyPrompts | UntokenizedPrompts
-    routes: jax.ShapeDtypeStruct | None
-    later: list[str]
+    routes: jax.ShapeDtypeStruct | None = None
 
     def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
         config, options = context.config, self.options
@@ -81,7 +80,7 @@ class PlannedRollouts:
             )
         row = longest + group * length
         per_update = config.total_batch_size // group * row
-        return Description(lines, total, per_update, row, later=[*self._episodes, *self.later])
+        return Description(lines, total, per_update, row, later=self._episodes)
 
     @property
     def can_be_tried(self) -> bool:

@@ -27,6 +27,7 @@ from rlhf_core.training.memory import sampling_memory
 from rlhf_core.training.starting_model import error_context, require_stop_token
 
 if TYPE_CHECKING:
+    import jax
     import numpy as np
 
     from rlhf_core.config import TrainerConfig
@@ -53,66 +54,59 @@ def open_collector(
     model without a stop token, and a chat template that the environment cannot be used with; and where an update of
     `total_batch_size` completions would split a group.
     """
-    config, stage, trains = context.config, context.stage, field == "train_data"
-    if config.total_batch_size % options.num_generations:
-        raise InputError(
-            f"stage '{stage.name}'.total_batch_size={config.total_batch_size} (completions of an update) is not a "
-            f"multiple of num_generations={options.num_generations}: a group would be split"
-        )
+    stage, trains = context.stage, field == "train_data"
+    _require_whole_groups(context, options)
     context.check(_check_stops, context, options)
     prompts = _open_prompts(context, options, field)
     if prompts is None:
         return None
-    known = model.definition is not None  # not of a model that an earlier stage will make
-    routes = route_shape(model.definition) if options.replay_routes and known else None
-    planned = PlannedRollouts(options, prompts, routes, [])
-    tried = Forecast()
-    if planned.can_be_tried:
-        tried = context.check(forecast_rewards, rewards, prompts, stage, field, otherwise=tried)
+    routes = None
+    if options.replay_routes and model.definition is not None:
+        routes = route_shape(model.definition)
     ends = (*model.stop_ids, *options.sampling.stop_token_ids)
     episodes = open_environment(context, options, model.tokenizer, ends)
+    planned = PlannedRollouts(options, prompts, routes)
     if trains:
-        context.warn(*tried.warnings)
-        first = context.check(forecast_episode, context, options, episodes, prompts, otherwise=Forecast())
-        context.warn(*first.warnings)
-        planned.later.extend([*first.lines, *tried.lines])
+        context.check(forecast_episode, context, options, episodes, prompts)
+    if planned.can_be_tried:
+        context.check(forecast_rewards, rewards, prompts, stage, field)
+    if trains:
         context.trains_on(planned)
     assert not isinstance(prompts, UntokenizedPrompts)
     _know_vocabulary(context, prompts, model, field)
 
     def make() -> Any:
         count = options.prompts_per_rollout
-        room = sampling_memory(context, model, rewards, others)
         count = count if trains else min(count, len(prompts))
+        room = sampling_memory(context, model, rewards, others)
         return open_sampler(context, model, prompts, options, count, room, episodes)
 
     # A stage that is replayed has its completions, and their rewards.
     replays = "journal" in stage.inputs
     sampler: Any = None if replays else context.on_mesh(make)
-    room = getattr(sampler, "room", None)
-    if room is not None and room.bytes is not None:
-        held = f"{field}: {room.prompts:,} episodes run together, {room.bytes / 1e9:.1f} GB per device"
-        context.say(room.line(context.mesh.size, field) if episodes is None else held)
+    _say_room(context, sampler, episodes, field)
     if trains:
         context.warn(*_position_warnings(model, prompts, options, stage.name), first=True)
         context.warn(*system_prompt_warnings(context, rewards))
         context.ahead(warm_up, sampler, model, prompts.sizes)
-        answer = context.check(
-            _check_sampler, context, model, options, prompts, episodes, otherwise=Forecast()
-        )
-        context.warn(*answer.warnings)
-        planned.later.extend(answer.lines)
+        context.check(_check_sampler, context, model, options, prompts, episodes)
     if not replays:
         context.compute(set_up, rewards, prompts, stage, field)
-    if options.replay_routes and episodes is not None:
-        raise InputError(
-            f"stage '{stage.name}'.replay_routes: not with an environment, whose turns it cannot replay"
-        )
-    if options.replay_routes and routes is None:
-        context.warn("replay_routes has no effect: the model has no experts")
+    if options.replay_routes:
+        _check_replay(context, episodes, routes)
     return RolloutCollector(
         stage, prompts, model.tokenizer, sampler, rewards, options, episodes, model.definition.absent, routes
     )
+
+
+def _require_whole_groups(context: Context, options: RolloutOptions) -> None:
+    """Raise InputError where an update of `total_batch_size` completions would split a group."""
+    size, group = context.config.total_batch_size, options.num_generations
+    if size % group:
+        raise InputError(
+            f"stage '{context.name}'.total_batch_size={size} (completions of an update) is not a "
+            f"multiple of num_generations={group}: a group would be split"
+        )
 
 
 def _open_prompts(
@@ -122,6 +116,27 @@ def _open_prompts(
     if options.environment is not None:
         return context.episode_rows(field, options.max_prompt_length)
     return context.prompts(field, options.max_prompt_length)
+
+
+def _say_room(context: Context, sampler: Any, episodes: EpisodeSettings | None, field: str) -> None:
+    """Say how much the sampler draws together, where the devices' memory limits it."""
+    room = getattr(sampler, "room", None)
+    if room is None or room.bytes is None:
+        return
+    held = f"{field}: {room.prompts:,} episodes run together, {room.bytes / 1e9:.1f} GB per device"
+    context.say(room.line(context.mesh.size, field) if episodes is None else held)
+
+
+def _check_replay(
+    context: Context, episodes: EpisodeSettings | None, routes: jax.ShapeDtypeStruct | None
+) -> None:
+    """Raise InputError for an environment, whose experts cannot be replayed; warn of a model without experts."""
+    if episodes is not None:
+        raise InputError(
+            f"stage '{context.name}'.replay_routes: not with an environment, whose turns it cannot replay"
+        )
+    if routes is None:
+        context.warn("replay_routes has no effect: the model has no experts")
 
 
 def _know_vocabulary(context: Context, prompts: AnyPrompts, model: Model, field: str) -> None:

@@ -81,8 +81,8 @@ class Context(OpensRows):
         """Return what a function computes with arrays; a check, which has none, does not call it."""
 
     @abstractmethod
-    def check(self, function: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
-        """Return what a function finds out before a stage begins; only a check calls it."""
+    def check(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call what finds out about a stage before it begins, in a check alone, which prints its `Forecast`, if any."""
 
     @abstractmethod
     def on_mesh(self, function: Callable[[], Any], *, otherwise: Any = None) -> Any:
@@ -228,8 +228,8 @@ class OnDevices(Context):
     def compute(self, function: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
         return function(*args)
 
-    def check(self, function: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
-        return otherwise
+    def check(self, function: Callable[..., Any], *args: Any) -> None:
+        """Do nothing: it was called before the stage began."""
 
     def on_mesh(self, function: Callable[[], Any], *, otherwise: Any = None) -> Any:
         return function()

@@ -52,7 +52,7 @@ class OnShapes(Context):
     The stage's mesh is of devices that need not exist; without one, rows are not laid out.
 
     sources: of updates, each with the context that opened it. warnings: lines that begin with a field.
-    reports: (field, which of its rows are not used as given).
+    later: lines that follow the memory. reports: (field, which of its rows are not used as given).
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class OnShapes(Context):
         self.planned = planned
         self.sources: list[tuple[Describes, OnShapes]] = []
         self.warnings: list[str] = []
+        self.later: list[str] = []
         self.reports: list[tuple[str, str]] = []
         self._absent = False
 
@@ -109,8 +110,11 @@ class OnShapes(Context):
     def compute(self, function: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
         return otherwise
 
-    def check(self, function: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
-        return function(*args)
+    def check(self, function: Callable[..., Any], *args: Any) -> None:
+        found = function(*args)
+        if isinstance(found, Forecast):
+            self.warn(*found.warnings)
+            self.later.extend(found.lines)
 
     def on_mesh(self, function: Callable[[], Any], *, otherwise: Any = None) -> Any:
         return function() if isinstance(self.mesh, Mesh) else otherwise
@@ -153,7 +157,7 @@ def forecast(build: Callable[[Any, Context], Build], context: OnShapes) -> Forec
         if context.planned is not None or platform() != "cpu":
             lines += _waiting_lines(made, context)
         cautions += [*memory.warnings, *_absent(made, context)]
-    lines += first.later
+    lines += [*first.later, *context.later]
     lines += [f"{other.lines[0]}; an update also takes {other.examples} of these" for other in others]
     cautions += config_warnings(config, first.updates, planned=context.planned is not None)
     told = tuple(f"{field}: {report}" for field, report in context.reports)

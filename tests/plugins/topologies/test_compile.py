@@ -252,8 +252,8 @@ def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> Non
         model, updates = context.updates(model, context.texts("train_data"), reads_tokens=True)
         return Build(model, updates, losses(model.definition))
 
-    def describe(planned: Any, stage: Any) -> Any:
-        return built_programs(build, planned.config, stage)
+    def describe(_: Any, context: Any) -> Any:
+        return built_programs(build, context)
 
     programs = each_stage(checked, host, describe, mesh=make_mesh())["base"].programs
     assert [program.name.split()[0] for program in programs] == ["accumulate", "count", "apply"]
