@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.training import Context
 
-__all__ = ["Scorer", "scoring_contract"]
+__all__ = ["Scorer"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class ScoringContract:
         if not given:
             raise InputError(
                 f"{where}: the reward model was saved without a contract, which defines its scores; its "
-                "trainer must pass one to artifacts.save_model, contract=scoring_contract(context, model), from "
+                "trainer must pass one to artifacts.save_model, contract=Scorer.contract_of(context, model), from "
                 "rlhf_core.scoring"
             )
         missing = dataclasses.MISSING
@@ -289,6 +289,33 @@ class Scorer:
             with suppress(InputError):  # some families fix their own dtype
                 model = model.computing(dtype=trained_in)
         return cls(model, contract, normalize=normalize)
+
+    @staticmethod
+    def contract_of(
+        context: Context,
+        model: Model,
+        *,
+        read_at: ReadAt | None = "eos",
+        scores: NDArray[Any] | None = None,
+        evaluation: Mapping[str, float] | None = None,
+    ) -> dict[str, Any]:
+        """Return what a reward model's scores depend on, for `save_model(…, contract=…)`; a `Scorer` reads it.
+
+        read_at: as for `Context.pairs`. scores: of its evaluation data, else of some training data, reward units; their
+        mean and standard deviation are stored, without which they cannot be normalized. evaluation: the metrics on its
+        evaluation data.
+        """
+        contract = ScoringContract.of(
+            model.tokenizer,
+            max_length=context.config.max_sequence_length,
+            truncation_mode=context.config.truncation_mode,
+            chat_template=context.text_options(read_at),
+            mean=None if scores is None else float(scores.mean()),
+            std=None if scores is None else float(scores.std()),
+        )
+        return dataclasses.replace(
+            contract, evaluation=evaluation, compute_dtype=model.computes_in, base=base_identity(model)
+        ).to_dict()
 
     @staticmethod
     def check(path: str | Path) -> None:
@@ -510,33 +537,6 @@ def _by_side(
         if row is not None:
             columns[sides[0]][i], columns[sides[1]][i] = row[:count], row[count:]
     return columns
-
-
-def scoring_contract(
-    context: Context,
-    model: Model,
-    *,
-    read_at: ReadAt | None = "eos",
-    scores: NDArray[Any] | None = None,
-    evaluation: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """Return what a reward model's scores depend on, for `save_model(…, contract=…)`; a `Scorer` reads it.
-
-    read_at: as for `Context.pairs`. scores: of its evaluation data, else of some training data, reward units; their
-    mean and standard deviation are stored, without which they cannot be normalized. evaluation: the metrics on its
-    evaluation data.
-    """
-    contract = ScoringContract.of(
-        model.tokenizer,
-        max_length=context.config.max_sequence_length,
-        truncation_mode=context.config.truncation_mode,
-        chat_template=context.text_options(read_at),
-        mean=None if scores is None else float(scores.mean()),
-        std=None if scores is None else float(scores.std()),
-    )
-    return dataclasses.replace(
-        contract, evaluation=evaluation, compute_dtype=model.computes_in, base=base_identity(model)
-    ).to_dict()
 
 
 def base_identity(model: Model) -> str | None:

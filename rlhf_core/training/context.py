@@ -88,16 +88,6 @@ class Context(OpensRows):
     def on_mesh(self, function: Callable[[], Any], *, otherwise: Any = None) -> Any:
         """Return what a function chooses for the devices; a check calls it where devices are described to it."""
 
-    def require_readers(self) -> None:
-        """Raise InputError for metrics of the user's own that the stage has no held-out pairs for."""
-        given = [name for name in ("compute_metrics",) if name in self.stage.inputs]
-        given += ["metrics"] if self.config.metrics else []
-        if given and not self.reads_metrics:
-            raise InputError(
-                f"stage '{self.name}'.{given[0]}: nothing calls it: it takes the scores of held-out pairs, which "
-                f"need {'eval_data' if given[0] == 'metrics' else 'eval_dataset'}, and a trainer of pairs"
-            )
-
     def by(self, config: TrainerConfig) -> Context:
         """Return this context for another config of the same stage, such as one of a part of its examples."""
         changed = copy.copy(self)
@@ -208,6 +198,17 @@ class Context(OpensRows):
         if pairs:
             self.compute(metrics.try_on, pairs)
         return metrics
+
+
+def require_readers(context: Context) -> None:
+    """Raise InputError for metrics of the user's own that the stage has no held-out pairs for."""
+    given = [name for name in ("compute_metrics",) if name in context.stage.inputs]
+    given += ["metrics"] if context.config.metrics else []
+    if given and not context.reads_metrics:
+        raise InputError(
+            f"stage '{context.name}'.{given[0]}: nothing calls it: it takes the scores of held-out pairs, which "
+            f"need {'eval_data' if given[0] == 'metrics' else 'eval_dataset'}, and a trainer of pairs"
+        )
 
 
 class OnDevices(Context):

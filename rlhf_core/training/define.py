@@ -22,7 +22,7 @@ from rlhf_core.objective import with_experts
 from rlhf_core.runtime.devices import platform
 from rlhf_core.stage import Stage
 from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
-from rlhf_core.training.context import Context, OnDevices
+from rlhf_core.training.context import Context, OnDevices, require_readers
 
 BuildFunction: TypeAlias = Callable[[Any, Context], Build]
 """(config, context) → what is trained, on what, towards what."""
@@ -131,7 +131,7 @@ def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:
     """Build a stage on its devices, train, and save its outputs."""
     context = OnDevices(config, stage)
     made = build(config, context)
-    context.require_readers()
+    require_readers(context)
     fit(stage, config, made)
 
 

@@ -20,7 +20,7 @@ from rlhf_core.models.params import absent_lines, named, paths
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.training.context import Context, Unmade
+from rlhf_core.training.context import Context, Unmade, require_readers
 from rlhf_core.training.memory import device_bytes, host_bytes, memory_forecast, saved_bytes
 from rlhf_core.training.starting_model import (
     default_warnings,
@@ -85,7 +85,7 @@ class OnShapes(Context):
             made = build(self.config, self)
         except NotHereError:
             return None
-        self.require_readers()
+        require_readers(self)
         return made
 
     def model(self, head: Head) -> Model:

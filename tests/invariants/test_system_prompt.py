@@ -13,7 +13,7 @@ import pytest
 from rlhf_core import TrainerConfig, artifacts, data, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts.open_collector import system_prompt_warnings
-from rlhf_core.scoring import Scorer, ScoringContract, scoring_contract
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import Encoder, TextOptions
 from rlhf_core.training import OnDevices
 from tests.shared import chat_cases as chat
@@ -106,7 +106,7 @@ def test_a_reward_model_keeps_it_in_its_contract(tiny: ModuleType, tmp_path: Pat
     model.tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' </s> ' }}{% endfor %}"
     config = TrainerConfig(system_prompt="a b")
     contract = ScoringContract.from_dict(
-        scoring_contract(OnDevices(config, stage_of([], tmp_path)), model), "here"
+        Scorer.contract_of(OnDevices(config, stage_of([], tmp_path)), model), "here"
     )
     assert contract.system_prompt == "a b"
     with_it, without = (

@@ -18,7 +18,7 @@ from rlhf_core import TrainerConfig, artifacts, data
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model
-from rlhf_core.scoring import Scorer, ScoringContract, scoring_contract
+from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.training import OnDevices
 
 
@@ -122,7 +122,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
     config = TrainerConfig(max_sequence_length=7, truncation_mode="keep_start", chat_template="plain")
     scores = np.array([[1.0, 2.0], [4.0, 5.0]], np.float32)
-    made = scoring_contract(OnDevices(config, stage), model, scores=scores, evaluation={"accuracy": 1.0})
+    made = Scorer.contract_of(OnDevices(config, stage), model, scores=scores, evaluation={"accuracy": 1.0})
     contract = ScoringContract.from_dict(made, "here")
     assert (contract.max_length, contract.truncation_mode, contract.chat_template) == (
         7,
@@ -141,7 +141,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
 
 def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
-    contract = ScoringContract.from_dict(scoring_contract(OnDevices(TrainerConfig(), stage), model), "here")
+    contract = ScoringContract.from_dict(Scorer.contract_of(OnDevices(TrainerConfig(), stage), model), "here")
     assert (contract.mean, contract.std, contract.evaluation) == (None, None, None)
     with pytest.raises(InputError, match="cannot normalize"):
         Scorer(model, contract, normalize=True)
@@ -164,6 +164,6 @@ def test_a_new_head_reads_the_templates_end_and_an_old_one_what_it_was_trained_o
     manifest = {"format": 1, "name": "model", "kind": kind, "files": {}, "contract": recorded}
     artifacts.write_manifest(tmp_path, manifest)
     context = OnDevices(TrainerConfig(model=str(tmp_path)), stage)
-    assert scoring_contract(context, model, read_at=None)["read_at"] == expected
+    assert Scorer.contract_of(context, model, read_at=None)["read_at"] == expected
     for asked in ("eos", "template"):
-        assert scoring_contract(context, model, read_at=asked)["read_at"] == asked
+        assert Scorer.contract_of(context, model, read_at=asked)["read_at"] == asked
