@@ -51,6 +51,7 @@ from rlhf_core.objective import trained_logps
 from rlhf_core.packing.trees import tree
 from rlhf_core.rewards.reward import open_rewards
 from rlhf_core.rollouts import RolloutCollector, RolloutOptions, RolloutUpdates, choose_rollout_rows
+from rlhf_core.rollouts.open_collector import open_prompts
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
@@ -192,14 +193,10 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     )
     mesh, context = stage.devices(), OnDevices(config, stage)
     context.tokenizer = tokenizer
-    collector = RolloutCollector(
-        stage,
-        context.prompts("train_data", works.PROMPT),
-        tokenizer,
-        lambda *_: samples,
-        open_rewards((), stage),
-        RolloutOptions(works.PROMPT, works.GROUP, config.sampling, config.prompts_per_rollout),
-    )
+    options = RolloutOptions(works.PROMPT, works.GROUP, config.sampling, config.prompts_per_rollout)
+    prompts = open_prompts(context, options, "train_data")
+    rewards = open_rewards((), stage)
+    collector = RolloutCollector(stage, prompts, tokenizer, lambda *_: samples, rewards, options)
     model, layout = choose_rollout_rows(context, model, collector)
     reference = Reference(model.params, (), mesh) if config.keeps_reference else None
     logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)

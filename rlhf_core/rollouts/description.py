@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import data
 from rlhf_core.config import Component
 from rlhf_core.contracts import SAMPLER
-from rlhf_core.data import EpisodeRows, PromptStream, UntokenizedPrompts
-from rlhf_core.data.prompts import AnyPrompts
+from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream, UntokenizedPrompts
 from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rollouts.journal import most_bytes
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
-from rlhf_core.training.description import Description
 from rlhf_core.training.memory import scoring_bytes
+from rlhf_core.training.rows import Description
 
 if TYPE_CHECKING:
     import jax

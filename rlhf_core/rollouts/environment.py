@@ -25,8 +25,7 @@ from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
-    from rlhf_core.data import EpisodeRows, PromptStream
-    from rlhf_core.data.prompts import AnyPrompts
+    from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream
     from rlhf_core.rollouts.collector import RolloutOptions
     from rlhf_core.training import Context
 

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,16 @@ from numpy.typing import NDArray
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Forecast, SamplerInputs
-from rlhf_core.data import Prompts, PromptStream, UntokenizedPrompts, require_vocabulary
-from rlhf_core.data.prompts import AnyPrompts
+from rlhf_core.data import require_vocabulary
+from rlhf_core.data.prompts import (
+    AnyPrompts,
+    EpisodeRows,
+    Prompts,
+    PromptStream,
+    UntokenizedPrompts,
+    encode_prompts,
+    episode_rows,
+)
 from rlhf_core.errors import InputError
 from rlhf_core.models.experts import route_shape
 from rlhf_core.rewards.checks import forecast_rewards, set_up
@@ -24,6 +33,7 @@ from rlhf_core.rollouts.environment import forecast_episode, open_environment
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.tokenizer import special_ids
 from rlhf_core.training.memory import sampling_memory
+from rlhf_core.training.rows import encoding, open_stream, say_report, warn_of_idle_workers
 from rlhf_core.training.starting_model import error_context, require_stop_token
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ def open_collector(
     stage, trains = context.stage, field == "train_data"
     _require_whole_groups(context, options)
     context.check(_check_stops, context, options)
-    prompts = _open_prompts(context, options, field)
+    prompts = open_prompts(context, options, field)
     if prompts is None:
         return None
     routes = None
@@ -109,13 +119,48 @@ def _require_whole_groups(context: Context, options: RolloutOptions) -> None:
         )
 
 
-def _open_prompts(
+def open_prompts(
     context: Context, options: RolloutOptions, field: str
 ) -> AnyPrompts | UntokenizedPrompts | None:
-    """Open the prompts of `train_data`, or of `eval_data`, which may not be given: None."""
+    """Tokenise the prompts of `train_data`, or of `eval_data`, which may not be given: None.
+
+    With an environment they are the rows that its episodes begin with; in a check that has no tokenizer yet,
+    `UntokenizedPrompts`. Raises InputError for rows that are not prompts.
+    """
+    length = options.max_prompt_length
+    stream = field == "train_data" and context.is_stream(field)
     if options.environment is not None:
-        return context.episode_rows(field, options.max_prompt_length)
-    return context.prompts(field, options.max_prompt_length)
+        return _open_episode_rows(context, length, field, stream=stream)
+    if context.tokenizer is None and stream:
+        return UntokenizedPrompts(None)
+    encode: partial[Any] = partial(encode_prompts, max_prompt_length=length, **encoding(context))
+    if stream:
+        rows = open_stream(context, encode, "prompts")
+        if not rows.sample.report.all_as_given:
+            context.not_as_given(field, rows.report)
+        return PromptStream(rows, length, context.config.workers)
+    records = context.records(field)
+    if records is None:
+        return None
+    if context.tokenizer is None:
+        return UntokenizedPrompts(records)
+    with error_context(context.stage, field):
+        prompts: Prompts = encode(records, context.tokenizer)
+    say_report(context, prompts.report, field)
+    warn_of_idle_workers(context, field)
+    return prompts
+
+
+def _open_episode_rows(
+    context: Context, length: int, field: str, *, stream: bool
+) -> EpisodeRows | PromptStream | None:
+    if stream:
+        template = context.text_options()
+        encode = partial(episode_rows, max_prompt_length=length, chat_template=template)
+        rows = open_stream(context, encode, "rows", episodes=True)
+        return PromptStream(rows, length, context.config.workers)
+    records = context.records(field, episodes=True)
+    return None if records is None else EpisodeRows(records, length)
 
 
 def _say_room(context: Context, sampler: Any, episodes: EpisodeSettings | None, field: str) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.data import PromptStream
+from rlhf_core.data.prompts import PromptStream
 from rlhf_core.errors import RunError, Stopped, counted
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Mean, Metric, Min, Sum

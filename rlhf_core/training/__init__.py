@@ -1,7 +1,7 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python.
 
-Names are resolved on first use, so that a trainer imports only what it uses: one of given texts neither rewards nor
-what a check needs.
+Names that not every trainer uses are resolved on first use: one of given texts imports neither rewards nor what a check
+needs.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.fit import Build as Build
+from rlhf_core.training.context import Context as Context
+from rlhf_core.training.context import Evaluate as Evaluate
+from rlhf_core.training.context import OnDevices as OnDevices
+from rlhf_core.training.define import define_trainer as define_trainer
+from rlhf_core.training.define import python_trainer as python_trainer
+
 if TYPE_CHECKING:
-    from rlhf_core.fit import Build as Build
     from rlhf_core.rewards.reward import open_rewards as open_rewards
-    from rlhf_core.training.context import Context as Context
-    from rlhf_core.training.context import Evaluate as Evaluate
-    from rlhf_core.training.context import OnDevices as OnDevices
-    from rlhf_core.training.define import define_trainer as define_trainer
-    from rlhf_core.training.define import python_trainer as python_trainer
-    from rlhf_core.training.description import Description as Description
     from rlhf_core.training.held_out import HeldOut as HeldOut
     from rlhf_core.training.memory import device_bytes as device_bytes
     from rlhf_core.training.memory import saved_bytes as saved_bytes
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from rlhf_core.training.padded import named_loss as named_loss
     from rlhf_core.training.padded import padded_rows as padded_rows
     from rlhf_core.training.reference import Reference as Reference
+    from rlhf_core.training.rows import Description as Description
     from rlhf_core.training.starting_model import definition_of as definition_of
 
 _HOMES = {
-    "Build": "fit",
     "open_rewards": "rewards.reward",
-    **dict.fromkeys(("Context", "Evaluate", "OnDevices"), "training.context"),
-    **dict.fromkeys(("define_trainer", "python_trainer"), "training.define"),
-    "Description": "training.description",
+    "Description": "training.rows",
     "HeldOut": "training.held_out",
     **dict.fromkeys(("device_bytes", "saved_bytes"), "training.memory"),
     **dict.fromkeys(("OnShapes", "forecast"), "training.on_shapes"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_core.packing.trees import Trees
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
-    from rlhf_core.training.description import Describes
+    from rlhf_core.training.rows import Describes
 
 Evaluate: TypeAlias = Callable[["TrainState"], dict[str, float]]
 """From a state to the metrics of an evaluation."""
@@ -245,5 +245,5 @@ class OnDevices(Context):
     def trains_on(self, source: Describes) -> None:
         """Do nothing: a run shows its updates as it makes them."""
 
-    def _not_as_given(self, field: str, report: Report | str) -> None:
+    def not_as_given(self, field: str, report: Report | str) -> None:
         self.warn(f"{field}: {report}")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.report import Report
     from rlhf_core.fit import Build
     from rlhf_core.stage import Stage
-    from rlhf_core.training.description import Describes, Description
+    from rlhf_core.training.rows import Describes, Description
 
 
 class NotHereError(Exception):
@@ -132,7 +132,7 @@ class OnShapes(Context):
         if self._absent or self.tokenizer is None:
             raise NotHereError
 
-    def _not_as_given(self, field: str, report: Report | str) -> None:
+    def not_as_given(self, field: str, report: Report | str) -> None:
         self.reports.append((field, str(report)))
 
 

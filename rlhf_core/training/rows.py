@@ -1,34 +1,35 @@
-"""What opens the rows of a stage: files, streams and objects as texts, pairs and prompts."""
+"""Rows of a stage: what opens them, and what they say of themselves before it begins."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_core import data
-from rlhf_core.data import EpisodeRows, Prompts, PromptStream, UntokenizedPrompts
 from rlhf_core.data.columns import require_conversations
 from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
-from rlhf_core.data.prompts import episode_rows
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.report import first_columns
 from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
 from rlhf_core.data.texts import usable_texts
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import InputError, counted, suggest
+from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage.text_settings import read_at_of, text_options
-from rlhf_core.training.description import TrainedRows, UntokenizedRows
 from rlhf_core.training.starting_model import error_context, stop_warnings
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data.report import Report
+    from rlhf_core.models import Definition, Model
+    from rlhf_core.packing.trees import Trees
     from rlhf_core.stage import Stage
     from rlhf_core.tokenizer.options import ReadAt, TextOptions
-    from rlhf_core.training.description import Describes
+    from rlhf_core.training.on_shapes import OnShapes
 
 
 class OpensRows(ABC):
@@ -55,7 +56,7 @@ class OpensRows(ABC):
         """
 
     @abstractmethod
-    def _not_as_given(self, field: str, report: Report | str) -> None:
+    def not_as_given(self, field: str, report: Report | str) -> None:
         """Say which rows were dropped, cut, or teach nothing."""
 
     def records(self, field: str, *, episodes: bool = False, first: int | None = None) -> Any:
@@ -84,13 +85,13 @@ class OpensRows(ABC):
                 streams = open_streams(spec, registry=self.registry, columns=config.columns)
                 records = first_rows(streams, count)
             if config.drop_columns:
-                self._note_absent(field, records.columns)
+                self.note_absent(field, records.columns)
                 records = data.drop_columns(records, config.drop_columns)
             if config.system_prompt is not None and not episodes:
                 require_conversations(records.sources)
         return records
 
-    def _note_absent(self, field: str, columns: Sequence[str]) -> None:
+    def note_absent(self, field: str, columns: Sequence[str]) -> None:
         """Warn of columns to drop that the training data do not have."""
         for name in self.config.drop_columns if field == "train_data" else ():
             if name not in columns:
@@ -154,7 +155,7 @@ class OpensRows(ABC):
         are not demonstrations, and for those without these numbers.
         """
         length = self.config.max_sequence_length
-        encode = partial(data.encode_texts, max_length=length, values=values, **self._encoding())
+        encode = partial(data.encode_texts, max_length=length, values=values, **encoding(self))
         usable = None if whole else partial(usable_texts, values=values)
         return self._rows(field, "demonstrations", encode, usable)
 
@@ -175,55 +176,16 @@ class OpensRows(ABC):
         losses over tokens. margins: whether the loss reads them; the report counts those it does not.
         Raises InputError for rows that are not pairs, and for training data without a pair that differs.
         """
-        options = {**self._encoding(read_at), "completions": completions, "margins": margins}
+        options = {**encoding(self, read_at), "completions": completions, "margins": margins}
         options["max_length"] = self.config.max_sequence_length
         usable = None if whole else usable_pairs
         return self._rows(field, "pairs", partial(data.encode_pairs, **options), usable)
-
-    def prompts(
-        self, field: str, max_prompt_length: int
-    ) -> Prompts | PromptStream | UntokenizedPrompts | None:
-        """Tokenise the prompts of `train_data` or of `eval_data`, which may not be given: None.
-
-        In a check that has no tokenizer yet, they are `UntokenizedPrompts`. Raises InputError for rows that are not
-        prompts.
-        """
-        stream = field == "train_data" and self.is_stream(field)
-        if self.tokenizer is None:
-            records = None if stream else self.records(field)
-            return UntokenizedPrompts(records) if stream or records is not None else None
-        encode: partial[Any] = partial(
-            data.encode_prompts, max_prompt_length=max_prompt_length, **self._encoding()
-        )
-        if stream:
-            rows = self._open_stream(encode, "prompts")
-            if not rows.sample.report.all_as_given:
-                self._not_as_given(field, rows.report)
-            return PromptStream(rows, max_prompt_length, self.config.workers)
-        records = self.records(field)
-        if records is None:
-            return None
-        with error_context(self.stage, field):
-            prompts = encode(records, self.tokenizer)
-        self._report(prompts.report, field)
-        self._warn_of_idle_workers(field)
-        return prompts
-
-    def episode_rows(self, field: str, max_prompt_length: int) -> EpisodeRows | PromptStream | None:
-        """Open the rows of `train_data` or of `eval_data` that an environment's episodes begin with."""
-        if field == "train_data" and self.is_stream(field):
-            template = self.text_options()
-            encode = partial(episode_rows, max_prompt_length=max_prompt_length, chat_template=template)
-            rows = self._open_stream(encode, "rows", episodes=True)
-            return PromptStream(rows, max_prompt_length, self.config.workers)
-        records = self.records(field, episodes=True)
-        return None if records is None else EpisodeRows(records, max_prompt_length)
 
     def _rows(self, field: str, unit: str, encode: partial[Any], usable: Callable[..., Any] | None) -> Any:
         """Encode rows. usable: as of `LazyRecords`, for training data that may be encoded later; None: all are now."""
         needed = field == "train_data"
         if needed and usable is not None and is_stream(self._spec(field)):
-            return self._lazy(self._open_stream(encode, unit), unit)
+            return self._lazy(open_stream(self, encode, unit), unit)
         records = self.records(field)
         if records is None:
             return None
@@ -232,79 +194,192 @@ class OpensRows(ABC):
         with error_context(self.stage, field):
             if needed and usable is not None and len(records) > WHOLE:
                 usable = partial(usable, options=encode.keywords["chat_template"])
-                seed, shuffle = self._order_seed, self.config.shuffle_train_dataset
+                seed, shuffle = order_seed(self), self.config.shuffle_train_dataset
                 lazy = LazyRecords(records, usable, encode, self.tokenizer, seed=seed, shuffle=shuffle)
                 return self._lazy(lazy, unit)
             rows = encode(records, self.tokenizer)
-        self._report(rows.report, field)
-        self._warn_of_idle_workers(field)
+        say_report(self, rows.report, field)
+        warn_of_idle_workers(self, field)
         if needed:
             self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
             self.trains_on(TrainedRows(unit, rows))
         return rows
 
-    def _warn_of_idle_workers(self, field: str) -> None:
-        """Say that processes to tokenise with are not started for data that were tokenised at once."""
-        if field != "train_data" or not self.config.workers:
-            return
-        names = ("dataset_num_proc", "dataloader_num_workers")
-        name = max(names, key=lambda each: getattr(self.config, each) or 0)
-        self.warn(
-            f"{name}={self.config.workers}: has no effect: these data are tokenised before the first update; processes "
-            "tokenise large files and streams, while updates use them"
-        )
-
-    @property
-    def _order_seed(self) -> int:
-        seed = self.config.shuffle_seed_train
-        return self.seed if seed is None else seed
-
-    def _open_stream(self, encode: partial[Any], unit: str, *, episodes: bool = False) -> LazyStreams:
-        """Open the streams of `train_data`. episodes: whether an environment makes the conversations."""
-        config = self.config
-        if config.max_training_steps is None:
-            raise InputError(
-                f"stage '{self.name}'.max_training_steps: missing; train_data is a stream, whose length is not known"
-            )
-        if self.tokenizer is None:
-            self.trains_on(UntokenizedRows(unit, None))
-        with error_context(self.stage, "train_data"):
-            streams = open_streams(
-                self._spec("train_data"),
-                registry=self.registry,
-                columns=config.columns,
-                drop=config.drop_columns,
-            )
-            self._note_absent("train_data", [name for stream in streams for name in stream.columns_read])
-            window = config.shuffle_buffer if config.shuffle_train_dataset else 1
-            rows = LazyStreams(streams, encode, self.tokenizer, seed=self._order_seed, window=window)
-            if config.system_prompt is not None and not episodes:
-                require_conversations(rows.sample.places.records.sources)
-        return rows
-
     def _lazy(self, rows: LazyRows, unit: str) -> LazyRows:
         """Say what is known of training data that are encoded while updates use them."""
         if not rows.sample.report.all_as_given:
-            self._not_as_given("train_data", rows.report)
+            self.not_as_given("train_data", rows.report)
         self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
         self.trains_on(TrainedRows(unit, rows))
         return rows
-
-    def _report(self, report: Report, field: str) -> None:
-        """Say which rows were dropped, cut, or teach nothing, and which columns are not read."""
-        if not report.all_as_given:
-            self._not_as_given(field, report)
-        elif report.not_read:
-            self.say(f"{field}: {', '.join(map(first_columns, report.not_read))}")
 
     def text_options(self, read_at: ReadAt | None = "eos") -> TextOptions:
         """Collect how the stage's texts are read. read_at: as for `pairs`."""
         config, stage = self.config, self.stage
         return text_options(config, stage, read_at=read_at_of(config, stage, read_at))
 
-    def _encoding(self, read_at: ReadAt | None = "eos") -> dict[str, Any]:
-        return {
-            "overlong": self.config.overlong,
-            "truncation_mode": self.config.truncation_mode,
-            "chat_template": self.text_options(read_at),
-        }
+
+def encoding(context: OpensRows, read_at: ReadAt | None = "eos") -> dict[str, Any]:
+    """Collect the options of `encode_texts` and its like that a stage's config gives."""
+    return {
+        "overlong": context.config.overlong,
+        "truncation_mode": context.config.truncation_mode,
+        "chat_template": context.text_options(read_at),
+    }
+
+
+def open_stream(
+    context: OpensRows, encode: partial[Any], unit: str, *, episodes: bool = False
+) -> LazyStreams:
+    """Open the streams of `train_data`. episodes: whether an environment makes the conversations."""
+    config = context.config
+    if config.max_training_steps is None:
+        raise InputError(
+            f"stage '{context.name}'.max_training_steps: missing; train_data is a stream, whose length is not known"
+        )
+    if context.tokenizer is None:
+        context.trains_on(UntokenizedRows(unit, None))
+    with error_context(context.stage, "train_data"):
+        streams = open_streams(
+            context._spec("train_data"),
+            registry=context.registry,
+            columns=config.columns,
+            drop=config.drop_columns,
+        )
+        context.note_absent("train_data", [name for stream in streams for name in stream.columns_read])
+        window = config.shuffle_buffer if config.shuffle_train_dataset else 1
+        rows = LazyStreams(streams, encode, context.tokenizer, seed=order_seed(context), window=window)
+        if config.system_prompt is not None and not episodes:
+            require_conversations(rows.sample.places.records.sources)
+    return rows
+
+
+def say_report(context: OpensRows, report: Report, field: str) -> None:
+    """Say which rows were dropped, cut, or teach nothing, and which columns are not read."""
+    if not report.all_as_given:
+        context.not_as_given(field, report)
+    elif report.not_read:
+        context.say(f"{field}: {', '.join(map(first_columns, report.not_read))}")
+
+
+def warn_of_idle_workers(context: OpensRows, field: str) -> None:
+    """Say that processes to tokenise with are not started for data that were tokenised at once."""
+    if field != "train_data" or not context.config.workers:
+        return
+    names = ("dataset_num_proc", "dataloader_num_workers")
+    name = max(names, key=lambda each: getattr(context.config, each) or 0)
+    context.warn(
+        f"{name}={context.config.workers}: has no effect: these data are tokenised before the first update; processes "
+        "tokenise large files and streams, while updates use them"
+    )
+
+
+def order_seed(context: OpensRows) -> int:
+    """Return the seed of the order of training rows."""
+    seed = context.config.shuffle_seed_train
+    return context.seed if seed is None else seed
+
+
+@dataclass(frozen=True)
+class Description:
+    """What updates a stage will make, as far as its data and its config show.
+
+    lines: what there is to train on, updates, tokens. later: lines that follow the memory.
+    updates: of the whole run. tokens: of an update. longest: tokens of the longest row. examples: of an update.
+    """
+
+    lines: list[str]
+    updates: int
+    tokens: int
+    longest: int
+    examples: int = 0
+    later: Sequence[str] = ()
+
+
+class Describes(Protocol):
+    """A source of updates, as a check sees it."""
+
+    def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
+        """Describe the updates. models: the stage's; empty where one is not on this machine yet."""
+        ...
+
+    def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:
+        """Count the bytes per device, by part, that are in memory besides models and optimizers.
+
+        definition: of the first model that is trained. parameters: bytes of all that are.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """Rows that are trained on: `Texts`, `Pairs`, or rows that are encoded while updates use them.
+
+    unit: what they are, "pairs".
+    """
+
+    unit: str
+    rows: Any
+
+    def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
+        trees, size = self.rows.trees(), context.config.total_batch_size
+        sizes = sizes_of(trees)
+        mean = int(sizes.sum()) / len(sizes)
+        updates, total, drawn = _updates(context.config, self.unit, len(self.rows))
+        report = "".join([str(self.rows.report), *_positions(trees, models)])
+        tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
+        lines = [report, updates, tokens]
+        return Description(lines, total, round(mean * size), int(sizes.max()), examples=min(size, drawn))
+
+    def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:
+        return {}
+
+
+@dataclass(frozen=True)
+class UntokenizedRows:
+    """Rows that are trained on, where this machine has no tokenizer for them yet.
+
+    unit: what they are, "pairs". count: None: of a stream.
+    """
+
+    unit: str
+    count: int | None
+
+    def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
+        longest, size = context.config.max_sequence_length, context.config.total_batch_size
+        updates, total, drawn = _updates(context.config, self.unit, self.count or 0)
+        report = f"a stream of {self.unit}"
+        if self.count is not None:
+            report = f"{counted(self.count, self.unit)} before length limits"
+        tokens = "tokens unknown: there is no limit"
+        if longest is not None:
+            tokens = f"at most {drawn * longest:,} tokens"
+        longest = longest or 0
+        lines = [report, updates, tokens]
+        return Description(lines, total, size * longest, longest, examples=min(size, drawn))
+
+    def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:
+        return {}
+
+
+def _updates(config: TrainerConfig, unit: str, count: int) -> tuple[str, int, int]:
+    """Describe the updates of `count` rows, 0 where it is not known; return their number and that of examples, too."""
+    limits = (config.total_batch_size, config.num_train_epochs, config.max_training_steps)
+    total, drawn = data.count_updates(count, *limits), data.count_examples(count, *limits)
+    # An update holds no more than the data of all epochs.
+    each = min(config.total_batch_size, drawn)
+    epochs = f", {drawn / count:.2f} epochs" if count else ""
+    return f"{total:,} update{'s'[: total > 1]} of {each} {unit}{epochs}", total, drawn
+
+
+def _positions(trees: Trees, models: Sequence[Model]) -> list[str]:
+    """Say which examples are longer than the models' positions."""
+    lengths = lengths_of(trees)
+    longest = int(lengths.max())
+    limits = dict.fromkeys(model.max_positions for model in models)
+    return [
+        f"; {int((lengths > limit).sum()):,} of up to {longest:,} tokens, more than the model's {limit:,} positions: "
+        f"set max_sequence_length = {limit}"
+        for limit in limits
+        if isinstance(limit, int) and longest > limit
+    ]
