@@ -63,21 +63,12 @@ def each_stage(
     }
     problems: list[str] = []
     told: set[str] = set()
-    sources: dict[str, str | None] = {}
-    templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
+    tokenizers = _Tokenizers()
     day = day_begun(plan.dir)
     for each in plan.stages:
-        name, model = each.name, each.written.model
-        source = sources[name] = _tokenizer_source(model, sources)
-        earlier = model.partition(".")[0] if isinstance(model, str) else ""
-        inherited = templates.get(earlier)
-        templates[name] = each.preview.chat_template or inherited
-        tokenizer = None
+        name = each.name
         try:
-            if source is not None:
-                sources[name] = None  # until it loads, so that later stages do not repeat the error
-                tokenizer = _tokenizer(source, each, inherited)
-                sources[name] = source
+            tokenizer = tokenizers.of(each)
             if name in without:
                 continue
             stage = Stage(
@@ -95,7 +86,7 @@ def each_stage(
         except InputError as error:
             prefix = f"stage '{name}'"
             # What is wrong with a fresh model is told where its table is, not again by the stages that train it on.
-            new = [p for p in error.problems if p not in told or earlier not in sources]
+            new = [p for p in error.problems if p not in told or tokenizers.earlier(each) is None]
             told.update(p for p in new if p.startswith("model: "))
             problems += [p if p.startswith(prefix) else f"{prefix}{_of_field(p, each)}" for p in new]
     if problems:
@@ -153,24 +144,50 @@ def call_trainer(
         ) from error
 
 
-def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
-    field = "model.tokenizer" if isinstance(stage.written.model, Mapping) else "model"
-    try:
-        tokenizer = load_tokenizer(source)
-    except InputError as error:
-        raise InputError(
-            *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
-        ) from None
-    return with_template_and_stop_ids(tokenizer, template, None)
+class _Tokenizers:
+    """The tokenizers of stages' models, as far as they are here.
 
+    A model keeps its tokenizer, and the template that it was trained with, in the stages that train it on.
+    """
 
-def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:
-    """Return the directory or hf:// name of the tokenizer of a stage's model; None if it is not known yet."""
-    if isinstance(model, Mapping):
-        model = model.get("tokenizer")
-    if not isinstance(model, str):
-        return None
-    stage = model.partition(".")[0]
-    if stage in earlier:
-        return earlier[stage]
-    return model if is_hub_name(model) or Path(model).is_dir() else None
+    def __init__(self) -> None:
+        self._sources: dict[str, str | None] = {}
+        self._templates: dict[str, str | None] = {}
+
+    def earlier(self, stage: StagePlan) -> str | None:
+        """Return the name of the earlier stage whose output a stage starts from."""
+        model = stage.written.model
+        name = model.partition(".")[0] if isinstance(model, str) else ""
+        return name if name in self._sources and name != stage.name else None
+
+    def of(self, stage: StagePlan) -> Any:
+        """Load the tokenizer of a stage's model; None where it is not here. Raises InputError, once for each."""
+        earlier, model = self.earlier(stage), stage.written.model
+        inherited = None if earlier is None else self._templates[earlier]
+        self._templates[stage.name] = stage.preview.chat_template or inherited
+        source = self._source(model)
+        # Until it loads, so that later stages do not repeat the error.
+        self._sources[stage.name] = None
+        if source is None:
+            return None
+        field = "model.tokenizer" if isinstance(model, Mapping) else "model"
+        try:
+            tokenizer = load_tokenizer(source)
+        except InputError as error:
+            raise InputError(
+                *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
+            ) from None
+        tokenizer = with_template_and_stop_ids(tokenizer, inherited, None)
+        self._sources[stage.name] = source
+        return tokenizer
+
+    def _source(self, model: Any) -> str | None:
+        """Return the directory or hf:// name of a model's tokenizer; None if it is not known yet."""
+        if isinstance(model, Mapping):
+            model = model.get("tokenizer")
+        if not isinstance(model, str):
+            return None
+        stage = model.partition(".")[0]
+        if stage in self._sources:
+            return self._sources[stage]
+        return model if is_hub_name(model) or Path(model).is_dir() else None

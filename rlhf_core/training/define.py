@@ -59,17 +59,32 @@ def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context)
             )
     if not trained:
         return made
-    size = context.mesh.shape["expert"]
-    for model in trained.values():
-        if (count := expert_count(model.definition)) % size:
-            fits = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0)
-            raise InputError(f"mesh.expert: {size} does not divide the model's {count} experts; {fits} do")
+    _require_even_experts(context, trained)
     weights = {name: _balance(configs[name], models[name]) for name in trained}
     definitions = {name: model.definition for name, model in trained.items()}
-    objective = with_experts(made.objective, definitions, weights)
+    made = replace(made, objective=with_experts(made.objective, definitions, weights))
     rates = {name: configs[name].router_bias_rate for name in trained}
     if not any(rates.values()):
-        return replace(made, objective=objective)
+        return made
+    _require_corrections(context, definitions, rates)
+    several = not isinstance(made.models, Model)
+    return replace(made, adjust=partial(_move_biases, definitions, rates, several))
+
+
+def _require_even_experts(context: Context, models: Mapping[str, Model]) -> None:
+    """Raise InputError where the devices along `mesh.expert` would hold unequal numbers of experts."""
+    size = context.mesh.shape["expert"]
+    for model in models.values():
+        count = expert_count(model.definition)
+        if count % size:
+            fits = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0)
+            raise InputError(f"mesh.expert: {size} does not divide the model's {count} experts; {fits} do")
+
+
+def _require_corrections(
+    context: Context, definitions: Mapping[str, Any], rates: Mapping[str, float]
+) -> None:
+    """Raise InputError where `router_bias_rate` moves a correction that a model's routers or adapters do not have."""
     for name, rate in rates.items():
         if rate and not has_corrections(definitions[name]):
             raise InputError(
@@ -80,8 +95,6 @@ def _with_experts(build: BuildFunction, config: TrainerConfig, context: Context)
             raise InputError(
                 f"stage '{context.name}'.router_bias_rate: adapters do not hold the routers' correction; leave it out"
             )
-    several = not isinstance(made.models, Model)
-    return replace(made, objective=objective, adjust=partial(_move_biases, definitions, rates, several))
 
 
 def _check_cut_rows(config: TrainerConfig, context: Context, models: Mapping[str, Model]) -> None:

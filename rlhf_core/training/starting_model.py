@@ -170,6 +170,12 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     if present is None:
         options = {name: value for name, value in asked.to_dict().items() if name != "base"}
         return model.with_lora(**options, seed=stage.seed, base=_hub_name(config, source))
+    _require_same_adapters(model, present, asked, where)
+    return model
+
+
+def _require_same_adapters(model: Model, present: Lora, asked: LoraOptions, where: str) -> None:
+    """Raise InputError where a model has other adapters than those that `lora` asks for."""
     names = module_paths(model.definition)
     if present != asked_lora(asked, names):
         adapted = [
@@ -181,7 +187,6 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
             f"{', '.join(adapted)}. Give the same options to continue training them; without lora "
             f"they are merged"
         )
-    return model
 
 
 def _hub_name(config: TrainerConfig, source: Any) -> str | None:
@@ -218,31 +223,29 @@ def model_source(config: TrainerConfig, stage: Stage) -> Any:
 
 def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
     """Describe, in at most one line, shared defaults with which all weights of a pretrained model would be trained."""
-    shared = TrainerConfig.model_fields
-    left = [
-        name
-        for name in FOR_PRETRAINED
-        if name not in config.model_fields_set
-        and type(config).model_fields[name].default == shared[name].default
-        and (name != "num_train_epochs" or config.max_training_steps is None)
-        and (name != "learning_rate" or config.scheduler in SCHEDULES)
-    ]
-    source = stage.inputs.get("model")
-    source = config.model if source is None else source
-    if (
-        not left
-        or config.max_training_steps == 0
-        or config.lora
-        or config.frozen_parameters
-        or not _pretrained(source)
-    ):
+    if config.max_training_steps == 0 or config.lora or config.frozen_parameters:
         return []
+    left = [name for name in FOR_PRETRAINED if _is_left(config, name)]
+    source = stage.inputs.get("model")
+    if not left or not _pretrained(config.model if source is None else source):
+        return []
+    shared = TrainerConfig.model_fields
     defaults = " and ".join(f"{name} = {shared[name].default:g}" for name in left)
     lines = " and ".join(f"{name} = {FOR_PRETRAINED[name]}" for name in left)
     are = "the defaults are" if len(left) > 1 else "the default is"
     return [
         f"{left[0]}: {are} {defaults}, too much for full training of a pretrained model; write {lines}, or other values"
     ]
+
+
+def _is_left(config: TrainerConfig, name: str) -> bool:
+    """Tell whether a field has the default that all trainers share, and takes part."""
+    default = type(config).model_fields[name].default
+    if name in config.model_fields_set or default != TrainerConfig.model_fields[name].default:
+        return False
+    if name == "num_train_epochs":
+        return config.max_training_steps is None
+    return config.scheduler in SCHEDULES
 
 
 def _pretrained(source: Any) -> bool:
