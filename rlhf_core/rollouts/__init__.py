@@ -6,6 +6,7 @@ from rlhf_core.rewards.checks import set_up as set_up
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rewards.reward import logged_metrics as logged_metrics
+from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.rewards.reward import score as score
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
@@ -32,4 +33,5 @@ __all__ = [
     "choose_rollout_rows",
     "open_collector",
     "open_previews",
+    "open_rewards",
 ]

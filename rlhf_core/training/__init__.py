@@ -1,7 +1,6 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python.
 
-Names that not every trainer uses are resolved on first use: one of given texts imports neither rewards nor what a check
-needs.
+Names that not every trainer uses are resolved on first use: none imports what a check needs.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from rlhf_core.training.context import Evaluate as Evaluate
 from rlhf_core.training.context import OnDevices as OnDevices
 from rlhf_core.training.define import define_trainer as define_trainer
 from rlhf_core.training.define import python_trainer as python_trainer
+from rlhf_core.training.reference import Reference as Reference
 
 if TYPE_CHECKING:
-    from rlhf_core.rewards.reward import open_rewards as open_rewards
     from rlhf_core.training.held_out import HeldOut as HeldOut
     from rlhf_core.training.memory import device_bytes as device_bytes
     from rlhf_core.training.memory import saved_bytes as saved_bytes
@@ -26,18 +25,15 @@ if TYPE_CHECKING:
     from rlhf_core.training.padded import PaddedObjective as PaddedObjective
     from rlhf_core.training.padded import named_loss as named_loss
     from rlhf_core.training.padded import padded_rows as padded_rows
-    from rlhf_core.training.reference import Reference as Reference
     from rlhf_core.training.rows import Description as Description
     from rlhf_core.training.starting_model import definition_of as definition_of
 
 _HOMES = {
-    "open_rewards": "rewards.reward",
     "Description": "training.rows",
     "HeldOut": "training.held_out",
     **dict.fromkeys(("device_bytes", "saved_bytes"), "training.memory"),
     **dict.fromkeys(("OnShapes", "forecast"), "training.on_shapes"),
     **dict.fromkeys(("PaddedObjective", "named_loss", "padded_rows"), "training.padded"),
-    "Reference": "training.reference",
     "definition_of": "training.starting_model",
 }
 __all__ = [
@@ -49,7 +45,6 @@ __all__ = [
     "Reference",
     "define_trainer",
     "named_loss",
-    "open_rewards",
     "padded_rows",
     "python_trainer",
 ]

@@ -68,8 +68,7 @@ def test_its_functions_run_and_its_lists_are_made(
 ) -> None:
     from rlhf_grpo import GRPOConfig
 
-    from rlhf_core.rollouts import score
-    from rlhf_core.training import open_rewards
+    from rlhf_core.rollouts import open_rewards, score
 
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")

@@ -12,7 +12,9 @@ import pytest
 
 from rlhf_core import TrainerConfig, artifacts, data, plugins
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts.open_collector import system_prompt_warnings
+from rlhf_core.rollouts import RolloutOptions
+from rlhf_core.rollouts.open_collector import open_prompts, system_prompt_warnings
+from rlhf_core.sampling import SamplingOptions
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import Encoder, TextOptions
 from rlhf_core.training import OnDevices
@@ -70,8 +72,8 @@ def test_a_system_prompt_is_not_trained_on_and_plain_texts_are_refused(tmp_path:
     with pytest.raises(InputError, match=r"stage 's'.train_data: system_prompt: .*plain texts"):
         context_of(config, stage).texts("train_data")
     stage = stage_of([{"prompt": [ASKED]}], tmp_path)
-    opened = context_of(config, stage).prompts("train_data", 99)
-    assert opened is not None
+    options = RolloutOptions(99, 1, SamplingOptions(), 1)
+    opened: Any = open_prompts(context_of(config, stage), options, "train_data")
     assert BRIEF in tokenizer_with().decode(opened.ids[0])
 
 

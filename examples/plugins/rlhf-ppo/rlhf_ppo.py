@@ -34,9 +34,10 @@ from rlhf_core.rollouts import (
     WeightedReward,
     choose_rollout_rows,
     open_collector,
+    open_rewards,
 )
 from rlhf_core.step import Objective
-from rlhf_core.training import Build, Context, Reference, define_trainer, open_rewards
+from rlhf_core.training import Build, Context, Reference, define_trainer
 
 KEPT = ("advantages", "old_logps", "old_values", "returns")
 """What every trained token carries."""

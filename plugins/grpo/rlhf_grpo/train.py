@@ -26,8 +26,9 @@ from rlhf_core.rollouts import (
     choose_rollout_rows,
     open_collector,
     open_previews,
+    open_rewards,
 )
-from rlhf_core.training import Build, Context, Reference, open_rewards, python_trainer
+from rlhf_core.training import Build, Context, Reference, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import grpo_warnings
 from rlhf_grpo.objective import Terms, combine, kl_estimate, objective

@@ -18,9 +18,9 @@ from rlhf_core import REWARD, Registry, TrainerConfig, plugins
 from rlhf_core.config import HIDDEN, Component, build, public_table, remember
 from rlhf_core.errors import InputError, error_line
 from rlhf_core.hidden import hide_in_output, scrub
+from rlhf_core.rollouts import open_rewards
 from rlhf_core.stage import events
 from rlhf_core.testing import check_reward
-from rlhf_core.training import open_rewards
 
 CANARY = "canary-3f9a77"
 

@@ -16,8 +16,7 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins import load_file
-from rlhf_core.rollouts import Reward, WeightedReward, logged_metrics, score, set_up
-from rlhf_core.training import open_rewards
+from rlhf_core.rollouts import Reward, WeightedReward, logged_metrics, open_rewards, score, set_up
 
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
 SOON = 0.2  # timeout in seconds of the slow functions below

@@ -11,8 +11,7 @@ from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.contracts import total_reward
 from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.rollouts import Reward, WeightedReward, score, set_up
-from rlhf_core.training import open_rewards
+from rlhf_core.rollouts import Reward, WeightedReward, open_rewards, score, set_up
 
 INPUTS = RewardInputs(
     prompts=["a", "a", "b"],

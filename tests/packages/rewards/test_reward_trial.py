@@ -13,8 +13,7 @@ import pytest
 from rlhf_core import Registry, RewardInputs, data, plugins, workers
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, score, set_up
-from rlhf_core.training import open_rewards
+from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, open_rewards, score, set_up
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
 FUNCTIONS = """

@@ -12,8 +12,8 @@ from rlhf_grpo import GRPOConfig
 
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import RunError
-from rlhf_core.rollouts import RolloutOptions, open_collector
-from rlhf_core.training import OnDevices, open_rewards
+from rlhf_core.rollouts import RolloutOptions, open_collector, open_rewards
+from rlhf_core.training import OnDevices
 from tests.shared.short_runs import Watch
 
 WORLDS = '''
