@@ -85,17 +85,11 @@ class OpensRows(ABC):
                 streams = open_streams(spec, registry=self.registry, columns=config.columns)
                 records = first_rows(streams, count)
             if config.drop_columns:
-                self.note_absent(field, records.columns)
+                warn_of_absent(self, field, records.columns)
                 records = data.drop_columns(records, config.drop_columns)
             if config.system_prompt is not None and not episodes:
                 require_conversations(records.sources)
         return records
-
-    def note_absent(self, field: str, columns: Sequence[str]) -> None:
-        """Warn of columns to drop that the training data do not have."""
-        for name in self.config.drop_columns if field == "train_data" else ():
-            if name not in columns:
-                self.warn(f"drop_columns: {field} has no column '{name}'.{suggest(name, columns)}")
 
     @property
     def _only_evaluates(self) -> bool:
@@ -246,12 +240,19 @@ def open_stream(
             columns=config.columns,
             drop=config.drop_columns,
         )
-        context.note_absent("train_data", [name for stream in streams for name in stream.columns_read])
+        warn_of_absent(context, "train_data", [name for stream in streams for name in stream.columns_read])
         window = config.shuffle_buffer if config.shuffle_train_dataset else 1
         rows = LazyStreams(streams, encode, context.tokenizer, seed=order_seed(context), window=window)
         if config.system_prompt is not None and not episodes:
             require_conversations(rows.sample.places.records.sources)
     return rows
+
+
+def warn_of_absent(context: OpensRows, field: str, columns: Sequence[str]) -> None:
+    """Warn of columns to drop that the training data do not have."""
+    for name in context.config.drop_columns if field == "train_data" else ():
+        if name not in columns:
+            context.warn(f"drop_columns: {field} has no column '{name}'.{suggest(name, columns)}")
 
 
 def say_report(context: OpensRows, report: Report, field: str) -> None:
