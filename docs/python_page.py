@@ -266,10 +266,17 @@ def _constant(promise: Promise) -> str:
     return "a constant."
 
 
+def members(thing: Any) -> dict[str, Any]:
+    """The attributes of a class, and those of the classes of its own package that it extends."""
+    package = thing.__module__.split(".")[:2]
+    bases = [base for base in reversed(thing.__mro__) if base.__module__.split(".")[:2] == package]
+    return {name: value for base in bases for name, value in vars(base).items()}
+
+
 def _methods(thing: Any) -> Iterator[tuple[str, Any]]:
     """Its own public methods that are documented."""
     if inspect.isclass(thing) and not issubclass(thing, Options):
-        for name, method in vars(thing).items():
+        for name, method in members(thing).items():
             function = getattr(method, "__func__", method)
             if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
                 yield name, function

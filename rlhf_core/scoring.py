@@ -34,10 +34,12 @@ from rlhf_core.tokenizer.options import ReadAt, TextOptions
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from numpy.typing import NDArray
 
     from rlhf_core.data import Records
     from rlhf_core.models.quantized import Quantization
     from rlhf_core.plugins.registry import Registry
+    from rlhf_core.training import Context
 
 __all__ = ["Scorer"]
 
@@ -145,8 +147,8 @@ class ScoringContract:
         if not given:
             raise InputError(
                 f"{where}: the reward model was saved without a contract, which defines its scores; its "
-                "trainer must pass one to artifacts.save_model, contract=scoring_contract(config, stage, model), from "
-                "rlhf_core.training"
+                "trainer must pass one to artifacts.save_model, contract=Scorer.contract_of(context, model), from "
+                "rlhf_core.scoring"
             )
         missing = dataclasses.MISSING
         needed = {f.name for f in fields if f.default is missing and f.default_factory is missing}
@@ -287,6 +289,33 @@ class Scorer:
             with suppress(InputError):  # some families fix their own dtype
                 model = model.computing(dtype=trained_in)
         return cls(model, contract, normalize=normalize)
+
+    @staticmethod
+    def contract_of(
+        context: Context,
+        model: Model,
+        *,
+        read_at: ReadAt | None = "eos",
+        scores: NDArray[Any] | None = None,
+        evaluation: Mapping[str, float] | None = None,
+    ) -> dict[str, Any]:
+        """Return what a reward model's scores depend on, for `save_model(…, contract=…)`; a `Scorer` reads it.
+
+        read_at: as for `Context.pairs`. scores: of its evaluation data, else of some training data, reward units; their
+        mean and standard deviation are stored, without which they cannot be normalized. evaluation: the metrics on its
+        evaluation data.
+        """
+        contract = ScoringContract.of(
+            model.tokenizer,
+            max_length=context.config.max_sequence_length,
+            truncation_mode=context.config.truncation_mode,
+            chat_template=context.text_options(read_at),
+            mean=None if scores is None else float(scores.mean()),
+            std=None if scores is None else float(scores.std()),
+        )
+        return dataclasses.replace(
+            contract, evaluation=evaluation, compute_dtype=model.computes_in, base=base_identity(model)
+        ).to_dict()
 
     @staticmethod
     def check(path: str | Path) -> None:

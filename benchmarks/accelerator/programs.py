@@ -59,7 +59,7 @@ from rlhf_core.sampling.placement import cache_bytes, prepared_bytes
 from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState, fixed_parameters
 from rlhf_core.step import Objective, Programs
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 from rlhf_core.training.choose_attention import choose_attention
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
@@ -153,7 +153,7 @@ def _training(
     **rows: Any,
 ) -> Training:
     stage = bench.stage("accelerator")
-    model, updates = Context(config, stage).updates(model, NoRows(), trees, **rows)
+    model, updates = OnDevices(config, stage).updates(model, NoRows(), trees, **rows)
     tx, _ = make_optimizer(config, bench.registry, MANY)
     # An update of all trees; drawing them in an order would take a package more.
     values = {name: rows[name] for name in ("sequence_names", "group") if name in rows}

@@ -56,13 +56,14 @@ from rlhf_core.rollouts import (
     choose_rollout_rows,
     open_rewards,
 )
+from rlhf_core.rollouts.open_collector import open_prompts
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
-from rlhf_core.training import Context, Reference
+from rlhf_core.training import OnDevices, Reference
 from rlhf_core.training.choose_attention import choose_attention
 
 Row = dict[str, Any]
@@ -195,16 +196,12 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     terms = Terms(
         name=config.loss.name, beta=task.beta, kl=config.kl.name, max_completion_length=works.COMPLETION
     )
-    mesh, context = stage.devices(), Context(config, stage)
+    mesh, context = stage.devices(), OnDevices(config, stage)
     context.tokenizer = tokenizer
-    collector = RolloutCollector(
-        stage,
-        context.prompts("train_data", works.PROMPT),
-        tokenizer,
-        lambda *_: samples,
-        open_rewards((), stage),
-        RolloutOptions(works.PROMPT, works.GROUP, config.sampling, config.prompts_per_rollout),
-    )
+    options = RolloutOptions(works.PROMPT, works.GROUP, config.sampling, config.prompts_per_rollout)
+    prompts = open_prompts(context, options, "train_data")
+    rewards = open_rewards((), stage)
+    collector = RolloutCollector(stage, prompts, tokenizer, lambda *_: samples, rewards, options)
     model, layout = choose_rollout_rows(context, model, collector)
     reference = Reference(model.params, (), mesh) if config.keeps_reference else None
     logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)

@@ -1,4 +1,12 @@
-"""Read files, hub datasets and objects in memory as token ids; every error names the file and row."""
+"""Read files, hub datasets and objects in memory as token ids; every error names the file and row.
+
+Names of prompts and of whole sequences are resolved on first use: trainers of given texts need neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.batch_order import batch_rows as batch_rows
 from rlhf_core.data.batch_order import count_examples as count_examples
@@ -11,11 +19,6 @@ from rlhf_core.data.lazy import LazyRecords as LazyRecords
 from rlhf_core.data.lazy import LazyRows as LazyRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.preferences import usable_pairs as usable_pairs
-from rlhf_core.data.prompts import EpisodeRows as EpisodeRows
-from rlhf_core.data.prompts import Prompts as Prompts
-from rlhf_core.data.prompts import PromptStream as PromptStream
-from rlhf_core.data.prompts import encode_prompts as encode_prompts
-from rlhf_core.data.prompts import without_last_replies as without_last_replies
 from rlhf_core.data.records import drop_columns as drop_columns
 from rlhf_core.data.records import load as load
 from rlhf_core.data.report import Report as Report
@@ -25,6 +28,22 @@ from rlhf_core.data.streams import first_rows as first_rows
 from rlhf_core.data.streams import open_streams as open_streams
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.texts import usable_texts as usable_texts
-from rlhf_core.data.whole_sequences import whole_parts as whole_parts
+
+if TYPE_CHECKING:
+    from rlhf_core.data.prompts import EpisodeRows as EpisodeRows
+    from rlhf_core.data.prompts import Prompts as Prompts
+    from rlhf_core.data.prompts import PromptStream as PromptStream
+    from rlhf_core.data.prompts import UntokenizedPrompts as UntokenizedPrompts
+    from rlhf_core.data.prompts import encode_prompts as encode_prompts
+    from rlhf_core.data.prompts import without_last_replies as without_last_replies
+    from rlhf_core.data.whole_sequences import whole_parts as whole_parts
 
 __all__ = ["Pairs"]
+_PROMPTS = "EpisodeRows Prompts PromptStream UntokenizedPrompts encode_prompts without_last_replies"
+_HOMES = {**dict.fromkeys(_PROMPTS.split(), "prompts"), "whole_parts": "whole_sequences"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhf_core.data' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"rlhf_core.data.{_HOMES[name]}"), name)

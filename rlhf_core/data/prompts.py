@@ -269,6 +269,46 @@ def episode_rows(
     return EpisodeRows(records, max_prompt_length)
 
 
+@dataclass(frozen=True)
+class UntokenizedPrompts:
+    """Prompts whose tokenizer is not on this machine yet, with the fields that rewards use.
+
+    records: None: of a stream, which is not read.
+    """
+
+    records: Records | None
+
+    def __len__(self) -> int:
+        """Return how many there are; 0 where that is not known."""
+        return 0 if self.records is None else len(self.records)
+
+    def where(self, i: int) -> str:
+        """Name the row of prompt `i`, such as "prompts.jsonl row 17"."""
+        assert self.records is not None
+        return self.records.where(i)
+
+    @cached_property
+    def raw(self) -> Sequence[Any]:
+        """Each prompt as in the data."""
+        return self._cells("prompt")
+
+    @property
+    def chat(self) -> bool:
+        """Whether the prompts are conversations."""
+        sources = [] if self.records is None else self.records.sources
+        return any(columns.is_chat(source, "prompt") for source in sources if "prompt" in source.columns)
+
+    @cached_property
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """The other columns."""
+        names = () if self.records is None else self.records.columns
+        return {name: self._cells(name) for name in names if name != "prompt"}
+
+    def _cells(self, name: str) -> Sequence[Any]:
+        assert self.records is not None
+        return cells(self.records, np.arange(len(self.records)), name)
+
+
 class PromptStream:
     """Prompts, or rows of episodes, that are read in order, in the place of `Prompts` or `EpisodeRows`.
 

@@ -15,13 +15,13 @@ from rlhf_core.hub import is_hub_name
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
-from rlhf_core.training.define import forecast
+from rlhf_core.training.context import Unmade
+from rlhf_core.training.on_shapes import OnShapes, forecast
 from rlhf_core.workers.pool import CORE
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from rlhf_core.config import TrainerConfig
     from rlhf_core.pipeline.plan import Plan, StagePlan
     from rlhf_core.plugins import Host
 
@@ -38,68 +38,57 @@ def stage_forecasts(
     Raises InputError with every problem that the trainers find, such as malformed rows, and for every trainer whose
     `forecast` itself fails.
     """
-    return each_stage(plan, host, partial(_forecast, host=host, mesh=mesh), without=without)
+    return each_stage(plan, host, partial(_forecast, host), without=without, planned=mesh)
 
 
 def each_stage(
     plan: Plan,
     host: Host,
-    function: Callable[[StagePlan, Stage], T],
+    function: Callable[[StagePlan, OnShapes], T],
     *,
     without: Collection[str] = (),
     mesh: Mesh | None = None,
+    planned: AbstractMesh | None = None,
 ) -> dict[str, T]:
-    """Return {stage: what `function` makes of its plan and a `Stage` that is only checked}, but for those in `without`.
+    """Return {stage: what `function` makes of its plan and of what opens it as shapes}, but for those in `without`.
 
+    mesh: devices that need not exist, to lay out rows and programs for. planned: devices to count the memory of.
     Raises InputError with the problems of all stages.
     """
     results: dict[str, T] = {}
-    made = {
-        str(planned.dir / "artifacts" / name): planned
-        for planned in plan.stages
-        for name in planned.trainer.outputs
-    }
-    of_stages = {
-        "sources": {path: planned.preview.model for path, planned in made.items()},
-        "system_prompts": {path: planned.config.system_prompt for path, planned in made.items()},
+    unmade = {
+        str(stage.dir / "artifacts" / name): Unmade(stage.preview.model, stage.config.system_prompt)
+        for stage in plan.stages
+        for name in stage.trainer.outputs
     }
     problems: list[str] = []
     told: set[str] = set()
-    sources: dict[str, str | None] = {}
-    templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
+    tokenizers = _Tokenizers()
     day = day_begun(plan.dir)
-    for planned in plan.stages:
-        name = planned.name
-        source = sources[name] = _tokenizer_source(planned.written.model, sources)
-        earlier = planned.written.model.partition(".")[0] if isinstance(planned.written.model, str) else ""
-        inherited = templates.get(earlier)
-        templates[name] = planned.preview.chat_template or inherited
-        inputs: dict[str, Any] = {**of_stages}
+    for each in plan.stages:
+        name = each.name
         try:
-            if source is not None:
-                sources[name] = None  # until it loads, so that later stages do not repeat the error
-                inputs["tokenizer"] = _tokenizer(source, planned, inherited)
-                sources[name] = source
+            tokenizer = tokenizers.of(each)
+            if name in without:
+                continue
             stage = Stage(
                 name,
-                planned.dir,
-                planned.seed,
+                each.dir,
+                each.seed,
                 mesh,
                 mesh is None,
                 host.registry,
                 host.hook,
-                inputs,
                 template_date=day,
             )
-            if name in without:
-                continue
-            results[name] = function(planned, stage)
+            context = OnShapes(each.preview, stage, tokenizer=tokenizer, unmade=unmade, planned=planned)
+            results[name] = function(each, context)
         except InputError as error:
             prefix = f"stage '{name}'"
             # What is wrong with a fresh model is told where its table is, not again by the stages that train it on.
-            new = [p for p in error.problems if p not in told or earlier not in sources]
+            new = [p for p in error.problems if p not in told or tokenizers.earlier(each) is None]
             told.update(p for p in new if p.startswith("model: "))
-            problems += [p if p.startswith(prefix) else f"{prefix}{_of_field(p, planned)}" for p in new]
+            problems += [p if p.startswith(prefix) else f"{prefix}{_of_field(p, each)}" for p in new]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return results
@@ -111,12 +100,12 @@ def _of_field(problem: str, planned: StagePlan) -> str:
     return f".{problem}" if field and field[1] in type(planned.config).model_fields else f": {problem}"
 
 
-def _forecast(planned: StagePlan, stage: Stage, host: Host, mesh: AbstractMesh | None) -> Forecast:
+def _forecast(host: Host, planned: StagePlan, context: OnShapes) -> Forecast:
     """Forecast a stage by its trainer's `build`; of a trainer without one, nothing but the settings is known."""
     elsewhere, build = _of_the_hub(planned), planned.trainer.build
     if build is None:
         return Forecast(elsewhere)
-    made = call_trainer(planned, host, partial(forecast, build, planned=mesh), stage, "forecast")
+    made = call_trainer(planned, host, partial(forecast, build), context, "forecast")
     return replace(made, lines=(*made.lines, *elsewhere))
 
 
@@ -135,14 +124,14 @@ def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
 
 
 def call_trainer(
-    planned: StagePlan, host: Host, function: Callable[[TrainerConfig, Stage], T], stage: Stage, what: str
+    planned: StagePlan, host: Host, function: Callable[[OnShapes], T], context: OnShapes, what: str
 ) -> T:
     """Call what uses a trainer's `build`. Raises InputError that names the plugin and the line where it fails itself.
 
     what: it does, in the error.
     """
     try:
-        return function(planned.preview, stage)
+        return function(context)
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:
@@ -155,24 +144,50 @@ def call_trainer(
         ) from error
 
 
-def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
-    field = "model.tokenizer" if isinstance(stage.written.model, Mapping) else "model"
-    try:
-        tokenizer = load_tokenizer(source)
-    except InputError as error:
-        raise InputError(
-            *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
-        ) from None
-    return with_template_and_stop_ids(tokenizer, template, None)
+class _Tokenizers:
+    """The tokenizers of stages' models, as far as they are here.
 
+    A model keeps its tokenizer, and the template that it was trained with, in the stages that train it on.
+    """
 
-def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:
-    """Return the directory or hf:// name of the tokenizer of a stage's model; None if it is not known yet."""
-    if isinstance(model, Mapping):
-        model = model.get("tokenizer")
-    if not isinstance(model, str):
-        return None
-    stage = model.partition(".")[0]
-    if stage in earlier:
-        return earlier[stage]
-    return model if is_hub_name(model) or Path(model).is_dir() else None
+    def __init__(self) -> None:
+        self._sources: dict[str, str | None] = {}
+        self._templates: dict[str, str | None] = {}
+
+    def earlier(self, stage: StagePlan) -> str | None:
+        """Return the name of the earlier stage whose output a stage starts from."""
+        model = stage.written.model
+        name = model.partition(".")[0] if isinstance(model, str) else ""
+        return name if name in self._sources and name != stage.name else None
+
+    def of(self, stage: StagePlan) -> Any:
+        """Load the tokenizer of a stage's model; None where it is not here. Raises InputError, once for each."""
+        earlier, model = self.earlier(stage), stage.written.model
+        inherited = None if earlier is None else self._templates[earlier]
+        self._templates[stage.name] = stage.preview.chat_template or inherited
+        source = self._source(model)
+        # Until it loads, so that later stages do not repeat the error.
+        self._sources[stage.name] = None
+        if source is None:
+            return None
+        field = "model.tokenizer" if isinstance(model, Mapping) else "model"
+        try:
+            tokenizer = load_tokenizer(source)
+        except InputError as error:
+            raise InputError(
+                *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
+            ) from None
+        tokenizer = with_template_and_stop_ids(tokenizer, inherited, None)
+        self._sources[stage.name] = source
+        return tokenizer
+
+    def _source(self, model: Any) -> str | None:
+        """Return the directory or hf:// name of a model's tokenizer; None if it is not known yet."""
+        if isinstance(model, Mapping):
+            model = model.get("tokenizer")
+        if not isinstance(model, str):
+            return None
+        stage = model.partition(".")[0]
+        if stage in self._sources:
+            return self._sources[stage]
+        return model if is_hub_name(model) or Path(model).is_dir() else None

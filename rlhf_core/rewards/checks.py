@@ -8,15 +8,12 @@ import inspect
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core.contracts import Forecast, RewardInputs
-from rlhf_core.data.columns import is_chat
-from rlhf_core.data.source import cells
 from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest, warn
 from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.reward import OWN, Reward, call_together, failure
@@ -25,8 +22,7 @@ from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
 
 if TYPE_CHECKING:
-    from rlhf_core.data import Records
-    from rlhf_core.data.prompts import AnyPrompts
+    from rlhf_core.data.prompts import AnyPrompts, UntokenizedPrompts
     from rlhf_core.stage import Stage
 
 HERE = str(Path(__file__).parent.parent)
@@ -144,22 +140,9 @@ def check_rows(
     return problems, skipped, left_out
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Prompts before tokenization, with the fields that rewards use."""
-
-    raw: Sequence[Any]
-    chat: bool
-    columns: dict[str, Sequence[Any]]
-    records: Records
-
-    def where(self, i: int) -> str:
-        return self.records.where(i)
-
-
 def forecast_rewards(
     rewards: Sequence[Reward],
-    prompts: AnyPrompts | Records,
+    prompts: AnyPrompts | UntokenizedPrompts,
     stage: Stage,
     field: str = "train_data",
 ) -> Forecast:
@@ -169,27 +152,28 @@ def forecast_rewards(
     messages like the run's. Does not call asynchronous functions, which may cost money, objects with `setup`, or
     rewards with `check = false`. Raises InputError, with all problems together, for what would end the run.
     """
-    table: Any = prompts if hasattr(prompts, "raw") else _untokenized(prompts)
     lines: list[str] = []
     cautions: list[str] = []
     problems: list[str] = []
     try:
-        cautions += _check_prompts(rewards, table, stage, field)
+        cautions += _check_prompts(rewards, prompts, stage, field)
     except InputError as error:
         problems += error.problems
     for reward in rewards:
-        lines += _without_value(reward, table)
+        lines += _without_value(reward, prompts)
         callable_now = reward.tried and not reward.asynchronous and not reward.collective
-        if not callable_now or not len(table.raw) or missing_columns(reward, table.columns, field):
+        if not callable_now or not len(prompts.raw) or missing_columns(reward, prompts.columns, field):
             continue
-        finding, fatal = _try_call(reward, table)
+        finding, fatal = _try_call(reward, prompts)
         if finding:
             (problems if fatal else cautions).append(
                 f"stage '{stage.name}'.rewards: {finding}" if fatal else finding
             )
     if problems:
         raise InputError(*problems)
-    return Forecast((*lines, *_unread(rewards, table.columns)), tuple(cautions))
+    if field != "train_data":
+        return Forecast()  # what training prompts lack is said once
+    return Forecast((*lines, *_unread(rewards, prompts.columns)), tuple(cautions))
 
 
 def _unread(rewards: Sequence[Reward], columns: Collection[str]) -> list[str]:
@@ -199,16 +183,6 @@ def _unread(rewards: Sequence[Reward], columns: Collection[str]) -> list[str]:
     taken = {"messages", "tools", "chat_template_kwargs"}.union(*(reward.wants()[1] for reward in rewards))
     unread = [name for name in columns if name not in taken]
     return [f"columns that no reward reads: {', '.join(unread)}"] if unread else []
-
-
-def _untokenized(records: Records) -> _Table:
-    rows = np.arange(len(records))
-    return _Table(
-        cells(records, rows, "prompt"),
-        any(is_chat(source, "prompt") for source in records.sources if "prompt" in source.columns),
-        {name: cells(records, rows, name) for name in records.columns if name != "prompt"},
-        records,
-    )
 
 
 def _overridden(reward: Reward, columns: Collection[str]) -> list[str]:

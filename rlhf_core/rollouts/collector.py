@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
-from rlhf_core.data import EpisodeRows, Prompts, PromptStream
-from rlhf_core.data.prompts import AnyPrompts
+from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, Prompts, PromptStream
 from rlhf_core.environments import CallParser, ConversationEncoder, Episode, Episodes
 from rlhf_core.errors import InputError, RunError, SequenceError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, as_settled, logged_metrics, score

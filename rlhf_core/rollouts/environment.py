@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import ENVIRONMENT
-from rlhf_core.data import EpisodeRows
+from rlhf_core.contracts import ENVIRONMENT, Forecast
 from rlhf_core.environments import (
     CallParser,
     ConversationEncoder,
@@ -27,10 +25,14 @@ from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
-    from rlhf_core.data import PromptStream
-    from rlhf_core.data.prompts import AnyPrompts
+    from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream
     from rlhf_core.rollouts.collector import RolloutOptions
-    from rlhf_core.training.context import Context
+    from rlhf_core.training import Context
+
+ROW_PER_TURN = (
+    'environment.history="encoded_again": every turn is a training row with everything before it; this is slower, '
+    "and losses that average over a sequence average over a turn"
+)
 
 
 def run_episodes(
@@ -71,13 +73,13 @@ def run_episodes(
 def open_environment(
     context: Context, options: RolloutOptions, tokenizer: Any, stop_ids: Sequence[int] = ()
 ) -> EpisodeSettings | None:
-    """Open the environment of a stage; None where it has none.
+    """Open the environment of a stage; None where it has none, and in a check that has no tokenizer yet.
 
     stop_ids: tokens that end a completion. Raises InputError for an unknown environment or option, for one without
     `reset` and `step`, and for a chat template that it cannot be used with, naming what to do.
     """
     environment, registry = options.environment, context.registry
-    if environment is None:
+    if environment is None or tokenizer is None:
         return None
     with error_context(context.stage, "environment"):
         calls = EnvironmentCalls(
@@ -96,32 +98,27 @@ def open_environment(
     return EpisodeSettings(calls, encoder, parser, options.max_prompt_length, environment.length(turn), turn)
 
 
-def forecast_episodes(
-    context: Context, options: RolloutOptions, rows: EpisodeRows | PromptStream
-) -> list[str]:
-    """Describe the episodes that rows begin, first the rows; try one, unless `check` is false or calls are async.
+def forecast_episode(
+    context: Context,
+    options: RolloutOptions,
+    settings: EpisodeSettings | None,
+    rows: EpisodeRows | PromptStream,
+) -> Forecast:
+    """Try the first row's episode, unless `check` is false, calls are async, or there is no tokenizer yet.
 
     Raises InputError for what would end every episode.
     """
-    environment, turn = options.environment, options.sampling.max_completion_length
-    assert environment is not None
-    count = f"{len(rows):,} rows" if isinstance(rows, EpisodeRows) else "a stream of rows"
-    lines = [
-        f"{count}, which begin episodes of '{Path(environment.name).name}' with prompts of at most "
-        f"{rows.max_prompt_length:,} tokens",
-        f"an episode has at most {environment.max_turns} turns of {turn:,} tokens, and "
-        f"{environment.length(turn):,} tokens with the environment's",
-    ]
-    if context.tokenizer is None:
-        return lines
-    source = open_environment(context, options, context.tokenizer)
-    assert source is not None
-    if environment.check and not source.calls.asynchronous:
-        with error_context(context.stage, "environment"):
-            lines.append(
-                try_episode(source.calls, source.encoder, rows.row(0), rows.where(0), rows.max_prompt_length)
-            )
-    return lines
+    environment = options.environment
+    if environment is None:
+        return Forecast()
+    warnings = (ROW_PER_TURN,) if environment.history == "encoded_again" else ()
+    if settings is None or settings.calls.asynchronous or not environment.check:
+        return Forecast(warnings=warnings)
+    with error_context(context.stage, "environment"):
+        line = try_episode(
+            settings.calls, settings.encoder, rows.row(0), rows.where(0), rows.max_prompt_length
+        )
+    return Forecast((line,), warnings)
 
 
 def _seed(key: jax.Array, number: int) -> int:

@@ -52,9 +52,11 @@ def open_previews(context: Context, build: Build) -> Action | None:
         data.require_vocabulary(prompts.ids, prompts.where, model.definition.vocab_size)
     longest, count, group = int(prompts.sizes.max()), len(prompts), options.num_return
     how = RolloutOptions(longest, group, sampling, count, policy=policy)
-    function: Any = None
-    if not context.shapes:
-        function = open_sampler(context, model, prompts, how, count, sampling_memory(context, model, [], []))
+
+    def make() -> Any:
+        return open_sampler(context, model, prompts, how, count, sampling_memory(context, model, [], []))
+
+    function = context.compute(make)
     collector = RolloutCollector(
         context.stage, prompts, model.tokenizer, function, [], how, absent=model.definition.absent
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,18 @@ FILLS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def choose_rollout_rows(context: Context, model: Model, collector: RolloutCollector) -> tuple[Model, Layout]:
     """Choose rows with room for completions of full length; return the model, its attention chosen for them, too.
 
-    `config.total_batch_size` counts completions. The layout of a stage that is only checked is None.
+    `config.total_batch_size` counts completions. Without devices the layout is None.
     """
-    if not context.has_devices:
-        layout: Any = None
-        return model, layout
     config, (sizes, group, length) = context.config, collector.tree_sizes()
-    layout = group_layout(
-        config, sizes, model.definition.hidden_size, context.mesh, group=group, length=length
-    )
-    longest = longest_groups(config, sizes, group=group, length=length)
-    return choose_attention(model, config, context.stage, longest, layout), layout
+
+    def choose() -> tuple[Model, Layout]:
+        width = model.definition.hidden_size
+        layout = group_layout(config, sizes, width, context.mesh, group=group, length=length)
+        longest = longest_groups(config, sizes, group=group, length=length)
+        return choose_attention(model, config, context.stage, longest, layout), layout
+
+    chosen: tuple[Model, Layout] = context.on_mesh(choose, otherwise=(model, None))
+    return chosen
 
 
 def tree_sizes(

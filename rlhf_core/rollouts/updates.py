@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.data import PromptStream
+from rlhf_core.data.prompts import PromptStream
 from rlhf_core.errors import InputError, RunError, Stopped, counted
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Mean, Metric, Min, Sum

@@ -27,10 +27,8 @@ class Stage:
     is_main: True on the one process that writes and prints.
     registry: names to components. hook: the pluggy relay, `stage.hook.rlhf_step_end(...)`.
     inputs: objects passed from Python: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`. A pipeline
-        passes none, except during a check: `tokenizer`, where one is available, and `sources`, {path of an artifact
-        that an earlier stage makes: the model that stage starts from}, and `system_prompts`, {such a path: the system
-        prompt of that stage}; and during a replay: `journal`, the directory of rollouts to train on, and `until`, the
-        update to stop before, or None.
+        passes none, except during a replay: `journal`, the directory of rollouts to train on, and `until`, the update
+        to stop before, or None.
     template_date: the day that chat templates write, "2026-01-31": the day the run began, unless the config or the
         model names another; None: the day this stage began.
     experiment: what the stage computes, as `rlhf_core.stage.identity` records it; checkpoints refer to it. None if

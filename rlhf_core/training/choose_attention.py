@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,10 +14,10 @@ from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Blocks, Decoder, attend_blocks, find_kernels, in_blocks, visible_blocks
+from rlhf_core.models.config import remat_policy
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform
 from rlhf_core.runtime.peak_memory import device_memory, format_bytes
-from rlhf_core.training.memory import remat_of
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -55,31 +55,18 @@ def choose_attention(
 
     trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
-    asked = config.attention
-    cut = asked.name == "auto" and stage.devices().shape["context"] > 1
-    dense_suits = asked.name == "auto" and not cut
+    asked, mesh = config.attention, stage.devices()
     if asked.name != "auto":
-        chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
-        sinks = isinstance(model.definition, Decoder) and model.definition.config.sinks
-        if sinks and "sinks" not in signature(chosen).parameters:
-            raise InputError(
-                f"stage '{stage.name}'.attention: '{asked.name}' cannot compute the sinks of this model; leave it out, "
-                'or write "xla", "blocks" or "pallas"'
-            )
+        chosen = _named_attention(model, config, stage)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
-    elif platform() != "cpu":
-        cuts = "mesh.context cuts rows" if cut else None
-        reason = cuts or why_kernels(model.definition, layout, stage.devices())
-        if reason is None:
-            return model
         dense_suits = False
-        chosen = find_kernels(ATTENTION, stage.registry) or attend_blocks
-        name, why = "pallas", reason
-    # Several devices would have to agree in every layer on the blocks to visit, unless each computes its own queries.
-    elif (stage.devices().size > 1 and not cut) or not isinstance(model.definition, Decoder):
-        return model
     else:
-        chosen = attend_blocks
+        found = _suited_attention(model, stage, layout)
+        if found is None:
+            return model
+        chosen, why = found
+        name = "pallas"
+        dense_suits = platform() == "cpu" and mesh.shape["context"] == 1
     if chosen is attend_blocks:
         batches = pack(trees[:SAMPLE], layout, group=group)
         block = fastest_block(batches)
@@ -90,6 +77,33 @@ def choose_attention(
         name, why = f"attend_blocks, {block} x {block}", f"{share:.0%} of blocks are visited"
     log.info("stage '%s': attention %s (%s)", stage.name, name, why)
     return model.computing(attention=chosen)
+
+
+def _named_attention(model: Model, config: TrainerConfig, stage: Stage) -> Any:
+    """Return the attention that a config names. Raises InputError where the model has sinks that it cannot compute."""
+    asked = config.attention
+    chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
+    sinks = isinstance(model.definition, Decoder) and model.definition.config.sinks
+    if sinks and "sinks" not in signature(chosen).parameters:
+        raise InputError(
+            f"stage '{stage.name}'.attention: '{asked.name}' cannot compute the sinks of this model; leave it out, "
+            'or write "xla", "blocks" or "pallas"'
+        )
+    return chosen
+
+
+def _suited_attention(model: Model, stage: Stage, layout: Layout) -> tuple[Any, str] | None:
+    """Return the attention that the devices compute such rows with, and why; None: dense attention."""
+    mesh = stage.devices()
+    cut = mesh.shape["context"] > 1
+    if platform() != "cpu":
+        cuts = "mesh.context cuts rows" if cut else None
+        reason = cuts or why_kernels(model.definition, layout, mesh)
+        return None if reason is None else (find_kernels(ATTENTION, stage.registry) or attend_blocks, reason)
+    # Several devices would have to agree in every layer on the blocks to visit, unless each computes its own queries.
+    if (mesh.size > 1 and not cut) or not isinstance(model.definition, Decoder):
+        return None
+    return attend_blocks, "few blocks are visited"
 
 
 def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | None:
@@ -112,6 +126,16 @@ def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | 
     if faster is not None and max(layout.time) >= faster:
         return f"faster on this device from rows of {faster} tokens"
     return None
+
+
+def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
+    """Return what "auto" stands for on a micro-batch of rows × time tokens, else the setting."""
+    if not isinstance(definition, Decoder):
+        return "none"
+    if definition.remat != "auto":
+        return definition.remat
+    tokens, itemsize = shape[0] * shape[1], definition.compute_dtype.itemsize
+    return "none" if remat_policy(definition.config, "auto", tokens, itemsize) is None else "dots"
 
 
 def fastest_block(batches: Sequence[Packed]) -> int:

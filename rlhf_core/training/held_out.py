@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
@@ -52,11 +52,11 @@ class HeldOut:
         self._batch_size = config.eval_batch_size or config.total_batch_size
         if config.max_evaluation_steps is not None:
             trees = trees[: self._batch_size * config.max_evaluation_steps]
-        width, self._mesh = model.definition.hidden_size, context.mesh
-        self.trees = trees
-        self.layout: Any = None
-        if context.has_devices:
-            self.layout = choose_row_layout(trees, config, self._mesh, width, reads_tokens=reads_tokens)
+        self.trees, self._mesh = trees, context.mesh
+        width = model.definition.hidden_size
+        self.layout: Any = context.on_mesh(
+            partial(choose_row_layout, trees, config, context.mesh, width, reads_tokens=reads_tokens)
+        )
         self._sequence_names, self._group = sequence_names, group
         self.where = rows.where
         self._stored, self._say = stored or model.as_stored, context.say

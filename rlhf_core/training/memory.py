@@ -13,7 +13,7 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.errors import counted
 from rlhf_core.mesh import HOST, OPTIONAL, with_shardings
 from rlhf_core.models import Decoder, Definition, Model
-from rlhf_core.models.config import layer_loops, remat_policy, repetition
+from rlhf_core.models.config import layer_loops, repetition
 from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -66,16 +66,6 @@ def saved_bytes(
     return size + (size // repeats if repeats else 0)
 
 
-def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
-    """Return what "auto" stands for on a micro-batch of rows × time tokens, else the setting."""
-    if not isinstance(definition, Decoder):
-        return "none"
-    if definition.remat != "auto":
-        return definition.remat
-    tokens, itemsize = shape[0] * shape[1], definition.compute_dtype.itemsize
-    return "none" if remat_policy(definition.config, "auto", tokens, itemsize) is None else "dots"
-
-
 def state_bytes(
     model: Model, tx: optax.GradientTransformation, frozen: str | Sequence[str] | None = None
 ) -> dict[str, int]:
@@ -104,12 +94,12 @@ def sampling_memory(
     memory = device_memory()
     if memory is None:
         return None
-    config, mesh, sources = context.config, context.mesh, context.stage.inputs.get("sources", {})
+    config, mesh = context.config, context.mesh
     tx = make_optimizer(config, context.registry, 1)[0]
     held = sum(state_bytes(replace(model, mesh=mesh), tx, config.frozen_parameters).values())
     for name in (getattr(reward.function, "model", None) for reward in rewards):
         if isinstance(name, str):
-            size = scoring_bytes(sources.get(name, name), model.tokenizer, context.registry)
+            size = scoring_bytes(context.described_by(name), model.tokenizer, context.registry)
             held += (size or 0) // mesh.size
     held += sum(device_bytes(other.params) for other in others)
     return max(int(SAMPLING_SHARE * memory) - held, 0)

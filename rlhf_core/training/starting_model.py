@@ -17,7 +17,7 @@ from rlhf_core.artifacts import MANIFEST
 from rlhf_core.config import TrainerConfig
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import InputError, read_json_object, warn
-from rlhf_core.mesh import AnyMesh, with_shardings
+from rlhf_core.mesh import with_shardings
 from rlhf_core.models import (
     Decoder,
     Definition,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
+    from rlhf_core.training.context import Context
 
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 UNHEARD_OF = "\U0010fffd"
@@ -169,6 +170,12 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
     if present is None:
         options = {name: value for name, value in asked.to_dict().items() if name != "base"}
         return model.with_lora(**options, seed=stage.seed, base=_hub_name(config, source))
+    _require_same_adapters(model, present, asked, where)
+    return model
+
+
+def _require_same_adapters(model: Model, present: Lora, asked: LoraOptions, where: str) -> None:
+    """Raise InputError where a model has other adapters than those that `lora` asks for."""
     names = module_paths(model.definition)
     if present != asked_lora(asked, names):
         adapted = [
@@ -180,7 +187,6 @@ def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: An
             f"{', '.join(adapted)}. Give the same options to continue training them; without lora "
             f"they are merged"
         )
-    return model
 
 
 def _hub_name(config: TrainerConfig, source: Any) -> str | None:
@@ -217,31 +223,29 @@ def model_source(config: TrainerConfig, stage: Stage) -> Any:
 
 def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
     """Describe, in at most one line, shared defaults with which all weights of a pretrained model would be trained."""
-    shared = TrainerConfig.model_fields
-    left = [
-        name
-        for name in FOR_PRETRAINED
-        if name not in config.model_fields_set
-        and type(config).model_fields[name].default == shared[name].default
-        and (name != "num_train_epochs" or config.max_training_steps is None)
-        and (name != "learning_rate" or config.scheduler in SCHEDULES)
-    ]
-    source = stage.inputs.get("model")
-    source = config.model if source is None else source
-    if (
-        not left
-        or config.max_training_steps == 0
-        or config.lora
-        or config.frozen_parameters
-        or not _pretrained(source)
-    ):
+    if config.max_training_steps == 0 or config.lora or config.frozen_parameters:
         return []
+    left = [name for name in FOR_PRETRAINED if _is_left(config, name)]
+    source = stage.inputs.get("model")
+    if not left or not _pretrained(config.model if source is None else source):
+        return []
+    shared = TrainerConfig.model_fields
     defaults = " and ".join(f"{name} = {shared[name].default:g}" for name in left)
     lines = " and ".join(f"{name} = {FOR_PRETRAINED[name]}" for name in left)
     are = "the defaults are" if len(left) > 1 else "the default is"
     return [
         f"{left[0]}: {are} {defaults}, too much for full training of a pretrained model; write {lines}, or other values"
     ]
+
+
+def _is_left(config: TrainerConfig, name: str) -> bool:
+    """Tell whether a field has the default that all trainers share, and takes part."""
+    default = type(config).model_fields[name].default
+    if name in config.model_fields_set or default != TrainerConfig.model_fields[name].default:
+        return False
+    if name == "num_train_epochs":
+        return config.max_training_steps is None
+    return config.scheduler in SCHEDULES
 
 
 def _pretrained(source: Any) -> bool:
@@ -288,15 +292,15 @@ def definition_of(
     return definition, hf_config
 
 
-def model_of_shapes(
-    source: Any, head: Head, config: TrainerConfig, stage: Stage, mesh: AnyMesh, *, adapters: bool = True
-) -> Model:
-    """Make a model with shapes in place of its parameters, sharded over `mesh`; nothing is read but its config.json.
+def model_of_shapes(source: Any, head: Head, context: Context, *, adapters: bool = True) -> Model:
+    """Make a model with shapes in place of its parameters, sharded over the mesh; nothing is read but its config.json.
 
     adapters: whether it gets those of `config.lora`. Its definition is None where nothing local describes the model.
     """
-    tokenizer = stage.inputs.get("tokenizer")
-    described = definition_of(source, head, tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
+    config, tokenizer = context.config, context.tokenizer
+    described = definition_of(
+        source, head, tokenizer, context.registry, dtype=config.dtype, remat=config.remat
+    )
     if described is None:
         absent: Any = None
         return Model(absent, {}, tokenizer, {}, None, absent)
@@ -305,13 +309,12 @@ def model_of_shapes(
         names = module_paths(definition)
         definition = definition.with_lora(asked_lora(config.lora, names))
         definition = definition.quantized_as(held_as(config.lora.base, hf_config))
-    params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
-    model_mesh: Any = mesh
+    params = with_shardings(definition.abstract_params(), definition.shardings(context.mesh))
     directory = _config_directory(Path(source)) if isinstance(source, str) else None
     kept = None
     if isinstance(definition, Decoder) and directory is not None and any(directory.glob("*.safetensors")):
         kept = weights.kept(definition, directory)
-    return Model(definition, params, tokenizer, hf_config, None, model_mesh, kept=kept)
+    return Model(definition, params, tokenizer, hf_config, None, context.mesh, kept=kept)
 
 
 def _config_directory(directory: Path) -> Path | None:

@@ -13,7 +13,7 @@ from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
 from rlhf_core import plugins
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 
 MISSING = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 
@@ -33,7 +33,7 @@ def test_a_run_warns_once(config: Any, opened: str, tiny: ModuleType, tmp_path: 
         name="s", seed=0, is_main=True, mesh=tiny.one_device(), inputs={"train_dataset": rows, "eval_dataset": rows},
         registry=plugins.load().registry, dir=tmp_path, template_date=None, say=print,
     )  # fmt: skip
-    context = Context(config(), stage)
+    context = OnDevices(config(), stage)
     context.tokenizer = without_eos(tiny)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -38,7 +38,7 @@ def test_an_interrupted_stage_ends_as_one_that_was_not(
     spec: Any = [{"path": str(path), "streaming": True}, {"path": str(path), "weight": 0.5}]
     evaluated = {"eval_data": spec[0], "max_evaluation_steps": 2}
     if kind == "large file":
-        monkeypatch.setattr("rlhf_core.training.context.WHOLE", 8)
+        monkeypatch.setattr("rlhf_core.training.rows.WHOLE", 8)
         spec = str(path)
     config = SFTConfig(train_data=spec, max_training_steps=6, **evaluated, **SETTINGS)
     straight = tiny.run("sft", config, tmp_path / "a", model=tiny.make_model())

@@ -12,10 +12,12 @@ import pytest
 
 from rlhf_core import TrainerConfig, artifacts, data, plugins
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts.open_collector import system_prompt_warnings
+from rlhf_core.rollouts import RolloutOptions
+from rlhf_core.rollouts.open_collector import open_prompts, system_prompt_warnings
+from rlhf_core.sampling import SamplingOptions
 from rlhf_core.scoring import Scorer, ScoringContract
 from rlhf_core.tokenizer import Encoder, TextOptions
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 from tests.shared import chat_cases as chat
 from tests.shared.plans import forecast_of
 
@@ -70,8 +72,8 @@ def test_a_system_prompt_is_not_trained_on_and_plain_texts_are_refused(tmp_path:
     with pytest.raises(InputError, match=r"stage 's'.train_data: system_prompt: .*plain texts"):
         context_of(config, stage).texts("train_data")
     stage = stage_of([{"prompt": [ASKED]}], tmp_path)
-    opened = context_of(config, stage).prompts("train_data", 99)
-    assert opened is not None
+    options = RolloutOptions(99, 1, SamplingOptions(), 1)
+    opened: Any = open_prompts(context_of(config, stage), options, "train_data")
     assert BRIEF in tokenizer_with().decode(opened.ids[0])
 
 
@@ -95,8 +97,8 @@ def stage_of(rows: Any, tmp_path: Path) -> Any:
     )  # fmt: skip
 
 
-def context_of(config: TrainerConfig, stage: Any) -> Context:
-    context = Context(config, stage)
+def context_of(config: TrainerConfig, stage: Any) -> OnDevices:
+    context = OnDevices(config, stage)
     context.tokenizer = tokenizer_with()
     return context
 
@@ -106,7 +108,7 @@ def test_a_reward_model_keeps_it_in_its_contract(tiny: ModuleType, tmp_path: Pat
     model.tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' </s> ' }}{% endfor %}"
     config = TrainerConfig(system_prompt="a b")
     contract = ScoringContract.from_dict(
-        Context(config, stage_of([], tmp_path)).scoring_contract(model), "here"
+        Scorer.contract_of(OnDevices(config, stage_of([], tmp_path)), model), "here"
     )
     assert contract.system_prompt == "a b"
     with_it, without = (
@@ -127,10 +129,11 @@ def test_a_run_warns_where_policy_and_reward_model_read_different_ones(
     })  # fmt: skip
     reward: Any = SimpleNamespace(label="model", function=SimpleNamespace(model=str(tmp_path)))
     plain: Any = SimpleNamespace(label="length", function=len)
-    stage: Any = SimpleNamespace(inputs={})
 
     def lines(prompt: str | None) -> list[str]:
-        return system_prompt_warnings(TrainerConfig(system_prompt=prompt), [reward, plain], stage)
+        return system_prompt_warnings(
+            OnDevices(TrainerConfig(system_prompt=prompt), stage_of([], tmp_path)), [reward, plain]
+        )
 
     assert lines(BRIEF) == []
     assert [

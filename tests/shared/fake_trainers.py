@@ -27,7 +27,7 @@ from rlhf_core import (
 from rlhf_core.config import Component
 from rlhf_core.contracts import LossOutput, PairInputs
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.training import Expected
+from rlhf_core.training import Description, OnShapes
 
 EVENTS: list[tuple[str, Any]] = []
 
@@ -98,15 +98,26 @@ def _run(kind: str) -> Any:
 
 
 def _build(config: FakeConfig, context: Any) -> Any:
-    assert context.shapes
+    assert isinstance(context, OnShapes)
     if config.fail == "forecast":
         raise InputError("train.jsonl row 7: no column 'text'")
     if config.fail == "full forecast":
         raise OSError(28, "No space left on device", "cache")
     if config.fail == "broken forecast":
         json.loads("{'a'")  # the place that helps is this line, not one of the library
-    context.missing = True
-    context.expect(Expected([f"{config.size} bytes from {config.model}"], 1, 1, 1))
+    context.tokenizer = None  # the forecast ends with what is described
+    context.trains_on(FakeSource(f"{config.size} bytes from {config.model}"))
+
+
+@dataclass(frozen=True)
+class FakeSource:
+    line: str
+
+    def describe(self, context: Any, models: Any) -> Description:
+        return Description([self.line], 1, 1, 1)
+
+    def held(self, context: Any, definition: Any, parameters: int) -> dict[str, int]:
+        return {}
 
 
 @hookimpl

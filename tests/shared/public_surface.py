@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import rlhf_core
 from rlhf_core import models
 from rlhf_core.contracts import Kind
 from rlhf_core.plugins import hooks
@@ -116,13 +117,21 @@ def told(module: Any, name: str) -> Iterator[str]:
         yield f"{name}: {thing}"
     elif inspect.isclass(thing):
         yield f"{name}{fields(thing)}"
-        for method in sorted(vars(thing)):
+        for method in sorted(members(thing)):
             if not method.startswith("_") and callable(getattr(thing, method)) and method not in shown(thing):
                 yield f"{name}.{method}{parameters(getattr(thing, method))}"
     elif callable(thing) and not str(type(thing)).startswith("<class 'typing"):
         yield f"{name}{parameters(thing)}"
     else:
         yield name
+
+
+def members(thing: Any) -> dict[str, Any]:
+    """The attributes of a class, and those of the classes of its own package that it extends, unless promised, too."""
+    package = thing.__module__.split(".")[:2]
+    parts = [base for base in reversed(thing.__mro__) if base.__module__.split(".")[:2] == package]
+    own = [part for part in parts if part is thing or part.__name__ not in rlhf_core.__all__]
+    return {name: value for part in own for name, value in vars(part).items()}
 
 
 def shown(thing: Any) -> list[str]:

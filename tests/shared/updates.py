@@ -14,7 +14,7 @@ from rlhf_core import ADVANTAGE, data, installed_registry
 from rlhf_core.packing import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
 from rlhf_core.sampling import Rollouts
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 
 RECORD = {"trainer": "grpo", "seed": 5, "config": {}, "inputs": {}, "code": {}, "versions": {}}
 G, C = 3, 5
@@ -84,7 +84,7 @@ def maker(tiny, tmp_path):
         policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
         scaled = installed_registry().get(ADVANTAGE, "group", scale=config.scale_rewards)
         steps = GRPOSteps(config, collector, advantage or scaled, policies, LAYOUT)
-        context = Context(config, stage)
+        context = OnDevices(config, stage)
         updates = RolloutUpdates(context, collector, LAYOUT, steps, reference=reference)
         updates.config, updates.policies = config, policies
         return updates

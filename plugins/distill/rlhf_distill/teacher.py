@@ -38,13 +38,16 @@ def open_teacher(config: DistillConfig, context: Context, student: Model) -> Mod
     stage = context.stage
     source = teacher_source(config, stage)
     context.say(f"loading the teacher {source}")
-    if context.shapes:
-        check_teacher(config, stage)
+    context.check(check_teacher, config, context)
     teacher = context.other_model(
         source, dtype=config.dtype, verify=config.verify, revision=config.teacher_revision
     )
-    if context.shapes:
-        return teacher
+    context.compute(require_shared_ids, source, student, teacher, stage)
+    return teacher
+
+
+def require_shared_ids(source: str, student: Model, teacher: Model, stage: Stage) -> None:
+    """Raise InputError where a teacher that was loaded cannot be compared with the student id by id."""
     if teacher.tokenizer is None:
         raise InputError(
             f"stage '{stage.name}'.teacher_model: {source!r} has no tokenizer files, so its ids cannot be "
@@ -58,16 +61,14 @@ def open_teacher(config: DistillConfig, context: Context, student: Model) -> Mod
             raise InputError(
                 f"stage '{stage.name}'.{name}: it has {ids:,} embeddings, fewer than the tokenizer's {needed:,} ids"
             )
-    return teacher
 
 
-def check_teacher(config: DistillConfig, stage: Stage) -> None:
+def check_teacher(config: DistillConfig, context: Context) -> None:
     """Raise InputError where the teacher is missing, or where local files show another tokenizer than the student's."""
-    source: Any = teacher_source(config, stage)
-    source = stage.inputs.get("sources", {}).get(source, source)
+    source = context.described_by(teacher_source(config, context.stage))
     if isinstance(source, dict):
         source = source.get("tokenizer")
-    student = stage.inputs.get("tokenizer")
+    student = context.tokenizer
     if (
         student is None
         or not isinstance(source, str)
@@ -76,7 +77,9 @@ def check_teacher(config: DistillConfig, stage: Stage) -> None:
         return
     from transformers import AutoTokenizer
 
-    require_same_tokenizer(student, AutoTokenizer.from_pretrained(source, local_files_only=True), stage)
+    require_same_tokenizer(
+        student, AutoTokenizer.from_pretrained(source, local_files_only=True), context.stage
+    )
 
 
 def require_same_tokenizer(student: Any, teacher: Any, stage: Stage) -> None:

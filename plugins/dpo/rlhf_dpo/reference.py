@@ -86,22 +86,21 @@ class ReferenceLogps:
     """By field: `train_data`, `eval_data`."""
     start: Any
     """The parameters that training starts from, for pairs that a checkpoint does not have."""
-    known: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.known = self.context.shapes
+    known: bool = field(init=False, default=False)
 
     def ensure(self, state: TrainState) -> None:
         """Compute the references on the first call, from the state that training starts from."""
-        if self.known:
-            return
+        if not self.known:
+            self.context.compute(self._read, state)
+        self.known = True
+
+    def _read(self, state: TrainState) -> None:
         if count := sum(len(reader.which) for reader in self.readers.values()):
             self.context.say(
                 f"reading the log-probabilities of {count:,} pairs under the starting model (once)"
             )
         for reader in self.readers.values():
             reader.pairs.reference[reader.which] = reader(state.params)
-        self.known = True
 
     def snapshot(self) -> dict[str, NDArray[Any]]:
         """Return the digests of the pairs and their references for a checkpoint."""
@@ -133,8 +132,8 @@ class StartingModel:
 
     def __init__(self, context: Context, model: Model, layout: Layout) -> None:
         """Copy the parameters that are trained."""
-        self._shapes, mesh = context.shapes, context.mesh
-        config = context.config
+        config, mesh = context.config, context.mesh
+        self._context = context
         waits = "reference" in config.offload
         self._start = Reference(
             model.params, config.frozen_parameters, mesh, offload=waits, definition=model.definition
@@ -149,7 +148,8 @@ class StartingModel:
     def __call__(self, trees: Sequence[Tree]) -> list[Tree]:
         """Return the trees with the values `reference` and `tokens` per sequence, as those of `PairSet`."""
         nothing = np.full(2 * len(trees), np.nan, np.float32)
-        logps = nothing if self._shapes else self._read(self._start.params, trees, group=2)
+        read = partial(self._read, group=2)
+        logps = self._context.compute(read, self._start.params, trees, otherwise=nothing)
 
         def with_values(tree: Tree, reference: NDArray[np.float32]) -> Tree:
             tokens = np.array([np.count_nonzero(weight) for weight in tree.weights or ()], np.float32)

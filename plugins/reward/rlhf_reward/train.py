@@ -12,6 +12,7 @@ from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
+from rlhf_core.scoring import Scorer
 from rlhf_core.training import Build, Context, Evaluate, python_trainer
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Preview, ScoreEvaluation, finite
@@ -58,7 +59,9 @@ def build(config: RewardConfig, context: Context) -> Build:
             metrics = None
         else:
             found, metrics = held_out[0].scores(state), finite(held_out[0].known(state))
-        contract = context.scoring_contract(model, read_at=config.read_at, scores=found, evaluation=metrics)
+        contract = Scorer.contract_of(
+            context, model, read_at=config.read_at, scores=found, evaluation=metrics
+        )
         trained = model.with_params(state.params)
         save_model(context.stage, "model", "reward_model", trained, contract=contract)
 

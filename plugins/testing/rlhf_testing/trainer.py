@@ -20,7 +20,7 @@ from rlhf_core.contracts import TRAINER, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
-from rlhf_core.training.define import forecast
+from rlhf_core.training import OnShapes, forecast
 from rlhf_testing.findings import Broken, Findings, make_component, require_finite
 from rlhf_testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
 
@@ -101,7 +101,7 @@ def _settings(findings: Findings, case: Case) -> None:
         return
     with findings.property("forecast"):
         stage = case.stage("forecast", mesh=None)
-        forecast(case.trainer.build, case.config, stage)
+        forecast(case.trainer.build, OnShapes(case.config, stage))
         if stage.dir.exists() and any(stage.dir.iterdir()):
             raise Broken(
                 f"a check wrote {sorted(p.name for p in stage.dir.iterdir())}; build must only describe what is trained"

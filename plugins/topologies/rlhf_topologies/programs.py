@@ -22,8 +22,6 @@ from rlhf_core.rollouts import RolloutUpdates
 from rlhf_core.rollouts.rollout_rows import full_groups
 from rlhf_core.scoring import scoring_layout, scoring_reader
 from rlhf_core.step import Programs
-from rlhf_core.training.context import Context
-from rlhf_core.training.expected import ModelNotHereError
 from rlhf_core.training.memory import device_bytes, host_bytes
 from rlhf_core.training.starting_model import definition_of
 from rlhf_topologies.description import PARAMETERS, Program, StagePrograms
@@ -38,10 +36,9 @@ if TYPE_CHECKING:
     from rlhf_core.packing.rows import Packed, Tree
     from rlhf_core.pipeline.plan import Plan, StagePlan
     from rlhf_core.plugins import Host
-    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
-    from rlhf_core.training import Build
+    from rlhf_core.training import Build, Context, OnShapes
 
 NOT_HERE = "not compiled: its model or tokenizer is not on this machine yet"
 
@@ -68,26 +65,22 @@ def stage_programs(plan: Plan, host: Host, mesh: Mesh) -> dict[str, StageProgram
     Raises InputError with every problem that the trainers find.
     """
 
-    def described(planned: StagePlan, stage: Stage) -> StagePrograms | None:
+    def described(planned: StagePlan, context: OnShapes) -> StagePrograms | None:
         build = planned.trainer.build
         if build is None:
             return None
         describe = partial(built_programs, build)
-        return call_trainer(planned, host, describe, stage, "describe its programs")
+        return call_trainer(planned, host, describe, context, "describe its programs")
 
     return each_stage(plan, host, described, mesh=mesh)
 
 
-def built_programs(
-    build: Callable[[Any, Context], Build], config: TrainerConfig, stage: Stage
-) -> StagePrograms:
+def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) -> StagePrograms:
     """Describe the programs of what a trainer builds of shapes, on the stage's mesh, whose devices need not exist."""
-    context = Context(config, stage, shapes=True)
-    try:
-        made = build(config, context)
-    except ModelNotHereError:
+    config, made = context.config, context.build(build)
+    if made is None:
         return StagePrograms(note=NOT_HERE)
-    state, _ = made.state(config, stage)
+    state, _ = made.state(config, context.stage)
     several = not isinstance(made.models, Model)
     models: Any = made.models
     model: Model = models[next(iter(made.trains or models))] if several else models
@@ -191,12 +184,11 @@ def _reward_models(context: Context) -> Mapping[str, Definition | None]:
 
     One that an earlier stage has yet to train is described by what that stage starts from.
     """
-    sources = context.stage.inputs.get("sources", {})
     described: dict[str, Definition | None] = {}
     rewards: Any = getattr(context.config, "rewards", ())
     for reward in rewards:
         if isinstance(model := reward.options.get("model"), str):
-            found = definition_of(sources.get(model, model), "score", context.tokenizer, context.registry)
+            found = definition_of(context.described_by(model), "score", context.tokenizer, context.registry)
             described[f"reward {reward.label or reward.name}"] = None if found is None else found[0]
     return described
 

@@ -19,7 +19,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model
 from rlhf_core.scoring import Scorer, ScoringContract
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
     config = TrainerConfig(max_sequence_length=7, truncation_mode="keep_start", chat_template="plain")
     scores = np.array([[1.0, 2.0], [4.0, 5.0]], np.float32)
-    made = Context(config, stage).scoring_contract(model, scores=scores, evaluation={"accuracy": 1.0})
+    made = Scorer.contract_of(OnDevices(config, stage), model, scores=scores, evaluation={"accuracy": 1.0})
     contract = ScoringContract.from_dict(made, "here")
     assert (contract.max_length, contract.truncation_mode, contract.chat_template) == (
         7,
@@ -141,7 +141,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
 
 def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
-    contract = ScoringContract.from_dict(Context(TrainerConfig(), stage).scoring_contract(model), "here")
+    contract = ScoringContract.from_dict(Scorer.contract_of(OnDevices(TrainerConfig(), stage), model), "here")
     assert (contract.mean, contract.std, contract.evaluation) == (None, None, None)
     with pytest.raises(InputError, match="cannot normalize"):
         Scorer(model, contract, normalize=True)
@@ -163,7 +163,7 @@ def test_a_new_head_reads_the_templates_end_and_an_old_one_what_it_was_trained_o
     model = tiny.make_model("score", scale=4.0)
     manifest = {"format": 1, "name": "model", "kind": kind, "files": {}, "contract": recorded}
     artifacts.write_manifest(tmp_path, manifest)
-    context = Context(TrainerConfig(model=str(tmp_path)), stage)
-    assert context.scoring_contract(model, read_at=None)["read_at"] == expected
+    context = OnDevices(TrainerConfig(model=str(tmp_path)), stage)
+    assert Scorer.contract_of(context, model, read_at=None)["read_at"] == expected
     for asked in ("eos", "template"):
-        assert context.scoring_contract(model, read_at=asked)["read_at"] == asked
+        assert Scorer.contract_of(context, model, read_at=asked)["read_at"] == asked

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core import TrainerConfig, data
 from rlhf_core.tokenizer import Encoder, TextOptions
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 
 LAST_THOUGHT = (
     "{% for m in messages %}{{ m.role[:1] }} {% if m.reasoning_content and loop.last %}{{ m.reasoning_content }} "
@@ -158,7 +158,7 @@ def test_columns_that_are_not_read_are_listed_and_no_reason_to_warn(
     assert report.all_as_given
     assert report.lines()[-1] == report.not_read[0]
     stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", seed=0, registry=None, inputs={}, say=print)
-    Context(TrainerConfig(), stage)._report(report, "train_data")
+    OnDevices(TrainerConfig(), stage)._report(report, "train_data")
     assert "train_data: unused columns: score_chosen (in 2)" in capsys.readouterr().out
     both = {"prompt": "a", "completion": " b", "system": "c", "tools": ["x"], "loss": 1.0}
     texts = data.encode_texts(data.load([both]), tokenizer, max_length=None, values=("loss",)).report

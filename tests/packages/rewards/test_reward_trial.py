@@ -99,7 +99,7 @@ def test_what_may_cost_money_is_not_called(registry: Registry, mine: Path) -> No
 
 def test_rows_of_data_that_has_no_tokens_yet(registry: Registry) -> None:
     rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": a} for a in ("1", "two", "3", "four")]
-    table = data.load(rows)
+    table = data.UntokenizedPrompts(data.load(rows))
     skips = rewards(registry, {"name": "numeric_answer", "on_error": "skip"})
     (line,) = forecast_rewards(skips, table, STAGE).warnings
     assert line.startswith("dataset row 2: reward 'numeric_answer': the answer 'two' is not a number")

@@ -18,7 +18,7 @@ from rlhf_core.plugins import load_file
 from rlhf_core.rollouts import EnvironmentOptions, RolloutOptions
 from rlhf_core.rollouts import rollout_rows as layouts
 from rlhf_core.sampling import SamplingOptions
-from rlhf_core.training import forecast
+from rlhf_core.training import OnShapes, forecast
 
 ppo: Any = load_file(Path(__file__).parents[3] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
 MESSAGE = (
@@ -39,7 +39,7 @@ def test_a_group_is_never_split(size: int, tiny: ModuleType, tmp_path: Path) -> 
     host = plugins.load()
     stage = Stage("ppo", tmp_path / "check", 0, None, True, host.registry, host.hook, inputs=given)
     with pytest.raises(InputError, match=message):
-        forecast(ppo.build, config.replace(model=tiny.SIZES), stage)
+        forecast(ppo.build, OnShapes(config.replace(model=tiny.SIZES), stage))
     inputs = {"model": tiny.make_model(scale=4.0), "rewards": [reward], "train_dataset": tiny.prompts(4)}
     with pytest.raises(InputError, match=message):
         tiny.run("ppo", config, tmp_path, listeners=[Registers()], **inputs)

@@ -31,7 +31,7 @@ def pairs(tiny: ModuleType) -> data.Pairs:
 
 
 def context(config: TrainerConfig, mesh: Any) -> Any:
-    return SimpleNamespace(config=config, mesh=mesh, has_devices=True, say=print)
+    return SimpleNamespace(config=config, mesh=mesh, on_mesh=lambda choose: choose(), say=print)
 
 
 @pytest.fixture

@@ -223,8 +223,8 @@ def test_what_is_left_for_sampling(tiny, monkeypatch):
     model = tiny.make_model(scale=4.0)
     mesh = make_mesh(data=2, fsdp=4)
     config = GRPOConfig(model="m", rewards=["length"])
-    stage = SimpleNamespace(inputs={})
-    context = SimpleNamespace(config=config, mesh=mesh, registry=installed_registry(), stage=stage)
+    registry = installed_registry()
+    context = SimpleNamespace(config=config, mesh=mesh, registry=registry, described_by=lambda model: model)
     reads_a_model = SimpleNamespace(function=SimpleNamespace(model="rm"))
     assert memory.sampling_memory(context, model, [], []) is None  # CPUs do not say what they have
     monkeypatch.setattr(memory, "device_memory", lambda: 1_000_000)

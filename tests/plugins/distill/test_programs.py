@@ -13,6 +13,7 @@ from rlhf_topologies.programs import built_programs
 
 from rlhf_core import TRAINER, Stage, plugins
 from rlhf_core.mesh import make_mesh
+from rlhf_core.training import OnShapes
 
 
 def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> Any:
@@ -36,9 +37,9 @@ def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) 
         is_main=True,
         registry=host.registry,
         hook=host.hook,
-        inputs={"tokenizer": student.tokenizer},
     )
-    return built_programs(host.registry.get(TRAINER, "distill").build, config, stage)
+    context = OnShapes(config, stage, tokenizer=student.tokenizer)
+    return built_programs(host.registry.get(TRAINER, "distill").build, context)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rlhf_grpo import GRPOConfig
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import RolloutOptions, open_collector, open_rewards
-from rlhf_core.training import Context
+from rlhf_core.training import OnDevices
 from tests.shared.short_runs import Watch
 
 WORLDS = '''
@@ -119,7 +119,7 @@ def collect(tiny, model, config, tmp_path):
             say=lambda line: None,
             inputs={"train_dataset": rows or tiny.prompts(4), "model": model},
         )
-        context = Context(made, stage)
+        context = OnDevices(made, stage)
         context.tokenizer = model.tokenizer
         rewards = open_rewards([], stage, environment=made.environment)
         options = RolloutOptions(made.max_prompt_length, 4, made.sampling, 4, environment=made.environment)

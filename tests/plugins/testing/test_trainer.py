@@ -157,7 +157,7 @@ def test_what_is_said(failures: Any) -> None:
     said = failures(check_trainer, MUTANTS["a checkpoint without the momentum"][1], rows=texts(4))["resume"]
     assert "'model' of an interrupted run differs in model.safetensors" in said
     said = failures(check_trainer, MUTANTS["a reward model without a contract"][1], rows=texts(4))["outputs"]
-    assert "contract=scoring_contract(config, stage, model)" in said
+    assert "contract=Scorer.contract_of(context, model)" in said
 
 
 def early(completions: list[str]) -> list[float]:

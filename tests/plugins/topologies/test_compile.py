@@ -103,9 +103,9 @@ def test_a_state_of_shapes_is_that_of_arrays(place: Any) -> None:
     checked, host = pipelines.planned("base.toml", dir=None)
     mesh = make_mesh(2, 2, 2)
 
-    def states(planned: Any, stage: Any) -> Any:
+    def states(planned: Any, context: Any) -> Any:
         tx, _ = make_optimizer(planned.config, host.registry, 2)
-        model = Context(planned.config, stage, shapes=True).model("lm")
+        model = context.model("lm")
         return create_state(model, tx), create_state(load_model(place.path / "model", "lm", mesh=mesh), tx)
 
     shapes, arrays = each_stage(checked, host, states, mesh=mesh)["base"]
@@ -208,7 +208,7 @@ def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> No
     place.settings("base.toml", 'lora = { rank = 3, targets = ["q_proj"] }')
     models = each_stage(
         *pipelines.planned("base.toml", dir=None),
-        lambda each, stage: Context(each.config, stage, shapes=True).model("lm"),
+        lambda _, context: context.model("lm"),
         mesh=make_mesh(),
     )
     assert models["base"] is not None
@@ -252,8 +252,8 @@ def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> Non
         model, updates = context.updates(model, context.texts("train_data"), reads_tokens=True)
         return Build(model, updates, losses(model.definition))
 
-    def describe(planned: Any, stage: Any) -> Any:
-        return built_programs(build, planned.config, stage)
+    def describe(_: Any, context: Any) -> Any:
+        return built_programs(build, context)
 
     programs = each_stage(checked, host, describe, mesh=make_mesh())["base"].programs
     assert [program.name.split()[0] for program in programs] == ["accumulate", "count", "apply"]
