@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.pipeline.plan import Plan, StagePlan
+    from rlhf_core.pipeline.plan import Plan
     from rlhf_core.plugins import Host
+    from rlhf_core.stage.spec import StageSpec
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def stage_forecasts(
 def each_stage(
     plan: Plan,
     host: Host,
-    function: Callable[[StagePlan, Stage], T],
+    function: Callable[[StageSpec, Stage], T],
     *,
     without: Collection[str] = (),
     mesh: Mesh | None = None,
@@ -105,13 +106,13 @@ def each_stage(
     return results
 
 
-def _of_field(problem: str, planned: StagePlan) -> str:
+def _of_field(problem: str, planned: StageSpec) -> str:
     """Return what follows a stage's name: the path of a field, or else a problem of the stage as a whole."""
     field = re.match(r"(\w+)[\w.\[\]]*: ", problem)
     return f".{problem}" if field and field[1] in type(planned.config).model_fields else f": {problem}"
 
 
-def _forecast(planned: StagePlan, stage: Stage, host: Host, mesh: AbstractMesh | None) -> Forecast:
+def _forecast(planned: StageSpec, stage: Stage, host: Host, mesh: AbstractMesh | None) -> Forecast:
     """Forecast a stage by its trainer's `build`; of a trainer without one, nothing but the settings is known."""
     elsewhere, build = _of_the_hub(planned), planned.trainer.build
     if build is None:
@@ -120,7 +121,7 @@ def _forecast(planned: StagePlan, stage: Stage, host: Host, mesh: AbstractMesh |
     return replace(made, lines=(*made.lines, *elsewhere))
 
 
-def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
+def _of_the_hub(planned: StageSpec) -> tuple[str, ...]:
     """Say that a model or tokenizer was not looked at, as only the hub can have it."""
     model = planned.preview.model
     field = "model.tokenizer" if isinstance(model, Mapping) else "model"
@@ -135,7 +136,7 @@ def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
 
 
 def call_trainer(
-    planned: StagePlan, host: Host, function: Callable[[TrainerConfig, Stage], T], stage: Stage, what: str
+    planned: StageSpec, host: Host, function: Callable[[TrainerConfig, Stage], T], stage: Stage, what: str
 ) -> T:
     """Call what uses a trainer's `build`. Raises InputError that names the plugin and the line where it fails itself.
 
@@ -155,7 +156,7 @@ def call_trainer(
         ) from error
 
 
-def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
+def _tokenizer(source: str, stage: StageSpec, template: str | None) -> Any:
     field = "model.tokenizer" if isinstance(stage.written.model, Mapping) else "model"
     try:
         tokenizer = load_tokenizer(source)

@@ -85,7 +85,7 @@ def open_collector(
     ends = (*model.stop_ids, *options.sampling.stop_token_ids)
     episodes = open_environment(context, options, model.tokenizer, ends)
     function: Any = None
-    replays = "journal" in stage.inputs
+    replays = stage.replay is not None
     if context.has_devices and not replays:
         train = field == "train_data"
         count = options.prompts_per_rollout if train else min(options.prompts_per_rollout, len(prompts))

@@ -2,11 +2,11 @@
 
 from rlhf_core.fit import Build as Build
 from rlhf_core.rewards.reward import open_rewards as open_rewards
+from rlhf_core.stage.alone import python_trainer as python_trainer
 from rlhf_core.training.context import Context as Context
 from rlhf_core.training.context import Evaluate as Evaluate
 from rlhf_core.training.define import define_trainer as define_trainer
 from rlhf_core.training.define import forecast as forecast
-from rlhf_core.training.define import python_trainer as python_trainer
 from rlhf_core.training.expected import Expected as Expected
 from rlhf_core.training.expected import ModelNotHereError as ModelNotHereError
 from rlhf_core.training.held_out import HeldOut as HeldOut
