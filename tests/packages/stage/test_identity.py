@@ -19,8 +19,8 @@ from rlhf_sft import SFTConfig
 from rlhf_core import artifacts, installed_registry
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import load_file
-from rlhf_core.stage import decide, identity
-from tests.shared.specs import given_from_python
+from rlhf_core.stage import identity
+from tests.shared.specs import given_from_python, recorded_as
 
 OLD = 1_600_000_000_000_000_000
 
@@ -220,7 +220,7 @@ def test_an_optimizer_and_a_schedule_given_from_python_count_by_their_source(tmp
         return record((made.descend(0.1), made.rates))
 
     def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        return [str(each) for each in decide.compare(before, now).refused]
+        return [str(each) for each in recorded_as(now).diff(before).refused]
 
     first = own(0, OPTIMIZER)
     assert refused(first, own(1, OPTIMIZER)) == []
