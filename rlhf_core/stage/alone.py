@@ -98,6 +98,11 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
         raise InputError(*problem_lines(unfit, cls.__name__))
     if inputs.get("model_init") is not None and inputs.get("model") is not None:
         raise InputError("model_init: model is given, too; remove one")
+    if inputs.get("mesh") is not None:
+        problems: list[str] = []
+        inputs["mesh"] = axis_sizes(inputs["mesh"], problems)
+        if problems:
+            raise InputError(*problems)
     pair = inputs.get("optimizers") or (None, None)
     if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[0] is None or hasattr(pair[0], "update")):
         raise InputError("optimizers: expected (an optax transformation or None, a schedule or None)")
@@ -220,15 +225,12 @@ def _pinned(
     }
 
 
-def _mesh(sizes: Any, model: Any) -> Mesh:
+def _mesh(sizes: Mapping[str, int] | None, model: Any) -> Mesh:
     """Make the mesh of a trainer: as given, else the one that a model was loaded onto, else all devices along data.
 
-    Raises InputError for a mesh that is none, or another one than the model's.
+    Raises InputError for another one than the model's.
     """
-    problems: list[str] = []
-    asked = axis_sizes({} if sizes is None else sizes, problems)
-    if problems:
-        raise InputError(*problems)
+    asked = sizes or {}
     mesh = make_mesh(**dict[str, Any](asked))
     if not isinstance(model, Model):
         return mesh
