@@ -150,13 +150,13 @@ PYTHON = [
         ),
     ),
     python(
-        'RewardTrainer(mesh={"fsdp": 3, "tenser": 2})',
+        'RewardTrainer(mesh={"fsdp": 0, "tenser": 2, …})',
         lambda: RewardTrainer(
             model=scorer(), train_dataset=PAIRS, mesh={"fsdp": 0, "tenser": 2, "sp": 2, "context": 2}
         ),
     ),
     python(
-        "RewardTrainer(model=one that lies on four devices).train()",
+        "RewardTrainer(model=one that lies on four devices, mesh={"tensor": 2}).train()",
         lambda: RewardTrainer(
             model=scorer(mesh=make_mesh(fsdp=4)), train_dataset=PAIRS, mesh={"tensor": 2}
         ).train(),
