@@ -156,7 +156,7 @@ PYTHON = [
         ),
     ),
     python(
-        "RewardTrainer(model=one that lies on four devices, mesh={"tensor": 2}).train()",
+        'RewardTrainer(model=one that lies on four devices, mesh={"tensor": 2}).train()',
         lambda: RewardTrainer(
             model=scorer(mesh=make_mesh(fsdp=4)), train_dataset=PAIRS, mesh={"tensor": 2}
         ).train(),

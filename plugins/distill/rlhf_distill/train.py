@@ -18,7 +18,7 @@ from rlhf_core.rollouts import (
     open_collector,
     open_previews,
 )
-from rlhf_core.training import Build, Context, python_trainer
+from rlhf_core.training import Build, Context, define_trainer, python_trainer
 from rlhf_distill.config import DistillConfig
 from rlhf_distill.objective import (
     STUDENT,
@@ -208,4 +208,5 @@ class _BothRows:
         return str(self.prompts.where(i) if i < self.count else self.given.where(i - self.count))
 
 
+trainer = define_trainer(DistillConfig, {"model": "language_model"}, build)
 DistillTrainer = python_trainer("distill", DistillConfig, __name__)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.training import PaddedObjective, named_loss, padded_rows
-from rlhf_dpo.losses import DPO_LOSS, LOSSES
+from rlhf_dpo import DPO_LOSS
+from rlhf_dpo.losses import LOSSES
 from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from pydantic import Field
 
-from rlhf_core import Kind, LossOutput
+from rlhf_core import LossOutput
 
 if TYPE_CHECKING:
     import jax
@@ -52,9 +52,6 @@ class DPOLoss(Protocol):
     """Compute a value per pair, and metrics per pair, which are averaged and logged under the loss's name."""
 
     def __call__(self, inputs: DPOInputs, /) -> LossOutput: ...
-
-
-DPO_LOSS: Kind[DPOLoss] = Kind("dpo loss", ("inputs",), constant=True)
 
 
 def difference(inputs: DPOInputs) -> jax.Array:

@@ -13,9 +13,10 @@ import numpy as np
 from rlhf_core.data import Pairs
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_core.rollouts import open_previews
-from rlhf_core.training import Build, Context, Evaluate, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
+from rlhf_dpo import DPO_LOSS
 from rlhf_dpo.config import DPOConfig
-from rlhf_dpo.losses import DPO_LOSS, DPOInputs
+from rlhf_dpo.losses import DPOInputs
 from rlhf_dpo.objective import inputs_of, objective, pair_loss
 from rlhf_dpo.reference import PairSet, PairUpdates, Reader, ReferenceLogps, StartingModel
 
@@ -127,4 +128,5 @@ def _measure_pairs(
     return measure(inputs_of(logps, reference, tokens, beta), jnp.ones(len(logps), bool))
 
 
+trainer = define_trainer(DPOConfig, {"model": "language_model"}, build)
 DPOTrainer = python_trainer("dpo", DPOConfig, __name__)

@@ -12,7 +12,7 @@ from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
-from rlhf_core.training import Build, Context, Evaluate, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite
 from rlhf_reward.objective import objective, pair_loss
@@ -65,4 +65,5 @@ def build(config: RewardConfig, context: Context) -> Build:
     return Build(model, updates, partial(objective, model.definition, measure), evaluate=evaluate, save=save)
 
 
+trainer = define_trainer(RewardConfig, {"model": "reward_model"}, build)
 RewardTrainer = python_trainer("reward", RewardConfig, __name__)

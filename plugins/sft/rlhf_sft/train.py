@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.rollouts import open_previews
-from rlhf_core.training import Build, Context, Evaluate, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
 from rlhf_sft.config import SFTConfig
 
 if TYPE_CHECKING:
@@ -38,4 +38,5 @@ def build(config: SFTConfig, context: Context) -> Build:
     return Build(model, updates, loss, evaluate=evaluate, previews=previews)
 
 
+trainer = define_trainer(SFTConfig, {"model": "language_model"}, build)
 SFTTrainer = python_trainer("sft", SFTConfig, __name__)
