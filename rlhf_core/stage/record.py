@@ -24,6 +24,12 @@ FILE = "stage.json"
 BEFORE = "before.json"
 """The record of a run of which nothing is kept."""
 FORMAT = 3
+LAST_COMMITS = {2: "3dbd4a3a"}
+"""{format of before: the last commit that continues a run whose records have it}."""
+
+
+class FormatError(InputError):
+    """A record that another version wrote in a format of its own. Nothing of its run is touched."""
 
 
 class StageRecord:
@@ -51,14 +57,23 @@ class StageRecord:
             if too_large is not None:
                 raise too_large
             record = unseal(content)
-            if record["format"] != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+            found = record["format"]
         except (ValueError, KeyError) as error:
             raise InputError(
-                f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
-                "then continues from its newest checkpoint, which records what it belongs to. Or delete "
-                f"{self.dir} to run it from the start"
+                f"{self.path} is damaged ({error}). Delete that file: the stage then continues from its newest "
+                f"checkpoint, which records what it belongs to. Or delete {self.dir} to run it from the start"
             ) from None
+        if found != FORMAT:
+            commit = LAST_COMMITS.get(found)
+            how = (
+                "the version that wrote it"
+                if commit is None
+                else f"that of commit {commit}, the last to read it,"
+            )
+            raise FormatError(
+                f"{self.path} has format {found}, and this version reads {FORMAT}. Nothing was changed: {how} "
+                "continues the run, and its models are read as before; here give another directory"
+            )
         return record
 
     @property
@@ -173,13 +188,18 @@ class StageRecord:
 
 
 def recorded_pins(directories: Sequence[Path]) -> Pins:
-    """Return the commits of hf:// names that are in the records of stages."""
+    """Return the commits of hf:// names that are in the records of stages.
+
+    Raises FormatError for a record of another format, before anything is locked or written.
+    """
     pins: dict[str, str] = {}
     for directory in directories:
-        with suppress(
-            InputError, ValueError
-        ):  # damaged, or no path: reported when the stage is decided about
+        try:
             pins |= StageRecord(directory, directory.name).then.get("hub", {})
+        except FormatError:
+            raise
+        except (InputError, ValueError):
+            continue  # damaged, or no path: reported when the stage is decided about
     return Pins(pins)
 
 
