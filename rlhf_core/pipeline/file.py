@@ -105,7 +105,7 @@ def assemble(
         path=path,
         dir=_directory(top.get("dir") if dir is None else dir, problems),
         seed=_seed(top.get("seed", 0), problems),
-        mesh=axis_sizes(top.get("mesh", {}), problems),
+        mesh=axis_sizes(top["mesh"], problems) if "mesh" in top else {},
         stages=tuple(stages),
         problems=tuple(problems),
     )
