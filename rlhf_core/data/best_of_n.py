@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_core.data import columns as cells
+import rlhf_core.data.columns as cells
 from rlhf_core.data.source import Source
 
 SIDES = ("chosen", "rejected")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import rlhf_core.data.columns as cells
 from rlhf_core.config.options import format_value
-from rlhf_core.data import columns as cells
 from rlhf_core.data.best_of_n import list_problem, mixture
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.columns import COLUMNS, ID_NAMES, MASK_NAMES

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+import rlhf_core.data.columns as columns
 from rlhf_core.contracts import REWARD
-from rlhf_core.data import columns
 from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
 from rlhf_core.data.encoded import Form, Limit, Notes, require_vocabulary, select
 from rlhf_core.data.lazy import Encoding, Example, Reading

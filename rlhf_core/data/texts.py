@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import rlhf_core.data.columns as cells
 from rlhf_core.config.options import format_value
-from rlhf_core.data import columns as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.encoded import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.encoded import Text as Text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlhf_core.data import columns as cells
+import rlhf_core.data.columns as cells
 from rlhf_core.data.best_of_n import completion_lists
 from rlhf_core.data.encoded import Notes, refuse_repeats
 from rlhf_core.data.preferences import FAMILIES, parse_pairs, read_token_ids, repeats_prompt, strip_prompts

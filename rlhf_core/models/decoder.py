@@ -25,6 +25,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh
 
+import rlhf_core.models.decode_layout as decode_layout
+import rlhf_core.models.weights as weights
 from rlhf_core.contracts import ATTENTION, AttentionOver, TensorParallel
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError
@@ -38,7 +40,6 @@ from rlhf_core.mesh import (
     with_room,
     zigzag,
 )
-from rlhf_core.models import decode_layout, weights
 from rlhf_core.models.attention import attend, attend_blocks
 from rlhf_core.models.attention_cached import cache_parts
 from rlhf_core.models.config import (

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlhf_core.models import glm4_moe, gpt_oss
+import rlhf_core.models.glm4_moe as glm4_moe
+import rlhf_core.models.gpt_oss as gpt_oss
 from rlhf_core.models.config import Norms, QKNorm
 
 if TYPE_CHECKING:

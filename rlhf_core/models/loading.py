@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
+import rlhf_core.models.peft as peft
+import rlhf_core.models.weights as weights
 from rlhf_core import artifacts, hub
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object, reading, suggest, suggest_model, warn
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import peft, weights
 from rlhf_core.models.config import Remat
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import rlhf_core.models.quantized as quantized
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.models import quantized
 from rlhf_core.models.params import Path, absent_lines, has_number, numbered, paths, search
 
 GROUP = "adapter"

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import rlhf_core.models.peft as peft
+import rlhf_core.models.weights as weights
 from rlhf_core.contracts.models import Head
 from rlhf_core.errors import InputError, read_json_object, warn
 from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding, with_shardings
-from rlhf_core.models import peft, weights
 from rlhf_core.models.decoder import Decoder
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.hf_config import shown, text_config, with_text_config

@@ -14,8 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import rlhf_core.models.safetensors as safetensors
 from rlhf_core.errors import InputError
-from rlhf_core.models import safetensors
 from rlhf_core.models.quantized import BLOCK, NF4, OUTER, Quantization, scale_values
 from rlhf_core.models.safetensors import NAMES, Reader
 

@@ -17,9 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+import rlhf_core.models.quantized as quantized
+import rlhf_core.models.quantized_files as quantized_files
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest, warn
 from rlhf_core.mesh import fetch_array
-from rlhf_core.models import quantized, quantized_files
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy, described
 from rlhf_core.runtime.signals import stop_if_asked
 

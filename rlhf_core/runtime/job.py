@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+import rlhf_core.runtime.signals as signals
 from rlhf_core.errors import InputError, RunError, Stopped, warn
-from rlhf_core.runtime import signals
 
 JOIN_SECONDS = "RLHF_JOIN_SECONDS"
 DEFAULT_JOIN_SECONDS = 300.0

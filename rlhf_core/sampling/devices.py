@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+import rlhf_core.sampling.packed as packed
+import rlhf_core.sampling.turns as turns
 from rlhf_core.contracts import Weights
 from rlhf_core.mesh import put_rows
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
-from rlhf_core.sampling import packed, turns
 from rlhf_core.sampling.packed import Packed, Prefilled, padded_pieces, prefill_all
 from rlhf_core.sampling.turns import Decoded, Fed, Slots, TurnsProgram, padded_copies, padded_fed
 

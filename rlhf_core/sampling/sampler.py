@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from pydantic import Field
 
+import rlhf_core.sampling.packed as packed
+import rlhf_core.sampling.turns as turns
 from rlhf_core.config import Options
 from rlhf_core.contracts import OpenWorld, Rollouts, SamplerInputs, Weights, World
 from rlhf_core.errors import InputError
@@ -24,7 +26,6 @@ from rlhf_core.models import Definition
 from rlhf_core.models.experts import route_shape
 from rlhf_core.models.finite import nonfinite_output_error
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling import packed, turns
 from rlhf_core.sampling.devices import Devices
 from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.placement import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import TRAINER, Kind, hookimpl
+from rlhf_core import TRAINER, hookimpl
+from rlhf_distill.contract import DIVERGENCE as DIVERGENCE
 
 if TYPE_CHECKING:
     from rlhf_core import Registry
     from rlhf_distill.config import DistillConfig as DistillConfig
-    from rlhf_distill.divergences import Divergence
     from rlhf_distill.train import DistillTrainer as DistillTrainer
     from rlhf_distill.vocabulary import Head as Head
     from rlhf_distill.vocabulary import token_divergences as token_divergences
@@ -22,9 +22,6 @@ _HOMES = {
     "token_divergences": "vocabulary",
 }
 __all__ = ["DIVERGENCE", "DistillConfig", "DistillTrainer", "Head", "token_divergences"]
-
-
-DIVERGENCE: Kind[Divergence] = Kind("divergence", ("student_logps", "teacher_logps"), constant=True)
 
 
 @hookimpl

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Model
     from rlhf_core.rollouts import RolloutCollector
-    from rlhf_distill.divergences import Divergence
+    from rlhf_distill.contract import Divergence
 
 
 def build(config: DistillConfig, context: Context) -> Build:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import TRAINER, Kind, hookimpl
+from rlhf_core import TRAINER, hookimpl
+from rlhf_dpo.contract import DPO_LOSS as DPO_LOSS
+from rlhf_dpo.contract import DPOInputs as DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core import Registry
@@ -14,13 +16,10 @@ if TYPE_CHECKING:
     from rlhf_dpo.functional import dpo_loss as dpo_loss
     from rlhf_dpo.functional import evaluation_step as evaluation_step
     from rlhf_dpo.functional import training_step as training_step
-    from rlhf_dpo.losses import DPOInputs as DPOInputs
-    from rlhf_dpo.losses import DPOLoss
     from rlhf_dpo.train import DPOTrainer as DPOTrainer
 
 _HOMES = {
     "DPOConfig": "config",
-    "DPOInputs": "losses",
     "DPOTrainer": "train",
     "completion_logps": "functional",
     "dpo_loss": "functional",
@@ -37,9 +36,6 @@ __all__ = [
     "evaluation_step",
     "training_step",
 ]
-
-
-DPO_LOSS: Kind[DPOLoss] = Kind("dpo loss", ("inputs",), constant=True)
 
 
 @hookimpl

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.training import PaddedObjective, named_loss, padded_rows
-from rlhf_dpo import DPO_LOSS
+from rlhf_dpo.contract import DPO_LOSS
 from rlhf_dpo.losses import LOSSES
 from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_dpo.losses import DPOLoss
+    from rlhf_dpo.contract import DPOLoss
 
     Loss: TypeAlias = str | Mapping[str, Any] | DPOLoss
 

@@ -14,9 +14,8 @@ from rlhf_core.data import Pairs
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_core.rollouts import open_previews
 from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
-from rlhf_dpo import DPO_LOSS
 from rlhf_dpo.config import DPOConfig
-from rlhf_dpo.losses import DPOInputs
+from rlhf_dpo.contract import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import inputs_of, objective, pair_loss
 from rlhf_dpo.reference import PairSet, PairUpdates, Reader, ReferenceLogps, StartingModel
 

@@ -185,11 +185,9 @@ numeric_answer.check = lambda columns: _unreadable_numbers(columns["answer"])  #
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_rewards.math import MathVerify
-
     registry.add(REWARD, "exact_match", exact_match)
     registry.add(REWARD, "numeric_answer", numeric_answer)
-    registry.add(REWARD, "math_verify", MathVerify)
+    registry.add(REWARD, "math_verify", "rlhf_rewards.math:MathVerify")
     registry.add(REWARD, "regex", Regex)
     registry.add(REWARD, "length", length)
     registry.add(REWARD, "soft_overlong", SoftOverlong)

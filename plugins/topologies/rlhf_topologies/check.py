@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
+import rlhf_topologies.interpreters as interpreters
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.runtime.terminal import echo, show
-from rlhf_topologies import interpreters
 from rlhf_topologies.chips import parse
 
 COLUMNS = ("program", "per update", "memory", "FLOPs", "bytes", "sends", "at least", "bound by")
