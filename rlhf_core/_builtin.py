@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rlhf_core import data, loggers, optimizers, sampling
 from rlhf_core.contracts import (
     ACTION,
     ATTENTION,
@@ -17,49 +16,47 @@ from rlhf_core.contracts import (
     OPTIMIZER,
     SAMPLER,
 )
-from rlhf_core.data.files import FORMATS
-from rlhf_core.environments import ToolEnvironment
-from rlhf_core.models import DECODER, Layer
-from rlhf_core.models.attention import attend, attend_blocks, attend_cudnn
 from rlhf_core.plugins.hooks import hookimpl
-from rlhf_core.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from rlhf_core.data import Records
+    from rlhf_core.plugins.registry import Registry
+
+FORMATS = ("jsonl", "json", "csv", "parquet", "arrow", "array_record", "txt")
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    registry.add(MODEL, "decoder", DECODER)
-    registry.add(LAYER, "attention", Layer)
-    registry.add(ATTENTION, "auto", attend)
-    registry.add(ATTENTION, "xla", attend)
-    registry.add(ATTENTION, "blocks", attend_blocks)
-    registry.add(ATTENTION, "cudnn", attend_cudnn)
+    registry.add(MODEL, "decoder", "rlhf_core.models:DECODER")
+    registry.add(LAYER, "attention", "rlhf_core.models:Layer")
+    registry.add(ATTENTION, "auto", "rlhf_core.models.attention:attend")
+    registry.add(ATTENTION, "xla", "rlhf_core.models.attention:attend")
+    registry.add(ATTENTION, "blocks", "rlhf_core.models.attention:attend_blocks")
+    registry.add(ATTENTION, "cudnn", "rlhf_core.models.attention:attend_cudnn")
     for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
-        registry.add(OPTIMIZER, name, getattr(optimizers, name))
+        registry.add(OPTIMIZER, name, f"rlhf_core.optimizers:{name}")
     for name in FORMATS:
         registry.add(DATASET, name, _file_loader(name))
     registry.add(DATASET, "hub", hub)
-    registry.add(LOGGER, "console", loggers.Console)
-    registry.add(LOGGER, "jsonl", loggers.JsonLines)
-    registry.add(SAMPLER, "jax", sampling.make_sampler)
-    registry.add(ENVIRONMENT, "tools", ToolEnvironment)
-    registry.add(ACTION, "previews", previews)
+    registry.add(LOGGER, "console", "rlhf_core.loggers:Console")
+    registry.add(LOGGER, "jsonl", "rlhf_core.loggers:JsonLines")
+    registry.add(SAMPLER, "jax", "rlhf_core.sampling:make_sampler")
+    registry.add(ENVIRONMENT, "tools", "rlhf_core.environments:ToolEnvironment")
+    registry.add(ACTION, "previews", "rlhf_core.rollouts.previews:open_previews")
 
 
-def _file_loader(kind: str) -> Callable[..., data.Records]:
-    def load_file(*, path: str, split: str | None = None) -> data.Records:
+def _file_loader(kind: str) -> Callable[..., Records]:
+    def load_file(*, path: str, split: str | None = None) -> Records:
         """Read the rows of one file."""
+        from rlhf_core import data
+
         return data.load({"name": kind, "path": path} | ({} if split is None else {"split": split}))
 
     return load_file
 
 
-def previews(context: Any, build: Any) -> Any:
-    """Complete fixed prompts with the language model that is trained, before, while and after it is."""
-    from rlhf_core.rollouts.previews import open_previews  # a stage without previews opens no sampler
-
-    return open_previews(context, build)
-
-
-def hub(*, path: str, subset: str | None = None, split: str = "train") -> data.Records:
+def hub(*, path: str, subset: str | None = None, split: str = "train") -> Records:
     """Load a dataset of the Hugging Face hub; `path` is its name there."""
+    from rlhf_core import data
+
     return data.load({"name": path, "split": split} | ({} if subset is None else {"subset": subset}))

@@ -20,12 +20,11 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint import v1
 
 from rlhf_core.artifacts import describe_files, find_damage
 from rlhf_core.errors import InputError, RunError, read_limited, warn
@@ -41,6 +40,9 @@ from rlhf_core.runtime.files import (
     write_atomic,
 )
 from rlhf_core.runtime.job import hold_end
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import v1
 
 PLAIN_KINDS = "biufcSU"
 """Kinds of numpy dtypes that an .npz stores without pickle."""
@@ -104,13 +106,6 @@ def scalar(x: Any) -> Any:
 
 
 FORMAT = 1
-_CONTEXT = v1.Context()
-# If making a directory failed in the background, threads would wait forever and the process would never exit.
-_CONTEXT.asynchronous.create_directories_asynchronously = False
-# It is measured by the clock of the day: a save during which the clock is set ahead would fail.
-_CONTEXT.asynchronous.timeout_secs = 10**9
-# Replicas share the work of saving large arrays. For each shape that takes a program per replica to cut the array up.
-_CONTEXT.array.saving.min_slice_bytes_for_replica_parallel = 2**20
 ENCODED_AT_ONCE = 2**28
 """Bytes of arrays that are compressed at a time, or one array that is larger."""
 
@@ -120,8 +115,17 @@ def _context(arrays: Mapping[str, Any]) -> v1.Context:
 
     Few bytes are written in one transaction: fewer files and flushes, but all that is compressed waits for its end.
     """
+    from orbax.checkpoint import v1  # a check, which saves nothing, need not wait for it
+
     sizes = [leaf.nbytes for leaf in arrays.values()]
-    context = v1.Context(_CONTEXT)
+    context = v1.Context()
+    # If making a directory failed in the background, threads would wait forever and the process would never exit.
+    context.asynchronous.create_directories_asynchronously = False
+    # It is measured by the clock of the day: a save during which the clock is set ahead would fail.
+    context.asynchronous.timeout_secs = 10**9
+    # Replicas share the work of saving large arrays. For each shape that takes a program per replica to cut the array
+    # up.
+    context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
     if sum(sizes) > ENCODED_AT_ONCE:
         # An array of as many bytes as this or more is refused.
         context.memory.write_concurrent_bytes = max(ENCODED_AT_ONCE, *sizes) + 1
@@ -183,6 +187,8 @@ class Checkpoints:
         """
         self.wait()
         _say_failures_once()
+        from orbax.checkpoint import v1
+
         arrays_of_state = leaves(state)
         copies = {f"arrays/{name}": copy_array(name, array) for name, array in (arrays or {}).items()}
         shapes = {name: shape(leaf) for name, leaf in arrays_of_state.items()}
@@ -248,6 +254,8 @@ class Checkpoints:
         abstract_state = abstract_state(saved["host"]) if callable(abstract_state) else abstract_state
         wanted = leaves(abstract_state)
         compare(directory, saved["leaves"], {name: shape(leaf) for name, leaf in wanted.items()})
+        from orbax.checkpoint import v1
+
         try:
             loaded = v1.load(
                 directory / "state", {name: abstract_leaf(leaf) for name, leaf in wanted.items()}

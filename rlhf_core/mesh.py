@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from rlhf_core.errors import InputError, counted
+from rlhf_core.errors import InputError, counted, suggest
 
 __all__ = ["make_mesh", "over_pieces", "put_rows"]
 
@@ -39,6 +39,42 @@ RULES: Mapping[str, tuple[str, ...]] = {
 }
 """{logical axis of a parameter: mesh axes}. A mesh axis is used once, by the first logical axis that has it. `peers`
 are the experts in a sampler."""
+
+
+SAME_AXES = {"sp": "context"}
+"""Other names of axes."""
+
+
+def named_axes(mesh: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Name the axes of a mesh as `AXES` does."""
+    named: dict[str, Any] = {}
+    for name, size in mesh.items():
+        axis = SAME_AXES.get(name, name)
+        if axis in named:
+            problems.append(f"mesh.{axis}: given twice, sp is another name of it; remove one")
+        named[axis] = size
+    return named
+
+
+def axis_sizes(value: Any, problems: list[str]) -> dict[str, int]:
+    """Read {axis: devices} as a pipeline file or a Python trainer has it, with what is wrong with it."""
+    if not isinstance(value, Mapping):
+        problems.append(f"mesh: write mesh = {{ data = -1, fsdp = 1, tensor = 1 }}; got {value!r}")
+        return {}
+    sizes = {}
+    for axis, size in named_axes(value, problems).items():
+        if axis not in AXES:
+            problems.append(f"mesh.{axis}: unknown axis.{suggest(axis, AXES)} Axes: {', '.join(AXES)}")
+        elif not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
+            problems.append(
+                f"mesh.{axis}: a positive number of devices, or -1 for all remaining devices; got {size!r}"
+            )
+        else:
+            sizes[axis] = size
+    if list(({"data": -1} | sizes).values()).count(-1) > 1:
+        axes_text = ", ".join(f"{axis} = {size}" for axis, size in ({"data": -1} | sizes).items())
+        problems.append(f"mesh: only one size may be -1 (the default of data); got {axes_text}")
+    return sizes
 
 
 def make_mesh(

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from rlhf_core.cli import extensions
+import rlhf_core.cli.extensions as extensions
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error, name_too_long, warn
 from rlhf_core.hidden import hide_in_output
 from rlhf_core.runtime import job, signals

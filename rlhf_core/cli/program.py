@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+import rlhf_core.cli.exits as exits
 from rlhf_core import __version__
-from rlhf_core.cli import exits
 from rlhf_core.runtime.flags import Plugins, takes
 from rlhf_core.runtime.signals import stop_signals
 
@@ -170,7 +170,7 @@ def train(
     `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are accepted, as are --dir,
     --mesh.AXIS, --plugin FILE.py, --reuse RUN, --accept NAME and --verbose, as of `rlhf run`.
     """
-    from rlhf_core.cli import train
+    import rlhf_core.cli.train as train
 
     train.train(trainer, context.args)
 

@@ -23,9 +23,6 @@ from rlhf_core.data.records import drop_columns as drop_columns
 from rlhf_core.data.records import load as load
 from rlhf_core.data.report import Report as Report
 from rlhf_core.data.source import Records as Records
-from rlhf_core.data.streams import LazyStreams as LazyStreams
-from rlhf_core.data.streams import first_rows as first_rows
-from rlhf_core.data.streams import open_streams as open_streams
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.texts import usable_texts as usable_texts
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,7 @@ from rlhf_core.loggers.jsonl import FILE as METRICS
 from rlhf_core.metrics import Metric, Metrics, fetch_metrics, from_json, merge, to_json
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
-from rlhf_core.stage import identity
-from rlhf_core.stage.decide import Begun, Record, Request, decide
+from rlhf_core.stage.decide import Begun, decide
 from rlhf_core.state import TrainState
 
 if TYPE_CHECKING:
@@ -150,19 +149,11 @@ class Progress:
         self.reported = True
         self.saved_at = time.perf_counter()
 
-    @cached_property
-    def record(self) -> Record:
-        """Return what the stage computes, also for a trainer that no pipeline or trainer class started."""
-        stage = self.stage
-        if stage.experiment is not None:
-            return stage.experiment
-        return identity.of_objects(stage.name, stage.seed, self.config, stage.inputs, stage.registry)
-
     def require_same(self, saved: Restored) -> None:
         """Raise InputError where a checkpoint belongs to another run. Called before its state is read."""
         stage, host = self.stage, saved.host
-        request = Request(stage.name, stage.dir, self.record, elsewhere="directory", total=self.total)
-        decision = decide(Begun(host["record"], made=saved.step, total=host["total"]), request)
+        begun = Begun(host["record"], made=saved.step, total=host["total"])
+        decision = decide(begun, stage.specification(), total=self.total)
         problems = list(decision.reasons)
         if host["rows"] != len(self.updates.data):
             problems.append(
@@ -221,7 +212,7 @@ class Progress:
         host, arrays = self.updates.snapshot(step)
         progress = {
             "updates": host,
-            "record": dict(self.record),
+            "record": dict(self.stage.specification().record),
             "rows": len(self.updates.data),
             "total": self.total,
             "tokens": self.tokens,

@@ -13,12 +13,11 @@ from rlhf_core import plugins as plugin_loading
 from rlhf_core import runtime
 from rlhf_core.config.secrets import public_table
 from rlhf_core.config.toml import to_toml
-from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError, suggest, warn
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import Plan, StagePlan, plan, with_all_metrics
+from rlhf_core.pipeline.plan import Plan, plan, with_all_metrics
 from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.agreement import raise_together
@@ -26,15 +25,16 @@ from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.files import write_atomic
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.runtime.terminal import echo, indented_list
-from rlhf_core.stage import Stage, events, identity
-from rlhf_core.stage.decide import Request
-from rlhf_core.stage.execute import Notes, StageResult, run_stage
-from rlhf_core.stage.record import Asked, decide_together
+from rlhf_core.stage import events
+from rlhf_core.stage.execute import StageResult, run_stage
+from rlhf_core.stage.identity import identified
+from rlhf_core.stage.record import StageRun, decide_together
 from rlhf_core.stage.reuse import find_reusable
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
+    from rlhf_core.stage.spec import StageSpec
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ def run(
         with raise_together():
             if reuse is not None and is_main:
                 _take_over(plan, host, reuse, say)
-        asked = decide_together(
-            lambda: stage_requests(plan, host, accept), mesh=dict(plan.mesh), only=sorted(only)
+        runs = decide_together(
+            lambda: identified_stages(plan, host), accept, mesh=dict(plan.mesh), only=sorted(only)
         )
         # Report problems with the last stage's data now, not after the first stages have trained.
-        done = {name for name, each in asked.items() if each.decision.action == "skip"}
+        done = {name for name, each in runs.items() if each.decision.action == "skip"}
         require_inputs(plan, only, done)
         forecasts = stage_forecasts(plan, host, without=done)
         stop_if_asked("before anything was trained")
         if is_main:
-            warn_of_readers(plan, asked)
+            warn_of_readers(plan, runs)
             _write_resolved(whole, host)
         for each in plan.stages:
             if each.name in forecasts:
@@ -114,17 +114,16 @@ def run(
                 say(indented_list(f"stage '{each.name}' will train on", lines))
         results: dict[str, StageResult] = {}
         day = day_begun(plan.dir)
-        for number, each in enumerate(plan.stages):
-            if number and not results[plan.stages[number - 1].name].skipped:
+        trained = False
+        for name, asked in runs.items():
+            if trained:
                 peak_memory.free_memory()  # of the previous stage's programs and arrays
-            stage = Stage(
-                each.name, each.dir, each.seed, mesh, is_main, host.registry, host.hook, template_date=day
+            # What earlier stages make exists now.
+            begins = asked._replace(spec=identified(asked.spec, host.registry))
+            results[name] = run_stage(
+                begins, host, mesh, say=say, accept=accept, day=day, forecast=forecasts.get(name)
             )
-            request = _request(plan, each, host, accept)
-            expected = forecasts.get(each.name, Forecast())
-            notes = Notes(plan.dir, say, [*expected.warnings, *expected.told], expected.memory)
-            record = asked[each.name].record
-            results[each.name] = run_stage(each.trainer, each.config, stage, host, record, request, notes)
+            trained = not results[name].skipped
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
     return Results(plan.dir, results)
@@ -142,7 +141,7 @@ def chosen_stages(plan: Plan, only: Sequence[str]) -> Plan:
                 for name in unknown
             )
         )
-    wanted = {*only}.union(*(_reads(by_name[name]) for name in only))
+    wanted = {*only}.union(*(by_name[name].reads for name in only))
     return replace(plan, stages=tuple(stage for stage in plan.stages if stage.name in wanted))
 
 
@@ -153,7 +152,7 @@ def require_inputs(plan: Plan, only: Sequence[str], done: Collection[str]) -> No
         "--reuse a run in which it is"
         for stage in plan.stages
         if stage.name in only
-        for source in sorted(_reads(stage) - {*only} - {*done})
+        for source in sorted(stage.reads - {*only} - {*done})
     ]
     if problems:
         raise InputError(*problems)
@@ -161,47 +160,29 @@ def require_inputs(plan: Plan, only: Sequence[str], done: Collection[str]) -> No
 
 def _take_over(plan: Plan, host: Host, run: str | Path, say: Callable[[str], None]) -> None:
     """Take over the finished stages of another run that match, and say which ones do not."""
-    found, reasons = find_reusable(run, stage_requests(plan, host))
+    found, reasons = find_reusable(run, identified_stages(plan, host))
     for stage in found.values():
         stage.take_over()
-        events.log_event(plan.dir, stage.request.name, "reused", message=str(stage.source))
-        say(f"stage '{stage.request.name}': reused from {stage.source}")
+        events.log_event(plan.dir, stage.spec.name, "reused", message=str(stage.source))
+        say(f"stage '{stage.spec.name}': reused from {stage.source}")
     for line in reasons:
         say(line)
 
 
-def warn_of_readers(plan: Plan, stages: Mapping[str, Asked]) -> None:
+def warn_of_readers(plan: Plan, stages: Mapping[str, StageRun]) -> None:
     """Warn of new stages whose earlier output a stage that is not new has read."""
     new = {name for name, each in stages.items() if not each.record.then}
     for stage in plan.stages:
-        for source in sorted(_reads(stage) & new) if stage.name not in new else ():
+        for source in sorted(stage.reads & new) if stage.name not in new else ():
             warn(
                 f"stage '{source}' runs again, and stage '{stage.name}' used its previous output: if the "
                 f"output changes, '{stage.name}' will be refused; delete {stage.dir} to rerun it too"
             )
 
 
-def stage_requests(plan: Plan, host: Host, accept: Collection[str] = ()) -> list[Request]:
-    """Return what each stage of a plan would compute, to be compared with its record."""
-    return [_request(plan, stage, host, accept) for stage in plan.stages]
-
-
-def _request(plan: Plan, stage: StagePlan, host: Host, accept: Collection[str]) -> Request:
-    inputs = {field: (input.path, input.reference) for field, input in stage.inputs.items()}
-    return Request(
-        stage.name,
-        stage.dir,
-        identity.of_pipeline(
-            stage.trainer_name, stage.seed, stage.written, inputs, host.registry, stage.pins
-        ),
-        _reads(stage),
-        accept=frozenset(accept),
-    )
-
-
-def _reads(stage: StagePlan) -> frozenset[str]:
-    """Return the stages whose outputs this one reads."""
-    return frozenset(input.reference.partition(".")[0] for input in stage.inputs.values() if input.reference)
+def identified_stages(plan: Plan, host: Host) -> list[StageSpec]:
+    """Return the stages of a plan with what each would compute, to be compared with its record."""
+    return [identified(stage, host.registry) for stage in plan.stages]
 
 
 def _write_resolved(plan: Plan, host: Host) -> None:

@@ -12,10 +12,10 @@ from rlhf_core import plugins as plugin_loading
 from rlhf_core.data.report import short_path
 from rlhf_core.errors import InputError, collected, counted
 from rlhf_core.mesh import planned_mesh
-from rlhf_core.pipeline import chosen_stages, require_inputs, stage_requests, warn_of_readers
+from rlhf_core.pipeline import chosen_stages, identified_stages, require_inputs, warn_of_readers
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_forecasts
-from rlhf_core.pipeline.plan import StagePlan, plan
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.pipeline.settings import settings_lines
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.stage.decide import begins_again
@@ -24,6 +24,7 @@ from rlhf_core.stage.reuse import find_reusable
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
+    from rlhf_core.stage.spec import StageSpec
 
 
 class Target(NamedTuple):
@@ -89,25 +90,25 @@ def check(
     states: dict[str, str] = {}
     notes: list[str] = []
     with collected(problems):
-        asked = read_records(stage_requests(planned, host, accept))
-        problems += [line for each in asked.values() for line in each.decision.reasons]
+        runs = read_records(identified_stages(planned, host), accept)
+        problems += [line for each in runs.values() for line in each.decision.reasons]
         if reuse is not None:
-            reused, notes = find_reusable(reuse, [each.request for each in asked.values()])
+            reused, notes = find_reusable(reuse, [each.spec for each in runs.values()])
             states = {
                 name: f"taken over from {short_path(str(each.source))}" for name, each in reused.items()
             }
         if not problems:
-            done = {name for name, each in asked.items() if each.decision.action == "skip"}
+            done = {name for name, each in runs.items() if each.decision.action == "skip"}
             require_inputs(planned, only, {*done, *states})
     if problems:
         raise InputError(*problems)
     words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
-    for name, (request, record, decision) in asked.items():
+    for name, (spec, record, decision) in runs.items():
         states.setdefault(name, words[decision.action])
         notes += decision.warnings if decision.action in ("continue", "extend") else ()
         if states[name] == words["begin"]:
-            notes += begins_again(name, record.attempt, request.now)
-    warn_of_readers(planned, asked)
+            notes += begins_again(spec, record.attempt)
+    warn_of_readers(planned, runs)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -127,13 +128,13 @@ def check(
         check_on(pipeline, target.on, sets=sets, plugins=plugins, dir=dir, json_output=target.as_json)
 
 
-def _inputs_line(stage: StagePlan) -> str:
+def _inputs_line(stage: StageSpec) -> str:
     """Return one line with a stage's trainer, model and data."""
     data = _data(stage.written.train_data)
     return f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
 
 
-def _model(stage: StagePlan) -> str:
+def _model(stage: StageSpec) -> str:
     model = stage.written.model
     if isinstance(model, Mapping):
         shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))

@@ -16,7 +16,7 @@ from rlhf_core.config.paths import is_input_field, is_written, names_remote_mode
 from rlhf_core.config.toml import MOST_PARTS, parse_toml
 from rlhf_core.data.records import named_sets
 from rlhf_core.errors import InputError, exists, read_limited, reading, suggest, suggest_file
-from rlhf_core.mesh import AXES
+from rlhf_core.mesh import SAME_AXES, axis_sizes, named_axes
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -27,19 +27,11 @@ _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
-class StageTable:
-    """One [[stage]] as written, with absolute paths. options: everything except `name` and `trainer`."""
-
-    name: str
-    trainer: str
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class PipelineFile:
     """A pipeline as written, with `--set` and `--dir` applied.
 
     path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {axis of `rlhf_core.mesh.AXES`: size}.
+    stages: the [[stage]] tables, with absolute paths; each has a `name`, and a `trainer`, empty where it is missing.
     problems: errors found so far.
     """
 
@@ -47,7 +39,7 @@ class PipelineFile:
     dir: Path
     seed: int
     mesh: Mapping[str, int]
-    stages: tuple[StageTable, ...]
+    stages: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...] = field(default=())
 
 
@@ -75,13 +67,13 @@ def assemble(
     tables = _stage_tables(table, problems)
     top = {key: value for key, value in table.items() if key != "stage"}
     if isinstance(top.get("mesh"), Mapping):
-        top["mesh"] = _named_axes(top["mesh"], problems)
+        top["mesh"] = named_axes(top["mesh"], problems)
     for text in sets:
         _apply(text, top, tables, problems)
     for key in top:
         if key not in TOP_LEVEL:
             problems.append(f"{key}: unknown field of a pipeline.{suggest(key, TOP_LEVEL)}")
-    stages: list[StageTable] = []
+    stages: list[dict[str, Any]] = []
     for index, options in enumerate(tables):
         name, trainer = options.pop("name", None), options.pop("trainer", None)
         if not isinstance(name, str) or not STAGE_NAME.fullmatch(name) or name in TOP_LEVEL:
@@ -94,7 +86,7 @@ def assemble(
         if not isinstance(trainer, str):
             problems.append(f"stage '{name}'.trainer: missing; add, for example, trainer = \"sft\"")
             trainer = ""
-        if any(stage.name == name for stage in stages):
+        if any(stage["name"] == name for stage in stages):
             problems.append(f"stage '{name}': two stages have this name; rename one")
         resolved = {
             key: resolve_paths(key, value, base, f"stage '{name}'.{key}", problems)
@@ -106,14 +98,14 @@ def assemble(
         model = resolved.get("model")
         if isinstance(model, str) and re.fullmatch(r"[^/.]+", model):  # no OWNER/NAME, no STAGE.OUTPUT
             resolved["model"] = _existing(model, base, f"stage '{name}'.model", problems)
-        stages.append(StageTable(name, trainer, resolved))
+        stages.append({"name": name, "trainer": trainer, **resolved})
     if not stages:
         problems.append("stage: the pipeline has none; add a [[stage]] table with name and trainer")
     return PipelineFile(
         path=path,
         dir=_directory(top.get("dir") if dir is None else dir, problems),
         seed=_seed(top.get("seed", 0), problems),
-        mesh=_mesh(top.get("mesh", {}), problems),
+        mesh=axis_sizes(top["mesh"], problems) if "mesh" in top else {},
         stages=tuple(stages),
         problems=tuple(problems),
     )
@@ -270,41 +262,6 @@ def _seed(value: Any, problems: list[str]) -> int:
         return value
     problems.append(f"seed: a whole number from 0 to 2^32 - 1; got {value!r}")
     return 0
-
-
-SAME_AXES = {"sp": "context"}
-"""Other names of axes."""
-
-
-def _named_axes(mesh: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Name the axes of a mesh as `AXES` does."""
-    named: dict[str, Any] = {}
-    for name, size in mesh.items():
-        axis = SAME_AXES.get(name, name)
-        if axis in named:
-            problems.append(f"mesh.{axis}: given twice, sp is another name of it; remove one")
-        named[axis] = size
-    return named
-
-
-def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
-    if not isinstance(value, Mapping):
-        problems.append(f"mesh: write mesh = {{ data = -1, fsdp = 1, tensor = 1 }}; got {value!r}")
-        return {}
-    sizes = {}
-    for axis, size in value.items():
-        if axis not in AXES:
-            problems.append(f"mesh.{axis}: unknown axis.{suggest(axis, AXES)} Axes: {', '.join(AXES)}")
-        elif not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
-            problems.append(
-                f"mesh.{axis}: a positive number of devices, or -1 for all remaining devices; got {size!r}"
-            )
-        else:
-            sizes[axis] = size
-    if list(({"data": -1} | sizes).values()).count(-1) > 1:
-        axes_text = ", ".join(f"{axis} = {size}" for axis, size in ({"data": -1} | sizes).items())
-        problems.append(f"mesh: only one size may be -1 (the default of data); got {axes_text}")
-    return sizes
 
 
 def _absolute(value: str, base: Path) -> str:

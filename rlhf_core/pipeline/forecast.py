@@ -22,8 +22,9 @@ from rlhf_core.workers.pool import CORE
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from rlhf_core.pipeline.plan import Plan, StagePlan
+    from rlhf_core.pipeline.plan import Plan
     from rlhf_core.plugins import Host
+    from rlhf_core.stage.spec import StageSpec
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def stage_forecasts(
 def each_stage(
     plan: Plan,
     host: Host,
-    function: Callable[[StagePlan, OnShapes], T],
+    function: Callable[[StageSpec, OnShapes], T],
     *,
     without: Collection[str] = (),
     mesh: Mesh | None = None,
@@ -94,13 +95,13 @@ def each_stage(
     return results
 
 
-def _of_field(problem: str, planned: StagePlan) -> str:
+def _of_field(problem: str, planned: StageSpec) -> str:
     """Return what follows a stage's name: the path of a field, or else a problem of the stage as a whole."""
     field = re.match(r"(\w+)[\w.\[\]]*: ", problem)
     return f".{problem}" if field and field[1] in type(planned.config).model_fields else f": {problem}"
 
 
-def _forecast(host: Host, planned: StagePlan, context: OnShapes) -> Forecast:
+def _forecast(host: Host, planned: StageSpec, context: OnShapes) -> Forecast:
     """Forecast a stage by its trainer's `build`; of a trainer without one, nothing but the settings is known."""
     elsewhere, build = _of_the_hub(planned), planned.trainer.build
     if build is None:
@@ -109,7 +110,7 @@ def _forecast(host: Host, planned: StagePlan, context: OnShapes) -> Forecast:
     return replace(made, lines=(*made.lines, *elsewhere))
 
 
-def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
+def _of_the_hub(planned: StageSpec) -> tuple[str, ...]:
     """Say that a model or tokenizer was not looked at, as only the hub can have it."""
     model = planned.preview.model
     field = "model.tokenizer" if isinstance(model, Mapping) else "model"
@@ -124,7 +125,7 @@ def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
 
 
 def call_trainer(
-    planned: StagePlan, host: Host, function: Callable[[OnShapes], T], context: OnShapes, what: str
+    planned: StageSpec, host: Host, function: Callable[[OnShapes], T], context: OnShapes, what: str
 ) -> T:
     """Call what uses a trainer's `build`. Raises InputError that names the plugin and the line where it fails itself.
 
@@ -154,13 +155,13 @@ class _Tokenizers:
         self._sources: dict[str, str | None] = {}
         self._templates: dict[str, str | None] = {}
 
-    def earlier(self, stage: StagePlan) -> str | None:
+    def earlier(self, stage: StageSpec) -> str | None:
         """Return the name of the earlier stage whose output a stage starts from."""
         model = stage.written.model
         name = model.partition(".")[0] if isinstance(model, str) else ""
         return name if name in self._sources and name != stage.name else None
 
-    def of(self, stage: StagePlan) -> Any:
+    def of(self, stage: StageSpec) -> Any:
         """Load the tokenizer of a stage's model; None where it is not here. Raises InputError, once for each."""
         earlier, model = self.earlier(stage), stage.written.model
         inherited = None if earlier is None else self._templates[earlier]

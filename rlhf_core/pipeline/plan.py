@@ -4,67 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import hub
 from rlhf_core.config import Component, TrainerConfig, build
 from rlhf_core.config.build import components
 from rlhf_core.config.paths import (
     artifact_kinds,
     is_model_field,
-    is_written,
     names_remote_model,
     noted_kinds,
-    only_measures,
-    split_file_name,
 )
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
 from rlhf_core.errors import UNREADABLE, InputError, collected, exists, suggest
+from rlhf_core.hub import Pins
 from rlhf_core.models.loading import described
-from rlhf_core.pipeline.file import PipelineFile, StageTable
+from rlhf_core.pipeline.file import PipelineFile
 from rlhf_core.stage.record import recorded_pins
+from rlhf_core.stage.spec import StageSpec
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import Host
 
 LANGUAGE_MODEL, REWARD_MODEL = "language_model", "reward_model"
-
-
-@dataclass(frozen=True)
-class Input:
-    """A path that a stage reads.
-
-    path: absolute. reference: STAGE.OUTPUT if it is an artifact of an earlier stage, which may not exist yet.
-    """
-
-    path: Path
-    reference: str | None = None
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """A checked stage.
-
-    config: the trainer's config, with references replaced by the paths of the artifacts.
-    written: the config with its references, as the resolved pipeline shows it.
-    inputs: {dotted path in the config: Input}. pins: {hf:// name as written: the same with its commit}, of the run.
-    preview: `config` for a forecast: a model that this pipeline has yet to train is replaced by the one it starts from,
-    which has the same shapes and tokenizer; a model of the hub by the directory of its config.json and tokenizer.
-    """
-
-    name: str
-    trainer_name: str
-    trainer: Trainer
-    config: TrainerConfig
-    written: TrainerConfig
-    preview: TrainerConfig
-    inputs: Mapping[str, Input]
-    pins: Mapping[str, str]
-    dir: Path
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -75,18 +39,19 @@ class Plan:
     dir: Path
     seed: int
     mesh: Mapping[str, int]
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StageSpec, ...]
 
 
 @dataclass
-class _Known:
-    """The outputs of earlier stages: {stage: {output: kind}}, None where the trainer is unknown; commits of the hub."""
+class _Earlier:
+    """The stages that are before one in the file.
 
-    dir: Path
+    outputs: {stage: {output: kind}}, None where the trainer is unknown. specs: those without problems.
+    """
+
     names: Sequence[str]
-    pins: hub.Pins
     outputs: dict[str, Mapping[str, str] | None] = field(default_factory=dict)
-    models: dict[str, Any] = field(default_factory=dict)
+    specs: dict[str, StageSpec] = field(default_factory=dict)
 
     def references(self) -> list[str]:
         return [f"{stage}.{output}" for stage, outputs in self.outputs.items() for output in outputs or ()]
@@ -99,16 +64,17 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     and options, wrong types, missing files, dangling references and references of the wrong kind.
     """
     problems = [*file.problems, *_directory_problems(file.dir)]
-    names = [table.name for table in file.stages]
-    known = _Known(file.dir, names, recorded_pins([file.dir / name for name in names]))
-    stages = []
+    earlier = _Earlier([table["name"] for table in file.stages])
+    pins = recorded_pins([file.dir / name for name in earlier.names])
     for table in file.stages:
-        stage = _stage(table, file, host, known, problems)
-        if stage is not None:
-            stages.append(stage)
+        spec = _stage(table, file, host, earlier, pins, problems)
+        if spec is not None:
+            earlier.specs.setdefault(
+                spec.name, spec
+            )  # of two with one name, already a problem, the first counts
     if problems:
-        raise InputError(*_in_order(problems, known.names))
-    return Plan(file.path, file.dir, file.seed, file.mesh, tuple(stages))
+        raise InputError(*_in_order(problems, earlier.names))
+    return Plan(file.path, file.dir, file.seed, file.mesh, tuple(earlier.specs.values()))
 
 
 def with_all_metrics(plan: Plan) -> Plan:
@@ -116,7 +82,7 @@ def with_all_metrics(plan: Plan) -> Plan:
     return replace(plan, stages=tuple(_with_all_metrics(stage) for stage in plan.stages))
 
 
-def _with_all_metrics(stage: StagePlan) -> StagePlan:
+def _with_all_metrics(stage: StageSpec) -> StageSpec:
     config = stage.config
     loggers = list(config.logger)
     if all(logger.name != "console" for logger in loggers):
@@ -148,54 +114,70 @@ def _in_order(problems: Sequence[str], stages: Sequence[str]) -> list[str]:
 
 
 def _stage(
-    table: StageTable, file: PipelineFile, host: Host, known: _Known, problems: list[str]
-) -> StagePlan | None:
-    where = f"stage '{table.name}'"
+    table: Mapping[str, Any],
+    file: PipelineFile,
+    host: Host,
+    earlier: _Earlier,
+    pins: Pins,
+    problems: list[str],
+) -> StageSpec | None:
+    """Specify a stage of its table; None if it cannot be, with the problems."""
+    name, where = table["name"], f"stage '{table['name']}'"
+    options = {key: value for key, value in table.items() if key not in ("name", "trainer")}
     trainer: Trainer | None = None
-    if table.trainer:
+    if table["trainer"]:
         try:
-            trainer = host.registry.get(TRAINER, table.trainer)
+            trainer = host.registry.get(TRAINER, table["trainer"])
         except InputError as error:
             problems += [f"{where}.trainer: {problem}" for problem in error.problems]
-    outputs = None if trainer is None else dict(trainer.outputs)
-    pinned = known.pins.pin(table.options, where, problems)
-    written, given = None, dict(pinned)
+    written, given = None, pins.pin(options, where, problems)
     if trainer is not None:
         with collected(problems):
-            options = _with_default_names(trainer.config, pinned)
-            written = build(trainer.config, options, where=where, registry=host.registry)
+            named = _with_default_names(trainer.config, given)
+            written = build(trainer.config, named, where=where, registry=host.registry)
             given = written.to_dict()
 
     def kinds(dotted: str) -> tuple[str, ...]:
         return () if trainer is None else _kinds(trainer.config, given, host, dotted)
 
-    fields = _Fields(where, outputs, kinds, known, problems)
-    replaced = {key: fields.resolve(key, value, key) for key, value in given.items()}
-    known.outputs[table.name] = outputs
-    for name in outputs or ():  # of two stages with one name, already a problem, the first counts
-        known.models.setdefault(f"{table.name}.{name}", replaced.get("model"))
+    references: dict[str, tuple[str, Path]] = {}
+    replaced = dict(given)
+    for dotted, steps, value in _model_fields(given):
+        try:
+            reference = _find(value, earlier)
+            if reference is not None:
+                stage, _, output = reference.partition(".")
+                path = file.dir / stage / "artifacts" / output
+                references[dotted] = (reference, path)
+                replaced = _with_value(replaced, steps, str(path))
+            _require_kind(dotted, value, reference, trainer, kinds, earlier)
+        except InputError as error:
+            problems += [f"{where}.{dotted}: {problem}" for problem in error.problems]
+    earlier.outputs[name] = None if trainer is None else trainer.outputs
     if trainer is None or written is None:
         return None
     config = written.replace(**{key: value for key, value in replaced.items() if value != given[key]})
     source = config.model
-    while isinstance(source, str) and (made := _made_by(source, known)) is not None:
-        source = known.models[made]
-    if isinstance(source, str) and source in known.pins.used.values():
+    if "model" in references and not exists(references["model"][1]):
+        made_by = earlier.specs.get(references["model"][0].partition(".")[0])
+        source = source if made_by is None else made_by.preview.model
+    if isinstance(source, str) and source in pins.used.values():
         try:
             source = str(described(source))
         except InputError as error:
             problems += [f"{where}.model: {problem}" for problem in error.problems]
-    return StagePlan(
-        name=table.name,
-        trainer_name=table.trainer,
+    return StageSpec(
+        name=name,
+        dir=file.dir / name,
+        run=file.dir,
+        trainer_name=table["trainer"],
         trainer=trainer,
-        config=config,
-        written=written,
-        preview=config if source == config.model else config.replace(model=source),
-        inputs=fields.inputs,
-        pins=known.pins.used,
-        dir=file.dir / table.name,
         seed=file.seed if config.seed is None else config.seed,
+        written=written,
+        config=config,
+        preview=config if source == config.model else config.replace(model=source),
+        references=references,
+        pins=pins.used,
     )
 
 
@@ -225,104 +207,87 @@ def _with_default_names(config: type[TrainerConfig], given: Mapping[str, Any]) -
     return table
 
 
-@dataclass
-class _Fields:
-    """The fields of one stage, while its references are resolved.
+def _model_fields(
+    value: Any, dotted: str = "", steps: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str, tuple[str | int, ...], str]]:
+    """Yield (dotted path, steps, value) of every text that names a model here, as a path or as STAGE.OUTPUT."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not names_remote_model(key, value):
+                yield from _model_fields(each, f"{dotted}.{key}".lstrip("."), (*steps, key))
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from _model_fields(each, f"{dotted}[{i}]", (*steps, i))
+    elif isinstance(value, str):
+        field = next(step for step in reversed(steps) if isinstance(step, str))
+        if is_model_field(field):
+            yield dotted, steps, value
 
-    where: the stage, in messages. outputs: of its trainer; None where that is unknown. kinds: returns the kinds of
-    artifact that the field at a dotted path takes; none: any.
-    """
 
-    where: str
-    outputs: Mapping[str, str] | None
-    kinds: Callable[[str], tuple[str, ...]]
-    known: _Known
-    problems: list[str]
-    inputs: dict[str, Input] = field(default_factory=dict)
-
-    def resolve(self, key: str, value: Any, dotted: str, *, inside: bool = False) -> Any:
-        """Replace STAGE.OUTPUT in model fields by paths, and add every input to `inputs`."""
-        if isinstance(value, Mapping):
-            return {
-                k: v
-                if names_remote_model(k, value)
-                else self.resolve(k, v, f"{dotted}.{k}", inside=key != "model")
-                for k, v in value.items()
-            }
-        if isinstance(value, list):
-            return [self.resolve(key, v, f"{dotted}[{i}]", inside=True) for i, v in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-        if is_model_field(key):
-            return self._model(value, dotted, of_reward=inside and key == "model")
-        path = Path((split_file_name(value) or [value])[0])
-        read = not is_written(dotted) and not only_measures(dotted)
-        if read and path.is_absolute() and exists(path):
-            self.inputs[dotted] = Input(path)
+def _with_value(table: Any, steps: Sequence[str | int], value: Any) -> Any:
+    """Copy a table or list with another value at `steps`."""
+    if not steps:
         return value
-
-    def _model(self, value: str, dotted: str, *, of_reward: bool) -> str:
-        reference, kind, path = None, None, Path(value)
-        if not path.is_absolute():
-            reference, problem = _find(value, self.known)
-            if problem:
-                self.problems.append(f"{self.where}.{dotted}: {problem}")
-            if reference is None:
-                return value
-            stage, _, output = value.partition(".")
-            kind = (self.known.outputs[stage] or {})[output]
-            path = self.known.dir / stage / "artifacts" / output
-        elif exists(path):
-            kind = _artifact_kind(path)
-        else:
-            return value
-        takes = self.kinds(dotted)
-        needs = f"this field needs a {' or a '.join(takes)}"
-        if dotted == "model":
-            makes = () if self.outputs is None else tuple(self.outputs.values())
-            takes = (LANGUAGE_MODEL, *makes) if self.outputs is not None else ()
-            needs = f"a trainer that makes a {' and a '.join(makes)} starts from a {LANGUAGE_MODEL}"
-        elif of_reward and dotted.startswith(f"{REWARD.name}s[") and not takes:
-            takes, needs = (REWARD_MODEL,), f"a reward needs a {REWARD_MODEL}"
-        if kind is not None and takes and kind not in takes:
-            self.problems.append(f"{self.where}.{dotted}: {value} is a {kind}; {needs}")
-        self.inputs[dotted] = Input(path, reference)
-        return str(path)
+    copied: Any = list(table) if isinstance(table, list) else dict(table)
+    copied[steps[0]] = _with_value(table[steps[0]], steps[1:], value)
+    return copied
 
 
-def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
-    """Return (the reference, a problem); both None for a value that is no reference, such as a hub name."""
+def _find(value: str, earlier: _Earlier) -> str | None:
+    """Return a value that is a STAGE.OUTPUT; None for another one, such as a hub name. Raises InputError if neither."""
     stage, dot, output = value.partition(".")
-    if value in known.references():
-        return value, None
+    if Path(value).is_absolute():
+        return None
+    if value in earlier.references():
+        return value
     if "/" in value or not dot or "." in output:
-        return None, None
-    if stage in known.outputs:
-        outputs = known.outputs[stage]
+        return None
+    if stage in earlier.outputs:
+        outputs = earlier.outputs[stage]
         if outputs is None:
-            return None, None  # its unknown trainer is already a problem
-        return (
-            None,
-            f"stage '{stage}' has no output '{output}'.{suggest(output, outputs)} It has: {', '.join(outputs)}",
+            return None  # its unknown trainer is already a problem
+        raise InputError(
+            f"stage '{stage}' has no output '{output}'.{suggest(output, outputs)} It has: {', '.join(outputs)}"
         )
-    if stage in known.names:
-        return (
-            None,
-            f"'{value}': stage '{stage}' is not before this one; move it up, stages run in file order",
+    if stage in earlier.names:
+        raise InputError(
+            f"'{value}': stage '{stage}' is not before this one; move it up, stages run in file order"
         )
-    available = ", ".join(known.references()) or "none"
-    meant = [reference for reference in known.references() if suggest(stage, [reference.partition(".")[0]])]
-    return None, f"no artifact '{value}' before this stage.{suggest(value, meant)} Available: {available}"
+    known = earlier.references()
+    meant = [reference for reference in known if suggest(stage, [reference.partition(".")[0]])]
+    raise InputError(
+        f"no artifact '{value}' before this stage.{suggest(value, meant)} Available: {', '.join(known) or 'none'}"
+    )
 
 
-def _made_by(path: str, known: _Known) -> str | None:
-    """Return the STAGE.OUTPUT whose artifact will be written to `path`; None if there is none or it exists."""
-    for reference in known.models:
+def _require_kind(
+    dotted: str,
+    value: str,
+    reference: str | None,
+    trainer: Trainer | None,
+    kinds: Callable[[str], tuple[str, ...]],
+    earlier: _Earlier,
+) -> None:
+    """Raise InputError for an artifact of a kind that the field at a dotted path does not take."""
+    if reference is not None:
         stage, _, output = reference.partition(".")
-        target = known.dir / stage / "artifacts" / output
-        if Path(path) == target and not exists(target):
-            return reference
-    return None
+        kind: str | None = (earlier.outputs[stage] or {})[output]
+    elif Path(value).is_absolute():
+        kind = _artifact_kind(Path(value))
+    else:
+        return
+    takes = kinds(dotted)
+    needs = f"this field needs a {' or a '.join(takes)}"
+    if dotted == "model":
+        if trainer is None:
+            return
+        makes = tuple(trainer.outputs.values())
+        takes = (LANGUAGE_MODEL, *makes)
+        needs = f"a trainer that makes a {' and a '.join(makes)} starts from a {LANGUAGE_MODEL}"
+    elif dotted.startswith(f"{REWARD.name}s[") and dotted.endswith(".model") and not takes:
+        takes, needs = (REWARD_MODEL,), f"a reward needs a {REWARD_MODEL}"
+    if kind is not None and takes and kind not in takes:
+        raise InputError(f"{value} is a {kind}; {needs}")
 
 
 def _artifact_kind(path: Path) -> str | None:

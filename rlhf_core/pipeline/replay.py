@@ -16,17 +16,17 @@ from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.trainer import COMPARING
 from rlhf_core.errors import Damaged, InputError, RunError, Stopped, counted, suggest
 from rlhf_core.mesh import make_mesh
-from rlhf_core.pipeline import stage_requests
 from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.rollouts.journal import FOLDER
 from rlhf_core.runs import RESOLVED, StageDirectory, open_run
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.runtime.terminal import echo
-from rlhf_core.stage import Stage
-from rlhf_core.stage.decide import compare
+from rlhf_core.stage import Replay, Stage
 from rlhf_core.stage.execute import execute
+from rlhf_core.stage.identity import identified
 from rlhf_core.stage.record import StageRecord
+from rlhf_core.stage.spec import StageSpec
 from rlhf_core.stage.text_settings import day_begun
 
 WITHOUT = {
@@ -102,8 +102,9 @@ def replay(
             jax.process_index() == 0,
             host.registry,
             host.hook,
-            inputs={"journal": chosen.dir / FOLDER, "until": to},
             template_date=day_begun(run),
+            spec=chosen,
+            replay=Replay(chosen.dir / FOLDER, to),
         )
         try:
             execute(chosen.trainer, config, made, host)
@@ -117,7 +118,7 @@ def replay(
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
-        since = _changes(planned, chosen, host) if differences else ()
+        since = _changes(chosen, host) if differences else ()
         return Replayed(chosen.name, max(again), differences, compares, since)
 
 
@@ -146,14 +147,13 @@ def _choose(stages: Sequence[StageDirectory], name: str | None, run: Path) -> St
     return journalled[-1]
 
 
-def _changes(planned: Plan, chosen: StagePlan, host: plugin_loading.Host) -> list[str]:
+def _changes(chosen: StageSpec, host: plugin_loading.Host) -> list[str]:
     """Say what is not as it was when the stage ran: data, code and versions, and what was accepted on the way."""
     then = StageRecord(chosen.dir, chosen.name).then
-    (now,) = (each.now for each in stage_requests(planned, host) if each.name == chosen.name)
     accepted = [
         f"{each['change']}, accepted after update {each['after_update']}" for each in then.get("accepted", ())
     ]
-    return [*accepted, *(str(each) for part in compare(then, now) for each in part)]
+    return [*accepted, *(str(each) for part in identified(chosen, host.registry).diff(then) for each in part)]
 
 
 def _by_step(stage: StageDirectory) -> dict[int, Mapping[str, Any]]:

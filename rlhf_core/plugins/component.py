@@ -85,7 +85,8 @@ _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
 class RegistryEntry:
     """One name of the registry.
 
-    thing: as it was added. owner: describes the plugin that added it.
+    thing: as it was added; a text that names it is replaced by what it names when that is first asked for.
+    owner: describes the plugin that added it.
     options: {option: a model with the one field `value`}, or None for a finished object, which takes no options.
     required: options without a default.
     """
@@ -237,6 +238,17 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEn
     return RegistryEntry(kind, name, thing, owner, models, required)
 
 
+def import_entry(entry: RegistryEntry) -> RegistryEntry:
+    """Import the thing that the text of an entry names. Raises InputError if it cannot be, or is no such component."""
+    what = f"{entry.kind.name} '{entry.name}' (from {entry.owner})"
+    home, _, attribute = entry.thing.partition(":")
+    try:
+        thing = getattr(importlib.import_module(home), attribute)
+    except Exception as error:
+        raise InputError(f"{what} failed to load: it {error_line(error, HERE)}") from error
+    return make_entry(entry.kind, entry.name, thing, entry.owner)
+
+
 @cached
 def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[Options]], frozenset[str]]:
     """Make {option: a model with the one field `value`}, and list the options without a default.
@@ -254,7 +266,9 @@ def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[
 
 
 def qualified_name(thing: Any) -> str:
-    """Return `module.Name`, where a thing is defined."""
+    """Return `module.Name`, where a thing is defined; a text that names it is returned."""
+    if isinstance(thing, str):
+        return thing
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
 

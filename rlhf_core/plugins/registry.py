@@ -14,7 +14,14 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config.translation import Answer
 from rlhf_core.contracts import ATTENTION, EXPERTS, LOGGER, MODEL, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, error_line, suggest
-from rlhf_core.plugins.component import HERE, RegistryEntry, load_function, make_entry, qualified_name
+from rlhf_core.plugins.component import (
+    HERE,
+    RegistryEntry,
+    import_entry,
+    load_function,
+    make_entry,
+    qualified_name,
+)
 
 T = TypeVar("T")
 REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
@@ -72,12 +79,13 @@ class Registry:
         self.failures: list[PluginInfo] = []
         self.disabled: list[str] = []
 
-    def add(self, kind: Kind[T], name: str, thing: T | Callable[..., T]) -> None:
+    def add(self, kind: Kind[T], name: str, thing: T | Callable[..., T] | str) -> None:
         """Register a component.
 
         thing: a dataclass, whose fields are its options (frozen for losses and advantages); a function, whose options
         are its keyword parameters with defaults, other than the call's own arguments; or a finished object, such as a
-        `Trainer`. For kinds with `factory`, a class or function that makes the component.
+        `Trainer`. For kinds with `factory`, a class or function that makes the component. A text names any of these,
+        "package.module:name": it is imported when the component is first asked for, so that listing names is fast.
         An option called `name` can only be given from Python: in a file `name` is the component's.
         Raises InputError if the name is taken, naming both owners, or if the thing cannot be of that kind.
         """
@@ -95,7 +103,11 @@ class Registry:
                     f"{kind.name} '{name}' ({qualified_name(thing)}): another kind is called '{kind.name}' too; "
                     "rename one of the kinds"
                 )
-        entry = make_entry(kind, name, thing, self._owner or qualified_name(thing))
+        owner = self._owner or qualified_name(thing)
+        if isinstance(thing, str):
+            entry = RegistryEntry(kind, name, thing, owner, None)
+        else:
+            entry = make_entry(kind, name, thing, owner)
         first = self._entries.get(kind, {}).get(name)
         if first is not None:
             raise CollisionError(
@@ -220,7 +232,10 @@ class Registry:
             raise InputError(self._contested[kind, name])
         entries = self._entries.get(kind, {})
         if name in entries:
-            return entries[name]
+            entry = entries[name]
+            if isinstance(entry.thing, str):
+                entry = entries[name] = import_entry(entry)
+            return entry
         if kind.by_path and ":" in name:
             return make_entry(kind, name, load_function(name), name)
         raise InputError(self._explain_missing(kind, name))

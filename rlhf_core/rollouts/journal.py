@@ -21,7 +21,6 @@ from rlhf_core.errors import UNREADABLE, Damaged, InputError, library_words, rea
 from rlhf_core.rollouts.rollout import Rollout, scrubbed
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
-from rlhf_core.stage.decide import compare
 
 if TYPE_CHECKING:
     from rlhf_core.rewards.reward import Reward
@@ -71,19 +70,21 @@ class Journal:
         self.directory, self.known, self.writes = directory, frozenset(known), writes
 
     @classmethod
-    def open(cls, stage: Stage, record: Mapping[str, Any], *, keep: int, fresh: bool) -> Journal:
+    def open(cls, stage: Stage, *, keep: int, fresh: bool) -> Journal:
         """Open a stage's journal. Deletes the rollouts from number `keep` on where `fresh`, or for another record."""
         directory = stage.dir / FOLDER
+        spec = stage.specification()
         if stage.is_main:
             attempt(lambda: make_directory(directory), FOLDER, directory)
             written = directory / RECORD
             then: Any = None
             with suppress(*UNREADABLE):
                 then = json.loads(read_limited(written))
-            if fresh or then is None or any(compare(then, record)[::2]):
+            changes = None if then is None else spec.diff(then)
+            if fresh or changes is None or changes.refused or changes.data:
                 cls(directory, (), writes=True).keep(before=keep)
-            if then != record:
-                write_atomic(written, json.dumps(record), private=True)
+            if then != spec.record:
+                write_atomic(written, json.dumps(spec.record), private=True)
         return cls(
             directory, json.loads(broadcast_text(json.dumps(numbers(directory)))), writes=stage.is_main
         )

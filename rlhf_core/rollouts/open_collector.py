@@ -92,7 +92,7 @@ def open_collector(
         return open_sampler(context, model, prompts, options, count, room, episodes)
 
     # A stage that is replayed has its completions, and their rewards.
-    replays = "journal" in stage.inputs
+    replays = stage.replay is not None
     sampler: Any = None if replays else context.on_mesh(make)
     _say_room(context, sampler, episodes, field)
     if trains:

@@ -24,7 +24,6 @@ from rlhf_core.rollouts.journal import Journal, JournalEntry, numbers
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
 from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
-from rlhf_core.stage import identity
 from rlhf_core.training.context import Context
 from rlhf_core.training.reference import Reference
 
@@ -172,7 +171,7 @@ class RolloutUpdates:
         return self.rollout is None or self.rollout.number != step // self.updates_per_rollout
 
     def update(self, step: int, state: TrainState) -> Update:
-        if step == self.stage.inputs.get("until"):
+        if self.stage.replay is not None and step == self.stage.replay.until:
             raise Stopped(f"stage '{self.stage.name}': replayed {step} updates")
         number, within = divmod(step, self.updates_per_rollout)
         if self._needs_rollout(step):
@@ -212,7 +211,7 @@ class RolloutUpdates:
         are apart.
         """
         verdict = getattr(self.collector.sampler, "verdict", None)
-        if verdict is None or self.options.ahead or "journal" in self.stage.inputs:
+        if verdict is None or self.options.ahead or self.stage.replay is not None:
             return None
         if DIFFERENCE not in metrics:
             return None
@@ -230,9 +229,7 @@ class RolloutUpdates:
         if self.rollout is None and self.sampled_rollouts < number:  # the updates before it are passed over
             self.sampled_rollouts = self.order.following = number
             self.ledger.passed_over = number * self.order.prompts_per_rollout
-        if (
-            self.rollout is None and not self.ready and "journal" not in self.stage.inputs
-        ):  # the sampler compiles
+        if self.rollout is None and not self.ready and self.stage.replay is None:  # the sampler compiles
             count = self.order.prompts_per_rollout * self.options.num_generations
             self.stage.say(f"sampling the first rollout ({counted(count, 'completions')})")
         self._sample(number, state)
@@ -272,7 +269,7 @@ class RolloutUpdates:
             self.sampled_rollouts <= number + self.options.ahead and self._goes_on
         ):
             entry = self.journal.read(self.sampled_rollouts)
-            if entry is None and "journal" in self.stage.inputs:
+            if entry is None and self.stage.replay is not None:
                 if self.sampled_rollouts > number:
                     break
                 raise Stopped(f"stage '{self.stage.name}': the journal ends before rollout {number}")
@@ -367,13 +364,11 @@ class RolloutUpdates:
 
     def _open_journal(self) -> Journal:
         stage = self.stage
-        if (given := stage.inputs.get("journal")) is not None:
+        if stage.replay is not None:
+            given = stage.replay.journal
             return Journal(given, numbers(given), writes=False)
-        record = stage.experiment or identity.of_objects(
-            stage.name, stage.seed, self.config, stage.inputs, stage.registry
-        )
         fresh = not self.sampled_rollouts and not self.config.checkpoints.resume
-        return Journal.open(stage, record, keep=self.sampled_rollouts, fresh=fresh)
+        return Journal.open(stage, keep=self.sampled_rollouts, fresh=fresh)
 
     def _end_with_epochs(self, number: int) -> None:
         """Make rollout `number` the last one where it has the last prompts of all epochs."""

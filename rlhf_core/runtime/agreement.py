@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import rlhf_core.runtime.signals as signals
 from rlhf_core.errors import InputError
-from rlhf_core.runtime import signals
 
 
 def gather_maximum(numbers: Any) -> np.ndarray:

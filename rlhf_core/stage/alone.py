@@ -1,4 +1,4 @@
-"""Run a trainer from Python, outside a pipeline."""
+"""Trainers from Python: their arguments, and their run as a stage of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 
 from rlhf_core import plugins, runtime
+from rlhf_core.artifacts import copy_artifact
 from rlhf_core.config import Refused
 from rlhf_core.config.build import component_problems, components
 from rlhf_core.config.options import format_value, problem_lines
@@ -19,18 +20,21 @@ from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.data.records import require_rows, wrong_set_names
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import axis_sizes, make_mesh
 from rlhf_core.models import Model
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.directory_lock import lock
-from rlhf_core.stage import Stage, identity
-from rlhf_core.stage.decide import Request
-from rlhf_core.stage.execute import Notes, run_stage
+from rlhf_core.stage.execute import run_stage
+from rlhf_core.stage.identity import as_field, identified
 from rlhf_core.stage.record import decide_together, recorded_pins
+from rlhf_core.stage.spec import StageSpec
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from rlhf_core.config import TrainerConfig
+    from rlhf_core.hub import Pins
     from rlhf_core.plugins.registry import Registry
 
 C = TypeVar("C", bound="TrainerConfig")
@@ -51,6 +55,7 @@ INPUTS = (
     "compute_metrics",
     "optimizers",
     "accept",
+    "mesh",
 )
 """Arguments of a trainer class besides its config."""
 REFUSED_INPUTS = {
@@ -58,8 +63,6 @@ REFUSED_INPUTS = {
     "data_collator": "examples are packed into rows without padding: give rows with the token ids to train on, or "
     "map the dataset beforehand",
     "formatting_func": "map the dataset beforehand: rows have `text`, `prompt` and `completion`, or `messages`",
-    "mesh": "a trainer takes all devices along data: rlhf train --mesh.fsdp 4, or mesh = { fsdp = 4 } in a pipeline, "
-    "spreads the states over them",
     "optimizer_cls_and_kwargs": "write `optimizer` in the config, or give optimizers=(transformation, schedule)",
     "preprocess_logits_for_metrics": "logits are not kept: compute_metrics gets the scores of pairs",
 }
@@ -95,6 +98,11 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
         raise InputError(*problem_lines(unfit, cls.__name__))
     if inputs.get("model_init") is not None and inputs.get("model") is not None:
         raise InputError("model_init: model is given, too; remove one")
+    if inputs.get("mesh") is not None:
+        problems: list[str] = []
+        inputs["mesh"] = axis_sizes(inputs["mesh"], problems)
+        if problems:
+            raise InputError(*problems)
     pair = inputs.get("optimizers") or (None, None)
     if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[0] is None or hasattr(pair[0], "update")):
         raise InputError("optimizers: expected (an optax transformation or None, a schedule or None)")
@@ -158,8 +166,8 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
 
     inputs: objects that a file cannot hold: `model`, or `model_init`, which makes it; `train_dataset`, `eval_dataset`,
         `tokenizer`, `rewards`, `compute_metrics`, `optimizers`; and `callbacks`, objects with the methods of
-        `rlhf_core.plugins.hooks`, which are called like loggers; and `accept`, names of changed rewards and
-        environments to continue with, such as "rewards.judge".
+        `rlhf_core.plugins.hooks`, which are called like loggers; `accept`, names of changed rewards and environments to
+        continue with, such as "rewards.judge"; and `mesh`, {axis: devices} as in a pipeline file.
     Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory,
     and below it to `config.full_name`, where there is one.
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
@@ -169,39 +177,148 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     component = host.registry.get(TRAINER, trainer)
     is_main = jax.process_index() == 0
     callbacks, accept = inputs.pop("callbacks", None) or (), inputs.pop("accept", None) or ()
+    sizes = inputs.pop("mesh", None)
     if is_main:
         listen(host, callbacks)
     if (model_init := inputs.pop("model_init", None)) is not None:
         inputs["model"] = model_init()
+    mesh = _mesh(sizes, inputs.get("model"))
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
     directory = Path(broadcast_text(str(config.save_directory or made)), directory_name(config.full_name))
-    pins, problems = recorded_pins([directory]), list[str]()
+    pins = recorded_pins([directory])
+    config, inputs = _pinned(trainer, config, inputs, pins)
+    day = day_begun(directory)  # before a record of this start is written
+    spec = StageSpec(
+        name=trainer,
+        dir=directory,
+        run=directory,
+        trainer_name=trainer,
+        trainer=component,
+        seed=config.seed if config.seed is not None else 0,
+        written=config,
+        config=config,
+        preview=config,
+        objects={name: value for name, value in inputs.items() if value is not None},
+        pins=pins.used,
+    )
+    with lock(directory, "save_directory"):
+        runs = decide_together(lambda: [identified(spec, host.registry)], accept, mesh={**mesh.shape})
+        ended = run_stage(runs[trainer], host, mesh, accept=accept, day=day)
+    return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)
+
+
+def _pinned(
+    trainer: str, config: TrainerConfig, inputs: Mapping[str, Any], pins: Pins
+) -> tuple[TrainerConfig, dict[str, Any]]:
+    """Replace hf:// names in a config and in what is given from Python by those of commits; objects stay."""
+    problems: list[str] = []
     table = config.to_dict()
     pinned = pins.pin(table, trainer, problems)
     if changes := {name: value for name, value in pinned.items() if value != table[name]}:
         config = config.replace(**changes)
-    inputs = identity.pinned_inputs(inputs, pins, problems)
+    plain = {name: as_field(value) for name, value in inputs.items()}
+    pinned = {name: pins.pin(value, name, problems) for name, value in plain.items()}
     if problems:
         raise InputError(*problems)
-    stage = Stage(
-        name=trainer,
-        dir=directory,
-        seed=config.seed if config.seed is not None else 0,
-        mesh=make_mesh(),
-        is_main=is_main,
-        registry=host.registry,
-        hook=host.hook,
-        inputs={name: value for name, value in inputs.items() if value is not None},
-        template_date=day_begun(directory),  # before a record of this start is written
-    )
+    return config, {
+        name: value if pinned[name] == plain[name] else pinned[name] for name, value in inputs.items()
+    }
 
-    def ask() -> list[Request]:
-        now = identity.of_objects(trainer, stage.seed, config, stage.inputs, host.registry, pins.used)
-        return [Request(trainer, directory, now, elsewhere="save_directory", accept=frozenset(accept))]
 
-    with lock(directory, "save_directory"):
-        asked = decide_together(ask)[trainer]
-        done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
-        notes = Notes(directory, stage.say, done=done)
-        ended = run_stage(component, config, stage, host, asked.record, asked.request, notes)
-    return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)
+def _mesh(sizes: Mapping[str, int] | None, model: Any) -> Mesh:
+    """Make the mesh of a trainer: as given, else the one that a model was loaded onto, else all devices along data.
+
+    Raises InputError for another one than the model's.
+    """
+    asked = sizes or {}
+    mesh = make_mesh(**dict[str, Any](asked))
+    if not isinstance(model, Model):
+        return mesh
+    spread = {axis: size for axis, size in model.mesh.shape.items() if axis != "data" and size > 1}
+    if not spread:
+        return mesh
+    if sizes is None:
+        return model.mesh
+    if any(mesh.shape[axis] != size for axis, size in model.mesh.shape.items() if axis != "data"):
+        given = ", ".join(f"{axis} = {size}" for axis, size in asked.items())
+        loaded = ", ".join(f"{axis} = {size}" for axis, size in spread.items())
+        raise InputError(
+            f"mesh: {given or 'all devices along data'}, and the model was loaded onto a mesh with {loaded}; leave out "
+            "the trainer's mesh, or load the model without one"
+        )
+    return mesh
+
+
+ELSEWHERE = {
+    "predict": "load_model(path) has logits and scores of a batch; rlhf score and rlhf generate take files",
+    "push_to_hub": "rlhf export MODEL --push OWNER/NAME, with train().artifact.path as MODEL",
+}
+"""Methods of other libraries' trainers: what to call here."""
+
+
+class PythonTrainer:
+    """Train from Python: `Trainer(config, model=path_or_model, train_dataset=rows).train()`."""
+
+    trainer: ClassVar[str]
+    """The name that the trainer is registered under."""
+    config_class: ClassVar[type[TrainerConfig]]
+
+    def __init__(self, config: Any = None, **inputs: Any) -> None:
+        """inputs: `model`, or `model_init`, which makes it; `train_dataset`, `eval_dataset`, also {name: set};
+        `tokenizer`, `rewards` (callables, registered names, reward model directories), `callbacks`, `accept`;
+        `compute_metrics`, of held-out pairs; `optimizers`, (optax transformation or None, schedule or None);
+        `mesh`, {axis: devices} as in a pipeline file; `args`, `arguments`, `processing_class` and `reward_funcs` too.
+
+        Raises InputError for an unknown argument, TypeError for a config of another class.
+        """
+        self.config, self.inputs = trainer_arguments(self.config_class, config, inputs)
+        self._result: Result | None = None
+
+    def train(self) -> Result:
+        """Train; return the artifact and the metrics of the model that was saved."""
+        self._result = run_alone(self.trainer, self.config, **self.inputs)
+        return self._result
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of `eval_dataset` for the model that `train()` saved, `eval_loss` and others.
+
+        Raises InputError before `train()`, and where nothing was evaluated.
+        """
+        metrics = self._trained("evaluate").metrics
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        if not evaluation:
+            raise InputError(
+                f"{type(self).__name__}.evaluate: train() evaluated nothing: give the trainer an eval_dataset"
+            )
+        return evaluation
+
+    def save_model(self, path: str | Path) -> None:
+        """Copy the model that `train()` saved to `path`, a new or empty directory.
+
+        Raises InputError before `train()`, and where `path` holds something else.
+        """
+        artifact = self._trained("save_model").artifact
+        if jax.process_index() == 0:
+            copy_artifact(artifact, Path(path))
+
+    def _trained(self, method: str) -> Result:
+        """Return the result of `train()`; raise InputError before it."""
+        if self._result is None:
+            raise InputError(f"{type(self).__name__}.{method}: nothing is trained yet: call train() first")
+        return self._result
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ELSEWHERE:
+            raise AttributeError(f"{type(self).__name__}.{name}: {ELSEWHERE[name]}")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+
+def python_trainer(trainer: str, config: type[TrainerConfig], module: str) -> type[PythonTrainer]:
+    """Make the class that runs a registered trainer from Python, called FOOTrainer for FOOConfig.
+
+    module: `__name__` of the caller, which must hold the class under this name for it to be pickled.
+    """
+    name = config.__name__.removesuffix("Config") + "Trainer"
+    doc = f"Train from Python: `{name}(config, model=path_or_model, train_dataset=rows).train()`."
+    body = {"__module__": module, "__doc__": doc, "trainer": trainer, "config_class": config}
+    return type(name, (PythonTrainer,), body)

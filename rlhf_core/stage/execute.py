@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import pluggy
 
 from rlhf_core import artifacts, workers
-from rlhf_core.contracts import LOGGER, Artifact, Trainer
+from rlhf_core.contracts import LOGGER, Artifact, Forecast, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, warn
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.loggers.every import every
@@ -23,15 +22,18 @@ from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_together
 from rlhf_core.runtime.files import attempt, flush_lines, make_directory, remove_leftovers
 from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
-from rlhf_core.stage import events
-from rlhf_core.stage.decide import Request, begins_again, decide
-from rlhf_core.stage.record import StageRecord
+from rlhf_core.stage import Stage, events
+from rlhf_core.stage.decide import begins_again, decide
+from rlhf_core.stage.identity import identified
+from rlhf_core.stage.record import StageRecord, StageRun
+from rlhf_core.stage.spec import StageSpec
 from rlhf_core.stage.text_settings import template_date
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from rlhf_core.config import TrainerConfig
     from rlhf_core.plugins import Host
-    from rlhf_core.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -44,80 +46,74 @@ class StageResult:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Notes:
-    """What is said of a stage, and where. directory: of events.jsonl. say: prints a line.
-
-    shown: warnings of its forecast, which are not printed again. forecast: bytes of memory, printed next to the peak.
-    done: words for a stage that is done.
-    """
-
-    directory: Path
-    say: Callable[[str], None]
-    shown: Sequence[str] = ()
-    forecast: int | None = None
-    done: str = "skipped"
-
-
 def run_stage(
-    trainer: Trainer,
-    config: TrainerConfig,
-    stage: Stage,
+    run: StageRun,
     host: Host,
-    record: StageRecord,
-    request: Request,
-    notes: Notes,
+    mesh: Mesh,
+    *,
+    say: Callable[[str], None] | None = None,
+    accept: Collection[str] = (),
+    day: str | None = None,
+    forecast: Forecast | None = None,
 ) -> StageResult:
     """Begin or continue a stage, or return the outputs of one that is done.
 
+    say: prints a line; None: as the stage does. day: on which the run began. forecast: of the stage.
     Raises InputError, on every process, if it is refused: the outputs of earlier stages may exist only now.
     """
-    decision = decide(record.begun, request)
+    record, expected = run.record, forecast or Forecast()
+    decision = decide(record.begun, run.spec, accept)
     with raise_together():
         if decision.action == "refuse":
             raise InputError(*decision.reasons)
+    spec = record.with_accepted(run.spec, decision.accepted)
+    stage = Stage(
+        name=spec.name,
+        dir=spec.dir,
+        seed=spec.seed,
+        mesh=mesh,
+        is_main=jax.process_index() == 0,
+        registry=host.registry,
+        hook=host.hook,
+        inputs=spec.objects,
+        template_date=day,
+        spec=spec,
+    )
+    say = say or stage.say
     lines = decision.warnings if stage.is_main else ()
-    now = record.with_accepted(request.now, decision.accepted)
-    stage = replace(stage, experiment=now)
     if decision.action == "skip":
         for line in lines:
             warn(line)
-        try:
-            outputs = read_outputs(trainer, stage)
-        except RunError as error:
-            raise InputError(f"{error}; it was finished: delete {stage.dir} to rerun it") from error
-        record.require_outputs(outputs)
+        outputs = _outputs_of_done(stage, record)
         if decision.accepted and stage.is_main:
-            record.keep_done(now)
-        notes.say(f"stage '{stage.name}': done on {record.then['finished']}, {notes.done}")
+            record.keep_done(spec)
+        say(f"stage '{stage.name}': done on {record.then['finished']}, {_what_of_done(spec)}")
         return StageResult(outputs, True, record.metrics)
     begins = decision.action == "begin"
     stop_together(f"before stage '{stage.name}' was {'begun' if begins else 'continued'}")
     if not begins:
         how = "is trained further" if decision.action == "extend" else "continues"
-        notes.say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
+        say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
     if begins and stage.is_main and record.then:  # it starts over
         record.put_back({})
     before = dict(record.then)
     event_log: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
         continues = not begins or record.has_checkpoints
-        mesh = stage.devices()
-        event_log = events.log_stage(
-            notes.directory, stage.name, mesh, continues=continues, shown=notes.shown
-        )
-        for line in begins_again(stage.name, record.attempt, now):
-            notes.say(line)
+        shown = [*expected.warnings, *expected.told]
+        event_log = events.log_stage(spec.run, stage.name, mesh, continues=continues, shown=shown)
+        for line in begins_again(spec, record.attempt):
+            say(line)
         record.forget_attempt()
-        record.write_running(now, stage.template_date)
+        record.write_running(spec, day)
     forget_peak()
     try:
         with event_log, hook_errors_named(host.pm):
             for line in lines:
                 warn(line)
             outputs = execute(
-                trainer,
-                config,
+                spec.trainer,
+                spec.config,
                 stage,
                 host,
                 finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
@@ -130,9 +126,25 @@ def run_stage(
                 elif isinstance(error, InputError):
                     record.put_back(before)
         raise
-    if notes.forecast is not None:
-        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(notes.forecast)}")
+    if expected.memory is not None:
+        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(expected.memory)}")
     return StageResult(outputs, False, dict(stage.metrics))
+
+
+def _outputs_of_done(stage: Stage, record: StageRecord) -> dict[str, Artifact]:
+    """Read the outputs of a finished stage. Raises InputError if one is missing or changed."""
+    try:
+        outputs = read_outputs(stage.specification().trainer, stage)
+    except RunError as error:
+        raise InputError(f"{error}; it was finished: delete {stage.dir} to rerun it") from error
+    record.require_outputs(outputs)
+    return outputs
+
+
+def _what_of_done(spec: StageSpec) -> str:
+    if spec.alone:
+        return f"nothing is trained: the result is what {spec.dir} holds; for another run, give another save_directory"
+    return "skipped"
 
 
 def execute(
@@ -154,6 +166,8 @@ def execute(
             f"stage '{stage.name}'.platform: the stage needs {config.platform}, and jax runs on "
             f"{jax.default_backend()} here: install jax for it, set JAX_PLATFORMS, or leave out platform"
         )
+    if stage.spec is None:
+        stage = replace(stage, spec=_spec_of(trainer, config, stage))
     stage = replace(stage, template_date=broadcast_text(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
@@ -187,6 +201,23 @@ def execute(
             for listener in listeners.values():
                 host.pm.unregister(listener)
             workers.close()
+
+
+def _spec_of(trainer: Trainer, config: TrainerConfig, stage: Stage) -> StageSpec:
+    """Specify a stage that neither a pipeline nor a trainer class started."""
+    spec = StageSpec(
+        name=stage.name,
+        dir=stage.dir,
+        run=stage.dir,
+        trainer_name=stage.name,
+        trainer=trainer,
+        seed=stage.seed,
+        written=config,
+        config=config,
+        preview=config,
+        objects=stage.inputs,
+    )
+    return identified(spec, stage.registry)
 
 
 class _NewestMetrics:

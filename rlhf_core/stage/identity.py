@@ -1,4 +1,4 @@
-"""Identify what a stage computes: its resolved config, hashes of its inputs, and hashes of the source of its code."""
+"""The identity of what a stage computes: its configuration, and hashes of its inputs and of the source of its code."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +32,12 @@ from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.source import digest, json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists, read_limited
-from rlhf_core.hub import Pins
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import Model
 from rlhf_core.plugins.component import load_function
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.files import disk_reason, seal, unseal, write_atomic
-from rlhf_core.stage.decide import flat, is_compared
+from rlhf_core.stage.spec import StageSpec, flat, is_compared
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -57,98 +57,55 @@ MOST_FILES = 10_000
 """Files of a directory that is hashed. Whoever gives a home directory by mistake should not wait for all of it."""
 
 
-def of_pipeline(
-    trainer: str,
-    seed: int,
-    written: TrainerConfig,
-    inputs: Mapping[str, tuple[Path, str | None]],
-    registry: Registry,
-    pins: Mapping[str, str],
-) -> dict[str, Any]:
-    """Record a stage of a pipeline.
-
-    inputs: {field: (path, STAGE.OUTPUT or None)}; a path that does not exist yet has no identity. pins: of the hub.
-    """
-    paths = {field: _path_input(path, reference) for field, (path, reference) in inputs.items()}
-    return _record(trainer, seed, written, public_table(written, registry), paths, registry) | _hub(pins)
-
-
-def of_objects(
-    trainer: str,
-    seed: int,
-    config: TrainerConfig,
-    given: Mapping[str, Any],
-    registry: Registry,
-    pins: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Record a trainer called from Python. given: its arguments, as in `Stage.inputs`. pins: of the hub."""
-    table = public_table(config, registry)
-    inputs: dict[str, dict[str, Any]] = {}
-    functions: dict[str, dict[str, Any]] = {}
-    sets = named_sets(given.get("eval_dataset"))
-    given = {**given, **{f"eval_dataset.{name}": each for name, each in sets.items()}}
-    for name, value in given.items():
+def identified(spec: StageSpec, registry: Registry) -> StageSpec:
+    """Fill in what a stage computes: its configuration and code, and the contents of its inputs that exist by now."""
+    table = public_table(spec.written, registry)
+    inputs = {field: _path_input(path, reference) for field, (reference, path) in spec.references.items()}
+    code = dict(_components(spec.trainer_name, spec.written, registry))
+    for name, value in _objects(spec.objects):
         field = name.replace("_dataset", "_data", 1)
-        if value is None or name == "compute_metrics" or (name == "eval_dataset" and sets):
-            continue
+        plain = as_field(value)
         if name == "optimizers":
-            transformation, schedule = value
-            if transformation is not None:
-                functions |= _own_code("optimizer", transformation.update)
-            if schedule is not None:
-                functions |= _own_code("scheduler", schedule)
+            code |= _code_of_optimizers(value)
         elif name == "rewards":
-            first = len(table.get("rewards") or ())
-            for index, reward in enumerate(value, first):
-                if isinstance(reward, str):
-                    table.setdefault("rewards", []).append(reward)
-                else:
-                    table.setdefault("rewards", []).append(_name(reward))
-                    functions[f"rewards[{index}]"] = _code(_name(reward), "", of_callable(reward))
-        elif name == "tokenizer" and not isinstance(value, str):
+            rewards = table.setdefault("rewards", [])
+            for reward in value:
+                if not isinstance(reward, str):
+                    code[f"rewards[{len(rewards)}]"] = _code(_name(reward), "", of_callable(reward))
+                rewards.append(reward if isinstance(reward, str) else _name(reward))
+        elif name == "tokenizer" and plain is None:
             inputs[field] = _object(value, of_tokenizer(value))
         elif isinstance(value, Model):
             inputs[field] = _object(value, of_model(value))
             if value.tokenizer is not None:
                 inputs[f"{field}.tokenizer"] = _object(value.tokenizer, of_tokenizer(value.tokenizer))
-        elif (spec := _spec(value)) is not None:
-            table[field] = spec
+        elif plain is not None:
+            table[field] = plain
         else:
             inputs[field] = _object(value, of_rows(value))
-    for field, path in _paths(table):
+    for field, path in _files(table, relative=spec.alone):
         inputs.setdefault(field, _path_input(path, None))
-    record = _record(trainer, seed, config, table, inputs, registry)
-    return {**record, "code": {**record["code"], **functions}} | _hub(pins)
-
-
-def _hub(pins: Mapping[str, str] | None) -> dict[str, Any]:
-    return {"hub": dict(pins)} if pins else {}
-
-
-def pinned_inputs(given: Mapping[str, Any], pins: Pins, problems: list[str]) -> dict[str, Any]:
-    """Replace hf:// names in what a trainer is given from Python, as `Pins.pin` does; objects stay."""
-    specs = {name: _spec(value) for name, value in given.items()}
-    pinned = {name: pins.pin(spec, name, problems) for name, spec in specs.items()}
-    return {name: value if pinned[name] == specs[name] else pinned[name] for name, value in given.items()}
-
-
-def _record(
-    trainer: str,
-    seed: int,
-    config: TrainerConfig,
-    table: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-    registry: Registry,
-) -> dict[str, Any]:
-    record = {
-        "trainer": trainer,
-        "seed": seed,
+    record: dict[str, Any] = {
+        "trainer": spec.trainer_name,
+        "seed": spec.seed,
         "config": table,
         "inputs": inputs,
-        "code": dict(_components(trainer, config, registry)),
+        "code": code,
         "versions": versions(),
     }
-    return json.loads(json.dumps(record))  # as it will be read back
+    if spec.pins:
+        record["hub"] = dict(spec.pins)
+    return replace(spec, record=json.loads(json.dumps(record)))  # as it will be read back
+
+
+def _objects(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the arguments of a Python trainer that decide what it computes; named sets one by one."""
+    sets = named_sets(given.get("eval_dataset"))
+    for name, value in given.items():
+        if name == "eval_dataset" and sets:
+            yield from ((f"{name}.{each}", rows) for each, rows in sets.items())
+        elif value is not None and name != "compute_metrics":
+            yield name, value
 
 
 def versions() -> dict[str, str]:
@@ -176,17 +133,22 @@ def _code(name: str, owner: str, content: str) -> dict[str, str]:
     return {"name": name, "owner": owner, "hash": content}
 
 
-def _own_code(field: str, function: Any) -> dict[str, dict[str, str]]:
-    """Identify a function given from Python by its source: {field: code}. Those of libraries have their versions."""
-    owner = _top_module(function)
-    return {} if owner in LIBRARIES else {field: _code(_name(function), owner, of_callable(function))}
+def _code_of_optimizers(given: tuple[Any, Any]) -> dict[str, dict[str, str]]:
+    """Identify (transformation or None, schedule or None): {field: code}. Those of libraries have their versions."""
+    transformation, schedule = given
+    functions = {"optimizer": getattr(transformation, "update", None), "scheduler": schedule}
+    return {
+        field: _code(_name(function), _top_module(function), of_callable(function))
+        for field, function in functions.items()
+        if function is not None and _top_module(function) not in LIBRARIES
+    }
 
 
 def _name(thing: Any) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def _spec(value: Any) -> Any:
+def as_field(value: Any) -> Any:
     """Return data or a model passed from Python as a config field would hold it; None for an object."""
     if isinstance(value, str | Path):
         return str(value)
@@ -196,23 +158,30 @@ def _spec(value: Any) -> Any:
         )
         return dict(value) if plain else None
     if isinstance(value, list | tuple) and value:
-        names = [_spec(each) for each in value]
-        is_spec = all(isinstance(each, str) or (each and {"name", "path"} & set(each)) for each in names)
-        return names if is_spec else None
+        names = [as_field(each) for each in value]
+        is_field = all(isinstance(each, str) or (each and {"name", "path"} & set(each)) for each in names)
+        return names if is_field else None
     return None
 
 
-def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Yield (dotted field, path) of every file and directory that a configuration names."""
-    for field, value in flat(table).items():
-        if not isinstance(value, str) or not is_compared(field):
+def _files(table: Mapping[str, Any], *, relative: bool) -> Iterator[tuple[str, Path]]:
+    """Yield (dotted field, path) of every file and directory that a configuration names.
+
+    relative: whether the paths may be relative to the current directory; those of a pipeline are absolute.
+    """
+    leaves = flat(table)
+    for field, value in leaves.items():
+        if not isinstance(value, str) or not is_compared(field) or is_written(field) or only_measures(field):
             continue
+        table_name = field.removesuffix("model")
+        if table_name != field and {f"{table_name}url", f"{table_name}urls", f"{table_name}urls[0]"} & {
+            *leaves
+        }:
+            continue  # a model at another address
         parts = split_file_name(value)
         last = re.sub(r"\[\d+\]", "", field.rpartition(".")[2])
         path = Path(parts[0] if parts else value).expanduser()
-        if is_written(field) or only_measures(field):
-            continue
-        if (parts or path.is_absolute() or is_input_field(last)) and exists(path):
+        if (path.is_absolute() or (relative and (parts or is_input_field(last)))) and exists(path):
             yield field, path
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,19 @@ from rlhf_core.errors import UNREADABLE, InputError, read_limited, warn
 from rlhf_core.hub import Pins
 from rlhf_core.runtime.agreement import broadcast_text, raise_together
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
-from rlhf_core.stage.decide import Begun, Decision, Difference, Record, Request, compare, decide_all
+from rlhf_core.stage.decide import Begun, Decision, decide_all
+from rlhf_core.stage.spec import Difference, Record, StageSpec
 
 FILE = "stage.json"
 BEFORE = "before.json"
 """The record of a run of which nothing is kept."""
 FORMAT = 3
+LAST_COMMITS = {2: "3dbd4a3a"}
+"""{format of before: the last commit that continues a run whose records have it}."""
+
+
+class FormatError(InputError):
+    """A record that another version wrote in a format of its own. Nothing of its run is touched."""
 
 
 class StageRecord:
@@ -49,14 +57,23 @@ class StageRecord:
             if too_large is not None:
                 raise too_large
             record = unseal(content)
-            if record["format"] != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+            found = record["format"]
         except (ValueError, KeyError) as error:
             raise InputError(
-                f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
-                "then continues from its newest checkpoint, which records what it belongs to. Or delete "
-                f"{self.dir} to run it from the start"
+                f"{self.path} is damaged ({error}). Delete that file: the stage then continues from its newest "
+                f"checkpoint, which records what it belongs to. Or delete {self.dir} to run it from the start"
             ) from None
+        if found != FORMAT:
+            commit = LAST_COMMITS.get(found)
+            how = (
+                "the version that wrote it"
+                if commit is None
+                else f"that of commit {commit}, the last to read it,"
+            )
+            raise FormatError(
+                f"{self.path} has format {found}, and this version reads {FORMAT}. Nothing was changed: {how} "
+                "continues the run, and its models are read as before; here give another directory"
+            )
         return record
 
     @property
@@ -91,22 +108,24 @@ class StageRecord:
             total, per_epoch = int(plan["updates"]), float(plan["updates_per_epoch"])
         return Begun(self.then, self.done, self.made, total, per_epoch)
 
-    def with_accepted(self, now: Record, accepted: Sequence[Difference]) -> Record:
-        """Add to `now` what was accepted before and what is accepted now, after which update."""
+    def with_accepted(self, spec: StageSpec, accepted: Sequence[Difference]) -> StageSpec:
+        """Add to what is asked for what was accepted before and what is accepted now, after which update."""
         new = [
             {"field": change.field, "change": str(change), "after_update": self.made or 0, "time": _now()}
             for change in accepted
         ]
         all_accepted = [*self.then.get("accepted", ()), *new]
-        return {**now, "accepted": all_accepted} if all_accepted else now
+        if not all_accepted:
+            return spec
+        return replace(spec, record={**spec.record, "accepted": all_accepted})
 
-    def write_running(self, now: Record, day: str | None = None) -> None:
+    def write_running(self, spec: StageSpec, day: str | None = None) -> None:
         """Record that the stage runs, before its trainer starts, when all inputs exist and can be hashed.
 
         day: the day on which the run began, which `started` may miss by another clock or a moment before midnight.
         """
         started, day = self.then.get("started", _now()), self.then.get("day", day)
-        record = {"format": FORMAT, "name": self.name, "state": "running", **now, "started": started}
+        record = {"format": FORMAT, "name": self.name, "state": "running", **spec.record, "started": started}
         self._write(record if day is None else {**record, "day": day})
 
     def write_done(self, metrics: Mapping[str, float], outputs: Mapping[str, Artifact]) -> None:
@@ -117,9 +136,10 @@ class StageRecord:
         }
         self._write({**self.then, "state": "done", "finished": _now(), "results": results})
 
-    def keep_done(self, now: Record) -> None:
+    def keep_done(self, spec: StageSpec) -> None:
         """Record the accepted changes of a stage that stays done."""
-        self._write({**self.then, **{key: now[key] for key in ("config", "inputs", "code", "accepted")}})
+        now = {key: spec.record[key] for key in ("config", "inputs", "code", "accepted")}
+        self._write({**self.then, **now})
 
     def put_back(self, before: Mapping[str, Any]) -> None:
         """Undo `write_running` for a stage that failed before it did anything, so that its input can be repaired.
@@ -168,13 +188,18 @@ class StageRecord:
 
 
 def recorded_pins(directories: Sequence[Path]) -> Pins:
-    """Return the commits of hf:// names that are in the records of stages."""
+    """Return the commits of hf:// names that are in the records of stages.
+
+    Raises FormatError for a record of another format, before anything is locked or written.
+    """
     pins: dict[str, str] = {}
     for directory in directories:
-        with suppress(
-            InputError, ValueError
-        ):  # damaged, or no path: reported when the stage is decided about
+        try:
             pins |= StageRecord(directory, directory.name).then.get("hub", {})
+        except FormatError:
+            raise
+        except (InputError, ValueError):
+            continue  # damaged, or no path: reported when the stage is decided about
     return Pins(pins)
 
 
@@ -183,53 +208,58 @@ def write(directory: Path, record: Mapping[str, Any]) -> None:
     write_atomic(directory / FILE, seal(record), private=True)
 
 
-class Asked(NamedTuple):
-    """A stage that is asked for, its record, and the decision about it."""
+class StageRun(NamedTuple):
+    """A stage of a run: what is asked for, its record, and the decision about it."""
 
-    request: Request
+    spec: StageSpec
     record: StageRecord
     decision: Decision
 
 
-def read_records(requests: Sequence[Request]) -> dict[str, Asked]:
+def read_records(specs: Sequence[StageSpec], accept: Collection[str] = ()) -> dict[str, StageRun]:
     """Read the records of a run's stages and decide about them, by name.
 
-    Warns of a change to accept that no stage has.
+    accept: names of changes to accept. Warns of one that no stage has.
     """
-    records = [StageRecord(each.dir, each.name) for each in requests]
-    decisions = decide_all(requests, {record.name: record.begun for record in records})
-    accept = frozenset[str]().union(*(each.accept for each in requests))
-    for name in sorted(accept.difference(*(decision.used for decision in decisions.values()))):
+    records = [StageRecord(spec.dir, spec.name) for spec in specs]
+    decisions = decide_all(specs, {record.name: record.begun for record in records}, accept)
+    used = frozenset[str]().union(*(decision.used for decision in decisions.values()))
+    for name in sorted({*accept} - used):
         warn(f"accept '{name}': no refused change has this name")
     return {
-        request.name: Asked(request, record, decisions[request.name])
-        for request, record in zip(requests, records, strict=True)
+        spec.name: StageRun(spec, record, decisions[spec.name])
+        for spec, record in zip(specs, records, strict=True)
     }
 
 
-def decide_together(ask: Callable[[], Sequence[Request]], **facts: Any) -> dict[str, Asked]:
+def decide_together(
+    make_specs: Callable[[], Sequence[StageSpec]], accept: Collection[str] = (), **facts: Any
+) -> dict[str, StageRun]:
     """Decide about a run's stages, in agreement with the other processes of the job.
 
-    ask: returns the stages, in order. facts: what else all processes must agree on. Raises InputError, on every
-    process, if a stage is refused or processes differ.
+    make_specs: returns the stages, in order. accept: see `read_records`. facts: what else all processes must agree on.
+    Raises InputError, on every process, if a stage is refused or processes differ.
     """
     with raise_together():
-        stages = read_records(ask())
-        if problems := [line for each in stages.values() for line in each.decision.reasons]:
+        runs = read_records(make_specs(), accept)
+        if problems := [line for each in runs.values() for line in each.decision.reasons]:
             raise InputError(*problems)
     now = {
-        name: {"record": dict(each.request.now), "state": each.record.then.get("state", "new")}
-        for name, each in stages.items()
+        name: {"record": dict(each.spec.record), "state": each.record.then.get("state", "new")}
+        for name, each in runs.items()
     }
     here = json.loads(json.dumps({**facts, "stages": now}))
+    first = json.loads(broadcast_text(json.dumps(here)))
     with raise_together():
-        if lines := [*_differences(json.loads(broadcast_text(json.dumps(here))), here)]:
+        if lines := [*_differences(first, here, runs)]:
             lines[-1] += "; give all processes of a job the same pipeline, data, code and versions"
             raise InputError(*lines)
-    return stages
+    return runs
 
 
-def _differences(first: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _differences(
+    first: Mapping[str, Any], here: Mapping[str, Any], runs: Mapping[str, StageRun]
+) -> Iterator[str]:
     """Yield a line for each difference between the first process and this one."""
     for name in first:
         if name != "stages" and first[name] != here[name]:
@@ -239,7 +269,7 @@ def _differences(first: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
         yield f"the stages are {', '.join(ours)}, and {', '.join(theirs)} on process 0"
         return
     for name, stage in ours.items():
-        changes = compare(theirs[name]["record"], stage["record"])
+        changes = runs[name].spec.diff(theirs[name]["record"])
         for change in (*changes.refused, *changes.warned, *changes.data):
             yield f"stage '{name}'.{change.field} is {change.now}, and {change.before} on process 0"
         if stage["state"] != theirs[name]["state"]:

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,34 +19,31 @@ from rlhf_core.stage.decide import decide
 from rlhf_core.stage.record import StageRecord
 
 if TYPE_CHECKING:
-    from rlhf_core.stage.decide import Record, Request
+    from rlhf_core.stage.spec import StageSpec
 
 LINKED = ("artifacts", "checkpoints", "journal")
 """Folders whose files are never written to again, so that two runs can share them; all others are copied."""
 
 
 class Reused(NamedTuple):
-    """A finished stage of another run. then: its record. now: what is asked for, with the identity of every input."""
+    """A finished stage of another run. then: its record. spec: what is asked for, with the hash of every input."""
 
-    request: Request
+    spec: StageSpec
     source: Path
     then: Mapping[str, Any]
-    now: Record
 
     def take_over(self) -> None:
         """Copy the stage into this run, with hard links to its large files where the disk allows them."""
-        final = self.request.dir
+        final = self.spec.dir
         temporary = final.with_name(f".{final.name}.tmp")
-        attempt(lambda: make_directory(final.parent), f"stage '{self.request.name}'", final.parent)
+        attempt(lambda: make_directory(final.parent), f"stage '{self.spec.name}'", final.parent)
         shutil.rmtree(temporary, ignore_errors=True)
-        attempt(
-            lambda: self._copy(temporary, final), f"stage '{self.request.name}'", final, leftover=temporary
-        )
+        attempt(lambda: self._copy(temporary, final), f"stage '{self.spec.name}'", final, leftover=temporary)
 
     def _copy(self, temporary: Path, final: Path) -> None:
         shutil.copytree(self.source, temporary, copy_function=self._link_or_copy)
         # The old paths of inputs and the settings that do not count are replaced by those of this run.
-        now = {key: self.now[key] for key in ("config", "inputs")}
+        now = {key: self.spec.record[key] for key in ("config", "inputs")}
         reused = {"run": str(self.source.parent), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         record.write(temporary, {**self.then, **now, "reused": reused})
         replace_directory(temporary, final)
@@ -58,7 +56,7 @@ class Reused(NamedTuple):
         shutil.copy2(source, target)
 
 
-def find_reusable(run: str | Path, stages: Sequence[Request]) -> tuple[dict[str, Reused], list[str]]:
+def find_reusable(run: str | Path, stages: Sequence[StageSpec]) -> tuple[dict[str, Reused], list[str]]:
     """Find the stages that are new here and finished in another run with the same settings and inputs.
 
     Returns {stage: what to take over}, and why each other stage that is new here is not. Raises InputError if `run` is
@@ -77,7 +75,8 @@ def find_reusable(run: str | Path, stages: Sequence[Request]) -> tuple[dict[str,
         if here.then or here.has_checkpoints or here.has_artifacts:
             continue
         there = StageRecord(run / stage.name, stage.name)
-        now = {**stage.now, "inputs": _with_identities(stage.now["inputs"], found)}
+        inputs = _with_identities(stage.record["inputs"], found)
+        spec = replace(stage, record={**stage.record, "inputs": inputs})
         trained = [
             name
             for name in sorted(stage.reads)
@@ -86,13 +85,13 @@ def find_reusable(run: str | Path, stages: Sequence[Request]) -> tuple[dict[str,
         why = [] if there.done else [f"stage '{stage.name}' is not finished there"]
         why += [f"stage '{stage.name}' reads '{name}', which trains here" for name in trained]
         if not why:
-            decision = decide(there.begun, stage._replace(now=now, accept=frozenset()))
+            decision = decide(there.begun, spec)
             longer = [f"stage '{stage.name}' is longer here"] if decision.action == "extend" else []
             why = [*decision.reasons[:-1], *longer] or _damage(there)
         if why:
             reasons += [f"not reused from {run}: {line}" for line in why]
         else:
-            found[stage.name] = Reused(stage, run / stage.name, there.then, now)
+            found[stage.name] = Reused(spec, run / stage.name, there.then)
     return found, reasons
 
 

@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.fit import Build as Build
+from rlhf_core.stage.alone import python_trainer as python_trainer
 from rlhf_core.training.context import Context as Context
 from rlhf_core.training.context import Evaluate as Evaluate
 from rlhf_core.training.context import OnDevices as OnDevices
 from rlhf_core.training.define import define_trainer as define_trainer
-from rlhf_core.training.define import python_trainer as python_trainer
 from rlhf_core.training.reference import Reference as Reference
 
 if TYPE_CHECKING:

@@ -6,12 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
-from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
-import jax
-
-from rlhf_core.artifacts import copy_artifact
 from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import ACTION, ATTENTION, Trainer
 from rlhf_core.errors import InputError
@@ -21,7 +17,6 @@ from rlhf_core.models.experts import expert_count, has_corrections, move_biases
 from rlhf_core.objective import with_experts
 from rlhf_core.runtime.devices import platform
 from rlhf_core.stage import Stage
-from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.training.context import Context, OnDevices, require_readers
 
 BuildFunction: TypeAlias = Callable[[Any, Context], Build]
@@ -154,78 +149,3 @@ def run(build: BuildFunction, config: TrainerConfig, stage: Stage) -> None:
     made = build(config, context)
     require_readers(context)
     fit(stage, config, made)
-
-
-ELSEWHERE = {
-    "predict": "load_model(path) has logits and scores of a batch; rlhf score and rlhf generate take files",
-    "push_to_hub": "rlhf export MODEL --push OWNER/NAME, with train().artifact.path as MODEL",
-}
-"""Methods of other libraries' trainers: what to call here."""
-
-
-class PythonTrainer:
-    """Train from Python: `Trainer(config, model=path_or_model, train_dataset=rows).train()`."""
-
-    trainer: ClassVar[str]
-    """The name that the trainer is registered under."""
-    config_class: ClassVar[type[TrainerConfig]]
-
-    def __init__(self, config: Any = None, **inputs: Any) -> None:
-        """inputs: `model`, or `model_init`, which makes it; `train_dataset`, `eval_dataset`, also {name: set};
-        `tokenizer`, `rewards` (callables, registered names, reward model directories), `callbacks`, `accept`;
-        `compute_metrics`, of held-out pairs; `optimizers`, (optax transformation or None, schedule or None);
-        `args`, `arguments`, `processing_class` and `reward_funcs` too.
-
-        Raises InputError for an unknown argument, TypeError for a config of another class.
-        """
-        self.config, self.inputs = trainer_arguments(self.config_class, config, inputs)
-        self._result: Result | None = None
-
-    def train(self) -> Result:
-        """Train; return the artifact and the metrics of the model that was saved."""
-        self._result = run_alone(self.trainer, self.config, **self.inputs)
-        return self._result
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics of `eval_dataset` for the model that `train()` saved, `eval_loss` and others.
-
-        Raises InputError before `train()`, and where nothing was evaluated.
-        """
-        metrics = self._trained("evaluate").metrics
-        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        if not evaluation:
-            raise InputError(
-                f"{type(self).__name__}.evaluate: train() evaluated nothing: give the trainer an eval_dataset"
-            )
-        return evaluation
-
-    def save_model(self, path: str | Path) -> None:
-        """Copy the model that `train()` saved to `path`, a new or empty directory.
-
-        Raises InputError before `train()`, and where `path` holds something else.
-        """
-        artifact = self._trained("save_model").artifact
-        if jax.process_index() == 0:
-            copy_artifact(artifact, Path(path))
-
-    def _trained(self, method: str) -> Result:
-        """Return the result of `train()`; raise InputError before it."""
-        if self._result is None:
-            raise InputError(f"{type(self).__name__}.{method}: nothing is trained yet: call train() first")
-        return self._result
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ELSEWHERE:
-            raise AttributeError(f"{type(self).__name__}.{name}: {ELSEWHERE[name]}")
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-
-def python_trainer(trainer: str, config: type[TrainerConfig], module: str) -> type[PythonTrainer]:
-    """Make the class that runs a registered trainer from Python, called FOOTrainer for FOOConfig.
-
-    module: `__name__` of the caller, which must hold the class under this name for it to be pickled.
-    """
-    name = config.__name__.removesuffix("Config") + "Trainer"
-    doc = f"Train from Python: `{name}(config, model=path_or_model, train_dataset=rows).train()`."
-    body = {"__module__": module, "__doc__": doc, "trainer": trainer, "config_class": config}
-    return type(name, (PythonTrainer,), body)

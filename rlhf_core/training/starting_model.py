@@ -40,8 +40,6 @@ from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_stop_ids
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from rlhf_core.config.trainer import LoraOptions
     from rlhf_core.models.config import Remat
     from rlhf_core.plugins.registry import Registry
@@ -79,7 +77,6 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     source = model_source(config, stage)
     mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
     if isinstance(source, Model):
-        _require_mesh(source, mesh, stage)
         shardings = source.definition.shardings(mesh)
         params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), source.params, shardings)
         model = replace(source, params=params, mesh=mesh).with_head(head, seed=stage.seed)
@@ -126,23 +123,6 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     if getattr(config, "sampling", None) is not None:
         model = replace(model, definition=model.definition.as_policy(model.tokenizer))
     return model
-
-
-def _require_mesh(model: Model, mesh: Mesh, stage: Stage) -> None:
-    """Raise InputError for a model that is spread over devices otherwise than the stage would."""
-    spread = {
-        axis: size
-        for axis, size in model.mesh.shape.items()
-        if axis != "data" and size > 1 and mesh.shape[axis] != size
-    }
-    if spread:
-        sizes = ", ".join(f"{axis} = {size}" for axis, size in spread.items())
-        flags = " ".join(f"--mesh.{axis} {size}" for axis, size in spread.items())
-        raise InputError(
-            f"stage '{stage.name}'.model: loaded onto a mesh with {sizes}, and a trainer takes all devices along "
-            f"data, so that each would hold the whole model. Give its directory to rlhf train … {flags}, or to a "
-            f"pipeline with mesh = {{ {sizes} }}; or load it without a mesh"
-        )
 
 
 def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: Any) -> Model:

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from rlhf_core.fit.progress import DEFAULT_SAVE_MINUTES
-from rlhf_core.stage.decide import LENGTH, MAY_CHANGE, UNCOMPARED
+from rlhf_core.stage.spec import LENGTH, MAY_CHANGE, UNCOMPARED
 from tests.shared import documents
 
 PAGE = documents.REPOSITORY / "docs/how-to/resume.md"

@@ -150,12 +150,16 @@ PYTHON = [
         ),
     ),
     python(
-        'RewardTrainer(mesh={"fsdp": 4})',
-        lambda: RewardTrainer(model=scorer(), train_dataset=PAIRS, mesh={"fsdp": 4}),
+        'RewardTrainer(mesh={"fsdp": 0, "tenser": 2, …})',
+        lambda: RewardTrainer(
+            model=scorer(), train_dataset=PAIRS, mesh={"fsdp": 0, "tenser": 2, "sp": 2, "context": 2}
+        ),
     ),
     python(
-        "RewardTrainer(model=one that lies on four devices).train()",
-        lambda: RewardTrainer(model=scorer(mesh=make_mesh(fsdp=4)), train_dataset=PAIRS).train(),
+        'RewardTrainer(model=one that lies on four devices, mesh={"tensor": 2}).train()',
+        lambda: RewardTrainer(
+            model=scorer(mesh=make_mesh(fsdp=4)), train_dataset=PAIRS, mesh={"tensor": 2}
+        ).train(),
     ),
     python("RewardTrainer().predict", lambda: RewardTrainer().predict),
     python("RewardTrainer().push_to_hub", lambda: RewardTrainer().push_to_hub),

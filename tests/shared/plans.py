@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.pipeline import plan, read, stage_forecasts, stage_requests
+from rlhf_core.pipeline import identified_stages, plan, read, stage_forecasts
 from rlhf_core.runtime.devices import Planned, planning_for
 
-__all__ = ["file_of", "forecast_of", "plan_of", "planned_for", "requests_of"]
+__all__ = ["file_of", "forecast_of", "identified_of", "plan_of", "planned_for"]
 
 
 def planned_for(platform: str, devices: int, memory: int = 10**9) -> AbstractContextManager[None]:
@@ -32,6 +32,6 @@ def forecast_of(file: str | Path, host: Any, **options: Any) -> dict[str, Any]:
     return dict(stage_forecasts(plan_of(file, host, **options), host))
 
 
-def requests_of(file: str | Path, host: Any) -> Any:
-    """Return what each stage of a pipeline asks for, as a run compares it with what is on disk."""
-    return stage_requests(plan_of(file, host), host)
+def identified_of(file: str | Path, host: Any) -> Any:
+    """Return what each stage of a pipeline would compute, as a run compares it with what is on disk."""
+    return identified_stages(plan_of(file, host), host)

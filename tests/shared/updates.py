@@ -15,6 +15,7 @@ from rlhf_core.packing import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
 from rlhf_core.sampling import Rollouts
 from rlhf_core.training import OnDevices
+from tests.shared.specs import recorded_as
 
 RECORD = {"trainer": "grpo", "seed": 5, "config": {}, "inputs": {}, "code": {}, "versions": {}}
 G, C = 3, 5
@@ -57,7 +58,8 @@ def maker(tiny, tmp_path):
         mesh=tiny.one_device(),
         registry=None,
         inputs={},
-        experiment=RECORD,
+        replay=None,
+        specification=lambda: recorded_as(RECORD),
     )
 
     def length(completion_ids):

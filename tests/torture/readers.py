@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ def pipeline(directory: Path) -> None:
     """Plan a pipeline, write it as the run directory's resolved file, and read that again."""
     from rlhf_core.config.secrets import public_table
     from rlhf_core.config.toml import to_toml
-    from tests.shared.plans import plan_of, requests_of
+    from tests.shared.plans import identified_of, plan_of
 
     planned = plan_of(directory / "q.toml", _host())
     stages = [public_table(stage.written, _host().registry) for stage in planned.stages]
     resolved = {"dir": str(planned.dir), "seed": planned.seed, "mesh": dict(planned.mesh), "stage": stages}
     _equal("the resolved pipeline", tomllib.loads(to_toml(resolved)), _without_none(resolved))
-    json.dumps([dict(request.now) for request in requests_of(directory / "q.toml", _host())], allow_nan=False)
+    json.dumps([dict(spec.record) for spec in identified_of(directory / "q.toml", _host())], allow_nan=False)
 
 
 def forecast(directory: Path) -> None:
@@ -102,7 +103,7 @@ def run_records(directory: Path) -> None:
     from rlhf_core.stage.decide import decide
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.text_settings import day_begun
-    from tests.shared.plans import requests_of
+    from tests.shared.plans import identified_of
 
     read_run(directory / "run")
     day_begun((directory / "run").absolute())
@@ -111,14 +112,14 @@ def run_records(directory: Path) -> None:
     JsonLines.cut(directory / "run/base/metrics.jsonl", 1)
     artifacts.open_artifact(artifact)
     artifacts.read_contract(artifact)
-    for request in requests_of(directory / "p.toml", _host()):
-        record = StageRecord(request.dir, request.name)
-        longer = {**request.now, "config": {**request.now["config"], "max_training_steps": 9}}
-        for now in (request.now, longer):
-            if reasons := decide(record.begun, request._replace(now=now)).reasons:
+    for spec in identified_of(directory / "p.toml", _host()):
+        record = StageRecord(spec.dir, spec.name)
+        longer = {**spec.record, "config": {**spec.record["config"], "max_training_steps": 9}}
+        for now in (spec.record, longer):
+            if reasons := decide(record.begun, replace(spec, record=now)).reasons:
                 raise InputError(*reasons)
         json.dumps(record.metrics)
-        record.require_outputs({"model": artifacts.open_artifact(request.dir / "artifacts" / "model")})
+        record.require_outputs({"model": artifacts.open_artifact(spec.dir / "artifacts" / "model")})
 
 
 def tokenizer(directory: Path) -> None:

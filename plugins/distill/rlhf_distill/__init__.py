@@ -6,28 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import TRAINER, hookimpl
-from rlhf_distill.config import DistillConfig as DistillConfig
-from rlhf_distill.divergences import DIVERGENCE as DIVERGENCE
+from rlhf_distill.contract import DIVERGENCE as DIVERGENCE
 
 if TYPE_CHECKING:
     from rlhf_core import Registry
+    from rlhf_distill.config import DistillConfig as DistillConfig
     from rlhf_distill.train import DistillTrainer as DistillTrainer
     from rlhf_distill.vocabulary import Head as Head
     from rlhf_distill.vocabulary import token_divergences as token_divergences
 
-_HOMES = {"DistillTrainer": "train", "Head": "vocabulary", "token_divergences": "vocabulary"}
+_HOMES = {
+    "DistillConfig": "config",
+    "DistillTrainer": "train",
+    "Head": "vocabulary",
+    "token_divergences": "vocabulary",
+}
 __all__ = ["DIVERGENCE", "DistillConfig", "DistillTrainer", "Head", "token_divergences"]
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_core.training import define_trainer
-    from rlhf_distill.divergences import DIVERGENCES
-    from rlhf_distill.train import build
-
-    registry.add(TRAINER, "distill", define_trainer(DistillConfig, {"model": "language_model"}, build))
-    for name, divergence in DIVERGENCES.items():
-        registry.add(DIVERGENCE, name, divergence)
+    registry.add(TRAINER, "distill", "rlhf_distill.train:trainer")
+    divergences = {"jsd": "JensenShannon", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
+    for name, divergence in divergences.items():
+        registry.add(DIVERGENCE, name, f"rlhf_distill.divergences:{divergence}")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from rlhf_core import Component, RolloutConfig
-from rlhf_distill.divergences import DIVERGENCE
+from rlhf_distill.contract import DIVERGENCE
 
 
 class DistillConfig(RolloutConfig):

@@ -8,27 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from pydantic import Field
-
-from rlhf_core import Kind
-
-
-class Divergence(Protocol):
-    """Compute a term per vocabulary id; the trainer sums them.
-
-    student_logps, teacher_logps: float32 of one shape, nats; differentiable in the student's. A term
-    depends on the two log-probabilities of its own id alone: with `top_k` the last id stands for all others. Returns
-    float32 in the same shape.
-    """
-
-    def __call__(self, student_logps: jax.Array, teacher_logps: jax.Array) -> jax.Array: ...
-
-
-DIVERGENCE: Kind[Divergence] = Kind("divergence", ("student_logps", "teacher_logps"), constant=True)
 
 
 def forward_kl(student_logps: jax.Array, teacher_logps: jax.Array) -> jax.Array:
@@ -72,10 +56,3 @@ def _relative(logps: jax.Array, others: jax.Array) -> jax.Array:
     absent = jnp.isneginf(logps)
     present = jnp.where(absent, 0.0, logps)
     return jnp.where(absent, 0.0, jnp.exp(present) * (present - jnp.where(absent, 0.0, others)))
-
-
-DIVERGENCES: dict[str, Divergence | type[Divergence]] = {
-    "jsd": JensenShannon,
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlhf_core import InputError, RunError
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objective import trained_weight
-from rlhf_distill.divergences import DIVERGENCE, Divergence
+from rlhf_distill.contract import DIVERGENCE, Divergence
 from rlhf_distill.vocabulary import Head, token_divergences
 
 if TYPE_CHECKING:

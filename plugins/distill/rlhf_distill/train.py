@@ -18,7 +18,7 @@ from rlhf_core.rollouts import (
     choose_rollout_rows,
     open_collector,
 )
-from rlhf_core.training import Build, Context, python_trainer
+from rlhf_core.training import Build, Context, define_trainer, python_trainer
 from rlhf_distill.config import DistillConfig
 from rlhf_distill.objective import (
     STUDENT,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Model
     from rlhf_core.rollouts import RolloutCollector
-    from rlhf_distill.divergences import Divergence
+    from rlhf_distill.contract import Divergence
 
 
 def build(config: DistillConfig, context: Context) -> Build:
@@ -226,4 +226,5 @@ class _BothRows:
         return str(self.prompts.where(i) if i < self.count else self.given.where(i - self.count))
 
 
+trainer = define_trainer(DistillConfig, {"model": "language_model"}, build)
 DistillTrainer = python_trainer("distill", DistillConfig, __name__)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import over_pieces
-from rlhf_distill.divergences import Divergence
+from rlhf_distill.contract import Divergence
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one model's float32 logits at a time, per device. On a CPU they should stay in the caches."""

@@ -6,19 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import TRAINER, hookimpl
-from rlhf_dpo.config import DPOConfig as DPOConfig
-from rlhf_dpo.losses import DPO_LOSS as DPO_LOSS
-from rlhf_dpo.losses import DPOInputs as DPOInputs
+from rlhf_dpo.contract import DPO_LOSS as DPO_LOSS
+from rlhf_dpo.contract import DPOInputs as DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core import Registry
+    from rlhf_dpo.config import DPOConfig as DPOConfig
     from rlhf_dpo.functional import completion_logps as completion_logps
     from rlhf_dpo.functional import dpo_loss as dpo_loss
     from rlhf_dpo.functional import evaluation_step as evaluation_step
     from rlhf_dpo.functional import training_step as training_step
     from rlhf_dpo.train import DPOTrainer as DPOTrainer
 
-_FUNCTIONS = ("completion_logps", "dpo_loss", "evaluation_step", "training_step")
+_HOMES = {
+    "DPOConfig": "config",
+    "DPOTrainer": "train",
+    "completion_logps": "functional",
+    "dpo_loss": "functional",
+    "evaluation_step": "functional",
+    "training_step": "functional",
+}
 __all__ = [
     "DPO_LOSS",
     "DPOConfig",
@@ -33,17 +40,19 @@ __all__ = [
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_core.training import define_trainer
-    from rlhf_dpo.losses import LOSSES
-    from rlhf_dpo.train import build
-
-    registry.add(TRAINER, "dpo", define_trainer(DPOConfig, {"model": "language_model"}, build))
-    for name, loss in LOSSES.items():
-        registry.add(DPO_LOSS, name, loss)
+    registry.add(TRAINER, "dpo", "rlhf_dpo.train:trainer")
+    losses = {
+        "sigmoid": "Sigmoid",
+        "sigmoid_norm": "SigmoidNorm",
+        "ipo": "Ipo",
+        "hinge": "Hinge",
+        "robust": "Robust",
+    }
+    for name, loss in losses.items():
+        registry.add(DPO_LOSS, name, f"rlhf_dpo.losses:{loss}")
 
 
 def __getattr__(name: str) -> Any:
-    if name != "DPOTrainer" and name not in _FUNCTIONS:
+    if name not in _HOMES:
         raise AttributeError(f"module 'rlhf_dpo' has no attribute '{name}'")
-    home = "functional" if name in _FUNCTIONS else "train"
-    return getattr(importlib.import_module(f"rlhf_dpo.{home}"), name)
+    return getattr(importlib.import_module(f"rlhf_dpo.{_HOMES[name]}"), name)

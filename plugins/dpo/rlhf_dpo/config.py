@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from rlhf_core import Component, TrainerConfig
-from rlhf_dpo.losses import DPO_LOSS
+from rlhf_dpo.contract import DPO_LOSS
 
 
 class DPOConfig(TrainerConfig):

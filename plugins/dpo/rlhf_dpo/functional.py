@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.training import PaddedObjective, named_loss, padded_rows
-from rlhf_dpo.losses import DPO_LOSS, LOSSES
+from rlhf_dpo.contract import DPO_LOSS
+from rlhf_dpo.losses import LOSSES
 from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_dpo.losses import DPOLoss
+    from rlhf_dpo.contract import DPOLoss
 
     Loss: TypeAlias = str | Mapping[str, Any] | DPOLoss
 

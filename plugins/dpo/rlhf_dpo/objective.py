@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objective import loss_output, sequence_sums, trained_logps
-from rlhf_dpo.losses import DPOInputs
+from rlhf_dpo.contract import DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_dpo.losses import DPOLoss
+    from rlhf_dpo.contract import DPOLoss
 
 Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
 """(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""

@@ -13,9 +13,9 @@ import numpy as np
 from rlhf_core.data import Pairs
 from rlhf_core.fit import EvaluationMetrics
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
-from rlhf_core.training import Build, Context, Evaluate, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
 from rlhf_dpo.config import DPOConfig
-from rlhf_dpo.losses import DPO_LOSS, DPOInputs
+from rlhf_dpo.contract import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import inputs_of, objective, pair_loss
 from rlhf_dpo.reference import PairReader, PairSet, PairUpdates, ReferenceLogps, StartingModel
 
@@ -129,4 +129,5 @@ def _measure_pairs(
     return measure(inputs_of(logps, reference, tokens, beta), jnp.ones(len(logps), bool))
 
 
+trainer = define_trainer(DPOConfig, {"model": "language_model"}, build)
 DPOTrainer = python_trainer("dpo", DPOConfig, __name__)

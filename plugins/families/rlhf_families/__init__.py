@@ -17,14 +17,11 @@ __all__ = ["nnx_family", "nnx_model", "nnx_module"]
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_core.models import decoder_family
-    from rlhf_families import gemma4, lfm2, qwen3_5
-
-    for name, module in {"gemma4": gemma4, "lfm2": lfm2, "qwen3_5": qwen3_5}.items():
-        registry.add(MODEL, name, decoder_family(module.ARCHITECTURES))
-    registry.add(LAYER, "gemma4", gemma4.Gemma4Layer)
-    registry.add(LAYER, "short_convolution", lfm2.ConvolutionLayer)
-    registry.add(LAYER, "gated_delta_rule", qwen3_5.DeltaLayer)
+    for name in ("gemma4", "lfm2", "qwen3_5"):
+        registry.add(MODEL, name, f"rlhf_families.{name}:FAMILY")
+    registry.add(LAYER, "gemma4", "rlhf_families.gemma4:Gemma4Layer")
+    registry.add(LAYER, "short_convolution", "rlhf_families.lfm2:ConvolutionLayer")
+    registry.add(LAYER, "gated_delta_rule", "rlhf_families.qwen3_5:DeltaLayer")
 
 
 def __getattr__(name: str) -> object:

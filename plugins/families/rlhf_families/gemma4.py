@@ -27,6 +27,7 @@ from rlhf_core.models import (
     LayerContext,
     Linear,
     RMSNorm,
+    decoder_family,
     rotate,
 )
 
@@ -350,3 +351,4 @@ ARCHITECTURES = {
         weight_names=WEIGHT_NAMES,
     )
 }
+FAMILY = decoder_family(ARCHITECTURES)

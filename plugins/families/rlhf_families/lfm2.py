@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.models import Architecture, ConfigFields, Layer
+from rlhf_core.models import Architecture, ConfigFields, Layer, decoder_family
 from rlhf_families.mixers import Convolution, ConvolutionSettings
 
 FULL, CONV = "full_attention", "conv"
@@ -140,3 +140,4 @@ ARCHITECTURES = {
         weight_names=WEIGHT_NAMES,
     ),
 }
+FAMILY = decoder_family(ARCHITECTURES)

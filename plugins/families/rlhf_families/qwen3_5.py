@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_core.models import Architecture, ConfigFields, Layer
+from rlhf_core.models import Architecture, ConfigFields, Layer, decoder_family
 from rlhf_families.mixers import DeltaNet, DeltaSettings
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -104,3 +104,4 @@ ARCHITECTURES = {
         details=moe_details,
     ),
 }
+FAMILY = decoder_family(ARCHITECTURES)

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, TRAINER, hookimpl
-from rlhf_grpo.config import GRPOConfig as GRPOConfig
 
 if TYPE_CHECKING:
     from rlhf_core import Registry
     from rlhf_grpo.advantages import group_advantages as group_advantages
+    from rlhf_grpo.config import GRPOConfig as GRPOConfig
     from rlhf_grpo.functional import compute_per_token_logps as compute_per_token_logps
     from rlhf_grpo.functional import get_per_token_logps as get_per_token_logps
     from rlhf_grpo.functional import get_per_token_logps_and_entropies as get_per_token_logps_and_entropies
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlhf_grpo.train import GRPOTrainer as GRPOTrainer
 
 _HOMES = {
+    "GRPOConfig": "config",
     "GRPOTrainer": "train",
     "compute_per_token_logps": "functional",
     "get_per_token_logps": "functional",
@@ -41,16 +42,28 @@ __all__ = [
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_core.training import define_trainer
-    from rlhf_grpo.advantages import ADVANTAGES
-    from rlhf_grpo.losses import LOSSES
-    from rlhf_grpo.train import build
-
-    registry.add(TRAINER, "grpo", define_trainer(GRPOConfig, {"model": "language_model"}, build))
-    for name, loss in LOSSES.items():
-        registry.add(POLICY_LOSS, name, loss)
-    for name, advantage in ADVANTAGES.items():
-        registry.add(ADVANTAGE, name, advantage)
+    registry.add(TRAINER, "grpo", "rlhf_grpo.train:trainer")
+    losses = {
+        "grpo": "GRPO",
+        # As TRL calls a mean over the tokens of a local batch; here it is one over those of the update.
+        "bnpo": "DAPO",
+        "dr_grpo": "DrGRPO",
+        "dapo": "DAPO",
+        "cispo": "CISPO",
+        "gspo": "GSPO",
+        "gspo_token": "GSPOToken",
+        "sapo": "SAPO",
+    }
+    advantages = {
+        "group": "Group",
+        "normalize_then_sum": "NormalizeThenSum",
+        "rloo": "RLOO",
+        "reinforce_pp": "ReinforcePP",
+    }
+    for name, loss in losses.items():
+        registry.add(POLICY_LOSS, name, f"rlhf_grpo.losses:{loss}")
+    for name, advantage in advantages.items():
+        registry.add(ADVANTAGE, name, f"rlhf_grpo.advantages:{advantage}")
 
 
 def __getattr__(name: str) -> Any:

@@ -85,14 +85,6 @@ class ReinforcePP:
         return _finish(centred / (_deviation(centred, axis=None) + self.eps))
 
 
-ADVANTAGES = {
-    "group": Group,
-    "normalize_then_sum": NormalizeThenSum,
-    "rloo": RLOO,
-    "reinforce_pp": ReinforcePP,
-}
-
-
 def group_advantages(
     rewards: Any,
     *,

@@ -27,7 +27,7 @@ from rlhf_core.rollouts import (
     open_collector,
     open_rewards,
 )
-from rlhf_core.training import Build, Context, Reference, python_trainer
+from rlhf_core.training import Build, Context, Reference, define_trainer, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import grpo_warnings
 from rlhf_grpo.objective import Terms, combine, kl_estimate, objective
@@ -330,4 +330,5 @@ def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) ->
     return total
 
 
+trainer = define_trainer(GRPOConfig, {"model": "language_model"}, build)
 GRPOTrainer = python_trainer("grpo", GRPOConfig, __name__)

@@ -2,68 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from typing import TYPE_CHECKING, Any
 
-import jax
+from rlhf_core import ATTENTION, EXPERTS, hookimpl
 
-from rlhf_core import ATTENTION, EXPERTS, Registry, hookimpl
-from rlhf_core.models import AttentionPart
-from rlhf_kernels.attention import Kernels as Kernels
-from rlhf_kernels.attention import attend_pallas as attend_pallas
-from rlhf_kernels.decode import attend_visible as attend_visible
-from rlhf_kernels.experts import PallasExperts
+if TYPE_CHECKING:
+    from rlhf_core import Registry
+    from rlhf_kernels.attention import Kernels as Kernels
+    from rlhf_kernels.attention import attend_pallas as attend_pallas
+    from rlhf_kernels.component import PallasAttention as PallasAttention
+    from rlhf_kernels.decode import attend_visible as attend_visible
 
-
-@dataclass(frozen=True)
-class PallasAttention:
-    """Compute attention in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic). Heads of more
-    than 256 dimensions, which no kernel holds, are computed like `blocks`. Queries that see no key get 0, and give no
-    gradient.
-
-    On a mesh each device computes its rows, and with `tensor` its heads; rows that the mesh does not divide are
-    computed like `xla`. Samplers read only the entries of a cache that are written.
-
-    Raises InputError on CPUs.
-    """
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        positions: jax.Array,
-        visible_until: jax.Array,
-        *,
-        window: jax.Array | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        starts: jax.Array | None = None,
-    ) -> jax.Array:
-        return attend_pallas(
-            q,
-            k,
-            v,
-            positions,
-            visible_until,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            starts=starts,
-        )
-
-    def over_cache(
-        self,
-        q: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        first: jax.Array,
-        end: jax.Array,
-        softcap: float | None = None,
-    ) -> AttentionPart | None:
-        return attend_visible(q, keys, values, first, end, softcap)
+_HOMES = {
+    "Kernels": "attention",
+    "PallasAttention": "component",
+    "attend_pallas": "attention",
+    "attend_visible": "decode",
+}
+__all__ = ["Kernels", "PallasAttention", "attend_pallas", "attend_visible"]
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    registry.add(ATTENTION, "pallas", PallasAttention)
-    registry.add(EXPERTS, "pallas", PallasExperts)
+    registry.add(ATTENTION, "pallas", "rlhf_kernels.component:PallasAttention")
+    registry.add(EXPERTS, "pallas", "rlhf_kernels.experts:PallasExperts")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhf_kernels' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"rlhf_kernels.{_HOMES[name]}"), name)

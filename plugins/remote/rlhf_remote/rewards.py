@@ -20,7 +20,6 @@ from rlhf_core.errors import suggest
 from rlhf_core.hidden import scrub_all
 from rlhf_remote.answers import Answers, has_answers, question_key
 from rlhf_remote.rubric import Rubric, Scale, read_schema
-from rlhf_remote.sampler import RlhfSampler, SglangSampler, VllmSampler
 from rlhf_remote.service import (
     RequestError,
     Service,
@@ -430,6 +429,6 @@ def _key_hint(api_key: str | None) -> str:
 def rlhf_register(registry: Registry) -> None:
     registry.add(REWARD, "http", Http)
     registry.add(REWARD, "judge", Judge)
-    registry.add(SAMPLER, "vllm", VllmSampler)
-    registry.add(SAMPLER, "sglang", SglangSampler)
-    registry.add(SAMPLER, "rlhf", RlhfSampler)
+    registry.add(SAMPLER, "vllm", "rlhf_remote.sampler:VllmSampler")
+    registry.add(SAMPLER, "sglang", "rlhf_remote.sampler:SglangSampler")
+    registry.add(SAMPLER, "rlhf", "rlhf_remote.sampler:RlhfSampler")

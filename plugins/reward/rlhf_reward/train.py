@@ -13,7 +13,7 @@ from rlhf_core.artifacts import save_model
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
 from rlhf_core.scoring import Scorer
-from rlhf_core.training import Build, Context, Evaluate, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Preview, ScoreEvaluation, finite
 from rlhf_reward.objective import objective, pair_loss
@@ -68,4 +68,5 @@ def build(config: RewardConfig, context: Context) -> Build:
     return Build(model, updates, partial(objective, model.definition, measure), actions, save=save)
 
 
+trainer = define_trainer(RewardConfig, {"model": "reward_model"}, build)
 RewardTrainer = python_trainer("reward", RewardConfig, __name__)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from rlhf_core import REWARD, Registry, hookimpl
-from rlhf_rewards import functions
-from rlhf_rewards.math import MathVerify
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    registry.add(REWARD, "exact_match", functions.exact_match)
-    registry.add(REWARD, "numeric_answer", functions.numeric_answer)
-    registry.add(REWARD, "math_verify", MathVerify)
-    registry.add(REWARD, "regex", functions.Regex)
-    registry.add(REWARD, "length", functions.length)
-    registry.add(REWARD, "soft_overlong", functions.SoftOverlong)
-    registry.add(REWARD, "repetition", functions.repetition)
+    for name in ("exact_match", "numeric_answer", "length", "repetition"):
+        registry.add(REWARD, name, f"rlhf_rewards.functions:{name}")
+    registry.add(REWARD, "math_verify", "rlhf_rewards.math:MathVerify")
+    registry.add(REWARD, "regex", "rlhf_rewards.functions:Regex")
+    registry.add(REWARD, "soft_overlong", "rlhf_rewards.functions:SoftOverlong")

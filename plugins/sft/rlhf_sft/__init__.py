@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core import TRAINER, hookimpl
-from rlhf_sft.config import SFTConfig as SFTConfig
 
 if TYPE_CHECKING:
     from rlhf_core import Registry
+    from rlhf_sft.config import SFTConfig as SFTConfig
     from rlhf_sft.train import SFTTrainer as SFTTrainer
 
+_HOMES = {"SFTConfig": "config", "SFTTrainer": "train"}
 __all__ = ["SFTConfig", "SFTTrainer"]
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_core.training import define_trainer
-    from rlhf_sft.train import build
-
-    registry.add(TRAINER, "sft", define_trainer(SFTConfig, {"model": "language_model"}, build))
+    registry.add(TRAINER, "sft", "rlhf_sft.train:trainer")
 
 
-def __getattr__(name: str) -> object:
-    if name == "SFTTrainer":
-        from rlhf_sft.train import SFTTrainer
-
-        return SFTTrainer
-    raise AttributeError(f"module 'rlhf_sft' has no attribute '{name}'")
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhf_sft' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"rlhf_sft.{_HOMES[name]}"), name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objective import trained_logps, trained_weight
-from rlhf_core.training import Build, Context, Evaluate, python_trainer
+from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
 from rlhf_sft.config import SFTConfig
 
 if TYPE_CHECKING:
@@ -43,4 +43,5 @@ def build(config: SFTConfig, context: Context) -> Build:
     return Build(model, updates, loss, context.evaluations(held_out))
 
 
+trainer = define_trainer(SFTConfig, {"model": "language_model"}, build)
 SFTTrainer = python_trainer("sft", SFTConfig, __name__)

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed, Tree
-    from rlhf_core.pipeline.plan import Plan, StagePlan
+    from rlhf_core.pipeline.plan import Plan
     from rlhf_core.plugins import Host
+    from rlhf_core.stage.spec import StageSpec
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
     from rlhf_core.training import Build, Context, OnShapes
@@ -65,7 +66,7 @@ def stage_programs(plan: Plan, host: Host, mesh: Mesh) -> dict[str, StageProgram
     Raises InputError with every problem that the trainers find.
     """
 
-    def described(planned: StagePlan, context: OnShapes) -> StagePrograms | None:
+    def described(planned: StageSpec, context: OnShapes) -> StagePrograms | None:
         build = planned.trainer.build
         if build is None:
             return None

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from rlhf_core import LOGGER, Registry, hookimpl
-from rlhf_trackers.trackers import MLflow, TensorBoard, Trackio
-from rlhf_trackers.wandb import Wandb
+import importlib
+from typing import TYPE_CHECKING, Any
 
+from rlhf_core import LOGGER, hookimpl
+
+if TYPE_CHECKING:
+    from rlhf_core import Registry
+    from rlhf_trackers.trackers import MLflow as MLflow
+    from rlhf_trackers.trackers import TensorBoard as TensorBoard
+    from rlhf_trackers.trackers import Trackio as Trackio
+    from rlhf_trackers.wandb import Wandb as Wandb
+
+_HOMES = {"MLflow": "trackers", "TensorBoard": "trackers", "Trackio": "trackers", "Wandb": "wandb"}
 __all__ = ["MLflow", "TensorBoard", "Trackio", "Wandb"]
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    registry.add(LOGGER, "tensorboard", TensorBoard)
-    registry.add(LOGGER, "trackio", Trackio)
-    registry.add(LOGGER, "mlflow", MLflow)
-    registry.add(LOGGER, "wandb", Wandb)
+    for name in __all__:
+        registry.add(LOGGER, name.lower(), f"rlhf_trackers.{_HOMES[name]}:{name}")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhf_trackers' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"rlhf_trackers.{_HOMES[name]}"), name)

@@ -144,7 +144,7 @@ def test_what_tensorstore_says_of_the_disk_is_one_message(
             raise ValueError(f"UNKNOWN: Failed writing: \"x/d/77\" [os_error_code='{number}']")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.v1, "save_async", lambda *_: Failing())
+        patched.setattr("orbax.checkpoint.v1.save_async", lambda *_: Failing())
         opened.save(2, small(), host={})
         with pytest.raises(
             RunError, match=rf"^the checkpoint of step 2 could not be written to \S+/2: {words}"

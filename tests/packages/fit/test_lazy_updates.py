@@ -21,14 +21,12 @@ from rlhf_core.config import TrainerConfig
 from rlhf_core.data import (
     LazyRecords,
     LazyRows,
-    LazyStreams,
     cache,
-    first_rows,
     lazy,
-    open_streams,
     usable_pairs,
     usable_texts,
 )
+from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit import DatasetUpdates, LazyUpdates, Update, choose_row_layout
 from rlhf_core.tokenizer import TextOptions

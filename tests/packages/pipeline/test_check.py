@@ -30,15 +30,15 @@ def test_whose_paths_are_relative_to_what(
     )
     monkeypatch.chdir(tmp_path / "here")
     plain = pipelines.read(file)
-    options = plain.stages[0].options
+    options = plain.stages[0]
     beside = str(tmp_path / "pipelines" / "train.jsonl")
     assert options["train_data"] == [beside, {"name": "jsonl", "path": beside}]
     assert options["model"] == str(tmp_path / "pipelines" / "model")
     assert options["eval_data"] == "org/dataset"
     assert plain.dir == tmp_path / "here" / "runs" / "x"
     changed = pipelines.read(file, sets=["a.train_data=train.jsonl", "a.model=model", "dir=y"])
-    assert changed.stages[0].options["train_data"] == str(tmp_path / "here" / "train.jsonl")
-    assert changed.stages[0].options["model"] == str(tmp_path / "here" / "model")
+    assert changed.stages[0]["train_data"] == str(tmp_path / "here" / "train.jsonl")
+    assert changed.stages[0]["model"] == str(tmp_path / "here" / "model")
     assert changed.dir == tmp_path / "here" / "y"
     assert pipelines.read(file, dir="z").dir == tmp_path / "here" / "z"
 
@@ -63,7 +63,7 @@ def test_set(fake: ModuleType, text: str, key: str, value: Any) -> None:
     )
     file = pipelines.read("p.toml", sets=[text, "seed=5", "mesh.fsdp=2"])
     assert not file.problems
-    assert file.stages[0].options[key] == value
+    assert file.stages[0][key] == value
     assert (file.seed, file.mesh) == (5, {"fsdp": 2})
 
 

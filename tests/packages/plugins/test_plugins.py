@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 import types
 import warnings
@@ -293,3 +294,12 @@ def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
     ended = rlhf("check", "rm.toml", "--on", "h100:8")
     assert ended.code == 2
     assert "pip install rlhf-topologies" in ended.message
+
+
+def test_the_plugins_of_the_suite_are_listed_without_importing_trainers() -> None:
+    """Their modules are imported when a component is asked for."""
+    code = "import sys; from rlhf_core import plugins; plugins.load(); print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = ended.stdout.split()
+    assert {"rlhf_sft", "rlhf_grpo", "rlhf_families"} <= {*modules}
+    assert not {"rlhf_sft.train", "rlhf_grpo.losses", "rlhf_families.gemma4", "flax", "optax"} & {*modules}

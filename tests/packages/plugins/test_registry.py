@@ -54,6 +54,50 @@ def test_names_kinds_and_owners(registry: Registry) -> None:
     assert registry.components_of("rlhf-x 1.0") == {"advantage": ["group"]}
 
 
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that can be imported once, and is gone after the test."""
+    name = "module_of_a_component"
+    text = (
+        "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Loss:\n    size: int = 2\n\n"
+    )
+    (tmp_path / f"{name}.py").write_text(f"{text}    def __call__(self, inputs): ...\n\n\nNUMBER = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_a_text_is_imported_when_the_component_is_asked_for(registry: Registry, package: str) -> None:
+    with registry.transaction("rlhf-x"):
+        registry.add(POLICY_LOSS, "mine", f"{package}:Loss")
+    assert registry.names(POLICY_LOSS) == ["dapo", "mine", "tanh"]
+    assert registry.components_of("rlhf-x") == {"policy loss": ["mine"]}
+    assert package not in sys.modules
+    assert registry.get(POLICY_LOSS, "mine", size=5) == sys.modules[package].Loss(5)
+    assert registry.options(POLICY_LOSS, "mine") == ["size"]
+    with pytest.raises(InputError, match=rf"'mine' is registered twice: {package}\.Loss by rlhf-x"):
+        registry.add(POLICY_LOSS, "mine", Tanh)
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        ("no_such_module:Loss", r"policy loss 'mine' \(from rlhf-x\) failed to load: it .*no_such_module"),
+        ("module_of_a_component:Los", r"policy loss 'mine' \(from rlhf-x\) failed to load: it .*Los"),
+        ("module_of_a_component:NUMBER", r"policy loss 'mine' .*expected a dataclass or a function, got int"),
+    ],
+)
+def test_a_text_that_names_no_component_is_an_error_where_it_is_used(
+    registry: Registry, package: str, thing: str, said: str
+) -> None:
+    with registry.transaction("rlhf-x"):
+        registry.add(POLICY_LOSS, "mine", thing)
+    assert "mine" in registry.names(POLICY_LOSS)
+    for _ in range(2):
+        with pytest.raises(InputError, match=said):
+            registry.get(POLICY_LOSS, "mine")
+
+
 def test_a_failed_transaction_leaves_nothing(registry: Registry) -> None:
     def fail() -> None:
         with registry.transaction("rlhf-bad 0.1"):

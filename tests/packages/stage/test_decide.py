@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.stage import decide, record
+from rlhf_core.stage import decide, record, spec
+from tests.shared.specs import recorded_as
 
 JUDGE = {
     "name": "/project/judge.py:judge",
@@ -38,8 +39,8 @@ def recorded(code: str = "a", data: str | None = "a", **changes: Any) -> dict[st
     }
 
 
-def ask(now: dict[str, Any], *accept: str, **about: Any) -> decide.Request:
-    return decide.Request("policy", Path("/run/policy"), now, accept=frozenset(accept), **about)
+def decided(then: decide.Begun | None, now: dict[str, Any], *accept: str, total: int | None = None) -> Any:
+    return decide.decide(then, recorded_as(now), accept, total)
 
 
 def begun(then: dict[str, Any] | None = None, made: int | None = 64, **about: Any) -> decide.Begun:
@@ -104,7 +105,7 @@ TABLE = [
 @pytest.mark.parametrize("line", range(len(TABLE)))
 def test_the_decision_is_that_of_the_table(line: int) -> None:
     then, now, action, said = TABLE[line]
-    decision = decide.decide(then, ask(now))
+    decision = decided(then, now)
     assert decision.action == action
     found = [*decision.reasons, *decision.warnings]
     if action == "refuse" and "with other settings: restore them, use another --dir" in found[-1]:
@@ -131,7 +132,7 @@ def test_a_wsd_run_changes_its_length_until_its_rate_falls(
     assert any(abs(float(before(i)) - float(now(i))) > 1e-5 for i in range(made)) == refused
     then, longer = recorded(scheduler="wsd"), recorded(scheduler="wsd", max_training_steps=asked)
     finished = made == 100 and not known
-    decision = decide.decide(begun(then, made, done=finished), ask(longer, total=asked if known else None))
+    decision = decided(begun(then, made, done=finished), longer, total=asked if known else None)
     assert decision.action == ("refuse" if refused else "continue")
     if refused:
         assert 'scheduler = "wsd" had begun to fall' in decision.reasons[0]
@@ -139,7 +140,7 @@ def test_a_wsd_run_changes_its_length_until_its_rate_falls(
 
 def test_a_loop_of_another_length_is_refused_where_no_field_says_so() -> None:
     """As where the data are fewer."""
-    decision = decide.decide(begun(), ask(recorded(), total=50))
+    decision = decided(begun(), recorded(), total=50)
     assert decision.reasons == (
         "stage 'policy': it has made 64 updates, more than the requested 50; request at least as many",
     )
@@ -149,23 +150,21 @@ def test_how_rewards_and_environments_are_called_may_change() -> None:
     calls = {"timeout": 60.0, "on_error": "skip", "processes": 2}
     then = recorded(environment=GAME)
     now = recorded(rewards=[{**JUDGE, **calls}], environment={**GAME, **calls, "on_error": "stop"})
-    decision = decide.decide(begun(then), ask(now))
+    decision = decided(begun(then), now)
     assert decision.action == "continue"
     assert "rewards[0].timeout: then not given, now 60.0" in decision.warnings[0]
     longer = recorded(environment={**GAME, "max_turns": 5})
-    assert (
-        decide.decide(begun(then), ask(longer, "environment")).reasons[0].endswith("max_turns: then 4, now 5")
-    )
+    assert decided(begun(then), longer, "environment").reasons[0].endswith("max_turns: then 4, now 5")
 
 
 @pytest.mark.parametrize("name", ["rewards.judge", "policy.rewards.judge", "rewards[0]"])
 def test_a_changed_reward_is_accepted_by_name(name: str) -> None:
     changed = "rewards[0].name: the contents of /project/judge.py have changed since"
-    assert decide.decide(begun(), ask(recorded("b"))).reasons[0] == (
+    assert decided(begun(), recorded("b")).reasons[0] == (
         f"stage 'policy'.{changed}; to continue with it: --accept rewards.judge, in Python "
         'accept=["rewards.judge"]'
     )
-    decision = decide.decide(begun(), ask(recorded("b"), name, "rewards.other"))
+    decision = decided(begun(), recorded("b"), name, "rewards.other")
     assert decision.action == "continue"
     assert decision.warnings == (
         f"stage 'policy' continues after update 64 with what was accepted: {changed}",
@@ -176,58 +175,58 @@ def test_a_changed_reward_is_accepted_by_name(name: str) -> None:
 
 def test_what_was_accepted_is_recorded_and_needs_no_flag_again(tmp_path: Path) -> None:
     stage = record.StageRecord(tmp_path, "policy")
-    stage.write_running(recorded())
+    stage.write_running(recorded_as(recorded()))
     (tmp_path / "checkpoints" / "64").mkdir(parents=True)
     now = recorded("b")
-    decision = decide.decide(stage.begun, ask(now, "rewards.judge"))
-    accepted = stage.with_accepted(now, decision.accepted)
+    decision = decided(stage.begun, now, "rewards.judge")
+    accepted = stage.with_accepted(recorded_as(now), decision.accepted)
     stage.write_running(accepted)
     (entry,) = record.StageRecord(tmp_path, "policy").then["accepted"]
     assert (entry["field"], entry["after_update"]) == ("rewards[0].name", 64)
     again = record.StageRecord(tmp_path, "policy")
-    assert decide.decide(again.begun, ask(now)) == decide.Decision("continue")
-    assert again.with_accepted(now, ())["accepted"] == [entry]
-    assert decide.decide(again.begun, ask(recorded("c"))).action == "refuse"
+    assert decided(again.begun, now) == decide.Decision("continue")
+    assert again.with_accepted(recorded_as(now), ()).record["accepted"] == [entry]
+    assert decided(again.begun, recorded("c")).action == "refuse"
     # The checkpoint still has the earlier reward.
-    assert decide.decide(begun(), ask(dict(accepted))).action == "continue"
-    assert decide.decide(begun(), ask(now)).action == "refuse"
+    assert decided(begun(), dict(accepted.record)).action == "continue"
+    assert decided(begun(), now).action == "refuse"
 
 
 def test_options_environments_and_data_are_accepted_too() -> None:
     then = recorded("a", "a", rewards=[JUDGE, "length"], environment=GAME)
     now = recorded("b", "b", rewards=[{**JUDGE, "retries": 5}, "length"], environment={**GAME, "lives": 3})
     names = ("rewards.judge", "rewards.length", "environment", "train_data")
-    assert decide.decide(begun(then), ask(now, *names)).action == "continue"
+    assert decided(begun(then), now, *names).action == "continue"
     for left in names:
-        reasons = decide.decide(begun(then), ask(now, *(name for name in names if name != left))).reasons
+        reasons = decided(begun(then), now, *(name for name in names if name != left)).reasons
         assert all(f"--accept {left}" in reason for reason in reasons[:-1])
 
 
 @pytest.mark.parametrize("rewards", [[{**JUDGE, "label": "other"}], [JUDGE, "length"], []], ids=str)
 def test_another_reward_is_not_a_changed_one(rewards: Any) -> None:
     accept = ("rewards.judge", "rewards.other", "rewards[0]", "rewards[1]")
-    decision = decide.decide(begun(), ask(recorded(rewards=rewards), *accept))
+    decision = decided(begun(), recorded(rewards=rewards), *accept)
     assert decision.action == "refuse"
     assert not any("--accept" in reason for reason in decision.reasons)
 
 
 def test_another_function_of_the_same_file_is_another_reward() -> None:
     now = recorded(rewards=[{**JUDGE, "name": "/project/judge.py:strict"}])
-    assert 'judge", now "/project/judge.py:strict"' in decide.decide(begun(), ask(now)).reasons[0]
+    assert 'judge", now "/project/judge.py:strict"' in decided(begun(), now).reasons[0]
 
 
 def test_a_finished_stage_is_kept_where_a_change_is_accepted() -> None:
     assert (
         "; to keep the stage, which was trained before that: --accept"
-        in decide.decide(done(), ask(recorded("b"))).reasons[0]
+        in decided(done(), recorded("b")).reasons[0]
     )
-    assert decide.decide(done(), ask(recorded("b"), "rewards.judge")).action == "skip"
+    assert decided(done(), recorded("b"), "rewards.judge").action == "skip"
 
 
 def test_a_stage_that_read_what_would_be_trained_further_is_refused() -> None:
     def stages(*later: decide.Begun | None) -> dict[str, decide.Decision]:
-        requests = [ask(LONGER), ask(recorded(), reads=frozenset({"policy"}))._replace(name="next")]
-        return decide.decide_all(requests, {"policy": done(), "next": later[0]})
+        specs = [recorded_as(LONGER), recorded_as(recorded(), "next", reads="policy.model")]
+        return decide.decide_all(specs, {"policy": done(), "next": later[0]})
 
     assert [each.action for each in stages(None).values()] == ["extend", "begin"]
     decision = stages(done())["next"]
@@ -244,7 +243,7 @@ def test_code_that_changed_is_named_with_its_owner() -> None:
 
     before = of(loss=("rlhf-mine", "a"), sampler=("", "a"), trainer=("rlhf-mine", "a"))
     now = of(loss=("rlhf-mine", "b"), sampler=("", "b"), trainer=("rlhf-other", "b"), more=("", "a"))
-    found = decide.compare(before, now)
+    found = recorded_as(now).diff(before)
     assert [str(each) for each in found.refused] == [
         "loss: the code of 'mine' (rlhf-mine) has changed since",
         "sampler: the code of 'mine' has changed since",
@@ -255,10 +254,13 @@ def test_code_that_changed_is_named_with_its_owner() -> None:
 def test_deciding_reads_no_file_and_no_device() -> None:
     import ast
 
-    tree = ast.parse(Path(str(decide.__file__)).read_text(encoding="utf-8"))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name for name in modules if name and name.startswith("rlhf")} == {
+    found = set()
+    for module in (decide, spec):
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        found |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert {name for name in found if name and name.startswith("rlhf")} == {
         "rlhf_core.contracts.trainers",
         "rlhf_core.errors",
         "rlhf_core.hidden",
+        "rlhf_core.stage.spec",
     }

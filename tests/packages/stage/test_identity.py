@@ -19,7 +19,8 @@ from rlhf_sft import SFTConfig
 from rlhf_core import artifacts, installed_registry
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import load_file
-from rlhf_core.stage import decide, identity
+from rlhf_core.stage import identity
+from tests.shared.specs import given_from_python, recorded_as
 
 OLD = 1_600_000_000_000_000_000
 
@@ -128,7 +129,7 @@ def test_data_is_recorded_by_name_or_by_content() -> None:
     rows, registry = [{"text": "a"}, {"text": "b"}], installed_registry()
 
     def record(given: Any) -> dict[str, Any]:
-        return identity.of_objects("sft", 0, SFTConfig(), {"train_dataset": given}, registry)
+        return given_from_python("sft", SFTConfig(), registry, train_dataset=given)
 
     for named in ("a/b", ["a/b", "c/d"], [{"path": "e/f", "weight": 2}]):
         made = record(named)
@@ -205,7 +206,7 @@ def test_an_optimizer_and_a_schedule_given_from_python_count_by_their_source(tmp
     """Those of optax by its version, and records that have a hash of another kind, of no owner, are not compared."""
 
     def record(optimizers: Any) -> dict[str, Any]:
-        return identity.of_objects("sft", 0, SFTConfig(), {"optimizers": optimizers}, installed_registry())
+        return given_from_python("sft", SFTConfig(), installed_registry(), optimizers=optimizers)
 
     def own(number: int, source: str) -> dict[str, Any]:
         path = tmp_path / str(number) / "descent.py"
@@ -219,7 +220,7 @@ def test_an_optimizer_and_a_schedule_given_from_python_count_by_their_source(tmp
         return record((made.descend(0.1), made.rates))
 
     def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        return [str(each) for each in decide.compare(before, now).refused]
+        return [str(each) for each in recorded_as(now).diff(before).refused]
 
     first = own(0, OPTIMIZER)
     assert refused(first, own(1, OPTIMIZER)) == []

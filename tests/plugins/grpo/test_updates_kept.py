@@ -18,6 +18,7 @@ from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.rollouts.journal import MANIFEST, Journal, JournalEntry, most_bytes, numbers
 from rlhf_core.training import Reference
+from tests.shared.specs import recorded_as
 from tests.shared.updates import RECORD, C, G, Rising, sampler, short_prompts_differ, state
 
 
@@ -275,7 +276,7 @@ def test_the_journal_of_another_experiment_is_not_used_nor_where_a_run_does_not_
     first.update(0, state(0))
     same, other = make(place=first.stage.dir), make(place=first.stage.dir)
     assert same._open_journal().known == {0}
-    other.stage.experiment = {**RECORD, "seed": 6}
+    other.stage.specification = lambda: recorded_as({**RECORD, "seed": 6})
     assert other._open_journal().known == frozenset()
     assert same._open_journal().known == frozenset()
     first.update(0, state(0))
@@ -302,7 +303,7 @@ def test_rollouts_that_a_checkpoint_holds_keep_the_prompts_that_they_had(make):
     host, arrays = first.snapshot(3)
     expected = [first.update(n, state(n)) for n in range(3, 8)]
     again = make(place=first.stage.dir, **options)
-    again.stage.experiment = {**RECORD, "seed": 6}
+    again.stage.specification = lambda: recorded_as({**RECORD, "seed": 6})
     ids = [again.prompts.ids[i][::-1] for i in range(8)]
     again.prompts = again.steps.prompts = replace(again.prompts, ids=ids)
     again.collector = replace(again.collector, prompts=again.prompts)

@@ -19,9 +19,9 @@ from rlhf_remote import service as sending
 from rlhf_remote.rubric import Scale
 
 from rlhf_core import REWARD, InputError, RunError, installed_registry, plugins
-from rlhf_core.pipeline import plan, read
 from tests.plugins.remote.score_cases import STATED
 from tests.shared import services
+from tests.shared.plans import identified_of
 
 KEY = "sk-very-secret"
 PROMPTS, COMPLETIONS = ["a?", "b?", "c?"], ["{prompt}", "yes", "no"]
@@ -434,12 +434,12 @@ rewards = [
 ]
 """)
     monkeypatch.chdir(tmp_path)
-    (stage,) = plan(read("pipe/pipeline.toml"), plugins.load()).stages
+    (stage,) = identified_of("pipe/pipeline.toml", plugins.load())
     first, second = (reward.options for reward in stage.config.rewards)  # type: ignore[attr-defined]
     assert (first["model"], second["model"]) == ("gpt-4.1", "org/a/b")
     assert first["save_directory"] == str(tmp_path / "pipe/kept")
     assert first["rubric_file"] == str(tmp_path / "pipe/rubric.txt")
-    assert {field for field in stage.inputs if field.startswith("rewards")} == {
+    assert {field for field in stage.record["inputs"] if field.startswith("rewards")} == {
         "rewards[0].rubric_file",
         "rewards[1].rubric_file",
     }

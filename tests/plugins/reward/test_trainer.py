@@ -1,11 +1,13 @@
 """The reward trainer from Python: datasets, spellings, the result; and its config."""
 
+import jax
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig, RewardTrainer
 
 from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
 
 BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 2}
@@ -48,6 +50,45 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path, recw
     assert artifacts.open_artifact(tmp_path / "copy").metadata["contract"] == contract
     with pytest.raises(InputError, match="copy exists and is not an empty directory"):
         trainer.save_model(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("given", "loaded", "found"),
+    [
+        ({"fsdp": 4}, None, {"data": 2, "fsdp": 4}),
+        ({"data": 1, "sp": 2, "fsdp": -1}, None, {"data": 1, "fsdp": 4, "context": 2}),
+        (None, {"fsdp": 4}, {"data": 2, "fsdp": 4}),
+        ({"fsdp": 4, "data": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 4}),
+        (None, {"data": 2}, {"data": 8}),
+        (None, None, {"data": 8}),
+    ],
+    ids=str,
+)
+def test_the_mesh_is_as_given_or_as_the_model_was_loaded(
+    tiny, language_model, tmp_path, given, loaded, found
+):
+    meshes = []
+
+    class Watch:
+        def rlhf_stage_start(self, stage):
+            meshes.append({axis: size for axis, size in stage.mesh.shape.items() if size > 1})
+
+    model = str(language_model)
+    if loaded is not None:
+        sizes = {"data": -1, **loaded}
+        devices = jax.devices()[: 2 if loaded == {"data": 2} else 8]
+        model = load_model(language_model, head="score", mesh=make_mesh(**sizes, devices=devices))
+    config = RewardConfig(**BASE, save_directory=tmp_path)
+    result = RewardTrainer(
+        config, model=model, train_dataset=tiny.pairs(11), mesh=given, callbacks=[Watch()]
+    ).train()
+    assert meshes == [{axis: size for axis, size in found.items() if size > 1}]
+    plain = RewardTrainer(
+        config.replace(save_directory=tmp_path / "plain"),
+        model=str(language_model),
+        train_dataset=tiny.pairs(11),
+    ).train()
+    assert result.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-3)
 
 
 def as_records(rows):
