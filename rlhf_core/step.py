@@ -86,11 +86,6 @@ class Accumulated(NamedTuple):
     """Of the newest micro-batch alone, as far as they are asked for."""
 
 
-def without_values(done: Accumulated) -> Accumulated:
-    """Return the sums alone, which the next micro-batch is added to."""
-    return done._replace(values={})
-
-
 def accumulate(
     objective: Objective,
     params: Any,
@@ -389,7 +384,7 @@ class Programs:
                 counts,
             )
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
-        self._done = without_values(traced.out_info)
+        self._done = traced.out_info._replace(values={})
         return traced
 
     def count(self, state: TrainState, batches: Sequence[Any]) -> Counts | None:
@@ -425,7 +420,7 @@ class Programs:
                 self._zeros = jax.jit(zeros, out_shardings=self._placed)
             before = self._zeros()
         if before is not None:
-            before = without_values(before)
+            before = before._replace(values={})
         self._ahead.wait(_program_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key, counts)
         return done
@@ -433,7 +428,7 @@ class Programs:
     def apply(self, state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
         """Apply `apply` to the trained part of the state; fixed parameters stay as they are."""
         self._ahead.wait("apply")
-        following, metrics = self._apply(state.trained(), without_values(done))
+        following, metrics = self._apply(state.trained(), done._replace(values={}))
         return state.with_trained(following), metrics
 
 

@@ -77,13 +77,15 @@ class FixedPrompts:
             metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
         return EvaluationMetrics.of(metrics, self.collector.prompts.where, values)
 
-    def previews(self, *, every: int | None = None, name: str = "", bytes: int = 0) -> Action:
+    def previews(
+        self, *, every: int | None = None, end: bool = True, name: str = "", bytes: int = 0
+    ) -> Action:
         """Make the action that completes the prompts before the first update, every so many, and after the last one.
 
-        every: None: at the start and at the end alone. name, bytes: of the action. An error after the first update,
-        such as a reward's, becomes a warning.
+        every: None: not in between. end: whether after the last update, where an evaluation may do so. name, bytes: of
+        the action. An error after the first update, such as a reward's, becomes a warning.
         """
-        return Action(When(every, start=True, end=True), self._show, "show", name=name, bytes=bytes)
+        return Action(When(every, start=True, end=end), self._show, "show", name=name, bytes=bytes)
 
     def _show(self, at: Moment) -> None:
         """Write completions of the state at this moment, unless an evaluation has done so."""

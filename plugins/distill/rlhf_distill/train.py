@@ -77,7 +77,7 @@ def build(config: DistillConfig, context: Context) -> Build:
         shown = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, stored=stored)
         return Build(models, updates, loss, [shown.previews()], trains=trains)
     fixed = _fixed_prompts(context, student, models, divergence, held_out)
-    actions = [*context.evaluations(lambda _: fixed.evaluate), fixed.previews()]
+    actions = [*context.evaluations(lambda _: fixed.evaluate), fixed.previews(end=False)]
     return Build(models, updates, loss, actions, trains=trains)
 
 

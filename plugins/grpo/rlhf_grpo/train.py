@@ -107,7 +107,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
             temperature=temperature,
             correction=config.correction,
         ),
-        [*actions, shown.previews()],
+        [*actions, shown.previews(end=not held_out)],
         held={} if reference is None else {"reference": reference.copied},
     )
 
