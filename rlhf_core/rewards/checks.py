@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest, warn
 from rlhf_core.hidden import hide_named
-from rlhf_core.rewards.reward import OWN, Reward, call_together, failure
+from rlhf_core.rewards.reward import OWN, Outcome, Reward, call_together, failure
 from rlhf_core.rewards.values import LOG
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
@@ -228,25 +228,8 @@ def _without_value(reward: Reward, prompts: Any) -> list[str]:
 
 def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
     """Call a function with made-up completions: (finding, whether it is a mistake); an empty text if all is well."""
+    outcome, probe = _call_once(reward, prompts)
     n = len(MADE_UP)
-    inputs = RewardInputs(
-        [prompts.raw[0]] * n,
-        [[{"role": "assistant", "content": text}] if prompts.chat else text for text in MADE_UP],
-        [list(ids) for ids in IDS],
-        {name: [values[0]] * n for name, values in prompts.columns.items()},
-        [prompts.where(0)] * n,
-    )
-    probe = dataclasses.replace(reward)
-    if not reward.installed:
-        probe.timeout = reward.timeout or SECONDS
-        try:
-            probe.pool()
-        except InputError:  # it cannot be sent to a process
-            probe = dataclasses.replace(reward)
-    with contextlib.redirect_stdout(sys.stderr):
-        (outcome,) = call_together([probe], inputs)
-    if probe.in_workers:
-        probe.pool().close()
     if isinstance(outcome, np.ndarray) and np.isnan(outcome).all():
         return (
             f"reward '{reward.label}' gave {n} made-up completions no score: it returned None or NaN for each of "
@@ -268,3 +251,27 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
         'with on_error = "skip", leave the whole call unscored',
         False,
     )
+
+
+def _call_once(reward: Reward, prompts: Any) -> tuple[Outcome, Reward]:
+    """Call a function with made-up completions of the first prompt; return what came of it, and what was called."""
+    n = len(MADE_UP)
+    inputs = RewardInputs(
+        [prompts.raw[0]] * n,
+        [[{"role": "assistant", "content": text}] if prompts.chat else text for text in MADE_UP],
+        [list(ids) for ids in IDS],
+        {name: [values[0]] * n for name, values in prompts.columns.items()},
+        [prompts.where(0)] * n,
+    )
+    probe = dataclasses.replace(reward)
+    if not reward.installed:
+        probe.timeout = reward.timeout or SECONDS
+        try:
+            probe.pool()
+        except InputError:  # it cannot be sent to a process
+            probe = dataclasses.replace(reward)
+    with contextlib.redirect_stdout(sys.stderr):
+        (outcome,) = call_together([probe], inputs)
+    if probe.in_workers:
+        probe.pool().close()
+    return outcome, probe

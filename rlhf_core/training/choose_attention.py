@@ -55,7 +55,7 @@ def choose_attention(
 
     trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
-    asked, mesh = config.attention, stage.devices()
+    asked = config.attention
     if asked.name != "auto":
         chosen = _named_attention(model, config, stage)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
@@ -66,7 +66,7 @@ def choose_attention(
             return model
         chosen, why = found
         name = "pallas"
-        dense_suits = platform() == "cpu" and mesh.shape["context"] == 1
+        dense_suits = platform() == "cpu" and stage.devices().shape["context"] == 1
     if chosen is attend_blocks:
         batches = pack(trees[:SAMPLE], layout, group=group)
         block = fastest_block(batches)
