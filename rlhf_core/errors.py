@@ -97,12 +97,12 @@ class Stopped(Exception):
 
 
 @contextmanager
-def collected(problems: list[str]) -> Iterator[None]:
-    """Add the problems of an InputError raised in the block to `problems`, and continue after it."""
+def collected(problems: list[str], where: str = "") -> Iterator[None]:
+    """Add the problems of an InputError raised in the block to `problems`, behind `where`, and continue after it."""
     try:
         yield
     except InputError as error:
-        problems += error.problems
+        problems += [f"{where}{problem}" for problem in error.problems]
 
 
 def counted(number: int, nouns: str) -> str:

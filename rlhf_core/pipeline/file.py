@@ -75,30 +75,10 @@ def assemble(
             problems.append(f"{key}: unknown field of a pipeline.{suggest(key, TOP_LEVEL)}")
     stages: list[dict[str, Any]] = []
     for index, options in enumerate(tables):
-        name, trainer = options.pop("name", None), options.pop("trainer", None)
-        if not isinstance(name, str) or not STAGE_NAME.fullmatch(name) or name in TOP_LEVEL:
-            problems.append(
-                f'stage {index + 1}: name: missing; add, for example, name = "policy"'
-                if name is None
-                else f"stage {index + 1}: name: {name!r} cannot name a stage; use letters, digits, - and _"
-            )
-            name = f"{index + 1}" if name is None else str(name)
-        if not isinstance(trainer, str):
-            problems.append(f"stage '{name}'.trainer: missing; add, for example, trainer = \"sft\"")
-            trainer = ""
-        if any(stage["name"] == name for stage in stages):
-            problems.append(f"stage '{name}': two stages have this name; rename one")
-        resolved = {
-            key: resolve_paths(key, value, base, f"stage '{name}'.{key}", problems)
-            for key, value in options.items()
-        }
-        for key in resolved.keys() - set(TrainerConfig.names()):
-            # A field of the trainer's own, or another library's name of a field.
-            resolved[key] = _function_path(resolved[key], base)
-        model = resolved.get("model")
-        if isinstance(model, str) and re.fullmatch(r"[^/.]+", model):  # no OWNER/NAME, no STAGE.OUTPUT
-            resolved["model"] = _existing(model, base, f"stage '{name}'.model", problems)
-        stages.append({"name": name, "trainer": trainer, **resolved})
+        made = _stage_table(index, options, base, problems)
+        if any(stage["name"] == made["name"] for stage in stages):
+            problems.append(f"stage '{made['name']}': two stages have this name; rename one")
+        stages.append(made)
     if not stages:
         problems.append("stage: the pipeline has none; add a [[stage]] table with name and trainer")
     return PipelineFile(
@@ -109,6 +89,33 @@ def assemble(
         stages=tuple(stages),
         problems=tuple(problems),
     )
+
+
+def _stage_table(index: int, options: dict[str, Any], base: Path, problems: list[str]) -> dict[str, Any]:
+    """Read one [[stage]] table: its name, its trainer, and its fields with absolute paths."""
+    name, trainer = options.pop("name", None), options.pop("trainer", None)
+    if name is None:
+        problems.append(f'stage {index + 1}: name: missing; add, for example, name = "policy"')
+        name = f"{index + 1}"
+    elif not isinstance(name, str) or not STAGE_NAME.fullmatch(name) or name in TOP_LEVEL:
+        problems.append(
+            f"stage {index + 1}: name: {name!r} cannot name a stage; use letters, digits, - and _"
+        )
+        name = str(name)
+    where = f"stage '{name}'"
+    if not isinstance(trainer, str):
+        problems.append(f'{where}.trainer: missing; add, for example, trainer = "sft"')
+        trainer = ""
+    fields = {
+        key: resolve_paths(key, value, base, f"{where}.{key}", problems) for key, value in options.items()
+    }
+    for key in fields.keys() - set(TrainerConfig.names()):
+        # A field of the trainer's own, or another library's name of a field.
+        fields[key] = _function_path(fields[key], base)
+    model = fields.get("model")
+    if isinstance(model, str) and re.fullmatch(r"[^/.]+", model):  # no OWNER/NAME, no STAGE.OUTPUT
+        fields["model"] = _existing(model, base, f"{where}.model", problems)
+    return {"name": name, "trainer": trainer, **fields}
 
 
 def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list[str]) -> Any:

@@ -126,10 +126,8 @@ def _stage(
     options = {key: value for key, value in table.items() if key not in ("name", "trainer")}
     trainer: Trainer | None = None
     if table["trainer"]:
-        try:
+        with collected(problems, f"{where}.trainer: "):
             trainer = host.registry.get(TRAINER, table["trainer"])
-        except InputError as error:
-            problems += [f"{where}.trainer: {problem}" for problem in error.problems]
     written, given = None, pins.pin(options, where, problems)
     if trainer is not None:
         with collected(problems):
@@ -137,22 +135,7 @@ def _stage(
             written = build(trainer.config, named, where=where, registry=host.registry)
             given = written.to_dict()
 
-    def kinds(dotted: str) -> tuple[str, ...]:
-        return () if trainer is None else _kinds(trainer.config, given, host, dotted)
-
-    references: dict[str, tuple[str, Path]] = {}
-    replaced = dict(given)
-    for dotted, steps, value in _model_fields(given):
-        try:
-            reference = _find(value, earlier)
-            if reference is not None:
-                stage, _, output = reference.partition(".")
-                path = file.dir / stage / "artifacts" / output
-                references[dotted] = (reference, path)
-                replaced = _with_value(replaced, steps, str(path))
-            _require_kind(dotted, value, reference, trainer, kinds, earlier)
-        except InputError as error:
-            problems += [f"{where}.{dotted}: {problem}" for problem in error.problems]
+    replaced, references = _resolve(given, file.dir, trainer, host, earlier, problems, where)
     earlier.outputs[name] = None if trainer is None else trainer.outputs
     if trainer is None or written is None:
         return None
@@ -161,11 +144,9 @@ def _stage(
     if "model" in references and not exists(references["model"][1]):
         made_by = earlier.specs.get(references["model"][0].partition(".")[0])
         source = source if made_by is None else made_by.preview.model
-    if isinstance(source, str) and source in pins.used.values():
-        try:
+    with collected(problems, f"{where}.model: "):
+        if isinstance(source, str) and source in pins.used.values():
             source = str(described(source))
-        except InputError as error:
-            problems += [f"{where}.model: {problem}" for problem in error.problems]
     return StageSpec(
         name=name,
         dir=file.dir / name,
@@ -179,6 +160,34 @@ def _stage(
         references=references,
         pins=pins.used,
     )
+
+
+def _resolve(
+    given: Mapping[str, Any],
+    run: Path,
+    trainer: Trainer | None,
+    host: Host,
+    earlier: _Earlier,
+    problems: list[str],
+    where: str,
+) -> tuple[dict[str, Any], dict[str, tuple[str, Path]]]:
+    """Replace STAGE.OUTPUT by the path of the artifact; return the fields, and the references by their dotted path."""
+
+    def kinds(dotted: str) -> tuple[str, ...]:
+        return () if trainer is None else _kinds(trainer.config, given, host, dotted)
+
+    references: dict[str, tuple[str, Path]] = {}
+    replaced = dict(given)
+    for dotted, steps, value in _model_fields(given):
+        with collected(problems, f"{where}.{dotted}: "):
+            reference = _find(value, earlier)
+            if reference is not None:
+                stage, _, output = reference.partition(".")
+                path = run / stage / "artifacts" / output
+                references[dotted] = (reference, path)
+                replaced = _with_value(replaced, steps, str(path))
+            _require_kind(dotted, value, reference, trainer, kinds, earlier)
+    return replaced, references
 
 
 def _kinds(config: type[TrainerConfig], given: Mapping[str, Any], host: Host, dotted: str) -> tuple[str, ...]:

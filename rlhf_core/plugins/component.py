@@ -266,9 +266,9 @@ def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[
 
 
 def qualified_name(thing: Any) -> str:
-    """Return `module.Name`, where a thing is defined; a text that names it is returned."""
+    """Return `module.Name`, where a thing is defined, or is as a text says."""
     if isinstance(thing, str):
-        return thing
+        return thing.replace(":", ".")
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -74,6 +74,25 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
 
     Raises InputError for an unknown or repeated name, TypeError for a config of another class.
     """
+    config, inputs = _in_own_names(config, inputs)
+    config = cls() if config is None else config
+    if not isinstance(config, cls):
+        raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
+    registry = plugins.installed_registry()
+    # Functions of files are read once, when the run begins.
+    named = [found for found in components(cls, dict(config)) if ":" not in found[3]["name"]]
+    unfit = component_problems(named, registry)
+    if unfit:
+        raise InputError(*problem_lines(unfit, cls.__name__))
+    _check_inputs(inputs)
+    if unknown := sorted(set(inputs) - set(INPUTS)):
+        hints = {name: _hint(name, inputs[name], cls, registry) for name in unknown}
+        raise InputError(*(f"{name}: unknown argument of a trainer{hint}" for name, hint in hints.items()))
+    return config, inputs
+
+
+def _in_own_names(config: C | None, inputs: Mapping[str, Any]) -> tuple[C | None, dict[str, Any]]:
+    """Rename arguments that have the names of other libraries. Raises InputError for one that is given twice."""
     inputs = dict(inputs)
     for spelling, name in SPELLINGS.items():
         if spelling not in inputs:
@@ -87,15 +106,11 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
             raise InputError(f"{spelling}: {name} is given twice")
         else:
             inputs[name] = value
-    config = cls() if config is None else config
-    if not isinstance(config, cls):
-        raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
-    registry = plugins.installed_registry()
-    # Functions of files are read once, when the run begins.
-    named = [found for found in components(cls, dict(config)) if ":" not in found[3]["name"]]
-    unfit = component_problems(named, registry)
-    if unfit:
-        raise InputError(*problem_lines(unfit, cls.__name__))
+    return config, inputs
+
+
+def _check_inputs(inputs: dict[str, Any]) -> None:
+    """Raise InputError for inputs that no trainer could use. `mesh` gets its axes' own names, `rewards` is a list."""
     if inputs.get("model_init") is not None and inputs.get("model") is not None:
         raise InputError("model_init: model is given, too; remove one")
     if inputs.get("mesh") is not None:
@@ -125,10 +140,6 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
             raise InputError(
                 f"rewards[{number}]: a model in memory; save it, model.save(DIR), and give its directory"
             )
-    if unknown := sorted(set(inputs) - set(INPUTS)):
-        hints = {name: _hint(name, inputs[name], cls, registry) for name in unknown}
-        raise InputError(*(f"{name}: unknown argument of a trainer{hint}" for name, hint in hints.items()))
-    return config, inputs
 
 
 def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -> str:

@@ -89,18 +89,7 @@ def decide(
     changes = spec.diff(begun.record)
     untrained = begun.made is None and not begun.done
     refused = changes.refused if untrained else [*changes.refused, *changes.data]
-    earlier = {each["field"] for each in now.get("accepted", ())}
-    wanted = {each: each.removeprefix(f"{spec.name}.") for each in accept}
-    accepted, problems = [], []
-    used: set[str] = set()
-    for change in refused:
-        names = accept_names(change.field, begun.record, now)
-        chosen = [each for each, change_name in wanted.items() if change_name in names]
-        if chosen:
-            accepted.append(change)
-            used.update(chosen)
-        elif change.field not in earlier:
-            problems.append(f"{name}.{change}{_how_to_accept(names, done=begun.done)}")
+    accepted, used, problems = _judge_refused(refused, begun, spec, accept)
     length = [change for change in changes.warned if change.field in LENGTH]
     action: Action = "skip" if begun.done else "continue"
     if not problems:
@@ -121,6 +110,29 @@ def decide(
         data = "; ".join(map(str, changes.data))
         lines.append(f"{name}.{data}; nothing has been trained on it yet (no checkpoint)")
     return Decision(action, (), tuple(lines), tuple(accepted), frozenset(used))
+
+
+def _judge_refused(
+    refused: Sequence[Difference], begun: Begun, spec: StageSpec, accept: Collection[str]
+) -> tuple[list[Difference], set[str], list[str]]:
+    """Return the changes that are accepted now, the names that accept them, and a line for each of the others.
+
+    Those that were accepted before are none of them.
+    """
+    earlier = {each["field"] for each in spec.record.get("accepted", ())}
+    wanted = {each: each.removeprefix(f"{spec.name}.") for each in accept}
+    accepted: list[Difference] = []
+    used: set[str] = set()
+    problems: list[str] = []
+    for change in refused:
+        names = accept_names(change.field, begun.record, spec.record)
+        chosen = [each for each, change_name in wanted.items() if change_name in names]
+        if chosen:
+            accepted.append(change)
+            used.update(chosen)
+        elif change.field not in earlier:
+            problems.append(f"stage '{spec.name}'.{change}{_how_to_accept(names, done=begun.done)}")
+    return accepted, used, problems
 
 
 def _warnings(

@@ -23,7 +23,7 @@ from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_tog
 from rlhf_core.runtime.files import attempt, flush_lines, make_directory, remove_leftovers
 from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
 from rlhf_core.stage import Stage, events
-from rlhf_core.stage.decide import begins_again, decide
+from rlhf_core.stage.decide import Decision, begins_again, decide
 from rlhf_core.stage.identity import identified
 from rlhf_core.stage.record import StageRecord, StageRun
 from rlhf_core.stage.spec import StageSpec
@@ -82,13 +82,7 @@ def run_stage(
     say = say or stage.say
     lines = decision.warnings if stage.is_main else ()
     if decision.action == "skip":
-        for line in lines:
-            warn(line)
-        outputs = _outputs_of_done(stage, record)
-        if decision.accepted and stage.is_main:
-            record.keep_done(spec)
-        say(f"stage '{stage.name}': done on {record.then['finished']}, {_what_of_done(spec)}")
-        return StageResult(outputs, True, record.metrics)
+        return _keep_done(stage, record, decision, say)
     begins = decision.action == "begin"
     stop_together(f"before stage '{stage.name}' was {'begun' if begins else 'continued'}")
     if not begins:
@@ -131,14 +125,22 @@ def run_stage(
     return StageResult(outputs, False, dict(stage.metrics))
 
 
-def _outputs_of_done(stage: Stage, record: StageRecord) -> dict[str, Artifact]:
-    """Read the outputs of a finished stage. Raises InputError if one is missing or changed."""
+def _keep_done(
+    stage: Stage, record: StageRecord, decision: Decision, say: Callable[[str], None]
+) -> StageResult:
+    """Return the outputs of a finished stage. Raises InputError if one is missing or changed."""
+    spec = stage.specification()
+    for line in decision.warnings if stage.is_main else ():
+        warn(line)
     try:
-        outputs = read_outputs(stage.specification().trainer, stage)
+        outputs = read_outputs(spec.trainer, stage)
     except RunError as error:
         raise InputError(f"{error}; it was finished: delete {stage.dir} to rerun it") from error
     record.require_outputs(outputs)
-    return outputs
+    if decision.accepted and stage.is_main:
+        record.keep_done(spec)
+    say(f"stage '{stage.name}': done on {record.then['finished']}, {_what_of_done(spec)}")
+    return StageResult(outputs, True, record.metrics)
 
 
 def _what_of_done(spec: StageSpec) -> str:

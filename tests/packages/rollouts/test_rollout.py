@@ -343,8 +343,8 @@ def test_failures_of_rounds_add_up_and_other_metrics_are_averaged(rollout):
     assert "rollout/tokens_per_second" in Timing(1.0, 2.0, 1).metrics()
 
 
-@pytest.mark.parametrize(("ahead", "inputs"), [(0, {}), (1, {}), (0, {"journal": "journal"})])
-def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) -> None:
+@pytest.mark.parametrize(("ahead", "replay"), [(0, None), (1, None), (0, SimpleNamespace(until=4))])
+def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, replay: Any) -> None:
     """Its log-probabilities and the trainer's are of one policy, and of what it sampled itself."""
     judged = list[tuple[int, float]]()
 
@@ -355,7 +355,7 @@ def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) 
     made: Any = SimpleNamespace(
         collector=SimpleNamespace(sampler=SimpleNamespace(verdict=verdict)),
         options=SimpleNamespace(ahead=ahead),
-        stage=SimpleNamespace(inputs=inputs),
+        stage=SimpleNamespace(replay=replay),
         updates_per_rollout=2,
         _difference=Mean(0.0, 0.0),
     )
@@ -365,7 +365,7 @@ def test_a_sampler_judges_the_tokens_of_whole_rollouts(ahead: int, inputs: Any) 
         for step, each in enumerate(sums)
     ]
     assert RolloutUpdates.measured(made, 7, {"loss": Mean(0.0, 1.0)}) is None
-    if ahead or inputs:
+    if ahead or replay:
         assert judged == []
     else:
         assert judged == [(0, 0.5), (2, 4.0)]

@@ -118,6 +118,7 @@ def collect(tiny, model, config, tmp_path):
             devices=tiny.one_device,
             say=lambda line: None,
             inputs={"train_dataset": rows or tiny.prompts(4), "model": model},
+            replay=None,
         )
         context = OnDevices(made, stage)
         context.tokenizer = model.tokenizer
