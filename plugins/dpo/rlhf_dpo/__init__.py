@@ -45,7 +45,7 @@ def rlhf_register(registry: Registry) -> None:
         "sigmoid": "Sigmoid",
         "sigmoid_norm": "SigmoidNorm",
         "ipo": "Ipo",
-        "hinge": "Hinge",
+        "hinge": "HingeOnRewards",
         "robust": "Robust",
     }
     for name, loss in losses.items():
