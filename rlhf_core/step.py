@@ -6,7 +6,7 @@ Objectives return sums, so that the result does not depend on how examples are s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, TypeAlias
@@ -142,7 +142,7 @@ def _gradients(
 
     def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric], Values]]:
         loss, metrics, *others = objective(join(p, rest) if fixed else p, batch)
-        values = _chosen_values(others[0] if others else {}, asked)
+        values = chosen_values(others[0] if others else {}, asked)
         if isinstance(loss, Mean):
             return loss.total, (loss, dict(metrics), values)
         return _sum_of_means(loss, counts), (dict(loss), dict(metrics), values)
@@ -151,11 +151,12 @@ def _gradients(
     return gradients
 
 
-def _chosen_values(values: Values, asked: tuple[str, ...]) -> Values:
+def chosen_values(values: Values, asked: Collection[str]) -> Values:
+    """Choose values by name. Raises InputError for those that the objective does not return."""
     for name in asked:
         if name not in values:
             raise InputError(
-                f"an action asks for the values '{name}', which the objective does not return."
+                f"an action or an evaluation asks for the values '{name}', which the objective does not return."
                 f"{suggest(name, values)} It returns: {', '.join(sorted(values)) or 'none'}"
             )
     return {name: values[name] for name in asked}

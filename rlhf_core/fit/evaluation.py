@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
 from rlhf_core.reading import compute_batches, say_if_slow
 from rlhf_core.runtime.agreement import any_process
-from rlhf_core.step import loss_metrics
+from rlhf_core.step import chosen_values, loss_metrics
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rlhf_core.step import Objective
 
 HERE = str(Path(__file__).parent)
+PerRow: TypeAlias = Literal["token", "sequence"]
+"""Whether an objective's values are numbers of trained tokens or of sequences."""
 EVALUATION = "evaluation"
 """The name of the action that `evaluation` makes."""
 _PLACE = re.compile(r"(.*) row (\d+)")
@@ -120,60 +122,65 @@ def evaluator(
     mesh: Mesh,
     batches: Callable[[], Sequence[Packed]],
     *,
-    where: Callable[[int], str] | None = None,
+    where: Callable[[int], str] = lambda i: f"row {i + 1}",
+    values: Mapping[str, PerRow] | None = None,
     stored: Callable[[Any], Any] = lambda params: params,
     say: Callable[[str], None] | None = None,
 ) -> Callable[[TrainState], EvaluationMetrics]:
     """Make a function from the state to the objective's loss and metrics, without a gradient.
 
-    What the objective returns besides these, `values` of tokens or sequences, becomes the values of the rows.
-
-    batches: returns what it reads, as `pack_numbered` numbers the rows. where: names a row; None: rows have no values.
+    batches: returns what it reads, as `pack_numbered` numbers the rows. where: names a row.
+    values: of the objective, {name: "token" or "sequence"}: their means over a row's tokens, by weight, or sequences
+        become the row's values.
     stored: converts parameters to those that are saved, such as `model.as_stored`.
     say: prints the progress of an evaluation that takes longer than a few seconds, such as `stage.say`.
     """
     # A function of its own: jit would reuse programs of the same objective, which may read globals that have changed.
-    gathered = None if where is None else replicated_sharding(mesh)
-    forward = jax.jit(partial(_with_values, objective, gathered))
+    per = values or {}
+    forward = jax.jit(
+        partial(_with_values, objective, tuple(per), replicated_sharding(mesh) if per else None)
+    )
 
     def evaluate(state: TrainState) -> EvaluationMetrics:
         total: dict[str, Metric] = {}
         found: list[tuple[Packed, Mapping[str, Any]]] = []
         params = stored(state.params)
         for batch, result in compute_batches(lambda batch: forward(params, batch), mesh, batches(), say):
-            loss, metrics, values = result
+            loss, metrics, of_rows = result
             total = merge(total, {**metrics, **loss_metrics(loss)})
-            found.append((batch, values))
+            found.append((batch, of_rows))
         fetched = fetch_metrics(total)
         several = sum(value for name, value in fetched.items() if name.startswith("loss/"))
         fetched = {"loss": several, **fetched}
-        return (
-            EvaluationMetrics(fetched)
-            if where is None
-            else EvaluationMetrics.of(fetched, where, row_means(found))
-        )
+        return EvaluationMetrics.of(fetched, where, row_means(found, per) if per else {})
 
     return evaluate
 
 
-def _with_values(objective: Objective, gathered: NamedSharding | None, params: Any, batch: Packed) -> Any:
-    """Call an objective; every process gets the values of all rows, which are left out where `gathered` is None."""
+def _with_values(
+    objective: Objective, names: tuple[str, ...], gathered: NamedSharding | None, params: Any, batch: Packed
+) -> Any:
+    """Call an objective; every process gets the values of these names of all rows."""
     loss, metrics, *values = objective(params, batch)
-    if gathered is None or not values:
+    if not names:
         return loss, metrics, {}
-    return loss, metrics, jax.lax.with_sharding_constraint(dict(values[0]), gathered)
+    chosen = chosen_values(values[0] if values else {}, names)
+    return loss, metrics, jax.lax.with_sharding_constraint(dict(chosen), gathered)
 
 
-def row_means(found: Sequence[tuple[Packed, Mapping[str, Any]]]) -> dict[str, np.ndarray]:
+def row_means(
+    found: Sequence[tuple[Packed, Mapping[str, Any]]], per: Mapping[str, PerRow]
+) -> dict[str, np.ndarray]:
     """Average what an objective returned by the rows of the data, {name: float64 [rows]}; NaN where nothing is trained.
 
-    found: micro-batches, and arrays [rows, trained] by name, which count by the tokens' weights, or [rows, sequences].
+    found: micro-batches, and arrays by name: [rows, trained] "token", which count by the tokens' weights, or [rows,
+    sequences] "sequence".
     """
     count = max((int(batch.example.max(initial=-1)) for batch, _ in found), default=-1) + 1
     totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, count)))
     for batch, values in found:
         for name, array in values.items():
-            of_kind = _of_tokens if array.shape == batch.trained.shape else _of_sequences
+            of_kind = _of_tokens if per[name] == "token" else _of_sequences
             owner, value, weight = of_kind(batch, array)
             totals[name][0] += np.bincount(owner, value * weight, count)
             totals[name][1] += np.bincount(owner, weight, count)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import jax
 
@@ -18,6 +19,8 @@ from rlhf_core.runtime.agreement import broadcast_text, gather_texts, raise_toge
 from rlhf_core.runtime.files import flush, make_directory
 
 FILE = ".lock"
+LOOK_SECONDS = 0.2
+"""How long a lock may be held by `rlhf_core.runs`, which looks whether a run is at work."""
 SHARED_SECONDS = 5.0
 """How long a network disk may take to show a file that another host has just written."""
 
@@ -61,14 +64,12 @@ def _locked(directory: Path, field: str) -> Iterator[None]:
         os.register_at_fork(
             after_in_child=file.close
         )  # a worker that outlives the run must not keep the lock
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(file):
             process, _, host = file.read(512).strip().partition("\n")
             holder = f" (process {process} on {host})" if process and host else ""
             raise InputError(
                 f"{field}: {directory} is in use by another run{holder}; wait for it to end, or give another {other}"
-            ) from None
+            )
         with suppress(OSError):  # who holds the lock is only said in messages
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
@@ -77,6 +78,20 @@ def _locked(directory: Path, field: str) -> Iterator[None]:
         finally:
             with suppress(ValueError):  # in a forked process, where the file is closed
                 fcntl.flock(file, fcntl.LOCK_UN)  # even while a program being started still has a copy
+
+
+def _taken(file: IO[str]) -> bool:
+    """Take the lock, and return whether that could be done. Who looks whether a run is at work holds it a moment."""
+    until = time.monotonic() + LOOK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 def _require_shared(directory: Path, field: str) -> None:

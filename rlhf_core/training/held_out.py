@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core import data
 from rlhf_core.fit.batches import choose_row_layout
@@ -61,16 +61,27 @@ class HeldOut:
         self.where = rows.where
         self._stored, self._say = stored or model.as_stored, context.say
 
-    def evaluator(self, objective: Objective) -> Callable[[TrainState], EvaluationMetrics]:
+    def evaluator(
+        self, objective: Objective, values: Mapping[str, Literal["token", "sequence"]] | None = None
+    ) -> Callable[[TrainState], EvaluationMetrics]:
         """Make what `Context.evaluations` takes for a field: from a state to the objective's loss, metrics and values.
 
-        It reads the parameters as they would be saved, see `stored`.
+        values: {name: "token" or "sequence"} of the objective's values that become those of the rows, each a mean. It
+        reads the parameters as they would be saved, see `stored`.
         """
 
         def batches() -> list[Packed]:
             return self._batches  # packed when they are first read: a build computes nothing
 
-        return evaluator(objective, self._mesh, batches, where=self.where, stored=self._stored, say=self._say)
+        return evaluator(
+            objective,
+            self._mesh,
+            batches,
+            where=self.where,
+            values=values,
+            stored=self._stored,
+            say=self._say,
+        )
 
     def reader(self, function: Callable[[Any, Packed], jax.Array]) -> Callable[[Any], NDArray[Any]]:
         """Make the function from parameters to a value per sequence of `trees`, [branches]; see `TreeReader`."""

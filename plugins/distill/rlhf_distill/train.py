@@ -52,7 +52,7 @@ def build(config: DistillConfig, context: Context) -> Build:
             return {**params, STUDENT: student.as_stored(params[STUDENT])}
 
         rows = context.held_out(models[STUDENT], texts, reads_tokens=True, stored=stored)
-        actions = context.evaluations(lambda _: rows.evaluator(loss))
+        actions = context.evaluations(lambda _: rows.evaluator(loss, {"loss": "token"}))
         return Build(models, of_data, loss, actions, trains=trains)
 
     sampled = context.by(config.replace(total_batch_size=config.sampled_per_update, on_policy_fraction=1.0))

@@ -38,7 +38,9 @@ def build(config: SFTConfig, context: Context) -> Build:
 
     def held_out(field: str) -> Evaluate | None:
         texts = context.texts(field)
-        return None if texts is None else context.held_out(model, texts, reads_tokens=True).evaluator(loss)
+        if texts is None:
+            return None
+        return context.held_out(model, texts, reads_tokens=True).evaluator(loss, {"loss": "token"})
 
     return Build(model, updates, loss, context.evaluations(held_out))
 
