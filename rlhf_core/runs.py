@@ -4,8 +4,8 @@
     for stage in run.stages:
         print(stage.name, stage.spec["trainer"], stage.metrics[-1]["loss"])
 
-Nothing is written, and no lock is kept, so that a run can be read while it goes on. Every file is read when it is asked for, and
-once: open the run again to see what it has written since.
+Nothing is written, and no lock is kept, so that a run can be read while it goes on. Every file is read when it is asked
+for, and once: open the run again to see what it has written since.
 """
 
 from __future__ import annotations
