@@ -151,14 +151,15 @@ def test_columns_that_are_not_read_are_listed_and_no_reason_to_warn(
 ) -> None:
     tokenizer.chat_template = None
     pair = {"prompt": "a", "chosen": " b", "rejected": " c", "margin": 1, "score_chosen": 2.0}
-    report = data.encode_pairs(
-        data.load([pair, {**pair, "id": 0, "chosen": " d"}]), tokenizer, max_length=None
-    ).report
+    rows = [pair, {**pair, "id": 0, "chosen": " d"}]
+    report = data.encode_pairs(data.load(rows), tokenizer, max_length=None).report
     assert report.not_read == ["unused columns: score_chosen (in 2), id (in 1)"]
     assert report.all_as_given
     assert report.lines()[-1] == report.not_read[0]
-    stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", seed=0, registry=None, inputs={}, say=print)
-    OnDevices(TrainerConfig(), stage)._report(report, "train_data")
+    stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", seed=0, registry=None, say=print)
+    stage.inputs = {"train_dataset": rows, "tokenizer": tokenizer}
+    stage.template_date = "2026-01-31"
+    OnDevices(TrainerConfig(), stage).pairs("train_data")
     assert "train_data: unused columns: score_chosen (in 2)" in capsys.readouterr().out
     both = {"prompt": "a", "completion": " b", "system": "c", "tools": ["x"], "loss": 1.0}
     texts = data.encode_texts(data.load([both]), tokenizer, max_length=None, values=("loss",)).report
