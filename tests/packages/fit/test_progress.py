@@ -13,6 +13,7 @@ from rlhf_core.checkpoint import Restored
 from rlhf_core.errors import InputError
 from rlhf_core.fit import MetricWindow, Progress, Update
 from rlhf_core.metrics import Mean
+from tests.shared.specs import recorded_as
 
 CONFIG: dict[str, Any] = {"scheduler": "linear", "num_train_epochs": 2}
 
@@ -20,14 +21,15 @@ CONFIG: dict[str, Any] = {"scheduler": "linear", "num_train_epochs": 2}
 def progress(directory: Path, *, total: int = 8, rows: int = 5, **changes: Any) -> Progress:
     config = {**CONFIG, **changes}
     record = {"trainer": "sft", "seed": 0, "config": config, "inputs": {}, "code": {}, "versions": {}}
-    stage: Any = SimpleNamespace(name="policy", dir=directory, experiment=record)
+    spec = recorded_as(record, run=directory.parent)
+    stage: Any = SimpleNamespace(name="policy", dir=directory, specification=lambda: spec)
     updates: Any = SimpleNamespace(total=total, data=range(rows))
     return Progress(stage, TrainerConfig(), updates)
 
 
 def checkpoint(of: Progress, step: int = 6) -> Restored:
     """What `Progress.save` writes, as far as it is compared."""
-    host = {"record": dict(of.record), "rows": len(of.updates.data), "total": of.total}
+    host = {"record": dict(of.stage.specification().record), "rows": len(of.updates.data), "total": of.total}
     return Restored(step, None, host, {})
 
 
@@ -48,7 +50,7 @@ def test_a_run_whose_epochs_ended_early_continues(tmp_path: Path) -> None:
         ),
         (
             {"learning_rate": 1.0},
-            r"learning_rate: then not given, now 1\.0\n.*use another directory, or delete",
+            r"learning_rate: then not given, now 1\.0\n.*use another --dir, or delete",
         ),
         ({"total": 5}, "it has made 6 updates, more than the requested 5"),
     ],
