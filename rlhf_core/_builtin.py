@@ -38,8 +38,8 @@ def rlhf_register(registry: Registry) -> None:
     for name in FORMATS:
         registry.add(DATASET, name, _file_loader(name))
     registry.add(DATASET, "hub", hub)
-    registry.add(LOGGER, "console", "rlhf_core.loggers:Console")
-    registry.add(LOGGER, "jsonl", "rlhf_core.loggers:JsonLines")
+    registry.add(LOGGER, "console", "rlhf_core.loggers.console:Console")
+    registry.add(LOGGER, "jsonl", "rlhf_core.loggers.jsonl:JsonLines")
     registry.add(SAMPLER, "jax", "rlhf_core.sampling:make_sampler")
     registry.add(ENVIRONMENT, "tools", "rlhf_core.environments:ToolEnvironment")
     registry.add(ACTION, "previews", "rlhf_core.rollouts.previews:open_previews")

@@ -19,8 +19,8 @@ from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
 from rlhf_core.fit.best import BEST, Best, saved_form
 from rlhf_core.fit.weights import FILE as WEIGHTS
-from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.loggers.jsonl import JsonLines
 from rlhf_core.metrics import Metric, Metrics, fetch_metrics, from_json, merge, to_json
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove

@@ -2,8 +2,3 @@
 
 Each logger is an object with hooks as methods, exactly like a plugin's logger.
 """
-
-from __future__ import annotations
-
-from rlhf_core.loggers.console import Console as Console
-from rlhf_core.loggers.jsonl import JsonLines as JsonLines

@@ -14,9 +14,9 @@ import pluggy
 from rlhf_core import artifacts, workers
 from rlhf_core.contracts import LOGGER, Artifact, Forecast, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, warn
-from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.loggers.every import every
 from rlhf_core.loggers.jsonl import FILE as METRICS
+from rlhf_core.loggers.jsonl import JsonLines
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_together
@@ -240,7 +240,8 @@ def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
     if "jsonl" not in configured:
         loggers["logger 'jsonl'"] = JsonLines(config.log_all_workers)
     if "console" not in configured and stage.is_main:
-        loggers["logger 'console'"] = Console(config.progress_bar_type, config.progress_metrics)
+        shown = {"progress": config.progress_bar_type, "metrics": config.progress_metrics}
+        loggers["logger 'console'"] = stage.registry.get(LOGGER, "console", **shown)
     for index, component in enumerate(config.logger):
         name = f"logger '{component.name}'"
         name = f"{name} (logger[{index}])" if name in loggers else name

@@ -14,7 +14,6 @@ from rlhf_core.training.context import Context as Context
 from rlhf_core.training.context import Evaluate as Evaluate
 from rlhf_core.training.context import OnDevices as OnDevices
 from rlhf_core.training.define import define_trainer as define_trainer
-from rlhf_core.training.reference import Reference as Reference
 
 if TYPE_CHECKING:
     from rlhf_core.training.held_out import HeldOut as HeldOut
@@ -25,12 +24,14 @@ if TYPE_CHECKING:
     from rlhf_core.training.padded import PaddedObjective as PaddedObjective
     from rlhf_core.training.padded import named_loss as named_loss
     from rlhf_core.training.padded import padded_rows as padded_rows
+    from rlhf_core.training.reference import Reference as Reference
     from rlhf_core.training.rows import Description as Description
     from rlhf_core.training.starting_model import definition_of as definition_of
 
 _HOMES = {
     "Description": "training.rows",
     "HeldOut": "training.held_out",
+    "Reference": "training.reference",
     **dict.fromkeys(("device_bytes", "saved_bytes"), "training.memory"),
     **dict.fromkeys(("OnShapes", "forecast"), "training.on_shapes"),
     **dict.fromkeys(("PaddedObjective", "named_loss", "padded_rows"), "training.padded"),

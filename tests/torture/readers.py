@@ -99,7 +99,7 @@ def run_records(directory: Path) -> None:
 
     from rlhf_core import artifacts
     from rlhf_core.errors import InputError
-    from rlhf_core.loggers import JsonLines
+    from rlhf_core.loggers.jsonl import JsonLines
     from rlhf_core.stage.decide import decide
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.text_settings import day_begun
