@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_report import charts
+import rlhf_report.charts as charts
 from rlhf_report.charts import Chart, Line, lines
 from rlhf_report.pages import LEAST, Page, in_order, machine, render, slug, stretches
 from rlhf_report.run_reader import ReportedRun, ReportedStage

@@ -19,7 +19,8 @@ import numpy as np
 from bokeh.resources import Resources
 from markupsafe import Markup, escape
 
-from rlhf_report import charts, samples
+import rlhf_report.charts as charts
+import rlhf_report.samples as samples
 from rlhf_report.charts import Chart, Line, band, bars, clock, histogram, lines, number, reliability
 from rlhf_report.diagram import picture
 from rlhf_report.run_reader import Points, ReportedRun, ReportedStage, TimeShare, parts
