@@ -684,9 +684,8 @@ FAULTS = (
         "dpo-mean",
         "the log-probability of a completion is a mean over its tokens",
         DPO + "objective.py",
-        "return jnp.sum(jnp.where(member, logps[:, :, None], 0.0), axis=1)",
-        "tokens = (member & (batch.trained >= 0)[:, :, None]).sum(1)\n"
-        "    return jnp.sum(jnp.where(member, logps[:, :, None], 0.0), axis=1) / jnp.maximum(tokens, 1)",
+        "return sequence_sums(logps, batch)",
+        "return sequence_sums(logps, batch) / jnp.maximum(sequence_sums(jnp.ones_like(logps), batch), 1)",
         ("dpo",),
         ("tests/plugins/dpo/test_numerics.py", "tests/plugins/dpo/test_trainer.py"),
     ),
