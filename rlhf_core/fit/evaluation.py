@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
@@ -165,7 +166,20 @@ def _with_values(
     if not names:
         return loss, metrics, {}
     chosen = chosen_values(values[0] if values else {}, names)
+    for name, array in chosen.items():
+        _require_shape(name, jnp.shape(array), batch)
     return loss, metrics, jax.lax.with_sharding_constraint(dict(chosen), gathered)
+
+
+def _require_shape(name: str, shape: tuple[int, ...], batch: Packed) -> None:
+    """Raise InputError for values that are neither of trained tokens, nor of sequences or groups of these."""
+    (rows, sequences), tokens = batch.last.shape, batch.trained.shape[1]
+    groups = len(shape) == 2 and shape[0] == rows and 0 < shape[1] <= sequences and sequences % shape[1] == 0
+    if not groups and shape != (rows, tokens):
+        raise InputError(
+            f"the objective's values '{name}' have the shape {list(shape)}; expected [{rows}, {tokens}], of trained "
+            f"tokens, or [{rows}, {sequences}], of sequences, or a number for each group of these, such as a pair"
+        )
 
 
 def row_means(
@@ -174,7 +188,7 @@ def row_means(
     """Average what an objective returned by the rows of the data, {name: float64 [rows]}; NaN where nothing is trained.
 
     found: micro-batches, and arrays by name: [rows, trained] "token", which count by the tokens' weights, or [rows,
-    sequences] "sequence".
+    sequences] "sequence", which may also have a number for each group of sequences, such as a pair.
     """
     count = max((int(batch.example.max(initial=-1)) for batch, _ in found), default=-1) + 1
     totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, count)))
@@ -198,9 +212,10 @@ def _of_tokens(batch: Packed, array: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _of_sequences(batch: Packed, array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the example of every sequence, its value and 1."""
-    used = batch.example >= 0
-    return batch.example[used], array[used].astype(np.float64), np.ones(int(used.sum()))
+    """Return the example of every sequence, or group of sequences, its value and 1."""
+    example = batch.example[:, :: batch.example.shape[1] // array.shape[1]]
+    used = example >= 0
+    return example[used], array[used].astype(np.float64), np.ones(int(used.sum()))
 
 
 def write_evaluation(

@@ -88,7 +88,7 @@ def component_name(thing: Any) -> str:
     if isinstance(thing, str):
         return f"'{thing}'"
     if isinstance(thing, Trainer):
-        return qualified_name(thing.run)
+        return qualified_name(thing.run if thing.build is None else thing.build)
     if isinstance(thing, ModelFamily):
         return ", ".join(thing.name)
     if dataclasses.is_dataclass(thing) and not inspect.isclass(thing):

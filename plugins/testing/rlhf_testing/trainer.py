@@ -57,6 +57,7 @@ def check_trainer(
     finishes: a run of a few updates ends.
     outputs: every output is saved, announced and finite, and opens again; a reward model as rewards open it.
     metrics: finite numbers, `loss` among them, at increasing steps.
+    evaluation: none fails, which a run only warns of.
     stop: a SIGTERM ends it after the update, with its state saved (only checked in a process's main thread).
     resume: after an interruption it continues to bit-identical results.
     mesh: all available devices give the same up to rounding. Skipped with a warning if there is only one device.
@@ -68,14 +69,20 @@ def check_trainer(
         case = Case.of(known, config, rows, inputs, SMALL, Path(directory))
         _settings(findings, case)
         whole = None
-        with findings.property("finishes"):
-            whole = case.run("whole")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with findings.property("finishes"):
+                whole = case.run("whole")
+        for each in said:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         findings.stop_if_broken()
         assert whole is not None
         with findings.property("outputs"):
             _outputs(case, whole)
         with findings.property("metrics"):
             _metrics(whole)
+        with findings.property("evaluation"):
+            _evaluation([str(each.message) for each in said])
         findings.stop_if_broken()
         _interrupted(findings, case, whole)
         if len(jax.devices()) > 1:
@@ -149,6 +156,12 @@ def _metrics(whole: Ran) -> None:
         raise Broken(
             f"there is no 'loss' among {', '.join(sorted({n for row in logged.values() for n in row}))}"
         )
+
+
+def _evaluation(said: Sequence[str]) -> None:
+    failed = next((line for line in said if "failed and is skipped; training continues" in line), None)
+    if failed is not None:
+        raise Broken(failed.partition("training continues: ")[2])
 
 
 def _interrupted(findings: Findings, case: Case, whole: Ran) -> None:

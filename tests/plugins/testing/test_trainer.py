@@ -23,7 +23,7 @@ from rlhf_core import TRAINER, Stage, Trainer, TrainerConfig, artifacts, plugins
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
-from rlhf_core.training import Build, Context
+from rlhf_core.training import Build, Context, define_trainer
 
 
 class Config(TrainerConfig):
@@ -92,6 +92,15 @@ def writes(config: Any, context: Context) -> Build:
     return built
 
 
+def evaluates_in_vain(config: Any, context: Context) -> Build:
+    built: Build = plugins.load().registry.get(TRAINER, "sft").build(config, context)
+    return replace(built, actions=context.evaluations(lambda _: evaluate))
+
+
+def evaluate(state: Any) -> dict[str, float]:
+    raise RunError("of no use")
+
+
 def fails(config: TrainerConfig, stage: Stage) -> None:
     raise RunError("no")
 
@@ -114,6 +123,10 @@ MUTANTS: dict[str, tuple[str, Trainer]] = {
     ),
     "a metric that is NaN": ("metrics", variant(measure=lambda x: {"loss": 0.0, "kl": float("nan")})),
     "an array as a metric": ("metrics", variant(measure=lambda x: {"loss": jnp.float32(0.5)})),
+    "an evaluation that fails": (
+        "evaluation",
+        define_trainer(SFTConfig, {"model": "language_model"}, evaluates_in_vain),
+    ),
     "no loss": ("metrics", variant(measure=lambda x: {"x": 1.0})),
     "a signal that is ignored": ("stop", variant(stops=False)),
     "a run that begins again": ("resume", variant(remembers=())),
