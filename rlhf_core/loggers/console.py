@@ -191,8 +191,9 @@ class PlainView:
         self.write(("done  " if how == "done" else "") + self.pace.ended(how))
 
     def words(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return the update, the time left, the headline's metrics and the speed."""
+        """Return the update, the time left, the headline's metrics and the speed; else what an action alone reports."""
         headline = [f"{name} {number(metrics[name])}" for name in self.pace.names if name in metrics]
+        headline = headline or [" ".join(each) for each in details(metrics, self.pace)]
         return [word for word in (self.pace.count(), *headline, speed(metrics), self.pace.left()) if word]
 
     def write(self, line: str) -> None:
@@ -277,12 +278,12 @@ class RichView(PlainView):
         self.bar.start()
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        self.metrics = metrics
+        self.metrics = {**self.metrics, **metrics}
         self.bar.update(
             self.task,
             total=self.pace.total,
             completed=self.pace.step,
-            description="  ".join(self.words(metrics)),
+            description="  ".join(self.words(self.metrics)),
         )
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

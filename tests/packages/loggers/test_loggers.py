@@ -153,6 +153,18 @@ def test_an_evaluation_has_the_four_metrics_that_matter(
     assert capsys.readouterr().err.splitlines()[-1] == f"[policy] eval 5  {expected}"
 
 
+def test_what_an_action_alone_reports_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console, stage = Console(), make_stage(tmp_path)
+    console.rlhf_stage_start(stage=stage, config=TrainerConfig())
+    (stage.dir / "plan.json").write_text('{"updates": 40, "start": 0}')
+    console.rlhf_step_end(step=5, metrics={"parameters/norm": 2.5})
+    console.rlhf_step_end(step=10, metrics={"loss": 0.5, "parameters/norm": 2.25})
+    console.rlhf_stage_end(error=None)
+    _, alone, logged, _ = capsys.readouterr().err.splitlines()
+    assert alone.startswith("[policy]  5/40  parameters/norm 2.500")
+    assert logged.startswith("[policy] 10/40  loss 0.5000  ")
+
+
 @pytest.mark.parametrize("progress", ["rich", "tqdm"])
 def test_a_dumb_terminal_gets_plain_lines(
     tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, progress: Any
