@@ -59,7 +59,7 @@ from rlhf_core.rollouts import (
 from rlhf_core.rollouts.open_collector import open_prompts
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
-from rlhf_core.stage.execute import execute
+from rlhf_core.stage.execute import execute, specified
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
@@ -189,7 +189,8 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     """As `rlhf_grpo.train.run` sets it up, but with a sampler that returns the same completions every time."""
     tokenizer = load_tokenizer(works.write_tokenizer(directory / "tokenizer", task.model.vocab, stops=True))
     config = grpo_config(task)
-    stage, _ = a_stage("grpo", directory, train_dataset=prompt_rows(task), rewards=[works.reward])
+    stage, host = a_stage("grpo", directory, train_dataset=prompt_rows(task), rewards=[works.reward])
+    stage = specified(host.registry.get(TRAINER, "grpo"), config, stage)
     model = fresh(task.model, "lm")
     samples = given_completions(task)
     loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)

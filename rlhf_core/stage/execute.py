@@ -168,8 +168,7 @@ def execute(
             f"stage '{stage.name}'.platform: the stage needs {config.platform}, and jax runs on "
             f"{jax.default_backend()} here: install jax for it, set JAX_PLATFORMS, or leave out platform"
         )
-    if stage.spec is None:
-        stage = replace(stage, spec=_spec_of(trainer, config, stage))
+    stage = specified(trainer, config, stage)
     stage = replace(stage, template_date=broadcast_text(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
@@ -205,8 +204,10 @@ def execute(
             workers.close()
 
 
-def _spec_of(trainer: Trainer, config: TrainerConfig, stage: Stage) -> StageSpec:
-    """Specify a stage that neither a pipeline nor a trainer class started."""
+def specified(trainer: Trainer, config: TrainerConfig, stage: Stage) -> Stage:
+    """Return a stage with its specification, also one that neither a pipeline nor a trainer class started."""
+    if stage.spec is not None:
+        return stage
     spec = StageSpec(
         name=stage.name,
         dir=stage.dir,
@@ -219,7 +220,7 @@ def _spec_of(trainer: Trainer, config: TrainerConfig, stage: Stage) -> StageSpec
         preview=config,
         objects=stage.inputs,
     )
-    return identified(spec, stage.registry)
+    return replace(stage, spec=identified(spec, stage.registry))
 
 
 class _NewestMetrics:
