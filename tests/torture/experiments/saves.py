@@ -363,6 +363,7 @@ class ArtifactSaves:
 
         from rlhf_core.artifacts import save_model
         from rlhf_core.models import fresh_model
+        from tests.shared.specs import recorded_as
 
         make_directory(directory)
         remove_leftovers(directory)
@@ -370,7 +371,7 @@ class ArtifactSaves:
         model = fresh_model(fixtures.MODEL_TABLE, tokenizer=tokenizer, seed=version)
         record = StageRecord(directory, "base")
         settings: dict[str, dict[str, object]] = {"config": {}, "inputs": {}, "code": {}, "versions": {}}
-        record.write_running({"trainer": "sft", "seed": 0, **settings})
+        record.write_running(recorded_as({"trainer": "sft", "seed": 0, **settings}, "base"))
         stage = fixtures.a_stage(directory)
         artifact = save_model(stage, "model", "language_model", model, contract={"version": version})
         record.write_done({"loss": float(version)}, {"model": artifact})
