@@ -132,8 +132,8 @@ def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
 
     | place | what | due |
     |---|---|---|
-    | move | references move, the parameters of `log_weights` are told | as the action says |
-    | keep | the state is saved, as one that is not told yet | at the end |
+    | move | references move, the parameters of `log_weights` are logged | as the action says |
+    | keep | the state is saved, marked as not reported yet | at the end |
     | log | the metrics of the updates since the last time are read | `log_steps`, `report_steps`, at the end |
     | measure | evaluations, and other actions that return metrics | `evaluation_steps`, at the end |
     | report | loggers get the metrics of the step | where there are any |
@@ -318,7 +318,7 @@ class _Run:
         return at.ends or self.best.exhausted
 
     def keep(self, at: Moment) -> None:
-        """Save the last state, before this step is told: if that fails, a run that continues from it tells it again."""
+        """Save the last state before this step is reported: a run that continues from it reports it again if that fails."""
         if self.progress.newest != at.step and self.config.checkpoints.last:
             self.progress.save(at.step, at.state, reported=False, wait=True)
         if any_process(self.stop.is_set())[0]:

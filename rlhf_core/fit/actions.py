@@ -44,7 +44,7 @@ class Moment:
         return self._state
 
     def stop(self, reason: str | None) -> None:
-        """End the run once this action is done: the state is saved, and the reason is told as an error; None: go on."""
+        """End the run once this action is done: the state is saved, and the reason becomes the error; None: go on."""
         self.reason = reason
 
 

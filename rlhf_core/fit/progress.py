@@ -197,7 +197,7 @@ class Progress:
                 any_process(False)  # all have read it
                 self.checkpoints.remove(saved.step)
         if self.stage.is_main:
-            cut_files(self.stage.dir, self.newest, told=self.reported)
+            cut_files(self.stage.dir, self.newest, reported=self.reported)
         return start if saved is None else saved.step, state
 
     def _pass_over(self, state: TrainState, start: int) -> TrainState:
@@ -249,13 +249,14 @@ class Progress:
         return by_time or (self.config.save_steps is not None and count % self.config.save_steps == 0)
 
 
-def cut_files(directory: Path, step: int, *, told: bool = True) -> None:
+def cut_files(directory: Path, step: int, *, reported: bool = True) -> None:
     """Delete a stage's rows and files of steps after `step`, which a run that resumes there will write again.
 
-    step: −1 when a run begins: everything that an earlier run without a checkpoint left is deleted. told: whether the
-    step was told before it was saved; if not, what there is of it goes, too, but for its weights, which are told first.
+    step: −1 when a run begins: everything that an earlier run without a checkpoint left is deleted. reported: whether
+    the step was reported before it was saved; if not, what there is of it goes, too, but for its weights, which are
+    logged first.
     """
-    last = step if told else step - 1
+    last = step if reported else step - 1
 
     def cut(folder: Path) -> None:
         later = [
