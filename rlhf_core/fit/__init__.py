@@ -318,7 +318,7 @@ class _Run:
         return at.ends or self.best.exhausted
 
     def keep(self, at: Moment) -> None:
-        """Save the last state before this step is reported: a run that continues from it reports it again if that fails."""
+        """Save the last state before this step is reported: where that fails, a run that continues reports it again."""
         if self.progress.newest != at.step and self.config.checkpoints.last:
             self.progress.save(at.step, at.state, reported=False, wait=True)
         if any_process(self.stop.is_set())[0]:
