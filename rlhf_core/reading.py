@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding
 from rlhf_core.packing.rows import Layout, Packed, Tree, empty_batches, pack, with_room
 from rlhf_core.runtime.background import BackgroundCompiler
@@ -185,6 +186,24 @@ class TreeReader:
         return empty_batches(
             self.layout, token_names=self.token_names, sequence_names=names, routes=self.routes
         )
+
+
+def require_shape(
+    name: str, per: str, shape: tuple[int, ...], batch: Packed, *, groups: bool = False
+) -> None:
+    """Raise InputError for an objective's values of another shape than [rows, trained] or, per sequence, [rows,
+    sequences]. groups: whether they may have a number for each group of sequences, such as a pair.
+    """
+    (rows, sequences), tokens = batch.last.shape, batch.trained.shape[1]
+    expected = (rows, tokens) if per == "token" else (rows, sequences)
+    of_groups = groups and per == "sequence" and len(shape) == 2 and shape[0] == rows and shape[1] > 0
+    if shape == expected or (of_groups and sequences % shape[1] == 0):
+        return
+    raise InputError(
+        f"the objective's values '{name}' have the shape {list(shape)}; expected {list(expected)}, a number for each "
+        f"{'trained token' if per == 'token' else 'sequence'} of each row"
+        + (", or one for each group of sequences, such as a pair" if groups and per == "sequence" else "")
+    )
 
 
 def cut_sequences(batch: Packed, used: NDArray[np.bool_], array: NDArray[Any]) -> NDArray[Any]:

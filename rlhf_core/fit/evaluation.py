@@ -23,7 +23,7 @@ from rlhf_core.mesh import replicated_sharding
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
-from rlhf_core.reading import compute_batches, say_if_slow
+from rlhf_core.reading import compute_batches, require_shape, say_if_slow
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.step import chosen_values, loss_metrics
 
@@ -138,9 +138,7 @@ def evaluator(
     """
     # A function of its own: jit would reuse programs of the same objective, which may read globals that have changed.
     per = values or {}
-    forward = jax.jit(
-        partial(_with_values, objective, tuple(per), replicated_sharding(mesh) if per else None)
-    )
+    forward = jax.jit(partial(_with_values, objective, per, replicated_sharding(mesh) if per else None))
 
     def evaluate(state: TrainState) -> EvaluationMetrics:
         total: dict[str, Metric] = {}
@@ -159,27 +157,20 @@ def evaluator(
 
 
 def _with_values(
-    objective: Objective, names: tuple[str, ...], gathered: NamedSharding | None, params: Any, batch: Packed
+    objective: Objective,
+    per: Mapping[str, PerRow],
+    gathered: NamedSharding | None,
+    params: Any,
+    batch: Packed,
 ) -> Any:
     """Call an objective; every process gets the values of these names of all rows."""
     loss, metrics, *values = objective(params, batch)
-    if not names:
+    if not per:
         return loss, metrics, {}
-    chosen = chosen_values(values[0] if values else {}, names)
+    chosen = chosen_values(values[0] if values else {}, per)
     for name, array in chosen.items():
-        _require_shape(name, jnp.shape(array), batch)
+        require_shape(name, per[name], jnp.shape(array), batch, groups=True)
     return loss, metrics, jax.lax.with_sharding_constraint(dict(chosen), gathered)
-
-
-def _require_shape(name: str, shape: tuple[int, ...], batch: Packed) -> None:
-    """Raise InputError for values that are neither of trained tokens, nor of sequences or groups of these."""
-    (rows, sequences), tokens = batch.last.shape, batch.trained.shape[1]
-    groups = len(shape) == 2 and shape[0] == rows and 0 < shape[1] <= sequences and sequences % shape[1] == 0
-    if not groups and shape != (rows, tokens):
-        raise InputError(
-            f"the objective's values '{name}' have the shape {list(shape)}; expected [{rows}, {tokens}], of trained "
-            f"tokens, or [{rows}, {sequences}], of sequences, or a number for each group of these, such as a pair"
-        )
 
 
 def row_means(

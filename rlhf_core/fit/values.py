@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.reading import cut_sequences, cut_tokens
+from rlhf_core.reading import cut_sequences, cut_tokens, require_shape
 
 if TYPE_CHECKING:
     from rlhf_core.fit.batches import Update
@@ -45,6 +45,8 @@ def read_values(
     fetched = jax.device_get(list(found))
     arrays: dict[str, Any] = {}
     for name, each in per.items():
+        for batch, values in zip(update.batches, fetched, strict=True):
+            require_shape(name, each, values[name].shape, batch)
         cut = cut_tokens if each == "token" else cut_sequences
         parts = [
             cut(batch, there, values[name])

@@ -139,10 +139,22 @@ def test_values_change_nothing_and_cost_nothing_where_none_asks(
     assert [row["loss"] for row in one] == [row["loss"] for row in other]
 
 
-def test_values_that_an_objective_does_not_return(tiny: ModuleType, tmp_path: Path) -> None:
-    message = r"asks for the values 'logp', .*Did you mean 'logps'\? It returns: length, logps, tokens"
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"logp": "token"},
+            r"asks for the values 'logp', .*Did you mean 'logps'\? It returns: length, logps, tokens",
+        ),
+        ({"length": "token"}, r"'length' have the shape \[\d+, \d+\]; .* for each trained token of each row"),
+        ({"logps": "sequence"}, r"'logps' have the shape \[\d+, \d+\]; .* for each sequence of each row"),
+    ],
+)
+def test_values_that_an_objective_does_not_return(
+    asked: dict[str, Any], message: str, tiny: ModuleType, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=message):
-        train(tiny, tmp_path, Trainer({"logp": "token"}), rows=tiny.texts(13))
+        train(tiny, tmp_path, Trainer(asked), rows=tiny.texts(13))
 
 
 def test_the_numbers_of_completions(short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
