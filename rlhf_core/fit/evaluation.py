@@ -138,7 +138,9 @@ def evaluator(
     """
     # A function of its own: jit would reuse programs of the same objective, which may read globals that have changed.
     per = values or {}
-    forward = jax.jit(partial(_with_values, objective, per, replicated_sharding(mesh) if per else None))
+    forward = jax.jit(
+        partial(_with_values, objective, tuple(per.items()), replicated_sharding(mesh) if per else None)
+    )
 
     def evaluate(state: TrainState) -> EvaluationMetrics:
         total: dict[str, Metric] = {}
@@ -158,18 +160,21 @@ def evaluator(
 
 def _with_values(
     objective: Objective,
-    per: Mapping[str, PerRow],
+    per: tuple[tuple[str, PerRow], ...],
     gathered: NamedSharding | None,
     params: Any,
     batch: Packed,
 ) -> Any:
-    """Call an objective; every process gets the values of these names of all rows."""
+    """Call an objective; every process gets the values of these names of all rows.
+
+    per: hashable, so that an equal evaluation is not traced again.
+    """
     loss, metrics, *values = objective(params, batch)
     if not per:
         return loss, metrics, {}
-    chosen = chosen_values(values[0] if values else {}, per)
-    for name, array in chosen.items():
-        require_shape(name, per[name], jnp.shape(array), batch, groups=True)
+    chosen = chosen_values(values[0] if values else {}, dict(per))
+    for name, kind in per:
+        require_shape(name, kind, jnp.shape(chosen[name]), batch, groups=True)
     return loss, metrics, jax.lax.with_sharding_constraint(dict(chosen), gathered)
 
 
