@@ -17,7 +17,7 @@ import numpy as np
 from rlhf_core import artifacts
 from rlhf_core.data.columns import kwargs_of, tools_of
 from rlhf_core.data.report import Report
-from rlhf_core.data.source import CHUNK
+from rlhf_core.data.table import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.mesh import make_mesh, row_multiple

@@ -22,7 +22,7 @@ from rlhf_core.data.preferences import usable_pairs as usable_pairs
 from rlhf_core.data.records import drop_columns as drop_columns
 from rlhf_core.data.records import load as load
 from rlhf_core.data.report import Report as Report
-from rlhf_core.data.source import Records as Records
+from rlhf_core.data.table import Records as Records
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.texts import usable_texts as usable_texts
 

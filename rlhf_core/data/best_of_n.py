@@ -8,16 +8,16 @@ from typing import Any, Literal
 import numpy as np
 
 import rlhf_core.data.columns as cells
-from rlhf_core.data.source import Source
+from rlhf_core.data.table import Table
 
 SIDES = ("chosen", "rejected")
 
 
-def completion_lists(source: Source) -> Literal["texts", "conversations"] | None:
+def completion_lists(table: Table) -> Literal["texts", "conversations"] | None:
     """Say what lists of completions hold; None for pairs, in which a list is one conversation's messages."""
-    if not any(cells.is_chat(source, name) for name in SIDES):
+    if not any(cells.is_chat(table, name) for name in SIDES):
         return None
-    for part in source.parts():
+    for part in table.parts():
         for row in part.rows:
             for item in (item for name in SIDES if _is_list(row.get(name)) for item in row[name]):
                 if isinstance(item, str) or _is_list(item):

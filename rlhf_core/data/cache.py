@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
-from rlhf_core.data.source import Source, digest
+from rlhf_core.data.table import Table, digest
 from rlhf_core.errors import UNREADABLE, read_limited, warn
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
@@ -43,22 +43,22 @@ def cache_directory() -> Path:
 
 
 class TokenCache:
-    """Encode sources with one set of settings, reading cached arrays if there are any."""
+    """Encode tables with one set of settings, reading cached arrays if there are any."""
 
     def __init__(self, kind: str, encoder: Encoder | None) -> None:
         """kind: "pairs", "completions", "texts" or "prompts". encoder: None disables the cache."""
         self.kind = kind
         self.encoder = encoder
 
-    def encode(self, source: Source, encode: Callable[[Source], Arrays]) -> Arrays:
-        """Apply `encode` to the source part by part, or read the same arrays from disk, read-only.
+    def encode(self, table: Table, encode: Callable[[Table], Arrays]) -> Arrays:
+        """Apply `encode` to the table part by part, or read the same arrays from disk, read-only.
 
         Raises InputError with the problems of all rows.
         """
 
         def build() -> Iterator[Arrays]:
             problems = Problems()
-            for part in source.parts():
+            for part in table.parts():
                 try:
                     encoded = encode(part)
                 except RowProblems as error:
@@ -68,10 +68,10 @@ class TokenCache:
                     yield encoded
             problems.raise_if_any()
 
-        cached = source.fingerprint and len(source.rows) >= SMALL
+        cached = table.fingerprint and len(table.rows) >= SMALL
         if self.encoder is None or not cached or self._settings_hash is None:
             return join_parts(build())
-        return load_or_build(f"{self.kind}-{digest(source.fingerprint, self._settings_hash)[:40]}", build)
+        return load_or_build(f"{self.kind}-{digest(table.fingerprint, self._settings_hash)[:40]}", build)
 
     @cached_property
     def _settings_hash(self) -> str | None:

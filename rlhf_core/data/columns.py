@@ -1,4 +1,4 @@
-"""Rename and convert the columns of a source, and check cells that hold texts or conversations."""
+"""Rename and convert the columns of a table, and check cells that hold texts or conversations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.data.source import (
+from rlhf_core.data.table import (
     CONVERSATIONS,
     ROLES,
-    Source,
+    Table,
     has_sharegpt_keys,
     is_python_literal,
     is_sharegpt,
@@ -48,26 +48,26 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 """{column: names that published datasets have for it, in order of precedence}."""
 
 
-def mapping_hint(source: Source, *formats: tuple[str, ...]) -> str:
-    """Return a sentence with the line that makes a source's columns one of these formats; "" if none fits.
+def mapping_hint(table: Table, *formats: tuple[str, ...]) -> str:
+    """Return a sentence with the line that makes a table's columns one of these formats; "" if none fits.
 
     formats: the columns that each needs. Conversations are found by their form; Alpaca's `input` joins its instruction.
     """
-    if field := _wrapped_rows(source):
-        rows = source.rows[0][field]
-        inner = _mapping(Source(source.name, rows, range(len(rows)), ""), formats)
-        table = f'path = {json.dumps(source.name)}, field = "{field}"'
-        table += f", columns = {_as_toml(inner)}" if inner else ""
-        return f" The rows are in the list '{field}': in a stage write train_data = {{ {table} }}."
-    mapping = _mapping(source, formats)
+    if field := _wrapped_rows(table):
+        rows = table.rows[0][field]
+        inner = _mapping(Table(table.name, rows, range(len(rows)), ""), formats)
+        where = f'path = {json.dumps(table.name)}, field = "{field}"'
+        where += f", columns = {_as_toml(inner)}" if inner else ""
+        return f" The rows are in the list '{field}': in a stage write train_data = {{ {where} }}."
+    mapping = _mapping(table, formats)
     return f" In a stage write columns = {_as_toml(mapping)}." if mapping else ""
 
 
-def _wrapped_rows(source: Source) -> str | None:
+def _wrapped_rows(table: Table) -> str | None:
     """Name the column of a single row that holds all rows as a list; None if there is none."""
-    if len(source.rows) != 1:
+    if len(table.rows) != 1:
         return None
-    lists = {name: value for name, value in source.rows[0].items() if name not in (*COLUMNS, "conversations")}
+    lists = {name: value for name, value in table.rows[0].items() if name not in (*COLUMNS, "conversations")}
     return next(
         (name for name, value in lists.items() if _holds(value, lambda row: not _is_message(row))), None
     )
@@ -80,16 +80,16 @@ def _holds(value: Any, of: Callable[[Mapping[str, Any]], bool]) -> bool:
     )
 
 
-def _mapping(source: Source, formats: Sequence[tuple[str, ...]]) -> dict[str, str | list[str]]:
-    """Return the `columns` that make a source one of the formats; {} if none fits."""
-    have = source.columns
+def _mapping(table: Table, formats: Sequence[tuple[str, ...]]) -> dict[str, str | list[str]]:
+    """Return the `columns` that make a table one of the formats; {} if none fits."""
+    have = table.columns
     for wanted in formats:
         mapping: dict[str, str | list[str]] = {}
         for ours in wanted:
             free = [name for name in have if name not in mapping.values() and name not in COLUMNS]
             names = [name for name in SYNONYMS[ours] if name in free]
             if ours == "messages":
-                names = [name for name in free if _holds(source.rows[0].get(name), _is_message)]
+                names = [name for name in free if _holds(table.rows[0].get(name), _is_message)]
             if ours in have:
                 continue
             if not names:
@@ -109,8 +109,8 @@ def _as_toml(mapping: Mapping[str, str | list[str]]) -> str:
     return f"{{ {', '.join(f'{name} = {json.dumps(theirs)}' for name, theirs in mapping.items())} }}"
 
 
-def rename_columns(source: Source, columns: Any) -> Source:
-    """Rename columns of a source. columns: {name that this package reads: name in the data}.
+def rename_columns(table: Table, columns: Any) -> Table:
+    """Rename columns of a table. columns: {name that this package reads: name in the data}.
 
     Texts of several columns, given as a list, become one, with an empty line between those that are not empty.
     Raises InputError for a missing column, and where two columns would share a name.
@@ -124,12 +124,12 @@ def rename_columns(source: Source, columns: Any) -> Source:
         for names in listed.values()
     ):
         raise InputError(
-            f'columns of {source.name} is {columns!r}: give a table such as {{ prompt = "question" }}'
+            f'columns of {table.name} is {columns!r}: give a table such as {{ prompt = "question" }}'
         )
-    have = source.columns
+    have = table.columns
     used = [name for names in listed.values() for name in names]
     problems = [
-        f"{source.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
+        f"{table.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
         f"{suggest(theirs, have)}"
         for ours, names in listed.items()
         for theirs in names
@@ -137,24 +137,24 @@ def rename_columns(source: Source, columns: Any) -> Source:
     ]
     taken = [ours for ours in listed if ours in have and ours not in used]
     problems += [
-        f"columns.{ours} of {source.name} names '{', '.join(listed[ours])}', but there is a column '{ours}' too: give "
+        f"columns.{ours} of {table.name} names '{', '.join(listed[ours])}', but there is a column '{ours}' too: give "
         f'that one another name, {{ {ours}_before = "{ours}" }}'
         for ours in taken
     ]
     if len(set(used)) < len(used):
-        problems.append(f"columns of {source.name} names one column twice")
+        problems.append(f"columns of {table.name} names one column twice")
     for ours in listed:
         if ours not in COLUMNS and (close := difflib.get_close_matches(ours, COLUMNS, n=1, cutoff=0.8)):
             problems.append(
-                f"columns.{ours} of {source.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
+                f"columns.{ours} of {table.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
             )
     if problems:
         raise InputError(*problems)
     names = {theirs[0]: ours for ours, theirs in listed.items()}
     gone = {name for theirs in listed.values() for name in theirs[1:]}
     how = "\0".join(["columns", *(f"{k}={v}" for k, v in sorted(columns.items()))])
-    kinds = {names.get(name, name): kind for name, kind in source.kinds.items() if name not in gone}
-    return source.derived(mapped(source.rows, partial(_rename_row, listed)), how, kinds)
+    kinds = {names.get(name, name): kind for name, kind in table.kinds.items() if name not in gone}
+    return table.derived(mapped(table.rows, partial(_rename_row, listed)), how, kinds)
 
 
 def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,28 +178,28 @@ IMAGES = ("images", "image", "videos", "video", "audios", "audio", "pixel_values
 """Columns that models with a vision or audio tower are trained on elsewhere."""
 
 
-def require_text(source: Source) -> None:
+def require_text(table: Table) -> None:
     """Raise InputError for the first row that has an image, a video or a sound in a column of its own."""
     for name in IMAGES:
-        if name not in source.kinds:
+        if name not in table.kinds:
             continue
-        for i, row in enumerate(source.rows):
+        for i, row in enumerate(table.rows):
             value = row.get(name)
             if value is not None and (not hasattr(value, "__len__") or len(value)):
                 raise InputError(
-                    f"{source.where(i)}: column '{name}' is not empty, and models are trained on text alone: remove "
+                    f"{table.where(i)}: column '{name}' is not empty, and models are trained on text alone: remove "
                     "the row, or the column"
                 )
 
 
-def normalise_conversations(source: Source) -> Source:
-    """Convert a source's conversations to lists of messages with `role` and `content`.
+def normalise_conversations(table: Table) -> Table:
+    """Convert a table's conversations to lists of messages with `role` and `content`.
 
     Converts a column `conversations` if there is no `messages`, messages with `from` and `value` or with the roles
     human and gpt, conversations stored as JSON text, and contents given as lists of text parts; lists each conversion
     in `remarks`. Raises InputError if some but not most texts of a column are such JSON.
     """
-    kinds, names, remarks = source.kinds, dict[str, str](), list[str]()
+    kinds, names, remarks = table.kinds, dict[str, str](), list[str]()
     chats = {name: kinds[name] for name in CONVERSATIONS if name in kinds}
     if "messages" not in kinds and (kind := chats.get("conversations")) and (kind.lists or kind.json_texts):
         names["conversations"] = "messages"
@@ -208,11 +208,11 @@ def normalise_conversations(source: Source) -> Source:
         said = names.get(name, name)
         if kind.python_texts:
             raise InputError(
-                f"{_first_place(source, name, is_python_literal)}: '{name}' is a conversation in Python's notation, "
+                f"{_first_place(table, name, is_python_literal)}: '{name}' is a conversation in Python's notation, "
                 "with single quotes: write it with json.dumps"
             )
         if 0 < kind.json_texts * 2 < kind.texts:
-            place = _first_place(source, name, lambda text: parse_conversation(text) is not None)
+            place = _first_place(table, name, lambda text: parse_conversation(text) is not None)
             raise InputError(
                 f"{place}: '{name}' is the JSON of a conversation, and most others are plain text: use "
                 "conversations in all rows, or in none"
@@ -227,7 +227,7 @@ def normalise_conversations(source: Source) -> Source:
     if parts := [f"'{names.get(name, name)}'" for name, kind in chats.items() if kind.parts]:
         remarks.append(f"contents given as lists of text parts ({', '.join(parts)}) are joined into one text")
     if not remarks:
-        return source
+        return table
     converted = {
         names.get(name, name): replace(
             kind, texts=kind.texts - kind.json_texts, lists=kind.lists + kind.json_texts, text_first=False
@@ -243,8 +243,8 @@ def normalise_conversations(source: Source) -> Source:
             for name, value in row.items()
         }
 
-    rows = mapped(source.rows, normalise)
-    return replace(source, rows=rows, known_kinds=converted, remarks=(*source.remarks, *remarks))
+    rows = mapped(table.rows, normalise)
+    return replace(table, rows=rows, known_kinds=converted, remarks=(*table.remarks, *remarks))
 
 
 def _normalised(value: Any) -> Any:
@@ -256,10 +256,10 @@ def _normalised(value: Any) -> Any:
     return join_contents([convert_message(item) for item in value] if is_sharegpt(value) else value)
 
 
-def _first_place(source: Source, name: str, applies: Callable[[str], bool]) -> str:
+def _first_place(table: Table, name: str, applies: Callable[[str], bool]) -> str:
     """Name the row of the column's first text that matches `applies`."""
-    rows = (i for i, row in enumerate(source.rows) if isinstance(row.get(name), str) and applies(row[name]))
-    return source.where(next(rows))
+    rows = (i for i, row in enumerate(table.rows) if isinstance(row.get(name), str) and applies(row[name]))
+    return table.where(next(rows))
 
 
 def join_contents(messages: Any) -> Any:
@@ -379,28 +379,28 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
     return None if isinstance(value, str) else f"'{column}' is {type_name(value)}, not text"
 
 
-def is_chat(source: Source, column: str) -> bool:
+def is_chat(table: Table, column: str) -> bool:
     """Whether a column holds conversations, by `ColumnKind.chat`."""
-    return source.kind(column).chat
+    return table.kind(column).chat
 
 
-def require_conversations(sources: Sequence[Source], option: str = "system_prompt") -> None:
-    """Raise InputError for sources without conversations, to which a system prompt cannot be added."""
+def require_conversations(tables: Sequence[Table], option: str = "system_prompt") -> None:
+    """Raise InputError for tables without conversations, to which a system prompt cannot be added."""
     problems = [
-        f"{option}: {source.name} has plain texts, not conversations, and a system message needs a conversation. "
+        f"{option}: {table.name} has plain texts, not conversations, and a system message needs a conversation. "
         f'Write the rows as messages, {{"role": "user", "content": …}}, or leave out {option}'
-        for source in sources
-        if not any(is_chat(source, name) for name in CONVERSATIONS if name in source.columns)
+        for table in tables
+        if not any(is_chat(table, name) for name in CONVERSATIONS if name in table.columns)
     ]
     if problems:
         raise InputError(*problems)
 
 
-def skips_template(source: Source, encoder: Encoder | None, *columns: str) -> bool:
+def skips_template(table: Table, encoder: Encoder | None, *columns: str) -> bool:
     """Whether these columns hold plain texts although the tokenizer has a chat template."""
-    if encoder is None or encoder.template is None or not set(columns) <= set(source.columns):
+    if encoder is None or encoder.template is None or not set(columns) <= set(table.columns):
         return False
-    return not any(is_chat(source, name) for name in columns)
+    return not any(is_chat(table, name) for name in columns)
 
 
 def is_blank(turns: Turns) -> bool:
@@ -425,27 +425,27 @@ def unanswered_problem(row: Mapping[str, Any], column: str, purpose: str = "judg
 
 
 def missing_columns(
-    source: Source, wanted: Sequence[str], accepted: str, *formats: tuple[str, ...]
+    table: Table, wanted: Sequence[str], accepted: str, *formats: tuple[str, ...]
 ) -> InputError:
     """Make the error for missing columns. accepted: the formats that would work. formats: as in `mapping_hint`."""
-    columns = source.columns
+    columns = table.columns
     absent = [column for column in wanted if column not in columns]
-    hints = mapping_hint(source, *formats)
+    hints = mapping_hint(table, *formats)
     close = {column: difflib.get_close_matches(column, columns, n=1) for column in absent}
     if not hints and any(close.values()):
         misspelt = {column: found[0] for column, found in close.items() if found}
         hints = f" In a stage write columns = {_as_toml(misspelt)}, or rename the column."
     listed = ", ".join(f"'{column}'" for column in absent)
     return InputError(
-        f"{source.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"
+        f"{table.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"
     )
 
 
-def require_template(source: Source, encoder: Encoder) -> None:
-    """Raise InputError if the tokenizer has no valid chat template for the source's conversations."""
+def require_template(table: Table, encoder: Encoder) -> None:
+    """Raise InputError if the tokenizer has no valid chat template for the table's conversations."""
     if encoder.template is None:
         raise InputError(
-            f"{source.name} has conversations, and the tokenizer has no chat template: set "
+            f"{table.name} has conversations, and the tokenizer has no chat template: set "
             'chat_template = "plain" or a template file, or put chat_template.jinja next to the tokenizer\'s files'
         )
     if problem := encoder.chat.problem():

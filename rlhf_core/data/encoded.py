@@ -1,4 +1,4 @@
-"""Encoded data: the rows to use of each source, and pairs and texts in flat arrays, made objects on access."""
+"""Encoded data: the rows to use of each table, and pairs and texts in flat arrays, made objects on access."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_core.data.cache import (
 )
 from rlhf_core.data.columns import skips_template
 from rlhf_core.data.report import Problems, Report, shorten
-from rlhf_core.data.source import Places, Records, Source, View, cells
+from rlhf_core.data.table import Places, Records, Table, View, cells
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import Tree, shared_prefix, tree
 from rlhf_core.packing.trees import Trees
@@ -61,22 +61,22 @@ class RowForm(NamedTuple):
     """The sequences of a row."""
     notes: tuple[str, ...]
     """Lists of `Report` for unusual rows that are kept."""
-    encode: Callable[[Source], Arrays]
-    """Tokenises the rows of a source, as `TokenCache.encode` calls it."""
+    encode: Callable[[Table], Arrays]
+    """Tokenises the rows of a table, as `TokenCache.encode` calls it."""
     trainable: Callable[[Selection], NDArray[np.bool_]]
     """Marks rows with something to train on, bool [rows]."""
-    text_columns: Callable[[Source], Sequence[str]]
+    text_columns: Callable[[Table], Sequence[str]]
     """Columns that a chat template would apply to if they held conversations."""
 
 
 class Selection:
-    """The rows of one source to use; at first all of them."""
+    """The rows of one table to use; at first all of them."""
 
-    def __init__(self, source: Source, offset: int, arrays: Arrays, names: Sequence[str]) -> None:
-        """offset: index of the source's first row in the records. names: the sequences in `arrays`, which also has
+    def __init__(self, table: Table, offset: int, arrays: Arrays, names: Sequence[str]) -> None:
+        """offset: index of the table's first row in the records. names: the sequences in `arrays`, which also has
         their `sequence_facts`.
         """
-        self.source, self.offset, self.arrays, self.names = source, offset, arrays, names
+        self.table, self.offset, self.arrays, self.names = table, offset, arrays, names
         self.stops = {name: np.array(arrays[f"{name}{ENDS}"], np.int64) for name in names}
         self.starts = {name: np.concatenate([[0], stops[:-1]]) for name, stops in self.stops.items()}
         self.count = len(self.stops[names[0]])
@@ -111,7 +111,7 @@ class Selection:
 
     def record(self, which: NDArray[np.bool_], places: list[str]) -> None:
         """Add the names of these rows to a list of the report."""
-        places += [self.source.where(i) for i in np.flatnonzero(which).tolist()]
+        places += [self.table.where(i) for i in np.flatnonzero(which).tolist()]
 
     def cut(self, limit: int, mode: str, unknown: int | None) -> None:
         """Cut the sequences to `limit` tokens by `Limit.truncation_mode`, and recompute their facts."""
@@ -134,16 +134,16 @@ class Selection:
         """Add used rows with notes, and those with unknown tokens, to the report's lists."""
         for name in names:
             rows = self.arrays[f"{name}{ROWS}"]
-            getattr(report, name).extend(self.source.where(i) for i in rows[self.used[rows]].tolist())
+            getattr(report, name).extend(self.table.where(i) for i in rows[self.used[rows]].tolist())
         self.record(self.unknown & self.used, report.unknown)
         fields = zip(self.arrays[FIELDS + ROWS].tolist(), self.arrays[FIELDS + NAMES].tolist(), strict=True)
         for i, name in fields:
             if self.used[i]:
-                report.add_ignored_field(self.source.where(i), name.decode(errors="replace"))
+                report.add_ignored_field(self.table.where(i), name.decode(errors="replace"))
 
 
 class Selected(NamedTuple):
-    """The used rows of all sources."""
+    """The used rows of all tables."""
 
     parts: list[Selection]
     report: Report
@@ -161,7 +161,7 @@ class Selected(NamedTuple):
         )
 
     def values(self, of: Callable[[Selection], NDArray[Any]]) -> NDArray[Any]:
-        """Concatenate values of the used rows. of: returns those of all rows of a source."""
+        """Concatenate values of the used rows. of: returns those of all rows of a table."""
         return np.concatenate([of(rows)[rows.used] for rows in self.parts])
 
 
@@ -178,17 +178,17 @@ def select(
     encoder = cache.encoder
     unknown = None if encoder is None else unknown_id(encoder.tokenizer)
 
-    def encode(source: Source) -> Arrays:
-        arrays = form.encode(source)
+    def encode(table: Table) -> Arrays:
+        arrays = form.encode(table)
         return arrays | sequence_facts(arrays, form.names, unknown)
 
     parts: list[Selection] = []
     lengths: list[NDArray[np.int64]] = []
-    for source, offset in zip(records.sources, records.offsets(), strict=True):
-        rows = Selection(source, offset, cache.encode(source, encode), form.names)
+    for table, offset in zip(records.tables, records.offsets(), strict=True):
+        rows = Selection(table, offset, cache.encode(table, encode), form.names)
         report.total += rows.count
         if encoder is not None and "doubled" in form.notes and not part:
-            refuse_repeats(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
+            refuse_repeats(table, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
         rows.drop(~form.trainable(rows), report.empty)
         lengths.append(rows.longest[rows.used])
         rows.drop(rows.identical, report.identical)
@@ -204,8 +204,8 @@ def select(
         if part:
             continue
         rows.record_notes(form.notes, report)
-        columns = form.text_columns(source)
-        if columns and skips_template(source, encoder, *columns):
+        columns = form.text_columns(table)
+        if columns and skips_template(table, encoder, *columns):
             rows.record(rows.used, report.untemplated)
     kept = np.concatenate([np.flatnonzero(rows.used) + rows.offset for rows in parts])
     places = Places(records, kept)
@@ -218,27 +218,27 @@ def select(
     return Selected(parts, report, places, digests)
 
 
-def refuse_repeats(source: Source, doubled: Sequence[int], repeated: bool | None) -> None:
+def refuse_repeats(table: Table, doubled: Sequence[int], repeated: bool | None) -> None:
     """Raise InputError if most rows' completions repeat the prompt and `prompt_repeated` is not set.
 
     doubled: the rows that repeat it. repeated: `TextOptions.prompt_repeated`.
     """
-    if repeated is None and len(doubled) * 2 > len(source.rows):
-        rows = shorten([source.where(i) for i in doubled])
+    if repeated is None and len(doubled) * 2 > len(table.rows):
+        rows = shorten([table.where(i) for i in doubled])
         raise InputError(
-            f"{source.name}: in {len(doubled):,} of {len(source.rows):,} rows a completion begins with the text of its "
+            f"{table.name}: in {len(doubled):,} of {len(table.rows):,} rows a completion begins with the text of its "
             f"prompt ({rows}): set prompt_repeated = true to take it off, or prompt_repeated = false if the model "
             "should read it twice"
         )
 
 
-def list_unread_columns(report: Report, records: Records, read: Callable[[Source], Iterable[str]]) -> None:
-    """Add the columns to the report that `read` does not return for a source, with how many rows have them."""
+def list_unread_columns(report: Report, records: Records, read: Callable[[Table], Iterable[str]]) -> None:
+    """Add the columns to the report that `read` does not return for a table, with how many rows have them."""
     counts: dict[str, int] = {}
-    for source in records.sources:
-        used = set(read(source))
-        for name in source.columns:
-            if name not in used and (count := source.kind(name).total):
+    for table in records.tables:
+        used = set(read(table))
+        for name in table.columns:
+            if name not in used and (count := table.kind(name).total):
                 counts[name] = counts.get(name, 0) + count
     if counts:
         listed = ", ".join(f"{name} (in {count:,})" for name, count in counts.items())
@@ -246,7 +246,7 @@ def list_unread_columns(report: Report, records: Records, read: Callable[[Source
 
 
 class Notes:
-    """Unusual rows of a source, by the name of the `Report` list they belong to."""
+    """Unusual rows of a table, by the name of the `Report` list they belong to."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.rows: dict[str, set[int]] = {name: set() for name in names}
@@ -261,12 +261,12 @@ class Notes:
             FIELDS + NAMES: np.array([name.encode() for _, name in self.fields], "S64"),
         }
 
-    def record(self, source: Source, report: Report) -> None:
-        """Add the rows of a source to the report's lists."""
+    def record(self, table: Table, report: Report) -> None:
+        """Add the rows of a table to the report's lists."""
         for name, rows in self.rows.items():
-            getattr(report, name).extend(source.where(i) for i in sorted(rows))
+            getattr(report, name).extend(table.where(i) for i in sorted(rows))
         for i, name in self.fields:
-            report.add_ignored_field(source.where(i), name)
+            report.add_ignored_field(table.where(i), name)
 
     def add(self, name: str, i: int, applies: bool) -> None:
         if applies:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import runtime
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Kinds, View, count_kinds, count_values, digest
+from rlhf_core.data.table import Kinds, View, count_kinds, count_values, digest
 from rlhf_core.errors import InputError, library_words, reading
 from rlhf_core.tokenizer.options import text_problem
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.batch_order import batch_rows
 from rlhf_core.data.encoded import Pairs, Texts
-from rlhf_core.data.source import Records, Source, View, take
+from rlhf_core.data.table import Records, Table, View, take
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.packing.trees import Tree, Trees
 from rlhf_core.runtime.signals import stop_requested
@@ -37,18 +37,18 @@ State: TypeAlias = dict[str, Any]
 
 
 class Block(NamedTuple):
-    """Rows in the order of training, in memory, grouped by their source."""
+    """Rows in the order of training, in memory, grouped by their table."""
 
-    parts: list[Source]
+    parts: list[Table]
     order: NDArray[np.int64]
     """int64 [rows]: the place in the block of each row of the parts."""
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[Source, int, Mapping[str, Any]]]) -> Block:
-        """Make a block of (source, number of the row in it, row)."""
+    def of(cls, rows: Sequence[tuple[Table, int, Mapping[str, Any]]]) -> Block:
+        """Make a block of (table, number of the row in it, row)."""
         places: dict[int, list[int]] = {}
-        for place, (source, _, _) in enumerate(rows):
-            places.setdefault(id(source), []).append(place)
+        for place, (table, _, _) in enumerate(rows):
+            places.setdefault(id(table), []).append(place)
         parts = [
             replace(
                 rows[which[0]][0],
@@ -155,7 +155,7 @@ class LazyRecords(LazyRows):
     def __init__(
         self,
         records: Records,
-        usable: Callable[[Source], NDArray[np.bool_]],
+        usable: Callable[[Table], NDArray[np.bool_]],
         encode: partial[Pairs | Texts],
         tokenizer: Any,
         *,
@@ -164,7 +164,7 @@ class LazyRecords(LazyRows):
     ) -> None:
         """usable: as `usable_pairs`. Raises InputError naming file and row of the first few problems of all rows."""
         self.records, self._seed, self._shuffle = records, seed, shuffle
-        marks = [usable(part) for source in records.sources for part in source.parts()]
+        marks = [usable(part) for table in records.tables for part in table.parts()]
         self.used = np.flatnonzero(np.concatenate(marks))
         """int64 [rows]: indices of the rows that are ordered."""
         if not len(self.used):
@@ -185,8 +185,8 @@ class LazyRecords(LazyRows):
         """Read rows. which: int64 [n], indices into `used`."""
         rows = []
         for i in self.used[which].tolist():
-            source, k = self.records.find(i)
-            rows.append((source, int(source.numbers[k]), source.rows[k]))
+            table, k = self.records.find(i)
+            rows.append((table, int(table.numbers[k]), table.rows[k]))
         return Block.of(rows)
 
     def blocks(self) -> _OrderedBlocks:
@@ -229,14 +229,12 @@ class LazyRecords(LazyRows):
                 raise Stopped("the stage has ended")
             return take(rows, which)
 
-        sources = [
-            replace(
-                source, rows=View(len(source.rows), partial(rows_of, source.rows)), known_kinds=source.kinds
-            )
-            for source in self.records.sources
+        tables = [
+            replace(table, rows=View(len(table.rows), partial(rows_of, table.rows)), known_kinds=table.kinds)
+            for table in self.records.tables
         ]
         with suppress(Exception):  # the update that reads the row raises the error
-            self._whole = own_copy(self.encoder).rows(Records(sources))
+            self._whole = own_copy(self.encoder).rows(Records(tables))
 
     def wait(self) -> None:
         """Wait until all rows are in the token cache, if they are being encoded and the run is not asked to stop."""

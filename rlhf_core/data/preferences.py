@@ -19,7 +19,7 @@ from rlhf_core.data.encoded import Limit, Notes, RowForm, Selection, list_unread
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.table import Records, Table
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import shared_prefix
 from rlhf_core.tokenizer.encoding import Encoder, Ints, TextOptions, Turns, first_after, join
@@ -57,7 +57,7 @@ class Preference(NamedTuple):
     """A prompt and its completions, before tokenisation."""
 
     row: int
-    """Index of the row in its source."""
+    """Index of the row in its table."""
     prompt: Turns | None
     """None if the completions contain it."""
     completions: Sequence[Turns]
@@ -75,7 +75,7 @@ class Preference(NamedTuple):
 
 
 def parse_pairs(
-    source: Source,
+    table: Table,
     problems: Problems,
     prompt_repeated: bool | None = None,
     *,
@@ -87,18 +87,18 @@ def parse_pairs(
     prompt_repeated: as in `TextOptions`, for texts; the turns show whether a conversation contains its prompt.
     lists: `chosen` and `rejected` hold lists of completions. complete: leave out rows in which one of them is null.
     """
-    columns = set(source.columns)
+    columns = set(table.columns)
     if not {"chosen", "rejected"} <= columns:
-        raise cells.missing_columns(source, ("chosen", "rejected"), ACCEPTED, *FORMATS)
+        raise cells.missing_columns(table, ("chosen", "rejected"), ACCEPTED, *FORMATS)
     names = [name for name in ("prompt", *SIDES) if name in columns]
-    chat = {name: cells.is_chat(source, name) for name in names}
+    chat = {name: cells.is_chat(table, name) for name in names}
     if chat["chosen"] != chat["rejected"] and not lists:
         raise InputError(
-            f"{source.where(0)}: one of 'chosen' and 'rejected' is a conversation, the other is not: make both "
+            f"{table.where(0)}: one of 'chosen' and 'rejected' is a conversation, the other is not: make both "
             "texts or both lists of messages"
         )
     parsed: list[Preference] = []
-    for i, row in enumerate(source.rows):
+    for i, row in enumerate(table.rows):
         if complete and any(name in row and row[name] is None for name in SIDES):
             continue
         wrong = [
@@ -113,7 +113,7 @@ def parse_pairs(
             sides = [(name, each) for name in SIDES for each in (row[name] if lists else [row[name]])]
             found = _split(i, row.get("prompt"), sides, prompt_repeated)
         if isinstance(found, str):
-            problems.add(f"{source.where(i)}: {found}")
+            problems.add(f"{table.where(i)}: {found}")
         else:
             parsed.append(found)
     return parsed
@@ -151,7 +151,7 @@ def _not_repeated(prompt: str, name: str, completion: str) -> str | None:
 
 
 def strip_prompts(
-    source: Source,
+    table: Table,
     used: Sequence[int],
     rows: Sequence[tuple[Any, Any]],
     repeated: bool | None,
@@ -159,14 +159,14 @@ def strip_prompts(
 ) -> list[tuple[Any, Any]]:
     """Strip the prompt from the start of each completion if `repeated`. rows: texts (prompt, completion).
 
-    used: the rows' indices in the source. repeated: `TextOptions.prompt_repeated`; if true, rows whose completion lacks
+    used: the rows' indices in the table. repeated: `TextOptions.prompt_repeated`; if true, rows whose completion lacks
     the prompt are added to `problems`.
     """
     if not repeated:
         return list(rows)
     for i, (prompt, completion) in zip(used, rows, strict=True):
         if problem := _not_repeated(prompt, "completion", completion):
-            problems.add(f"{source.where(i)}: {problem}")
+            problems.add(f"{table.where(i)}: {problem}")
     return [(prompt, completion[len(prompt) :]) for prompt, completion in rows]
 
 
@@ -261,18 +261,18 @@ def encode_pairs(
     return pairs
 
 
-def usable_pairs(source: Source, options: TextOptions) -> NDArray[np.bool_]:
+def usable_pairs(table: Table, options: TextOptions) -> NDArray[np.bool_]:
     """Check all rows as far as that needs no tokenizer; tell which could teach something, bool [rows].
 
     Raises InputError naming file and row of the first few problems.
     """
     problems = Problems()
-    for i, row in enumerate(source.rows):
-        read_margin(row, source.where(i), problems)
-    if any(set(family) <= set(source.columns) for family in FAMILIES):
+    for i, row in enumerate(table.rows):
+        read_margin(row, table.where(i), problems)
+    if any(set(family) <= set(table.columns) for family in FAMILIES):
         problems.raise_if_any()
-        return np.ones(len(source.rows), bool)
-    parsed = parse_pairs(source, problems, options.prompt_repeated)
+        return np.ones(len(table.rows), bool)
+    parsed = parse_pairs(table, problems, options.prompt_repeated)
     problems.raise_if_any()
     return np.array(
         [
@@ -283,48 +283,48 @@ def usable_pairs(source: Source, options: TextOptions) -> NDArray[np.bool_]:
     )
 
 
-def _text_columns(source: Source) -> tuple[str, ...]:
-    named = tuple(name for name in ("prompt", *SIDES) if name in source.columns)
+def _text_columns(table: Table) -> tuple[str, ...]:
+    named = tuple(name for name in ("prompt", *SIDES) if name in table.columns)
     return named if "chosen" in named else ()
 
 
-def _used_columns(source: Source) -> tuple[str, ...]:
+def _used_columns(table: Table) -> tuple[str, ...]:
     """List the columns that pairs and their evaluation are read from."""
-    if any(set(family) <= set(source.columns) for family in FAMILIES):
+    if any(set(family) <= set(table.columns) for family in FAMILIES):
         return ("margin", "subset", *(name for name in COLUMNS if "ids" in name or "mask" in name))
     texts = ("prompt", *SIDES)
-    chat = any(cells.is_chat(source, name) for name in texts)
+    chat = any(cells.is_chat(table, name) for name in texts)
     return ("margin", "subset", *texts, *(cells.FOR_TEMPLATES if chat else ()))
 
 
-def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Arrays:
+def _encode(table: Table, encoder: Encoder | None, completions: bool) -> Arrays:
     """Encode every row's chosen and rejected ids (none if a completion is blank), its margin and notes.
 
     completions: add "starts", int64 [rows, 2], where the completions start.
     """
-    columns = source.columns
+    columns = table.columns
     problems = Problems()
-    margins = [read_margin(row, source.where(i), problems) for i, row in enumerate(source.rows)]
+    margins = [read_margin(row, table.where(i), problems) for i, row in enumerate(table.rows)]
     for family in FAMILIES:
         if set(family) <= set(columns):
             tokenizer = None if encoder is None else encoder.tokenizer
-            sides = [read_token_ids(source, name, tokenizer, problems) for name in family]
+            sides = [read_token_ids(table, name, tokenizer, problems) for name in family]
             problems.raise_if_any()
             arrays = _arrays(sides[0], sides[1], margins, Notes(NOTES))
             if completions:
-                prompts = read_prompt_ids(source, tokenizer, Problems())
+                prompts = read_prompt_ids(table, tokenizer, Problems())
                 firsts = (
                     map(_first_difference, *sides) if prompts is None else [(len(p),) * 2 for p in prompts]
                 )
                 arrays["starts"] = np.array(list(firsts), np.int64)
             return arrays
     repeated = None if encoder is None else encoder.options.prompt_repeated
-    preferences = parse_pairs(source, problems, repeated)
+    preferences = parse_pairs(table, problems, repeated)
     problems.raise_if_any()
     if encoder is None:
-        raise InputError(f"{source.name} has text, which needs a tokenizer")
+        raise InputError(f"{table.name} has text, which needs a tokenizer")
     if not all(isinstance(p.chosen, str) for p in preferences):
-        cells.require_template(source, encoder)
+        cells.require_template(table, encoder)
     texts: list[tuple[str, bool]] = []
     chat: list[bool] = []
     openings: list[tuple[str, bool]] = []
@@ -335,7 +335,7 @@ def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Array
         if cells.is_blank(p.chosen) or cells.is_blank(p.rejected):
             continue
         try:
-            tools, kwargs = cells.tools_of(source.rows[i]), cells.kwargs_of(source.rows[i])
+            tools, kwargs = cells.tools_of(table.rows[i]), cells.kwargs_of(table.rows[i])
             for side in (p.chosen, p.rejected):
                 texts.append(notes.write_judged(i, encoder, join(p.prompt, side), tools, kwargs))
                 chat.append(not isinstance(side, str) or not isinstance(p.prompt, str | None))
@@ -344,7 +344,7 @@ def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Array
                 openings.append(encoder.prompt_text(p.prompt, p.chosen, tools=tools, kwargs=kwargs))
             used.append(i)
         except InputError as error:
-            problems.add(f"{source.where(i)}: {error}")
+            problems.add(f"{table.where(i)}: {error}")
     problems.raise_if_any()
     ids = encoder.tokenize_closed(texts, chat)
     chosen, rejected = (dict(zip(used, ids[side::2], strict=True)) for side in (0, 1))
@@ -389,36 +389,35 @@ def _arrays(
     }
 
 
-def read_token_ids(source: Source, column: str, tokenizer: Any, problems: Problems) -> list[Ints]:
+def read_token_ids(table: Table, column: str, tokenizer: Any, problems: Problems) -> list[Ints]:
     """Read a column of token ids as int32 [n] per row, without the padding that its attention mask marks.
 
     Prompt ids (`prompt_ids`, `prompt_input_ids`, `input_ids_prompt`) are put in front.
     Invalid rows are added to `problems` and returned empty.
     """
-    mask = _first_present(source, MASK_NAMES, "chosen" if "chosen" in column else "rejected")
-    prompts = read_prompt_ids(source, tokenizer, problems)
-    ids = _read_column(source, column, mask, tokenizer, problems)
+    mask = _first_present(table, MASK_NAMES, "chosen" if "chosen" in column else "rejected")
+    prompts = read_prompt_ids(table, tokenizer, problems)
+    ids = _read_column(table, column, mask, tokenizer, problems)
     return ids if prompts is None else [np.concatenate(parts) for parts in zip(prompts, ids, strict=True)]
 
 
-def read_prompt_ids(source: Source, tokenizer: Any, problems: Problems) -> list[Ints] | None:
+def read_prompt_ids(table: Table, tokenizer: Any, problems: Problems) -> list[Ints] | None:
     """Read the column of prompt ids as `read_token_ids` does; None if there is none."""
-    prompt, mask = (_first_present(source, names, "prompt") for names in (ID_NAMES, MASK_NAMES))
-    return None if prompt is None else _read_column(source, prompt, mask, tokenizer, problems)
+    prompt, mask = (_first_present(table, names, "prompt") for names in (ID_NAMES, MASK_NAMES))
+    return None if prompt is None else _read_column(table, prompt, mask, tokenizer, problems)
 
 
 def _read_column(
-    source: Source, column: str, mask: str | None, tokenizer: Any, problems: Problems
+    table: Table, column: str, mask: str | None, tokenizer: Any, problems: Problems
 ) -> list[Ints]:
     vocabulary = len(tokenizer) if tokenizer is not None else None
     return [
-        _read_ids(row, column, mask, vocabulary, source.where(i), problems)
-        for i, row in enumerate(source.rows)
+        _read_ids(row, column, mask, vocabulary, table.where(i), problems) for i, row in enumerate(table.rows)
     ]
 
 
-def _first_present(source: Source, names: Sequence[str], of: str) -> str | None:
-    return next((name for each in names if (name := each.format(of)) in source.columns), None)
+def _first_present(table: Table, names: Sequence[str], of: str) -> str | None:
+    return next((name for each in names if (name := each.format(of)) in table.columns), None)
 
 
 def _read_ids(

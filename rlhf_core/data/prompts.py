@@ -17,7 +17,7 @@ from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
 from rlhf_core.data.encoded import Limit, Notes, RowForm, require_vocabulary, select
 from rlhf_core.data.lazy import Encoding, Example, ExampleReader
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.source import Places, Records, Source, cells, mapped
+from rlhf_core.data.table import Places, Records, Table, cells, mapped
 from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import Tree
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
@@ -106,15 +106,15 @@ def encode_prompts(
     if reserved:
         taken = ", ".join(map(repr, reserved))
         raise InputError(f"{records.name}: rename column {taken}: reward functions are called with that name")
-    chat = [columns.is_chat(source, "prompt") for source in records.sources]
+    chat = [columns.is_chat(table, "prompt") for table in records.tables]
     if len(set(chat)) > 1:
-        names = [records.sources[chat.index(kind)].name for kind in (True, False)]
+        names = [records.tables[chat.index(kind)].name for kind in (True, False)]
         raise InputError(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
     encode = partial(_encode, encoder=encoder, chat=chat[0])
     form = RowForm(
-        "prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda source: ("prompt",)
+        "prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda table: ("prompt",)
     )
     limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
     chosen = select(records, TokenCache("prompts", encoder), form, limit, part=part)
@@ -130,18 +130,18 @@ def encode_prompts(
     )
 
 
-def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
+def _encode(table: Table, encoder: Encoder, chat: bool) -> Arrays:
     """Tokenise every row; an empty text has no ids if the tokenizer adds no special tokens."""
-    if "prompt" not in source.columns:
-        raise columns.missing_columns(source, ("prompt",), ACCEPTED, *FORMATS)
+    if "prompt" not in table.columns:
+        raise columns.missing_columns(table, ("prompt",), ACCEPTED, *FORMATS)
     if chat:
-        columns.require_template(source, encoder)
+        columns.require_template(table, encoder)
     problems = Problems()
     texts: list[tuple[str, bool]] = []
     notes = Notes(NOTES)
-    for i, row in enumerate(source.rows):
+    for i, row in enumerate(table.rows):
         if problem := columns.cell_problem(row, "prompt", chat):
-            problems.add(f"{source.where(i)}: {problem}")
+            problems.add(f"{table.where(i)}: {problem}")
             continue
         try:
             tools, kwargs = columns.tools_of(row), columns.kwargs_of(row)
@@ -149,7 +149,7 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
             if chat:
                 notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs)
         except InputError as error:
-            problems.add(f"{source.where(i)}: {error}")
+            problems.add(f"{table.where(i)}: {error}")
     problems.raise_if_any()
     return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays()}
 
@@ -159,21 +159,21 @@ def as_prompts(records: Records) -> Records:
 
     Raises InputError naming rows with invalid conversations, and those without a turn to reply to.
     """
-    return Records([_add_prompts(source) for source in records.sources])
+    return Records([_add_prompts(table) for table in records.tables])
 
 
-def _add_prompts(source: Source) -> Source:
-    if "prompt" in source.columns or "messages" not in source.columns:
-        return source
+def _add_prompts(table: Table) -> Table:
+    if "prompt" in table.columns or "messages" not in table.columns:
+        return table
     problems = Problems()
-    for i, row in enumerate(source.rows):
+    for i, row in enumerate(table.rows):
         problem = columns.cell_problem(row, "messages", chat=True)
         if problem or not _without_last_replies(row):
             wrong = problem or "'messages' has no turn to reply to"
-            problems.add(f"{source.where(i)}: {wrong}")
+            problems.add(f"{table.where(i)}: {wrong}")
     problems.raise_if_any()
-    rows = mapped(source.rows, lambda row: {**row, "prompt": _without_last_replies(row)})
-    return source.derived(rows, "messages", {**source.kinds, "prompt": source.kind("messages")})
+    rows = mapped(table.rows, lambda row: {**row, "prompt": _without_last_replies(row)})
+    return table.derived(rows, "messages", {**table.kinds, "prompt": table.kind("messages")})
 
 
 def _without_last_replies(row: Mapping[str, Any]) -> list[Any]:
@@ -295,8 +295,8 @@ class UntokenizedPrompts:
     @property
     def chat(self) -> bool:
         """Whether the prompts are conversations."""
-        sources = [] if self.records is None else self.records.sources
-        return any(columns.is_chat(source, "prompt") for source in sources if "prompt" in source.columns)
+        tables = [] if self.records is None else self.records.tables
+        return any(columns.is_chat(table, "prompt") for table in tables if "prompt" in table.columns)
 
     @cached_property
     def columns(self) -> dict[str, Sequence[Any]]:

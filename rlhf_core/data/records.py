@@ -16,7 +16,7 @@ from rlhf_core.contracts import DATASET
 from rlhf_core.data.columns import normalise_conversations, rename_columns, require_text
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Kinds, Records, Source, count_values, digest, json_text, mapped
+from rlhf_core.data.table import Kinds, Records, Table, count_values, digest, json_text, mapped
 from rlhf_core.errors import InputError, library_words, reading, suggest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def load(
         subset, split, field, revision, data_files, weight, columns}; a list of these, concatenated; or rows in memory:
         a list of mappings, a `datasets.Dataset`, a data frame, any object with `__len__` and `__getitem__`.
     base: directory that relative paths start from; the current one by default.
-    columns: as in `rename_columns`, for every source without `columns` in its table.
+    columns: as in `rename_columns`, for all data without `columns` of their own.
 
     `field` names the list of rows in a file that is one object, {"data": [...]}. `split` is a name, or part of the rows
     as in "train[:90%]". `weight` w repeats every row w times; its fractional part adds evenly spaced rows.
@@ -62,15 +62,13 @@ def load(
     Raises InputError for data that is missing or cannot be read.
     """
     if isinstance(spec, Records):
-        return (
-            spec if columns is None else Records([with_columns(source, columns) for source in spec.sources])
-        )
+        return spec if columns is None else Records([with_columns(table, columns) for table in spec.tables])
     if isinstance(spec, list | tuple):
         if not spec:
             raise InputError("the data is an empty list: give rows, or names of files")
         if not all(map(_is_row, spec)):
             loaded = [load(item, registry=registry, base=base, columns=columns) for item in spec]
-            return Records([source for records in loaded for source in records.sources])
+            return Records([table for records in loaded for table in records.tables])
         return Records([with_columns(from_memory(spec), columns)])
     if isinstance(spec, str | Path):
         return Records([with_columns(_from_name(str(spec), {}, registry, base), columns)])
@@ -80,20 +78,20 @@ def load(
 
 
 def drop_columns(records: Records, names: Sequence[str]) -> Records:
-    """Leave out columns by name; those that a source lacks are no error."""
+    """Leave out columns by name; those that a table lacks are no error."""
 
-    def without(source: Source) -> Source:
-        rows = mapped(source.rows, lambda row: {k: v for k, v in row.items() if k not in names})
-        kinds = {name: kind for name, kind in source.kinds.items() if name not in names}
-        return source.derived(rows, "\0".join(["drop", *sorted(names)]), kinds)
+    def without(table: Table) -> Table:
+        rows = mapped(table.rows, lambda row: {k: v for k, v in row.items() if k not in names})
+        kinds = {name: kind for name, kind in table.kinds.items() if name not in names}
+        return table.derived(rows, "\0".join(["drop", *sorted(names)]), kinds)
 
-    return Records([without(source) for source in records.sources])
+    return Records([without(table) for table in records.tables])
 
 
-def with_columns(source: Source, columns: Mapping[str, Any] | None) -> Source:
-    """Rename the columns of a source and convert its conversations. Raises InputError for a row with images."""
-    require_text(source)
-    return normalise_conversations(source if not columns else rename_columns(source, columns))
+def with_columns(table: Table, columns: Mapping[str, Any] | None) -> Table:
+    """Rename the columns of a table and convert its conversations. Raises InputError for a row with images."""
+    require_text(table)
+    return normalise_conversations(table if not columns else rename_columns(table, columns))
 
 
 def named_sets(data: Any) -> Mapping[str, Any]:
@@ -174,25 +172,25 @@ def _is_row(item: Any) -> bool:
 
 
 def _from_table(
-    table: Mapping[str, Any], registry: Registry | None, base: Path | None, columns: Mapping[str, Any] | None
-) -> Source:
-    options = dict(table)
+    spec: Mapping[str, Any], registry: Registry | None, base: Path | None, columns: Mapping[str, Any] | None
+) -> Table:
+    options = dict(spec)
     columns = options.pop("columns", columns)
     require_rows(options)
     name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
     if name is None and path is None:
-        held = [key for key, value in table.items() if isinstance(value, list) and all(map(_is_row, value))]
+        held = [key for key, value in spec.items() if isinstance(value, list) and all(map(_is_row, value))]
         if held:
             raise InputError(f"the rows are in '{held[0]}' of an object: give that list, data['{held[0]}']")
         raise InputError(
-            f"a data table needs a name or a path; it has {', '.join(map(str, table)) or 'nothing'}: "
+            f"a data table needs a name or a path; it has {', '.join(map(str, spec)) or 'nothing'}: "
             '{ name = "jsonl", path = "pairs.jsonl" }'
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
         raise InputError(f"weight of {name or path} is {weight!r}: give a number above 0")
     if registry is not None and name not in FORMATS and name in registry.names(DATASET):
         arguments = options if path is None else {**options, "path": path}
-        source = from_memory(registry.get(DATASET, name, **arguments), name)
+        table = from_memory(registry.get(DATASET, name, **arguments), name)
     else:
         if unknown := [key for key in options if key not in (*HUB_OPTIONS, *FILE_OPTIONS)]:
             known = ["name", "path", "weight", "columns", "field", *HUB_OPTIONS]
@@ -204,19 +202,19 @@ def _from_table(
                 raise InputError(
                     f"'{name}' is not a file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
                 )
-            source = _from_file(resolve(str(path), base), str(path), name, options)
+            table = _from_file(resolve(str(path), base), str(path), name, options)
         elif name in FORMATS:
             raise InputError(
                 f'{{ name = "{name}" }} needs a path: {{ name = "{name}", path = "pairs.{name}" }}'
             )
         else:
-            source = _from_name(str(name), options, registry, base)
-    source = with_columns(source, columns)
+            table = _from_name(str(name), options, registry, base)
+    table = with_columns(table, columns)
     if weight == 1:
-        return source
-    n, whole = len(source.rows), int(weight)
+        return table
+    n, whole = len(table.rows), int(weight)
     extra = max(round((weight - whole) * n), 0 if whole else 1)
-    return source.take([*range(n)] * whole + [i * n // extra for i in range(extra)], f"weight {weight}")
+    return table.take([*range(n)] * whole + [i * n // extra for i in range(extra)], f"weight {weight}")
 
 
 def resolve(name: str, base: Path | None = None) -> Path:
@@ -224,7 +222,7 @@ def resolve(name: str, base: Path | None = None) -> Path:
     return hub.fetch(name) if hub.is_hub_name(name) else (base or Path()) / Path(name).expanduser()
 
 
-def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Source:
+def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Table:
     if hub.is_hub_name(name) and hub.parse(name).file is None:
         return from_memory(hub_dataset(name, options), name)
     path = resolve(name, base)
@@ -247,7 +245,7 @@ def missing_file(path: Path, name: str) -> str:
     return f"no file {name}.{suggest(path.name, [p.name for p in path.parent.iterdir()])}"
 
 
-def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Source:
+def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Table:
     split = options.get("split")
     if hub := [key for key in options if key not in FILE_OPTIONS]:
         raise InputError(f"{name} is a file: {', '.join(hub)} is for datasets of the hub; leave it out")
@@ -264,42 +262,42 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
             f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
     read = read_file(path, name, kind)
-    source = Source(name, read.rows, read.numbers, read.fingerprint, read.kinds)
+    table = Table(name, read.rows, read.numbers, read.fingerprint, read.kinds)
     if (field := options.get("field")) is not None:
-        source = _rows_in_field(source, field)
-    return source if split is None else _part(source, split)
+        table = _rows_in_field(table, field)
+    return table if split is None else _part(table, split)
 
 
-def _rows_in_field(source: Source, field: Any) -> Source:
+def _rows_in_field(table: Table, field: Any) -> Table:
     """Take the list of rows that a file's only object has in a field."""
-    rows = source.rows[0].get(field) if len(source.rows) == 1 else None
+    rows = table.rows[0].get(field) if len(table.rows) == 1 else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         raise InputError(
-            f"field '{field}' of {source.name}: the file is not one object with a list of rows in it."
-            f"{suggest(str(field), set(source.columns) - {field})}"
+            f"field '{field}' of {table.name}: the file is not one object with a list of rows in it."
+            f"{suggest(str(field), set(table.columns) - {field})}"
         )
-    return Source(source.name, rows, range(1, len(rows) + 1), digest(source.fingerprint, "field", field))
+    return Table(table.name, rows, range(1, len(rows) + 1), digest(table.fingerprint, "field", field))
 
 
-def _part(source: Source, split: str) -> Source:
+def _part(table: Table, split: str) -> Table:
     """Take the part of a file that `datasets` calls "train", "train[:100]" or "[10%:]"."""
     match = re.fullmatch(r"(?:train)?(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if match is None:
         raise InputError(
-            f"split '{split}' of {source.name}: a file has only train; parts are written train[:90%]"
+            f"split '{split}' of {table.name}: a file has only train; parts are written train[:90%]"
         )
-    n = len(source.rows)
+    n = len(table.rows)
     start, stop = (
         None if end is None else round(n * int(end[:-1]) / 100) if end.endswith("%") else int(end)
         for end in match.groups()
     )
     chosen = range(n)[start:stop]
     if not chosen:
-        raise InputError(f"split '{split}' of {source.name} has no rows: the file has {n:,}")
-    return source.take(chosen, f"split {split}")
+        raise InputError(f"split '{split}' of {table.name} has no rows: the file has {n:,}")
+    return table.take(chosen, f"split {split}")
 
 
-def _from_directory(path: Path, name: str, split: str | None) -> Source:
+def _from_directory(path: Path, name: str, split: str | None) -> Table:
     if not any((path / marker).is_file() for marker in ("dataset_info.json", "dataset_dict.json")):
         files = sorted(p.name for p in path.iterdir() if format_of(p) is not None)
         hint = f"; it has {', '.join(files[:8])}: give one of these, or a list" if files else ""
@@ -366,13 +364,13 @@ def hub_dataset(
         ) from error
 
 
-def from_memory(data: Any, name: str = "dataset") -> Source:
+def from_memory(data: Any, name: str = "dataset") -> Table:
     """Read rows from a list, a `datasets.Dataset`, a data frame, or an object with `__len__` and `__getitem__`.
 
     Rows that a filter of grain left out, which are None, are passed over; the others keep their numbers.
     """
-    if isinstance(data, Records) and len(data.sources) == 1:
-        return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
+    if isinstance(data, Records) and len(data.tables) == 1:
+        return data.tables[0]  # a registered dataset that reads a file keeps the file's name and row numbers
     require_rows(data)
     rows = _rows_of(data, name)
     numbers: Sequence[int] = range(1, len(rows) + 1)
@@ -382,7 +380,7 @@ def from_memory(data: Any, name: str = "dataset") -> Source:
     if not len(rows):
         raise InputError(f"{name} has no rows")
     content, kinds, problems = hashlib.sha256(), Kinds(), Problems()
-    for start, chunk in Source.chunks(rows):
+    for start, chunk in Table.chunks(rows):
         for number, row in zip(numbers[start:], chunk, strict=False):
             if not isinstance(row, Mapping):
                 raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
@@ -399,7 +397,7 @@ def from_memory(data: Any, name: str = "dataset") -> Source:
             content.update(text.encode())
             count_values(kinds, row)
     problems.raise_if_any()
-    return Source(name, rows, numbers, content.hexdigest(), kinds)
+    return Table(name, rows, numbers, content.hexdigest(), kinds)
 
 
 def _is_grain(data: Any) -> bool:

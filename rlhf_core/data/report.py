@@ -122,8 +122,8 @@ class Report:
 
     def _file(self) -> str | None:
         """Return the path of the first file with rows of a category, as their names have it; None without one."""
-        sources = [rows[0].rpartition(" row ")[0] for _, rows, _ in self._categories()]
-        return next((source for source in sources if Path(source).is_file()), None)
+        names = [rows[0].rpartition(" row ")[0] for _, rows, _ in self._categories()]
+        return next((name for name in names if Path(name).is_file()), None)
 
     def _share(self, rows: Sequence[str]) -> str:
         percent = 100 * len(rows) / self.total
@@ -183,8 +183,8 @@ def shorten(places: Sequence[str]) -> str:
 
 def first_place(places: Sequence[str]) -> str:
     """Name the first row by its file's name: "a.jsonl row 2", or "first a.jsonl row 2" of several."""
-    source, _, number = places[0].rpartition(" row ")
-    return f"{'first ' if len(places) > 1 else ''}{Path(source).name} row {number}"
+    name, _, number = places[0].rpartition(" row ")
+    return f"{'first ' if len(places) > 1 else ''}{Path(name).name} row {number}"
 
 
 def short_path(path: str) -> str:

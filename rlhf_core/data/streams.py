@@ -27,7 +27,7 @@ from rlhf_core.data.records import (
     resolve,
     with_columns,
 )
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.table import Records, Table
 from rlhf_core.errors import InputError, RunError, error_line, reading
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Stream:
     """What messages call it."""
     start: Callable[[State], Iterator[tuple[Row, State]]]
     """Iterates from a state, {} at the start; each row comes with the state after it."""
-    head: Source
+    head: Table
     """Its first rows, as the stream has them."""
     weight: float = 1.0
     """Its share of the rows, in proportion to the other streams'."""
@@ -64,10 +64,10 @@ class Stream:
         """The columns of its first rows, as they are named here, with those to leave out."""
         return with_columns(self.head, self.columns).columns
 
-    def finished(self, part: Source) -> Source:
+    def finished(self, part: Table) -> Table:
         """Rename, convert and drop the columns of some rows, in memory, so that another process can have them."""
-        (source,) = drop_columns(Records([with_columns(part, self.columns)]), self.drop).sources
-        return replace(source, rows=list(source.rows), fingerprint="", known_kinds=source.kinds, origin="")
+        (table,) = drop_columns(Records([with_columns(part, self.columns)]), self.drop).tables
+        return replace(table, rows=list(table.rows), fingerprint="", known_kinds=table.kinds, origin="")
 
 
 def open_streams(
@@ -97,23 +97,23 @@ def open_streams(
         else:
             records = load(options or item, registry=registry, columns=mine)
             records = drop_columns(records, drop or ())
-            streams += [_of_source(source, weight) for source in records.sources]
+            streams += [_of_source(table, weight) for table in records.tables]
             continue
         head = [row for row, _ in islice(start({}), HEAD)]
         if not head:
             raise InputError(f"{name} has no rows")
-        source = Source(name, [row for _, row in head], [number for number, _ in head], "")
-        with_columns(source, mine)  # raises where its columns cannot be read
-        streams.append(Stream(name, start, source, weight, mine, tuple(drop or ())))
+        table = Table(name, [row for _, row in head], [number for number, _ in head], "")
+        with_columns(table, mine)  # raises where its columns cannot be read
+        streams.append(Stream(name, start, table, weight, mine, tuple(drop or ())))
     return streams
 
 
-def _of_source(source: Source, weight: float) -> Stream:
+def _of_source(table: Table, weight: float) -> Stream:
     def start(state: State) -> Iterator[tuple[Row, State]]:
-        for i in range(state.get("rows", 0), len(source.rows)):
-            yield (int(source.numbers[i]), source.rows[i]), {"rows": i + 1}
+        for i in range(state.get("rows", 0), len(table.rows)):
+            yield (int(table.numbers[i]), table.rows[i]), {"rows": i + 1}
 
-    return Stream(source.name, start, source, weight)
+    return Stream(table.name, start, table, weight)
 
 
 def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Row, State]]]:

@@ -17,7 +17,7 @@ from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.preferences import parse_pairs, read_number, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.table import Records, Table
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import shared_prefix
 from rlhf_core.tokenizer.chat_template import Rendered
@@ -80,7 +80,7 @@ def encode_texts(
     problems = Problems()
     numbers = {
         column: [
-            read_number(rows.source.rows[i], column, rows.source.where(i), problems)
+            read_number(rows.table.rows[i], column, rows.table.where(i), problems)
             for rows in chosen.parts
             for i in np.flatnonzero(rows.used).tolist()
         ]
@@ -88,7 +88,7 @@ def encode_texts(
     }
     problems.raise_if_any()
     if not part:
-        list_unread_columns(chosen.report, records, lambda source: (*used_columns(source), *values))
+        list_unread_columns(chosen.report, records, lambda table: (*used_columns(table), *values))
     return Texts(
         chosen.sequences("tokens"),
         chosen.sequences("tokens", "learned"),
@@ -100,24 +100,24 @@ def encode_texts(
     )
 
 
-def usable_texts(source: Source, options: TextOptions, values: Sequence[str] = ()) -> NDArray[np.bool_]:
+def usable_texts(table: Table, options: TextOptions, values: Sequence[str] = ()) -> NDArray[np.bool_]:
     """Check all rows as far as that needs no tokenizer; tell which could teach something, bool [rows].
 
     Raises InputError naming file and row of the first few problems.
     """
     problems = Problems()
     for column in values:
-        for i, row in enumerate(source.rows):
-            read_number(row, column, source.where(i), problems)
-    columns = read_columns(source)
+        for i, row in enumerate(table.rows):
+            read_number(row, column, table.where(i), problems)
+    columns = read_columns(table)
     if "chosen" in columns:
-        completions: list[Turns] = [p.chosen for p in parse_pairs(source, problems, options.prompt_repeated)]
+        completions: list[Turns] = [p.chosen for p in parse_pairs(table, problems, options.prompt_repeated)]
         problems.raise_if_any()
     else:
-        chat = {name: name == "messages" or cells.is_chat(source, name) for name in columns}
+        chat = {name: name == "messages" or cells.is_chat(table, name) for name in columns}
         chat |= {"text": False} if "text" in columns else {}
         answered = "completion" if chat.get("completion") else None
-        completions = [row[-1] for row in _read_values(source, chat, answered)]
+        completions = [row[-1] for row in _read_values(table, chat, answered)]
         problems.raise_if_any()
     return np.array(
         [cells.is_answered(turns) and not cells.is_blank(until_last_reply(turns)) for turns in completions],
@@ -125,15 +125,15 @@ def usable_texts(source: Source, options: TextOptions, values: Sequence[str] = (
     )
 
 
-def _text_columns(source: Source) -> tuple[str, ...]:
-    columns = read_columns(source)
+def _text_columns(table: Table) -> tuple[str, ...]:
+    columns = read_columns(table)
     return columns if len(columns) > 1 else ()
 
 
-def _encode(source: Source, encoder: Encoder) -> Arrays:
+def _encode(table: Table, encoder: Encoder) -> Arrays:
     """Tokenise every row, with masks of learned tokens and notes; rows with nothing to learn have no tokens."""
     notes = Notes(NOTES)
-    texts = _READERS[read_columns(source)](source, encoder, notes)
+    texts = _READERS[read_columns(table)](table, encoder, notes)
     return {
         **flatten("tokens", [None if text is None else text.tokens for text in texts]),
         "learned": flatten(
@@ -143,26 +143,26 @@ def _encode(source: Source, encoder: Encoder) -> Arrays:
     }
 
 
-def read_columns(source: Source) -> tuple[str, ...]:
+def read_columns(table: Table) -> tuple[str, ...]:
     """Choose the columns to read demonstrations from. Raises InputError if there are none."""
-    columns = set(source.columns)
+    columns = set(table.columns)
     names = next((names for names in _READERS if set(names) <= columns), None)
     if names is None:
         wanted = ("prompt", "completion") if columns & {"prompt", "completion"} else ("text",)
-        raise cells.missing_columns(source, wanted, ACCEPTED, *FORMATS)
+        raise cells.missing_columns(table, wanted, ACCEPTED, *FORMATS)
     return names
 
 
-def used_columns(source: Source) -> tuple[str, ...]:
+def used_columns(table: Table) -> tuple[str, ...]:
     """List the columns that demonstrations are read from, and those that only conversations have."""
-    names = read_columns(source)
+    names = read_columns(table)
     names = ("prompt", *names) if "chosen" in names else names
-    chat = any(cells.is_chat(source, name) for name in names)
+    chat = any(cells.is_chat(table, name) for name in names)
     return (*names, *cells.FOR_TEMPLATES) if chat else names
 
 
-def _encode_plain(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
-    values = _read_values(source, {"text": False})
+def _encode_plain(table: Table, encoder: Encoder, notes: Notes) -> list[Text | None]:
+    values = _read_values(table, {"text": False})
     used = [i for i, (text,) in enumerate(values) if text.strip()]
     encoded: list[Text | None] = [None] * len(values)
     ids = encoder.whole([None] * len(used), [values[i][0] for i in used])
@@ -171,29 +171,29 @@ def _encode_plain(source: Source, encoder: Encoder, notes: Notes) -> list[Text |
     return encoded
 
 
-def _encode_completions(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
-    chat = {name: cells.is_chat(source, name) for name in ("prompt", "completion")}
+def _encode_completions(table: Table, encoder: Encoder, notes: Notes) -> list[Text | None]:
+    chat = {name: cells.is_chat(table, name) for name in ("prompt", "completion")}
     if any(chat.values()):
-        cells.require_template(source, encoder)
-    rows = list(_read_values(source, chat, answered="completion" if chat["completion"] else None))
+        cells.require_template(table, encoder)
+    rows = list(_read_values(table, chat, answered="completion" if chat["completion"] else None))
     repeated = encoder.options.prompt_repeated
     if not any(chat.values()):
         problems = Problems()
-        rows = strip_prompts(source, range(len(rows)), rows, repeated, problems)
+        rows = strip_prompts(table, range(len(rows)), rows, repeated, problems)
         problems.raise_if_any()
     notes.rows["doubled"] = {i for i, row in enumerate(rows) if not repeated and repeats_prompt(*row)}
-    return _encode_learned(source, encoder, rows, notes)
+    return _encode_learned(table, encoder, rows, notes)
 
 
-def _encode_chosen(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
+def _encode_chosen(table: Table, encoder: Encoder, notes: Notes) -> list[Text | None]:
     problems = Problems()
-    parsed = parse_pairs(source, problems, encoder.options.prompt_repeated)
+    parsed = parse_pairs(table, problems, encoder.options.prompt_repeated)
     problems.raise_if_any()
     notes.rows["doubled"] = {i for i, p in enumerate(parsed) if p.doubled}
     if any(not isinstance(p.chosen, str) for p in parsed):
-        cells.require_template(source, encoder)
+        cells.require_template(table, encoder)
     if all(p.prompt is not None for p in parsed) or not isinstance(parsed[0].chosen, str):
-        return _encode_learned(source, encoder, [(p.prompt, p.chosen) for p in parsed], notes)
+        return _encode_learned(table, encoder, [(p.prompt, p.chosen) for p in parsed], notes)
     # Two texts without a prompt: the completions start where they differ.
     no_prompts = [None] * len(parsed)
     chosen = encoder.whole(no_prompts, [p.chosen for p in parsed])
@@ -201,15 +201,15 @@ def _encode_chosen(source: Source, encoder: Encoder, notes: Notes) -> list[Text 
     return [_learned_from(a, shared_prefix((a, b))) for a, b in zip(chosen, rejected, strict=True)]
 
 
-def _encode_conversations(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
-    cells.require_template(source, encoder)
-    rows = [messages for (messages,) in _read_values(source, {"messages": True})]
+def _encode_conversations(table: Table, encoder: Encoder, notes: Notes) -> list[Text | None]:
+    cells.require_template(table, encoder)
+    rows = [messages for (messages,) in _read_values(table, {"messages": True})]
     answered = [messages if cells.is_answered(messages) else [] for messages in rows]
-    return _encode_learned(source, encoder, [(None, messages) for messages in answered], notes)
+    return _encode_learned(table, encoder, [(None, messages) for messages in answered], notes)
 
 
 def _encode_learned(
-    source: Source, encoder: Encoder, pairs: Sequence[tuple[Turns | None, Turns]], notes: Notes
+    table: Table, encoder: Encoder, pairs: Sequence[tuple[Turns | None, Turns]], notes: Notes
 ) -> list[Text | None]:
     """Encode prompts with completions; learn the tokens after a text prompt, or a conversation's replies."""
     problems = Problems()
@@ -224,13 +224,13 @@ def _encode_learned(
             continue
         first = len(turns) - (1 if isinstance(completion, str) else len(completion))
         try:
-            tools, read = cells.tools_of(source.rows[i]), until_last_reply(turns)
-            kwargs = cells.kwargs_of(source.rows[i])
+            tools, read = cells.tools_of(table.rows[i]), until_last_reply(turns)
+            kwargs = cells.kwargs_of(table.rows[i])
             require_weights(read)
             chats[i] = encoder.locate_replies(read, tools=tools, kwargs=kwargs, first=first)
             notes.add_unwritten(i, encoder, read, chats[i].text, tools, kwargs, learns=True)
         except InputError as error:
-            problems.add(f"{source.where(i)}: {error}")
+            problems.add(f"{table.where(i)}: {error}")
             continue
         notes.add("after_reply", i, len(read) < len(turns))
         notes.add("unlike", i, not chats[i].follows)
@@ -264,22 +264,22 @@ def _learned_from(tokens: Ints, first: int) -> Text:
 
 
 def _read_values(
-    source: Source, columns: Mapping[str, bool], answered: str | None = None
+    table: Table, columns: Mapping[str, bool], answered: str | None = None
 ) -> list[tuple[Any, ...]]:
     """Check and return the columns' values of every row.
 
     columns: {name: whether it holds conversations}. answered: the column that must contain a reply.
     """
     problems = Problems()
-    for i, row in enumerate(source.rows):
+    for i, row in enumerate(table.rows):
         for column, chat in columns.items():
             problem = cells.cell_problem(row, column, chat)
             if problem is None and column == answered:
                 problem = cells.unanswered_problem(row, column, "learned")
             if problem:
-                problems.add(f"{source.where(i)}: {problem}")
+                problems.add(f"{table.where(i)}: {problem}")
     problems.raise_if_any()
-    return [tuple(row[column] for column in columns) for row in source.rows]
+    return [tuple(row[column] for column in columns) for row in table.rows]
 
 
 _READERS = {
@@ -288,4 +288,4 @@ _READERS = {
     ("text",): _encode_plain,
     ("chosen", "rejected"): _encode_chosen,
 }
-"""In order of precedence: the first entry whose columns all exist reads the source."""
+"""In order of precedence: the first entry whose columns all exist reads the table."""

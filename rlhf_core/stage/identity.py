@@ -30,7 +30,7 @@ from rlhf_core.config.secrets import public_table
 from rlhf_core.config.trainer import function_name
 from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind, Trainer
 from rlhf_core.data.records import is_stream, named_sets
-from rlhf_core.data.source import digest, json_text
+from rlhf_core.data.table import digest, json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists, read_limited
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import Model

@@ -88,7 +88,7 @@ class OpensRows(ABC):
                 warn_of_absent(self, field, records.columns)
                 records = data.drop_columns(records, config.drop_columns)
             if config.system_prompt is not None and not episodes:
-                require_conversations(records.sources)
+                require_conversations(records.tables)
         return records
 
     @property
@@ -244,7 +244,7 @@ def open_stream(
         window = config.shuffle_buffer if config.shuffle_train_dataset else 1
         rows = LazyStreams(streams, encode, context.tokenizer, seed=order_seed(context), window=window)
         if config.system_prompt is not None and not episodes:
-            require_conversations(rows.sample.places.records.sources)
+            require_conversations(rows.sample.places.records.tables)
     return rows
 
 

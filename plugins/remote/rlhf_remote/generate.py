@@ -257,7 +257,7 @@ def _encode(given: Generation, records: Records, model: Model) -> Prompts:
         messages = [{"prompt": [{"role": "user", "content": text}]} for text in given.prompt or ()]
         read = data.Records([from_memory(messages, "--prompt")])
     if given.system is not None:
-        require_conversations(read.sources, "--system")
+        require_conversations(read.tables, "--system")
     day = artifacts.read_contract(local_directory(given.model)).get("template_date")
     options = TextOptions(None, given.chat_template_kwargs or {}, day, system_prompt=given.system)
     encoded = data.encode_prompts(read, model.tokenizer, max_prompt_length=None, chat_template=options)

@@ -204,7 +204,7 @@ def _prompts(given: Generation, read: Records, remote: Remote) -> list[Any]:
     if given.file is None and not given.raw and takes_chats(remote):
         prompts = [[{"role": "user", "content": text}] for text in prompts]
     elif given.system is not None:
-        require_conversations(read.sources, "--system")
+        require_conversations(read.tables, "--system")
     problems = [
         f"{read.where(i)}: has no prompt, as text or a list of messages"
         for i, prompt in enumerate(prompts)
@@ -340,7 +340,7 @@ class RemoteScorer:
     ) -> Iterator[ScoredPart]:
         """Score ROWS rows at a time. skip: parts scored earlier. Raises InputError for rows that the server refuses."""
         refuse_flags({"--prompt_repeated": prompt_repeated is not None})
-        if any(map(completion_lists, records.sources)):
+        if any(map(completion_lists, records.tables)):
             raise InputError(
                 f"{records.name}: a server scores no lists of completions; give the model's directory"
             )

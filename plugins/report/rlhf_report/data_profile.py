@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
+from rich.table import Table as TextTable
 
 from rlhf_core import data
 from rlhf_core.data import preferences, prompts, texts
 from rlhf_core.data.columns import mapping_hint
 from rlhf_core.data.report import Report, shorten
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.table import Records, Table
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.options import TextOptions
 
@@ -60,7 +60,7 @@ def profile(
     Raises InputError if no trainer reads the columns, and naming the file and row of the first few problems.
     """
     kind = _kind(records)
-    pretokenised = kind == "pairs" and all(_family(source) for source in records.sources)
+    pretokenised = kind == "pairs" and all(_family(table) for table in records.tables)
     unit = "characters" if tokenizer is None and not pretokenised else "tokens"
     if unit == "characters":
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
@@ -73,7 +73,7 @@ def profile(
     limit = LIMITS[kind] if max_length is None else max_length
     longest = list(lengths.values())[-1]
     over = [places[i] for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
-    formats = dict.fromkeys(_format(source, kind) for source in records.sources)
+    formats = dict.fromkeys(_format(table, kind) for table in records.tables)
     return Profile(
         records.name, "; ".join(formats), records.columns, unit, report, lengths, limit, over, facts
     )
@@ -134,7 +134,7 @@ _MEASURES = {"pairs": _measure_pairs, "texts": _measure_texts, "prompts": _measu
 
 def _kind(records: Records) -> str:
     columns = set(records.columns)
-    if {"chosen", "rejected"} <= columns or any(_family(source) for source in records.sources):
+    if {"chosen", "rejected"} <= columns or any(_family(table) for table in records.tables):
         return "pairs"
     if columns & {"text", "messages", "completion"}:
         return "texts"
@@ -142,7 +142,7 @@ def _kind(records: Records) -> str:
         return "prompts"
     known = {"prompt", "chosen", "rejected", "messages", "text", "completion"}
     formats = (*preferences.FORMATS, *texts.FORMATS, *prompts.FORMATS)
-    hints = "".join(dict.fromkeys(mapping_hint(source, *formats) for source in records.sources))
+    hints = "".join(dict.fromkeys(mapping_hint(table, *formats) for table in records.tables))
     hints = hints or "".join(suggest(column, known) for column in records.columns)
     raise InputError(
         f"{records.name} has no column that a trainer reads; it has {', '.join(records.columns)}.{hints} "
@@ -150,17 +150,17 @@ def _kind(records: Records) -> str:
     )
 
 
-def _family(source: Source) -> tuple[str, str] | None:
-    return next((family for family in preferences.FAMILIES if set(family) <= set(source.columns)), None)
+def _family(table: Table) -> tuple[str, str] | None:
+    return next((family for family in preferences.FAMILIES if set(family) <= set(table.columns)), None)
 
 
-def _format(source: Source, kind: str) -> str:
-    if kind == "pairs" and (family := _family(source)):
+def _format(table: Table, kind: str) -> str:
+    if kind == "pairs" and (family := _family(table)):
         return f"preferences: {' + '.join(family)}, token ids"
     what = {"pairs": "preferences", "texts": "demonstrations", "prompts": "prompts"}[kind]
-    wanted = texts.read_columns(source) if kind == "texts" else ("prompt", "chosen", "rejected")
-    columns = [name for name in wanted if name in source.columns]
-    chats = [name for name in columns if source.kind(name).chat]
+    wanted = texts.read_columns(table) if kind == "texts" else ("prompt", "chosen", "rejected")
+    columns = [name for name in wanted if name in table.columns]
+    chats = [name for name in columns if table.kind(name).chat]
     holds = (
         "texts"
         if not chats
@@ -173,7 +173,7 @@ def _format(source: Source, kind: str) -> str:
 
 def render(profile: Profile) -> Group:
     """Format the statistics as tables, at most 80 columns wide unless names are long."""
-    overview = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    overview = TextTable(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     overview.add_column(style="bold", no_wrap=True)
     overview.add_column(overflow="fold")
     counts, *problems = profile.report.lines()
@@ -190,8 +190,8 @@ def render(profile: Profile) -> Group:
     return Group(overview, _length_table(profile.unit, profile.lengths))
 
 
-def _length_table(unit: str, lengths: Mapping[str, NDArray[np.int64]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+def _length_table(unit: str, lengths: Mapping[str, NDArray[np.int64]]) -> TextTable:
+    table = TextTable(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(unit)
     for name in ("mean", "min", *(f"{p} %" for p in PERCENTILES), "max"):
         table.add_column(name, justify="right", no_wrap=True)

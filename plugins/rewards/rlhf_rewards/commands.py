@@ -76,7 +76,7 @@ def score(
             f"{suggest(subset, records.columns)}"
         )
     summary = Summary(subset or "subset")
-    lists = [completion_lists(source) for source in records.sources]
+    lists = [completion_lists(table) for table in records.tables]
     if any(lists) and summary.column in records.columns:
         check_ties(records, summary.column)
     if is_url(model):
@@ -86,7 +86,7 @@ def score(
     else:
         scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base, quantized=quantize)
         scorer.reuses_shapes = True  # as a server does, which has the same last bits
-    read = data.Records([prompts_as_turns(source) for source in records.sources]) if chat else records
+    read = data.Records([prompts_as_turns(table) for table in records.tables]) if chat else records
     _warn_untemplated(read, lists, scorer)
     stream = None if output is None else open_stream(output)
     unfinished, unread = None, []
@@ -120,12 +120,12 @@ def _warn_untemplated(records: Records, lists: Sequence[str | None], scorer: Sco
     """Warn about plain texts, if the model's tokenizer has a chat template."""
     from rlhf_core.data.columns import skips_template
 
-    for source, listed in zip(records.sources, lists, strict=True):
-        names = [name for name in ("chosen", "rejected", "completion") if name in source.columns]
+    for table, listed in zip(records.tables, lists, strict=True):
+        names = [name for name in ("chosen", "rejected", "completion") if name in table.columns]
         names = [] if listed == "texts" else names
-        if listed != "conversations" and skips_template(source, scorer.encoder, "prompt", *names):
+        if listed != "conversations" and skips_template(table, scorer.encoder, "prompt", *names):
             warnings.warn(
-                f"{source.name}: plain texts skip the model's chat template, as if it was trained on such texts; for a "
+                f"{table.name}: plain texts skip the model's chat template, as if it was trained on such texts; for a "
                 "chat model add --chat, which makes a user's turn of the prompt and a reply of each completion",
                 stacklevel=3,
             )

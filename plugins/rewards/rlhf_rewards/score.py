@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.data.source import Source, mapped
+from rlhf_core.data.table import Table, mapped
 from rlhf_core.errors import UNREADABLE, InputError, read_limited
 from rlhf_core.runtime.files import attempt, flush, make_directory, seal, unseal
 from rlhf_core.runtime.terminal import number
@@ -39,23 +39,23 @@ def _cell(score: Any) -> Any:
     return [number(x) for x in score] if np.ndim(score) else number(score)
 
 
-def prompts_as_turns(source: Source) -> Source:
+def prompts_as_turns(table: Table) -> Table:
     """Make a user's turn of every prompt that is a text, so that its completions are replies in a conversation.
 
     Raises InputError if there are no prompts.
     """
-    kind = source.kinds.get("prompt")
+    kind = table.kinds.get("prompt")
     if kind is None:
         raise InputError(
-            f"{source.name} has no column 'prompt' to use as the user's turn; it has {', '.join(source.columns)}"
+            f"{table.name} has no column 'prompt' to use as the user's turn; it has {', '.join(table.columns)}"
         )
 
     def as_turn(row: Mapping[str, Any]) -> Mapping[str, Any]:
         prompt = row.get("prompt")
         return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else row
 
-    kinds = {**source.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)}
-    return source.derived(mapped(source.rows, as_turn), "prompts as turns", kinds)
+    kinds = {**table.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)}
+    return table.derived(mapped(table.rows, as_turn), "prompts as turns", kinds)
 
 
 class Unfinished:
@@ -144,7 +144,7 @@ def identity_of(scorer: Scorer, records: Records, settings: Sequence[Any]) -> st
     import jax
 
     from rlhf_core import artifacts
-    from rlhf_core.data.source import digest
+    from rlhf_core.data.table import digest
 
     source = scorer.model.source
     files: list[Any] = []

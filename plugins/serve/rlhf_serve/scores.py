@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_http.fields import MOST_ROWS, BadRequest, Classify, Score, Texts, require_short, texts_in
 
 from rlhf_core.data.records import from_memory
-from rlhf_core.data.source import Records
+from rlhf_core.data.table import Records
 from rlhf_core.runtime.terminal import number
 from rlhf_core.scoring import ScoredPart, Scorer
 from rlhf_serve.engine import Engine

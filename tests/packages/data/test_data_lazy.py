@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import cache, files, source
+from rlhf_core.data import cache, files, table
 from rlhf_core.packing.trees import trained_per_branch
 
 
@@ -19,7 +19,7 @@ def disk(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "IN_MEMORY", 0)
     monkeypatch.setattr(cache, "SMALL", 1)
-    monkeypatch.setattr(source.Source.parts, "__defaults__", (7,))
+    monkeypatch.setattr(table.Table.parts, "__defaults__", (7,))
     return tmp_path
 
 
@@ -95,7 +95,7 @@ def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer,
         with monkeypatch.context() as patch:
             patch.setattr(files, "IN_MEMORY", 1 << 30)
             patch.setattr(cache, "SMALL", 1 << 30)
-            patch.setattr(source.Source.parts, "__defaults__", (1000,))
+            patch.setattr(table.Table.parts, "__defaults__", (1000,))
             whole = plain(encode(data.load(spec), tokenizer, **way))
         assert first == again == whole
         assert whole[1].duplicates

@@ -103,11 +103,11 @@ def test_every_kind_of_data_counts_ignored_fields(tokenizer: Any) -> None:
 def test_ignored_fields_are_cached_with_the_tokens(
     tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf_core.data import cache, source
+    from rlhf_core.data import cache, table
 
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
     monkeypatch.setattr(cache, "SMALL", 2)
-    monkeypatch.setattr(source.Source.parts, "__defaults__", (2,))
+    monkeypatch.setattr(table.Table.parts, "__defaults__", (2,))
     long = "é" * 40
     rows = [
         {"prompt": [user("a", **({"name": "alice"} if i == 1 else {long: 1} if i == 4 else {}))]}

@@ -43,7 +43,7 @@ def test_a_row_reads_alike_whatever_the_other_rows(
         assert tokenizer.decode(found[1][0]) == f"{words} </s>", repeated
     # Most rows repeat the prompt, so the option is required. The file counts as a whole, not part by part.
     monkeypatch.setattr(
-        "rlhf_core.data.source.Source.parts",
+        "rlhf_core.data.table.Table.parts",
         lambda self: map(self.part, range(len(self.rows)), range(1, len(self.rows) + 1)),
     )
     encode(kind, [row, other, other], tokenizer, None)

@@ -18,11 +18,11 @@ from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.tokenizer.options import is_parts
 
 CHUNK = 2048
-"""Rows in memory as objects at a time, while a source is encoded."""
+"""Rows in memory as objects at a time, while a table is encoded."""
 
 
 @dataclass(frozen=True)
-class Source:
+class Table:
     """The rows of one file or dataset."""
 
     name: str
@@ -62,19 +62,19 @@ class Source:
     def where(self, i: int) -> str:
         return f"{self.name} row {self.numbers[i]}"
 
-    def take(self, indices: Sequence[int] | NDArray[np.int64], how: str) -> Source:
+    def take(self, indices: Sequence[int] | NDArray[np.int64], how: str) -> Table:
         """Select rows, in this order and with repeats. how: describes the selection in the fingerprint."""
         which = np.asarray(indices, np.int64)
         has_all = len(np.unique(which)) == len(self.rows)
         numbers = np.asarray(self.numbers, np.int64)[which]
         return self.derived(subset(self.rows, which), how, self.kinds if has_all else None, numbers)
 
-    def part(self, start: int, stop: int) -> Source:
-        """Read a range of rows into memory; the part keeps the columns of the whole source."""
+    def part(self, start: int, stop: int) -> Table:
+        """Read a range of rows into memory; the part keeps the columns of the whole table."""
         return self.derived(self.rows[start:stop], f"{start}:{stop}", self.kinds, self.numbers[start:stop])
 
-    def derived(self, rows: Sequence[Any], how: str, kinds: Kinds | None, numbers: Any = None) -> Source:
-        """Make a source of rows derived from these. how: describes what was done, for the fingerprint.
+    def derived(self, rows: Sequence[Any], how: str, kinds: Kinds | None, numbers: Any = None) -> Table:
+        """Make a table of rows derived from these. how: describes what was done, for the fingerprint.
 
         kinds: as of `known_kinds`. numbers: of the rows; None: as here.
         """
@@ -87,7 +87,7 @@ class Source:
             origin=self.original,
         )
 
-    def parts(self, size: int = CHUNK) -> Iterator[Source]:
+    def parts(self, size: int = CHUNK) -> Iterator[Table]:
         """Yield all rows in parts of `size`."""
         for start in range(0, len(self.rows), size):
             yield self.part(start, start + size)
@@ -101,31 +101,31 @@ class Source:
 
 
 class Records(Sequence[Mapping[str, Any]]):
-    """The rows of several sources as one sequence."""
+    """The rows of several tables as one sequence."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        """Number sources that share a name but hold different data: "dataset 2"."""
-        self.sources = tuple(_number_same_names(sources))
-        self._ends = list(itertools.accumulate(len(source.rows) for source in self.sources))
+    def __init__(self, tables: Sequence[Table]) -> None:
+        """Number tables that share a name but hold different data: "dataset 2"."""
+        self.tables = tuple(_number_same_names(tables))
+        self._ends = list(itertools.accumulate(len(table.rows) for table in self.tables))
 
     @property
     def name(self) -> str:
-        return ", ".join(dict.fromkeys(source.name for source in self.sources))
+        return ", ".join(dict.fromkeys(table.name for table in self.tables))
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that any row has."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(s.columns for s in self.sources)))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(s.columns for s in self.tables)))
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content of all sources, in order."""
-        return digest(*(source.fingerprint for source in self.sources))
+        """Hash of the content of all tables, in order."""
+        return digest(*(table.fingerprint for table in self.tables))
 
     @property
     def remarks(self) -> list[str]:
         """Descriptions of columns that are renamed or converted on reading."""
-        return [f"{source.name}: {remark}" for source in self.sources for remark in source.remarks]
+        return [f"{table.name}: {remark}" for table in self.tables for remark in table.remarks]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -133,37 +133,35 @@ class Records(Sequence[Mapping[str, Any]]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(len(self)))]
-        source, k = self.find(range(len(self))[i])
-        return source.rows[k]
+        table, k = self.find(range(len(self))[i])
+        return table.rows[k]
 
     def where(self, i: int) -> str:
         """Name row `i`, such as "prefs.jsonl row 17"."""
-        source, k = self.find(range(len(self))[i])
-        return source.where(k)
+        table, k = self.find(range(len(self))[i])
+        return table.where(k)
 
     def offsets(self) -> list[int]:
-        """Return the index of each source's first row."""
+        """Return the index of each table's first row."""
         return [0, *self._ends[:-1]]
 
-    def find(self, i: int) -> tuple[Source, int]:
-        """Return the source of row `i`, and the row's index there."""
+    def find(self, i: int) -> tuple[Table, int]:
+        """Return the table of row `i`, and the row's index there."""
         at = bisect.bisect_right(self._ends, i)
-        return self.sources[at], i - (self._ends[at - 1] if at else 0)
+        return self.tables[at], i - (self._ends[at - 1] if at else 0)
 
 
-def _number_same_names(sources: Sequence[Source]) -> Iterator[Source]:
-    """Number sources that share a name but hold different data; a file given twice is the same data."""
+def _number_same_names(tables: Sequence[Table]) -> Iterator[Table]:
+    """Number tables that share a name but hold different data; a file given twice is the same data."""
     data: dict[str, list[str]] = {}
-    for source in sources:
-        same = data.setdefault(source.name, [])
-        if source.original not in same:
-            same.append(source.original)
-    for source in sources:
-        same = data[source.name]
+    for table in tables:
+        same = data.setdefault(table.name, [])
+        if table.original not in same:
+            same.append(table.original)
+    for table in tables:
+        same = data[table.name]
         yield (
-            replace(source, name=f"{source.name} {same.index(source.original) + 1}")
-            if len(same) > 1
-            else source
+            replace(table, name=f"{table.name} {same.index(table.original) + 1}") if len(same) > 1 else table
         )
 
 
@@ -222,8 +220,8 @@ class Places(View[str]):
         """Give each row a number that is the same for the same name, int64 [n]."""
         names: dict[str, int] = {}
         numbers = [
-            np.asarray(source.numbers, np.int64) + (names.setdefault(source.name, len(names)) << 40)
-            for source in self.records.sources
+            np.asarray(table.numbers, np.int64) + (names.setdefault(table.name, len(names)) << 40)
+            for table in self.records.tables
         ]
         whole: NDArray[np.int64] = np.concatenate(numbers)
         return whole[self.rows]
