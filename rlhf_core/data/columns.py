@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.config.toml import to_value
 from rlhf_core.data.table import (
     CONVERSATIONS,
     ROLES,
@@ -46,6 +48,15 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "text": ("content", "document"),
 }
 """{column: names that published datasets have for it, in order of precedence}."""
+WORDS: dict[str, frozenset[str]] = {
+    "chosen": frozenset(
+        {"chosen", "preferred", "accepted", "positive", "good", "better", "best", "winner", "win"}
+    ),
+    "rejected": frozenset(
+        {"rejected", "dispreferred", "declined", "negative", "bad", "worse", "worst", "loser"}
+    ),
+}
+"""{column: words of which one is in a name for it, such as "good_answer"}."""
 
 
 def mapping_hint(table: Table, *formats: tuple[str, ...]) -> str:
@@ -55,12 +66,40 @@ def mapping_hint(table: Table, *formats: tuple[str, ...]) -> str:
     """
     if field := _wrapped_rows(table):
         rows = table.rows[0][field]
-        inner = _mapping(Table(table.name, rows, range(len(rows)), ""), formats)
+        inner = propose_columns(Table(table.name, rows, range(len(rows)), ""), *formats)
         where = f'path = {json.dumps(table.name)}, field = "{field}"'
-        where += f", columns = {_as_toml(inner)}" if inner else ""
+        where += f", columns = {to_value(inner)}" if inner else ""
         return f" The rows are in the list '{field}': in a stage write train_data = {{ {where} }}."
-    mapping = _mapping(table, formats)
-    return f" In a stage write columns = {_as_toml(mapping)}." if mapping else ""
+    mapping = propose_columns(table, *formats)
+    if not mapping:
+        return ""
+    hint = f" In a stage write columns = {to_value(mapping)}."
+    if answers := _two_answers(table, mapping):
+        prompt = mapping if "prompt" in mapping else {}
+        pairs = [
+            to_value({**prompt, "chosen": one, "rejected": other}) for one, other in (answers, answers[::-1])
+        ]
+        hint += f" For preferences say which answer is better: columns = {pairs[0]}, or {pairs[1]}."
+    return hint
+
+
+def _two_answers(table: Table, mapping: Mapping[str, str | list[str]]) -> list[str]:
+    """Return the two columns whose names say that they are answers to one prompt, answer_a and answer_b; else []."""
+    first = table.rows[0]
+    if list(mapping) == ["messages"]:
+        names = [name for name in table.columns if _holds(first.get(name), _is_message)]
+    elif list(mapping) == ["prompt"]:
+        free = [name for name in table.columns if name not in mapping.values()]
+        names = [name for name in free if isinstance(first.get(name), str) and len(_start(name)) > 2]
+        names = [name for name in names if [_start(other) for other in names].count(_start(name)) == 2]
+    else:
+        return []
+    return names if len(names) == 2 else []
+
+
+def _start(name: str) -> str:
+    """Return a name without a last letter or number, such as "answer_" of answer_a and answer_1."""
+    return re.sub(r"(?<![a-zA-Z])[a-zA-Z]$|\d+$|(?<=[a-z])[A-Z]$", "", name)
 
 
 def _wrapped_rows(table: Table) -> str | None:
@@ -80,14 +119,15 @@ def _holds(value: Any, of: Callable[[Mapping[str, Any]], bool]) -> bool:
     )
 
 
-def _mapping(table: Table, formats: Sequence[tuple[str, ...]]) -> dict[str, str | list[str]]:
-    """Return the `columns` that make a table one of the formats; {} if none fits."""
+def propose_columns(table: Table, *formats: tuple[str, ...]) -> dict[str, str | list[str]]:
+    """Return the `columns` that make a table the first of these formats that fits; {} if none does."""
     have = table.columns
     for wanted in formats:
         mapping: dict[str, str | list[str]] = {}
         for ours in wanted:
             free = [name for name in have if name not in mapping.values() and name not in COLUMNS]
             names = [name for name in SYNONYMS[ours] if name in free]
+            names += [name for name in free if WORDS.get(ours, frozenset()) & _words(name)]
             if ours == "messages":
                 names = [name for name in free if _holds(table.rows[0].get(name), _is_message)]
             if ours in have:
@@ -105,8 +145,8 @@ def _is_message(item: Mapping[str, Any]) -> bool:
     return {"role", "content"} <= set(item) or {"from", "value"} <= set(item)
 
 
-def _as_toml(mapping: Mapping[str, str | list[str]]) -> str:
-    return f"{{ {', '.join(f'{name} = {json.dumps(theirs)}' for name, theirs in mapping.items())} }}"
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z]+", name.lower()))
 
 
 def rename_columns(table: Table, columns: Any) -> Table:
@@ -434,7 +474,7 @@ def missing_columns(
     close = {column: difflib.get_close_matches(column, columns, n=1) for column in absent}
     if not hints and any(close.values()):
         misspelt = {column: found[0] for column, found in close.items() if found}
-        hints = f" In a stage write columns = {_as_toml(misspelt)}, or rename the column."
+        hints = f" In a stage write columns = {to_value(misspelt)}, or rename the column."
     listed = ", ".join(f"'{column}'" for column in absent)
     return InputError(
         f"{table.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"

@@ -65,6 +65,13 @@ def data(
             "--chat_template", "--chat-template", help='"plain" or a file; default: the tokenizer\'s.'
         ),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TABLE",
+            help="What columns are called in the data, as in a stage: '{ chosen = \"good\" }'.",
+        ),
+    ] = None,
     first: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Read the first N rows alone, as of a stream.")
     ] = None,
@@ -72,6 +79,7 @@ def data(
 ) -> None:
     """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""
     from rlhf_core import data, plugins
+    from rlhf_core.config import parse_value
     from rlhf_core.hub import is_hub_name, parse
     from rlhf_core.runtime.terminal import show
     from rlhf_core.tokenizer import load_tokenizer
@@ -82,14 +90,15 @@ def data(
     source = model if tokenizer is None else tokenizer
     loaded = None if source is None else load_tokenizer(source)
     registry = plugins.load(files=plugin or ()).registry
+    names = None if columns is None else parse_value(columns)
     if first is None:
-        records = data.load(file, registry=registry)
+        records = data.load(file, registry=registry, columns=names)
     else:
         from rlhf_core.data.streams import first_rows, open_streams
 
         is_file = Path(file).exists() or (is_hub_name(file) and parse(file).file is not None)
         spec = {"path" if is_file else "name": file, "streaming": True}
-        records = first_rows(open_streams(spec, registry=registry), first)
+        records = first_rows(open_streams(spec, registry=registry, columns=names), first)
     profile = data_profile.profile(
         records, loaded, max_length=max_sequence_length, chat_template=chat_template
     )

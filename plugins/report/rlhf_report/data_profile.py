@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ from rich.console import Group
 from rich.table import Table as TextTable
 
 from rlhf_core import data
+from rlhf_core.config.toml import to_value
 from rlhf_core.data import preferences, prompts, texts
-from rlhf_core.data.columns import mapping_hint
+from rlhf_core.data.columns import mapping_hint, propose_columns
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.table import Records, Table
 from rlhf_core.errors import InputError, suggest
@@ -70,6 +72,9 @@ def profile(
     report, places, lengths, facts = _MEASURES[kind](records, tokenizer, options, unit)
     if unit == "characters":
         report.untemplated.clear()  # the model is unknown
+    columns = {} if kind == "pairs" else _as_pairs(records)
+    if columns:
+        facts["preferences?"] = f"columns = {to_value(columns)} reads them as pairs"
     limit = LIMITS[kind] if max_length is None else max_length
     longest = list(lengths.values())[-1]
     over = [places[i] for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
@@ -142,12 +147,30 @@ def _kind(records: Records) -> str:
         return "prompts"
     known = {"prompt", "chosen", "rejected", "messages", "text", "completion"}
     formats = (*preferences.FORMATS, *texts.FORMATS, *prompts.FORMATS)
-    hints = "".join(dict.fromkeys(mapping_hint(table, *formats) for table in records.tables))
+    hints = "".join(dict.fromkeys(_look(table, *formats) for table in records.tables))
     hints = hints or "".join(suggest(column, known) for column in records.columns)
     raise InputError(
         f"{records.name} has no column that a trainer reads; it has {', '.join(records.columns)}.{hints} "
         f"Preferences: {preferences.ACCEPTED}. Demonstrations: {texts.ACCEPTED}. Prompts: {prompts.ACCEPTED}"
     )
+
+
+def _look(table: Table, *formats: tuple[str, ...]) -> str:
+    """Return `mapping_hint`, and the command that looks at the rows with these columns."""
+    hint = mapping_hint(table, *formats)
+    columns = propose_columns(table, *formats)
+    if not columns:
+        return hint
+    command = f"rlhf data {shlex.quote(table.name)} --columns {shlex.quote(to_value(columns))}"
+    return f"{hint} To look at them first: {command}."
+
+
+def _as_pairs(records: Records) -> dict[str, str | list[str]]:
+    """Return the `columns` that make demonstrations or prompts preferences, as other columns' names propose; or {}."""
+    columns = propose_columns(records.tables[0], *preferences.FORMATS)
+    if columns and "messages" in records.columns:
+        columns = {"prompt": "messages", **columns}
+    return columns
 
 
 def _family(table: Table) -> tuple[str, str] | None:

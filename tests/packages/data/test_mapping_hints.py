@@ -86,6 +86,18 @@ def encode(kind: str, records: data.Records, tokenizer: Any) -> Any:
             'columns = { prompt = "question", chosen = "better", rejected = "worse" }',
             {"prompt": "a", "chosen": " b", "rejected": " c"},
         ),
+        (
+            "pairs",
+            [{"question": "a", "good_answer": " b", "bad": " c"}],
+            'columns = { prompt = "question", chosen = "good_answer", rejected = "bad" }',
+            {"prompt": "a", "chosen": " b", "rejected": " c"},
+        ),
+        (
+            "pairs",
+            [{"good": TALK, "bad": [TALK[0], {"role": "assistant", "content": "c"}]}],
+            'columns = { chosen = "good", rejected = "bad" }',
+            None,
+        ),
         ("texts", [{"foo": "a", "bar": ["b"]}], None, None),
     ],
 )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+
 import numpy as np
+import pytest
 from rich.console import Console
 from rlhf_report.data_profile import profile, render
 
 from rlhf_core import data
+from rlhf_core.errors import InputError
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def pair(prompt, chosen, rejected, **more):
@@ -107,3 +113,40 @@ def test_the_command(tiny, tmp_path, monkeypatch, rlhf):
     assert "max_sequence_length = 6: 1 filtered: pairs.jsonl row 2" in ended.out
     assert "characters" in rlhf("data", "pairs.jsonl").out
     assert rlhf("data", "pairs.jsonl", "--first", "1").out.startswith("the first 1 rows:")
+
+
+def test_columns_under_other_names(tiny, tmp_path, monkeypatch, rlhf):
+    rows = [{"question": "a", "good": " b", "bad": " c"}, {"question": "a b", "good": " c", "bad": " b"}]
+    tiny.write_rows(tmp_path / "mine.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+    said = rlhf("data", "mine.jsonl").message
+    command = said.split("look at them first: rlhf ")[1].split(". Preferences")[0]
+    for more in ([], ["--first", "2"]):
+        found = rlhf(*shlex.split(command), *more)
+        assert "2 pairs: 2 kept" in found.out
+    assert "give a table such as" in rlhf("data", "mine.jsonl", "--columns", "prompt=question").message
+    prompts = [{"prompt": row["question"], "good": row["good"], "bad": row["bad"]} for row in rows]
+    facts = profile(data.load(prompts)).facts
+    assert facts["preferences?"] == 'columns = { chosen = "good", rejected = "bad" } reads them as pairs'
+
+
+@pytest.mark.parametrize(
+    ("row", "known"),
+    [
+        ({"question": "q", "answer_a": "x", "answer_b": "y", "id": "7"}, 'prompt = "question", '),
+        ({"question": "q", "reply1": "x", "reply2": "y"}, 'prompt = "question", '),
+        ({"one": TALK, "two": TALK}, ""),
+        ({"question": "q", "source": "x", "level": "y"}, None),
+        ({"talk": TALK, "id": "7"}, None),
+    ],
+)
+def test_two_answers_to_one_prompt_are_asked_about(row, known):
+    with pytest.raises(InputError) as caught:
+        profile(data.load([row]))
+    hint = str(caught.value)
+    one, other = (
+        [name for name in row if name not in ("question", "id")][:2] if known is not None else ("", "")
+    )
+    asked = f'columns = {{ {known}chosen = "{one}", rejected = "{other}" }}, or {{ {known}chosen = "{other}"'
+    assert ("which answer is better" in hint) == (known is not None)
+    assert known is None or asked in hint
