@@ -49,7 +49,7 @@ class Reference:
         # The loop donates the policy's buffers to every update.
         self._here = jax.tree.map(lambda x: x.sharding, trained) if offload else None
         self._trained = self._away(jax.tree.map(_copy, trained))
-        self._equal = jax.jit(_all_equal, out_shardings=replicated_sharding(mesh))
+        self._equal = jax.jit(jnp.array_equal, out_shardings=replicated_sharding(mesh))
         self.apart = False
 
     @property
@@ -76,7 +76,13 @@ class Reference:
         Then the KL is 0, and so is the gradient of k2 and k3. But two programs round the same log-probability
         differently, and an optimizer such as AdamW turns a gradient of rounding into whole steps.
         """
-        self.apart = self.apart or not bool(self._equal(split(params, self._fixed)[0], self._read()))
+        if not self.apart:
+            pairs = zip(
+                jax.tree.leaves(split(params, self._fixed)[0]), jax.tree.leaves(self._read()), strict=True
+            )
+            # The smallest first: after an update they differ, and nothing is compiled for the others.
+            smallest_first = sorted(pairs, key=lambda pair: pair[0].size)
+            self.apart = not all(bool(self._equal(ours, theirs)) for ours, theirs in smallest_first)
         return not self.apart
 
     def compile(self, share: float) -> None:
@@ -115,12 +121,6 @@ def _put(tree: Any, shardings: Any) -> Any:
 def _mix(policy: Any, reference: Any, share: Any) -> Any:
     # Rounding must not take a reference away from a policy that it equals.
     return jax.tree.map(lambda p, r: jnp.where(p == r, r, share * p + (1 - share) * r), policy, reference)
-
-
-def _all_equal(policy: Any, reference: Any) -> jax.Array:
-    return jnp.array(
-        [jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (policy, reference)), strict=True)]
-    ).all()
 
 
 def _copy(x: Any) -> Any:
