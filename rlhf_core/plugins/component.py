@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 
@@ -85,7 +85,7 @@ _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
 class RegistryEntry:
     """One name of the registry.
 
-    thing: as it was added; a text that names it is replaced by what it names when that is first asked for.
+    thing: as it was added, or what a text named.
     owner: describes the plugin that added it.
     options: {option: a model with the one field `value`}, or None for a finished object, which takes no options.
     required: options without a default.
@@ -209,6 +209,13 @@ def _read_value(model: type[Options], value: Any) -> Any:
     return result
 
 
+class NamedComponent(NamedTuple):
+    """A component, or a kind, that has not been asked for: the text that names it, and who registered it."""
+
+    thing: str
+    owner: str
+
+
 def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEntry:
     """Make the registry entry of a thing. Raises InputError if it cannot be a component of that kind."""
     what = f"{kind.name} '{name}' ({qualified_name(thing)})"
@@ -238,15 +245,22 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEn
     return RegistryEntry(kind, name, thing, owner, models, required)
 
 
-def import_entry(entry: RegistryEntry) -> RegistryEntry:
-    """Import the thing that the text of an entry names. Raises InputError if it cannot be, or is no such component."""
-    what = f"{entry.kind.name} '{entry.name}' (from {entry.owner})"
-    home, _, attribute = entry.thing.partition(":")
+def check_text(what: str, text: str) -> None:
+    """Raise InputError for a text that names nothing in a module."""
+    home, _, attribute = text.partition(":")
+    if not all(part.isidentifier() for part in (*home.split("."), attribute)):
+        raise InputError(f"{what}: '{text}' is not module:name, such as my_package.losses:MyLoss")
+
+
+def import_named(what: str, named: NamedComponent) -> Any:
+    """Import what a text names. Raises InputError if it cannot be."""
+    home, _, attribute = named.thing.partition(":")
     try:
-        thing = getattr(importlib.import_module(home), attribute)
+        return getattr(importlib.import_module(home), attribute)
     except Exception as error:
-        raise InputError(f"{what} failed to load: it {error_line(error, HERE)}") from error
-    return make_entry(entry.kind, entry.name, thing, entry.owner)
+        raise InputError(
+            f"{what} (from {named.owner}) failed to load: it {error_line(error, HERE)}"
+        ) from error
 
 
 @cached

@@ -19,6 +19,7 @@ from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
 from rlhf_core.runtime import distributions
+from rlhf_core.runtime.caches import forget
 
 REGISTER = """
 from rlhf_core import hookimpl, POLICY_LOSS, ADVANTAGE
@@ -40,16 +41,24 @@ class World:
     def install(
         self, point: str, source: str, *, distribution: str = "", version: str = "1.0", requires: str = ""
     ) -> None:
+        """Install a module with hooks."""
         distribution = distribution or f"rlhf-{point}"
         module = f"made_up_{distribution.replace('-', '_')}"
         (self.site / f"{module}.py").write_text(source)
+        self.install_points(distribution, f"[rlhf]\n{point} = {module}\n", version=version, requires=requires)
+
+    def install_points(
+        self, distribution: str, points: str, *, version: str = "1.0", requires: str = ""
+    ) -> None:
+        """Install the metadata of a distribution. points: its entry_points.txt."""
         info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         needs = f"Requires-Dist: {requires}\n" if requires else ""
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
         )
-        (info / "entry_points.txt").write_text(f"[rlhf]\n{point} = {module}\n")
+        (info / "entry_points.txt").write_text(points)
+        forget()
 
     def load(self, **arguments: Any) -> tuple[plugins.Host, dict[str, PluginInfo], list[str]]:
         with warnings.catch_warnings(record=True) as caught:
@@ -65,11 +74,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("RLHF_DISABLE_PLUGINS", raising=False)
 
-    def entry_points(group: str) -> Any:
+    def entry_points() -> Any:
         found = [p for d in importlib.metadata.distributions(path=[str(tmp_path)]) for p in d.entry_points]
-        return importlib.metadata.EntryPoints(found).select(group=group)
+        return importlib.metadata.EntryPoints(found)
 
-    monkeypatch.setattr(distributions, "find_points", entry_points)
+    monkeypatch.setattr(distributions, "entry_points", entry_points)
+    forget()
     before = set(sys.modules)
     yield World(tmp_path)
     for name in sys.modules.keys() - before:
@@ -279,12 +289,17 @@ def test_a_distribution_that_has_lost_its_metadata_fails_alone(world: World) -> 
 def test_entry_points_are_read_once_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for every update: a look opens files of every installed distribution."""
     read: list[str] = []
-    monkeypatch.setattr(distributions, "entry_points", lambda group: read.append(group))
+
+    def entry_points() -> Any:
+        read.append("all")
+        return importlib.metadata.EntryPoints()
+
+    monkeypatch.setattr(distributions, "entry_points", entry_points)
     for name in ("first", "second"):
         monkeypatch.syspath_prepend(tmp_path / name)
-        for _ in range(3):
-            distributions.find_points("rlhf.made_up")
-    assert read == ["rlhf.made_up"] * 2
+        for group in ("rlhf.urls", "rlhf.commands", "rlhf.urls"):
+            distributions.find_points(group)
+    assert read == ["all"] * 2
 
 
 def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
@@ -296,10 +311,11 @@ def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
     assert "pip install rlhf-topologies" in ended.message
 
 
-def test_the_plugins_of_the_suite_are_listed_without_importing_trainers() -> None:
-    """Their modules are imported when a component is asked for."""
+def test_the_plugins_of_the_suite_are_listed_without_importing_them() -> None:
+    """Only what translates names, and the hook of `--on`, is imported; the rest when a component is asked for."""
     code = "import sys; from rlhf_core import plugins; plugins.load(); print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = ended.stdout.split()
-    assert {"rlhf_sft", "rlhf_grpo", "rlhf_families"} <= {*modules}
-    assert not {"rlhf_sft.train", "rlhf_grpo.losses", "rlhf_families.gemma4", "flax", "optax"} & {*modules}
+    suite = {name.partition(".")[0] for name in modules if name.startswith("rlhf_")}
+    assert suite == {"rlhf_core", "rlhf_compat", "rlhf_topologies"}
+    assert not {"rlhf_core.models", "rlhf_core.data", "jax", "flax", "optax"} & {*modules}
