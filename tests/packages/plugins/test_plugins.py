@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_core import plugins
 from rlhf_core.artifacts import versions
-from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
+from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD, Kind
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
 from rlhf_core.runtime import distributions
@@ -217,6 +217,162 @@ def test_disabling_what_is_not_there_warns(world: World, monkeypatch: pytest.Mon
     _, infos, said = world.load()
     assert infos["tanh"].state == "loaded"
     assert said == ["RLHF_DISABLE_PLUGINS: no plugin is called 'tahn'. Did you mean 'tanh'?"]
+
+
+# Components, as entry points of their kind
+
+LOSSES = """
+from rlhf_core import Kind
+
+def loss(inputs, *, epsilon: float = 0.2): ...
+
+VALUE_LOSS = Kind("value loss", ("inputs",))
+OTHER = Kind("value loss")
+"""
+
+
+@pytest.fixture
+def losses(world: World) -> World:
+    """A module of a loss and of kinds, `made_up_losses`."""
+    (world.site / "made_up_losses.py").write_text(LOSSES)
+    return world
+
+
+def points(group: str, *lines: str) -> str:
+    return "\n".join((f"[{group}]", *lines, ""))
+
+
+def test_a_component_is_imported_when_it_is_asked_for(losses: World) -> None:
+    losses.install_points(
+        "rlhf-one", points("rlhf.policy_loss", "first = made_up_losses:loss"), version="2.5"
+    )
+    host, infos, said = losses.load()
+    assert infos["one"] == PluginInfo("one", "rlhf-one", "2.5", "loaded", None, {"policy loss": ["first"]})
+    assert (said, versions()["rlhf-one"]) == ([], "2.5")
+    assert host.registry.names(POLICY_LOSS) == ["first"]
+    assert "made_up_losses" not in sys.modules
+    assert host.registry.owner(POLICY_LOSS, "first") == "rlhf-one 2.5"
+    assert host.registry.get(POLICY_LOSS, "first") is sys.modules["made_up_losses"].loss
+    assert host.registry.options(POLICY_LOSS, "first") == ["epsilon"]
+
+
+def test_a_distribution_may_have_hooks_and_components(losses: World) -> None:
+    (losses.site / "made_up_hooks.py").write_text(REGISTER.format(name="by hook"))
+    both = points("rlhf", "acme = made_up_hooks") + points("rlhf.policy_loss", "first = made_up_losses:loss")
+    losses.install_points("rlhf-both", both)
+    host, infos, said = losses.load()
+    assert (list(infos), said) == (["acme"], [])
+    assert infos["acme"].components == {"policy loss": ["by hook", "first"]}
+    assert host.registry.owner(POLICY_LOSS, "first") == "rlhf-both 1.0"
+
+
+def test_a_hook_that_fails_leaves_no_component_of_its_distribution(losses: World) -> None:
+    (losses.site / "made_up_hooks.py").write_text("raise ValueError")
+    both = points("rlhf", "acme = made_up_hooks") + points("rlhf.policy_loss", "first = made_up_losses:loss")
+    losses.install_points("rlhf-both", both)
+    host, infos, _ = losses.load()
+    assert (infos["acme"].state, host.registry.names(POLICY_LOSS)) == ("failed", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            points("rlhf.policy_los", "x = made_up_losses:loss"),
+            "it has entry points 'rlhf.policy_los', and no kind is called 'policy los'. Did you mean 'policy loss'?",
+        ),
+        (
+            points("rlhf.policy_loss", "x = made_up_losses"),
+            "policy loss 'x': 'made_up_losses' is not module:name, such as my_package.losses:MyLoss",
+        ),
+        (
+            points("rlhf.kind", "policy_loss = made_up_losses:VALUE_LOSS"),
+            "another kind is called 'policy loss' too; rename one of the kinds",
+        ),
+    ],
+    ids=["no such kind", "no text of a component", "a kind of core"],
+)
+def test_a_wrong_entry_point_is_a_warning(losses: World, text: str, cause: str) -> None:
+    losses.install_points("rlhf-wrong", points("rlhf.reward", "r = made_up_losses:loss") + text)
+    losses.install("other", REGISTER.format(name="mine"))
+    host, infos, said = losses.load()
+    assert (infos["wrong"].state, infos["other"].state) == ("failed", "loaded")
+    assert said == [infos["wrong"].error]
+    assert said[0].startswith(f"plugin 'wrong' (from rlhf-wrong 1.0) failed to load: {cause}")
+    assert said[0].endswith("Uninstall it or set RLHF_DISABLE_PLUGINS=wrong.")
+    with pytest.raises(InputError, match=r"no reward named 'r'.*plugin 'wrong'"):
+        host.registry.get(REWARD, "r")
+
+
+def test_a_component_that_cannot_be_imported_is_an_error_where_it_is_asked_for(world: World) -> None:
+    world.install_points("rlhf-gone", points("rlhf.policy_loss", "gone = made_up_gone.losses:Gone"))
+    host, infos, said = world.load()
+    assert (infos["gone"].state, said) == ("loaded", [])
+    with pytest.raises(
+        InputError, match=r"policy loss 'gone' \(from rlhf-gone 1\.0\) failed to load: it .*made_up_gone"
+    ):
+        host.registry.get(POLICY_LOSS, "gone")
+
+
+def test_two_distributions_of_one_component(losses: World) -> None:
+    for distribution in ("rlhf-a", "rlhf-b"):
+        same = points(
+            "rlhf.policy_loss", "same = made_up_losses:loss", f"{distribution} = made_up_losses:loss"
+        )
+        losses.install_points(distribution, same)
+    host, infos, said = losses.load()
+    assert (infos["a"].state, infos["b"].state) == ("loaded", "failed")
+    assert "policy loss 'same' is registered twice" in said[0]
+    assert "by rlhf-a 1.0, and made_up_losses.loss by rlhf-b 1.0" in said[0]
+    with pytest.raises(InputError, match="registered twice"):
+        host.registry.get(POLICY_LOSS, "same")
+    assert host.registry.names(POLICY_LOSS) == ["rlhf-a", "same"]
+
+
+@pytest.mark.parametrize("name", ["one", "rlhf-one", "RLHF_One"])
+def test_components_are_disabled_with_their_distribution(
+    losses: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    losses.install_points("rlhf-one", points("rlhf.policy_loss", "first = made_up_losses:loss"))
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", name)
+    host, infos, said = losses.load()
+    assert (infos["one"].state, said, host.registry.names(POLICY_LOSS)) == ("disabled", [], [])
+
+
+def test_the_pin_of_components(losses: World) -> None:
+    first = points("rlhf.policy_loss", "first = made_up_losses:loss")
+    losses.install_points("rlhf-one", first, requires="rlhf-core>=0.2")
+    host, infos, said = losses.load()
+    assert (infos["one"].state, host.registry.names(POLICY_LOSS)) == ("failed", [])
+    assert "it needs rlhf-core >=0.2, and 0.1.0 is installed" in said[0]
+
+
+def test_a_kind_of_a_distribution(losses: World) -> None:
+    """Another distribution, which is read first, may add to it; neither is imported."""
+    losses.install_points("rlhf-values", points("rlhf.kind", "value_loss = made_up_losses:VALUE_LOSS"))
+    losses.install_points("rlhf-mse", points("rlhf.value_loss", "mse = made_up_losses:loss"))
+    host, infos, said = losses.load()
+    assert (said, infos["values"].components) == ([], {})
+    assert infos["mse"].components == {"value loss": ["mse"]}
+    assert "made_up_losses" not in sys.modules
+    from made_up_losses import OTHER, VALUE_LOSS  # type: ignore[import-not-found]
+
+    assert [kind.name for kind in host.registry.kinds()] == ["value loss"]
+    assert host.registry.get(VALUE_LOSS, "mse") is sys.modules["made_up_losses"].loss
+    for ask in (host.registry.names, lambda kind: host.registry.get(kind, "mse")):
+        with pytest.raises(InputError, match="another kind is called 'value loss' too"):
+            ask(OTHER)
+    with pytest.raises(InputError, match="another kind is called 'value loss' too"):
+        host.registry.add(OTHER, "huber", lambda inputs: inputs)
+
+
+def test_a_kind_that_is_none(losses: World) -> None:
+    losses.install_points("rlhf-values", points("rlhf.kind", "value_loss = made_up_losses:loss"))
+    host, _, _ = losses.load()
+    with pytest.raises(
+        InputError, match=r"kind 'value loss' \(from rlhf-values 1\.0\): made_up_losses:loss is not a kind"
+    ):
+        host.registry.get(Kind("value loss"), "mse")
 
 
 # Files and objects
