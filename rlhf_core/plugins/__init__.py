@@ -71,26 +71,22 @@ class _Plugin:
     """An installed plugin: the entry point of a distribution with hooks, its entry points of components, or both.
 
     name: of the entry point with hooks; without one, the distribution's without "rlhf-".
-    owner: its distribution, for messages.
+    distribution: None where it has lost its metadata. owner: the distribution, for messages.
     """
 
     name: str
+    distribution: Installed | None
     owner: str
     components: Sequence[EntryPoint]
     hooks: EntryPoint | None = None
 
     def names(self) -> set[str]:
         """Collect the names under which it can be disabled."""
-        installed = self._distribution()
-        return {_canonical(self.name)} | ({_canonical(installed.name)} if installed else set())
+        return {_canonical(self.name), _canonical(self.distribution.name if self.distribution else self.name)}
 
     def info(self, state: Any, **rest: Any) -> PluginInfo:
-        installed = self._distribution()
-        name, version = installed or (None, None)
+        name, version = self.distribution or (None, None)
         return PluginInfo(self.name, name, version, state, **rest)
-
-    def _distribution(self) -> Installed | None:
-        return find_distribution(self.hooks or self.components[0])
 
 
 def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
@@ -156,15 +152,16 @@ def _find_plugins() -> list[_Plugin]:
     points = sorted(distributions.plugin_points(), key=lambda point: point.name)
     for dist in dict.fromkeys(point.dist for point in points):
         own = [point for point in points if point.dist is dist]
+        installed = find_distribution(own[0])
         components = [point for point in own if point.group != distributions.HOOKS]
         for point in own:
             if point.group == distributions.HOOKS:
-                plugins.append(_Plugin(point.name, owner(point), components, point))
+                plugins.append(_Plugin(point.name, installed, owner(point), components, point))
                 components = []
         if components:
-            installed = find_distribution(components[0])
-            name = installed.name.removeprefix("rlhf-") if installed else components[0].value
-            plugins.append(_Plugin(name, owner(components[0]), components))
+            of = owner(components[0])
+            name = installed.name.removeprefix("rlhf-") if installed else of
+            plugins.append(_Plugin(name, installed, of, components))
     return sorted(plugins, key=lambda plugin: (plugin.name, plugin.owner))
 
 
@@ -226,21 +223,12 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
             host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
         for implementation in host.hook.rlhf_translate.get_hookimpls():
             if implementation.plugin is plugin:
-                host.registry.translators.append((owner, _by_name(implementation)))
+                host.registry.translators.append((owner, implementation))
     except BaseException:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:
                 host.pm.unregister(name=registered)
         raise
-
-
-def _by_name(implementation: pluggy.HookImpl) -> Callable[..., Any]:
-    """Make an implementation, which may take fewer arguments, take all of its hook's by name."""
-
-    def call(**arguments: Any) -> Any:
-        return implementation.function(*[arguments[name] for name in implementation.argnames])
-
-    return call
 
 
 def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:

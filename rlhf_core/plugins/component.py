@@ -31,7 +31,6 @@ from rlhf_core.contracts import LAYER, LOGGER, MODEL, TRAINER, Kind, ModelFamily
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
 from rlhf_core.hidden import SECRET_NAME, remember, remember_attributes
 from rlhf_core.runtime.caches import at_run_end, cached
-from rlhf_core.workers.pickling import file_module_name, load_module
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
@@ -331,13 +330,17 @@ def load_file(path: Path) -> types.ModuleType:
 
     Raises InputError, naming the line, if the file is missing or fails.
     """
+    # Imports multiprocessing, which most commands do without.
+    from rlhf_core.workers.pickling import file_module_name, load_module
+
     try:
         path, is_file = path.resolve(), path.resolve().is_file()
     except (OSError, ValueError):  # too long, or with a NUL byte
         is_file = False
     if not is_file:
         raise InputError(f"{path}: no such file.{suggest_file(path)}")
-    name = file_module_name(path, source := path.read_bytes())
+    source = path.read_bytes()
+    name = file_module_name(path, source)
     if name in sys.modules:
         return sys.modules[name]
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
+from pluggy import HookImpl
 from pydantic.fields import FieldInfo
 
 from rlhf_core.config.translation import Answer
@@ -70,7 +71,7 @@ class Registry:
 
     failures: plugins that could not be loaded, whose errors are quoted when a name is missing.
     disabled: names of plugins left out on request, which are mentioned then too.
-    translators: of the plugins that have the hook `rlhf_translate`, (their distribution, what takes its arguments).
+    translators: of the plugins that have the hook `rlhf_translate`, (their distribution, the implementation).
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Registry:
         self._entries: dict[str, dict[str, RegistryEntry | NamedComponent]] = {}
         self._contested: dict[tuple[str, str], str] = {}
         self._owner: str | None = None
-        self.translators: list[tuple[str, Callable[..., Any]]] = []
+        self.translators: list[tuple[str, HookImpl]] = []
         self.failures: list[PluginInfo] = []
         self.disabled: list[str] = []
 
@@ -195,9 +196,10 @@ class Registry:
             return None
         answers: dict[str, Answer] = {}
         owners: dict[str, str] = {}
-        for owner, ask in self.translators:
+        arguments = {"config_class": config_class, "unknown": unknown, "given": given, "base": base}
+        for owner, hook in self.translators:
             try:
-                found = ask(config_class=config_class, unknown=unknown, given=given, base=base)
+                found: Any = hook.function(*(arguments[name] for name in hook.argnames))
             except InputError:
                 raise
             except Exception as error:
