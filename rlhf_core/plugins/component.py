@@ -111,7 +111,7 @@ class RegistryEntry:
         values, problems = self._read_options(options)
         if problems:
             raise InputError(*problem_lines(problems, f"{self.kind.name} '{self.name}'"))
-        return self._make_checked(values)
+        return self.make_of(values)
 
     def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
         """List what `make` would object to, without making what opens files (kinds with `factory` except loggers).
@@ -122,12 +122,13 @@ class RegistryEntry:
         made = self.kind == LOGGER or (inspect.isclass(self.thing) and not self.kind.factory)
         if not problems and (made or self.kind.attributes):
             try:
-                self._make_checked(values)
+                self.make_of(values)
             except InputError as error:
                 problems += [Problem("", message) for message in error.problems]
         return problems
 
-    def _make_checked(self, values: Mapping[str, Any]) -> Any:
+    def make_of(self, values: Mapping[str, Any]) -> Any:
+        """Make the component of the values of its options. Raises InputError for what the component refuses."""
         component = self._call(values)
         for name in self.kind.attributes:
             self.kind.attribute(component, name)

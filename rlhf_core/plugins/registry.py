@@ -172,6 +172,14 @@ class Registry:
         component: T = self._entry(kind, name).make(options)
         return component
 
+    def make(self, kind: Kind[T], name: str, values: Mapping[str, Any], /) -> T:
+        """Make the component of values that come from Python: a number may be NumPy's, or traced.
+
+        Raises InputError for an unknown name, and for what the component refuses.
+        """
+        component: T = self._entry(kind, name).make_of(values)
+        return component
+
     def check(
         self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Sequence[str] = ()
     ) -> list[tuple[str, str]]:

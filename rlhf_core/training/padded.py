@@ -152,10 +152,12 @@ def named_loss(kind: Kind[Any], loss: Any, **options: Any) -> tuple[str, Any]:
     loss: the name of an installed one, a table of a name and its options, or a component. options: for a loss that is
     given by its name alone, where it has them.
     """
+    registry = installed_registry()
     if isinstance(loss, str):
-        known = installed_registry().options(kind, loss)
-        loss = {"name": loss, **{name: value for name, value in options.items() if name in known}}
+        known = registry.options(kind, loss)
+        given = {name: value for name, value in options.items() if name in known}
+        return loss, registry.make(kind, loss, given)
     if isinstance(loss, Mapping):
         table = Component(**loss)
-        return table.name, installed_registry().get(kind, table.name, **table.options)
+        return table.name, registry.get(kind, table.name, **table.options)
     return type(loss).__name__, loss

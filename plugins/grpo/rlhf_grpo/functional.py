@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
+from rlhf_core import POLICY_LOSS, InputError, PolicyInputs
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps
-from rlhf_core.training import PaddedObjective, padded_rows
+from rlhf_core.training import PaddedObjective, named_loss, padded_rows
 from rlhf_grpo.objective import Terms, combine, objective
 
 if TYPE_CHECKING:
@@ -189,14 +189,11 @@ def loss_by_name(name: str, **options: Any) -> PolicyLoss:
     Raises InputError for a value that it does not take, and for an importance_sampling_level other than "token" where
     the loss has no such option.
     """
-    registry = installed_registry()
-    known = registry.options(POLICY_LOSS, name)
-    chosen = {option: value for option, value in options.items() if option in known}
     level = options["importance_sampling_level"]
     if level == "token":
         # The default, which leaves each loss its own.
-        chosen.pop("importance_sampling_level", None)
-    loss = registry.get(POLICY_LOSS, name, **chosen)
+        del options["importance_sampling_level"]
+    _, loss = named_loss(POLICY_LOSS, name, **options)
     own = POLICY_LOSS.attribute(loss, "importance_sampling_level")
     if level not in ("token", own):
         raise InputError(f"importance_sampling_level: '{level}', but policy loss '{name}' has level '{own}'")
