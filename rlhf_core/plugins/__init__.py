@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from rlhf_core.contracts import KINDS
 from rlhf_core.errors import InputError, error_line, suggest, warn
@@ -82,7 +82,8 @@ class _Plugin:
 
     def names(self) -> set[str]:
         """Collect the names under which it can be disabled."""
-        return {_canonical(self.name), _canonical(self.distribution.name if self.distribution else self.name)}
+        names = [self.name, *([self.distribution.name] if self.distribution else ())]
+        return {canonicalize_name(name) for name in names}
 
     def info(self, state: Any, **rest: Any) -> PluginInfo:
         name, version = self.distribution or (None, None)
@@ -98,7 +99,9 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     """
     host = empty_host()
     plugins = _find_plugins()
-    disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
+    disabled = {
+        canonicalize_name(name.strip()) for name in os.environ.get(DISABLE, "").split(",") if name.strip()
+    }
     known = {name for plugin in plugins for name in plugin.names()}
     for name in sorted(disabled - known):
         warn(f"{DISABLE}: no plugin is called '{name}'.{suggest(name, known)}", PluginWarning)
@@ -274,14 +277,10 @@ def _check_pin(point: EntryPoint) -> None:
         except InvalidRequirement:
             continue  # not about rlhf-core, and pip's to judge
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if _canonical(requirement.name) != "rlhf-core" or not applies:
+        if canonicalize_name(requirement.name) != "rlhf-core" or not applies:
             continue
         if not requirement.specifier.contains(__version__, prereleases=True):
             raise InputError(
                 f"it needs rlhf-core {requirement.specifier}, and {__version__} is installed; "
                 "install versions that fit"
             )
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 
@@ -209,13 +209,6 @@ def _read_value(model: type[Options], value: Any) -> Any:
     return result
 
 
-class NamedComponent(NamedTuple):
-    """A component, or a kind, that has not been asked for: the text that names it, and who registered it."""
-
-    thing: str
-    owner: str
-
-
 def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEntry:
     """Make the registry entry of a thing. Raises InputError if it cannot be a component of that kind."""
     what = f"{kind.name} '{name}' ({qualified_name(thing)})"
@@ -243,24 +236,6 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEn
     models, required = _options(kind, thing, what)
     _check_attributes(kind, thing, models.keys() | _fields(thing), what)
     return RegistryEntry(kind, name, thing, owner, models, required)
-
-
-def check_text(what: str, text: str) -> None:
-    """Raise InputError for a text that names nothing in a module."""
-    home, _, attribute = text.partition(":")
-    if not all(part.isidentifier() for part in (*home.split("."), attribute)):
-        raise InputError(f"{what}: '{text}' is not module:name, such as my_package.losses:MyLoss")
-
-
-def import_named(what: str, named: NamedComponent) -> Any:
-    """Import what a text names. Raises InputError if it cannot be."""
-    home, _, attribute = named.thing.partition(":")
-    try:
-        return getattr(importlib.import_module(home), attribute)
-    except Exception as error:
-        raise InputError(
-            f"{what} (from {named.owner}) failed to load: it {error_line(error, HERE)}"
-        ) from error
 
 
 @cached

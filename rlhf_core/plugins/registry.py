@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pluggy import HookImpl
 from pydantic.fields import FieldInfo
@@ -17,10 +18,7 @@ from rlhf_core.contracts import ATTENTION, EXPERTS, KINDS, LOGGER, MODEL, REWARD
 from rlhf_core.errors import InputError, error_line, suggest
 from rlhf_core.plugins.component import (
     HERE,
-    NamedComponent,
     RegistryEntry,
-    check_text,
-    import_named,
     load_function,
     make_entry,
     qualified_name,
@@ -64,6 +62,23 @@ class CollisionError(InputError):
     def __init__(self, kind: str, name: str, message: str) -> None:
         super().__init__(message)
         self.kind, self.name = kind, name
+
+
+class NamedComponent(NamedTuple):
+    """A component, or a kind, that has not been asked for: the text that names it, and who registered it."""
+
+    thing: str
+    owner: str
+
+    def load(self, what: str) -> Any:
+        """Import what the text names. Raises InputError, which begins with `what`, if it cannot be."""
+        home, _, attribute = self.thing.partition(":")
+        try:
+            return getattr(importlib.import_module(home), attribute)
+        except Exception as error:
+            raise InputError(
+                f"{what} (from {self.owner}) failed to load: it {error_line(error, HERE)}"
+            ) from error
 
 
 class Registry:
@@ -114,20 +129,25 @@ class Registry:
 
         Raises InputError if the name is taken, naming both owners, or if the text is none.
         """
-        check_text(f"{kind} '{name}'", text)
-        self._keep(kind, name, NamedComponent(text, self._owner or qualified_name(text)))
+        self._keep(kind, name, self._named(f"{kind} '{name}'", text))
 
     def declare(self, kind: str, text: str) -> None:
         """Say which object the kind of that name is, "package.module:KIND"; it is imported where the kind is needed.
 
         Raises InputError if a kind has this name already, and if the text names none.
         """
-        check_text(f"kind '{kind}'", text)
+        named = self._named(f"kind '{kind}'", text)
         known = self._kinds.get(kind)
         if known is not None:
             of = f" of {known.owner}" if isinstance(known, NamedComponent) else ""
             raise InputError(f"another kind{of} is called '{kind}' too; rename one of the kinds")
-        self._kinds[kind] = NamedComponent(text, self._owner or qualified_name(text))
+        self._kinds[kind] = named
+
+    def _named(self, what: str, text: str) -> NamedComponent:
+        home, _, attribute = text.partition(":")
+        if not all(part.isidentifier() for part in (*home.split("."), attribute)):
+            raise InputError(f"{what}: '{text}' is not module:name, such as my_package.losses:MyLoss")
+        return NamedComponent(text, self._owner or qualified_name(text))
 
     def _keep(self, kind: str, name: str, entry: RegistryEntry | NamedComponent) -> None:
         if not name or ":" in name:
@@ -151,7 +171,7 @@ class Registry:
         kind = self._kinds.get(name)
         if not isinstance(kind, NamedComponent):
             return kind
-        found = import_named(f"kind '{name}'", kind)
+        found = kind.load(f"kind '{name}'")
         if not isinstance(found, Kind) or found.name != name:
             raise InputError(f"kind '{name}' (from {kind.owner}): {kind.thing} is not a kind of this name")
         self._kinds[name] = found
@@ -290,7 +310,7 @@ class Registry:
         if name in entries:
             entry = entries[name]
             if isinstance(entry, NamedComponent):
-                thing = import_named(f"{kind.name} '{name}'", entry)
+                thing = entry.load(f"{kind.name} '{name}'")
                 entry = entries[name] = make_entry(kind, name, thing, entry.owner)
             return entry
         if kind.by_path and ":" in name:
