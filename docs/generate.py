@@ -67,6 +67,17 @@ KINDS = {
     "optimizer": "a gradient transformation for a learning rate: `optimizer` of any stage",
 }
 
+GROUPS = """```toml
+[project.entry-points."rlhf.policy_loss"]
+tanh = "my_package.losses:Tanh"      # loss = { name = "tanh" }
+
+[project.entry-points."rlhf.kind"]   # a kind of the package's own, whose group is rlhf.value_loss
+value_loss = "my_package:VALUE_LOSS"
+
+[project.entry-points.rlhf]          # a module with other hooks than rlhf_register
+my_package = "my_package.hooks"
+```"""
+
 ADDED = """A package adds a command with an entry point of the group `rlhf.commands`, such as
 `report = "rlhf_report.commands:report"`: a function whose annotated parameters typer reads, or a `typer.Typer`.
 `rlhf --help` imports its module, so import what is slow within the function."""
@@ -224,11 +235,14 @@ def components_page(host: Host) -> str:
         "# Components",
         NOTE,
         "What a pipeline can name, by kind, with its options; and the [hooks](#hooks). `rlhf plugins` lists what is "
-        "installed. A kind is a constant of `rlhf_core`, or of the plugin that declares it; a plugin adds to it with "
-        '`registry.add(POLICY_LOSS, "name", thing)`. The docstrings of `rlhf_core/contracts` and of the plugin '
-        "say what a component of each kind takes and returns.",
+        "installed. A package adds to a kind with an entry point in its group, in `pyproject.toml`; the component is "
+        "imported when it is first asked for:",
+        GROUPS,
+        'A file or object does so with the hook `rlhf_register`: `registry.add(POLICY_LOSS, "name", thing)`, with the '
+        "kind's constant, of `rlhf_core` or of the plugin that declares it. The docstrings of `rlhf_core/contracts` "
+        "and of the plugin say what a component of each kind takes and returns.",
     ]
-    parts.append(table(("kind", "constant", "a component is"), kind_rows()))
+    parts.append(table(("kind", "constant", "group", "a component is"), kind_rows()))
     for kind in declared().values():
         parts.append(f"## {kind.name}")
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -247,9 +261,14 @@ def declared() -> dict[str, Kind[Any]]:
     return {name: value for home in homes for name, value in vars(home).items() if isinstance(value, Kind)}
 
 
-def kind_rows() -> list[tuple[str, str, str]]:
+def kind_rows() -> list[tuple[str, str, str, str]]:
     return [
-        (f"[{kind.name}](#{kind.name.replace(' ', '-')})", f"`{constant}`", KINDS[kind.name])
+        (
+            f"[{kind.name}](#{kind.name.replace(' ', '-')})",
+            f"`{constant}`",
+            f"`rlhf.{kind.name.replace(' ', '_')}`",
+            KINDS[kind.name],
+        )
         for constant, kind in declared().items()
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rlhf_grpo
-import rlhf_reward
-import rlhf_sft
 from rlhf_grpo import GRPOConfig, group_advantages
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as policy_objective
@@ -37,9 +35,7 @@ from rlhf_core import (
     SAMPLER,
     Registry,
     SamplerInputs,
-    _builtin,
     create_state,
-    plugins,
 )
 from rlhf_core.config import TrainerConfig
 from rlhf_core.fit import TreeReader, empty_batches
@@ -65,6 +61,7 @@ from rlhf_core.training.choose_attention import choose_attention
 sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
 import works as speed_works
 
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLING_MEMORY = 40 * 10**9
 """Bytes of memory for a rollout: enough to sample all completions of a work at once."""
 MANY = 1000
@@ -73,10 +70,13 @@ MANY = 1000
 
 def registry() -> Registry:
     """Register what this suite has itself: where only wheels are carried, it is not installed."""
-    host = plugins.empty_host()
-    for module in (_builtin, rlhf_sft, rlhf_reward, rlhf_grpo):
-        module.rlhf_register(host.registry)
-    return host.registry
+    registry = Registry()
+    for place in (".", "plugins/sft", "plugins/reward", "plugins/grpo"):
+        project = tomllib.loads((ROOT / place / "pyproject.toml").read_text("utf-8"))["project"]
+        for group, points in project["entry-points"].items():
+            for name, text in points.items():
+                registry.add_named(group.removeprefix("rlhf.").replace("_", " "), name, text)
+    return registry
 
 
 class NoRows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import InputError, error_line
@@ -20,7 +20,6 @@ from rlhf_core.runtime import distributions
 if TYPE_CHECKING:
     from rlhf_core.plugins import PluginInfo
 
-GROUP = "rlhf.commands"
 DISTRIBUTIONS = {
     "chat": "rlhf-remote",
     "compare": "rlhf-report",
@@ -41,7 +40,7 @@ DISTRIBUTIONS = {
 def find() -> dict[str, list[EntryPoint]]:
     """Find {command: its entry points} in installed distributions."""
     found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
+    for point in distributions.find_points(distributions.COMMANDS):
         found.setdefault(point.name, []).append(point)
     return found
 

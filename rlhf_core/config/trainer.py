@@ -16,7 +16,6 @@ from rlhf_core.config.options import Component, Expanded, Options, format_value
 from rlhf_core.config.translation import Names
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 from rlhf_core.errors import suggest
-from rlhf_core.tokenizer.options import kwargs_problem, parse_date
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -65,12 +64,17 @@ def filled(value: Any) -> Any:
 
 
 def check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    # Imported here, as below: this takes as long as everything else that a list of plugins needs.
+    from rlhf_core.tokenizer.options import kwargs_problem
+
     if problem := kwargs_problem(value):
         raise ValueError(problem)
     return value
 
 
 def check_day(value: str) -> str:
+    from rlhf_core.tokenizer.options import parse_date
+
     try:
         parse_date(value)
     except ValueError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhf_core.contracts import Kind
-from rlhf_core.runtime.distributions import GROUP, find_points
 
 INSTALL = "Names of TRL and EasyDeL come with `pip install rlhf-compat`"
 """What a message on an unknown field says where nothing that is installed translates names."""
@@ -76,19 +76,6 @@ class Names(Protocol):
         ...
 
 
-_open: Callable[[], Names] | None = None
-
-
-def set_installed(open_registry: Callable[[], Names]) -> None:
-    """Say how the registry of everything that is installed is opened; `rlhf_core.plugins` does, which lies above."""
-    global _open
-    _open = open_registry
-
-
-def installed() -> Names | None:
-    """Open the registry of everything that is installed; None where rlhf-core itself is not installed."""
-    if _open is None:
-        for point in find_points(GROUP):
-            if point.name == "core":
-                point.load()  # imports rlhf_core.plugins
-    return None if _open is None else _open()
+def installed() -> Names:
+    """Return the registry of everything that is installed, which lies above."""
+    return importlib.import_module("rlhf_core.plugins").installed_registry()

@@ -387,3 +387,22 @@ class ExpertProducts(Protocol):
 
 EXPERTS: Kind[ExpertProducts] = Kind("experts", constant=True)
 """Accelerators take the component "pallas"; without one, XLA computes the products."""
+
+KINDS: tuple[Kind[Any], ...] = (
+    ACTION,
+    ADVANTAGE,
+    ATTENTION,
+    DATASET,
+    ENVIRONMENT,
+    EXPERTS,
+    LAYER,
+    LOGGER,
+    MODEL,
+    OPTIMIZER,
+    PAIRWISE_LOSS,
+    POLICY_LOSS,
+    REWARD,
+    SAMPLER,
+    TRAINER,
+)
+"""The kinds that core reads; a plugin may declare its own."""

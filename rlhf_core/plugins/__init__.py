@@ -1,12 +1,18 @@
-"""Load plugins: installed distributions by entry point, files that are not installed, and objects."""
+"""Load plugins: installed distributions by entry point, files that are not installed, and objects.
+
+    [project.entry-points."rlhf.policy_loss"]
+    tanh = "my_package.losses:Tanh"
+
+registers a component of the kind "policy loss": the group is `rlhf.` and the kind's name, with underscores. Its module
+is imported when it is first asked for. The group `rlhf` has modules and objects with hooks, which are imported here.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
-import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,8 +20,9 @@ from typing import Any
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
-from rlhf_core.config.translation import set_installed
+from rlhf_core.contracts import KINDS
 from rlhf_core.errors import InputError, error_line, suggest, warn
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins import hooks
@@ -25,10 +32,12 @@ from rlhf_core.plugins.registry import CollisionError, Registry
 from rlhf_core.plugins.registry import PluginInfo as PluginInfo
 from rlhf_core.runtime import distributions
 from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.distributions import GROUP, find_distribution, owner
+from rlhf_core.runtime.distributions import Installed, find_distribution, owner
 
 DISABLE = "RLHF_DISABLE_PLUGINS"
 HOOKS = tuple(name for name in vars(hooks) if name.startswith("rlhf_"))
+KIND = "rlhf.kind"
+"""The group of entry points that name a distribution's own kinds, `dpo_loss = "rlhf_dpo:DPO_LOSS"`."""
 
 
 class PluginWarning(UserWarning):
@@ -57,25 +66,55 @@ def empty_host() -> Host:
     return host
 
 
+@dataclass(frozen=True)
+class _Plugin:
+    """An installed plugin: the entry point of a distribution with hooks, its entry points of components, or both.
+
+    name: of the entry point with hooks; without one, the distribution's without "rlhf-".
+    distribution: None where it has lost its metadata. owner: the distribution, for messages.
+    """
+
+    name: str
+    distribution: Installed | None
+    owner: str
+    components: Sequence[EntryPoint]
+    hooks: EntryPoint | None = None
+
+    def names(self) -> set[str]:
+        """Collect the names under which it can be disabled."""
+        names = [self.name, *([self.distribution.name] if self.distribution else ())]
+        return {canonicalize_name(name) for name in names}
+
+    def info(self, state: Any, **rest: Any) -> PluginInfo:
+        name, version = self.distribution or (None, None)
+        return PluginInfo(self.name, name, version, state, **rest)
+
+
 def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     """Load every installed plugin, then the files, then the objects.
 
     Warns of an installed plugin that fails, which then registers nothing; raises InputError for a file or object that
     fails, since someone asked for it. The environment variable RLHF_DISABLE_PLUGINS lists plugins to leave out, by
-    entry point or distribution, separated by commas.
+    name or distribution, separated by commas.
     """
     host = empty_host()
-    points = sorted(distributions.find_points(GROUP), key=lambda p: (p.name, owner(p)))
-    disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
-    known = {name for point in points for name in _names_of(point)}
+    plugins = _find_plugins()
+    disabled = {
+        canonicalize_name(name.strip()) for name in os.environ.get(DISABLE, "").split(",") if name.strip()
+    }
+    known = {name for plugin in plugins for name in plugin.names()}
     for name in sorted(disabled - known):
         warn(f"{DISABLE}: no plugin is called '{name}'.{suggest(name, known)}", PluginWarning)
-    for point in points:
-        info = _info(point, "disabled") if _names_of(point) & disabled else _load_point(host, point, points)
+    kinds = {kind.name for kind in KINDS}
+    kinds |= {_words(point.name) for plugin in plugins for point in plugin.components if point.group == KIND}
+    for plugin in plugins:
+        if plugin.names() & disabled:
+            info = plugin.info("disabled")
+            host.registry.disabled.append(info.name)
+        else:
+            info = _load_plugin(host, plugin, plugins, kinds)
         if info.state == "failed":
             warn(str(info.error), PluginWarning)
-        if info.state == "disabled":
-            host.registry.disabled.append(info.name)
         host.plugins.append(info)
     for file in files:
         _load_object(host, load_file(Path(file)), str(file))
@@ -97,9 +136,6 @@ def _installed(disabled: str) -> Registry:
     return load().registry
 
 
-set_installed(installed_registry)
-
-
 def _load_object(host: Host, plugin: object, name: str) -> None:
     try:
         _register(host, plugin, name, None)
@@ -113,25 +149,72 @@ def _load_object(host: Host, plugin: object, name: str) -> None:
     host.plugins.append(PluginInfo(name, None, None, "loaded", components=components))
 
 
-def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> PluginInfo:
+def _find_plugins() -> list[_Plugin]:
+    """Find the installed plugins, sorted by name. A distribution has one for each entry point with hooks."""
+    plugins = []
+    points = sorted(distributions.plugin_points(), key=lambda point: point.name)
+    for dist in dict.fromkeys(point.dist for point in points):
+        own = [point for point in points if point.dist is dist]
+        installed = find_distribution(own[0])
+        components = [point for point in own if point.group != distributions.HOOKS]
+        for point in own:
+            if point.group == distributions.HOOKS:
+                plugins.append(_Plugin(point.name, installed, owner(point), components, point))
+                components = []
+        if components:
+            of = owner(components[0])
+            name = installed.name.removeprefix("rlhf-") if installed else of
+            plugins.append(_Plugin(name, installed, of, components))
+    return sorted(plugins, key=lambda plugin: (plugin.name, plugin.owner))
+
+
+def _load_plugin(
+    host: Host, plugin: _Plugin, plugins: Sequence[_Plugin], kinds: Collection[str]
+) -> PluginInfo:
+    """Load all of an installed plugin, or nothing if it fails. kinds: names of all that there are."""
+    registry = host.registry
     try:
-        rivals = sorted(owner(other) for other in points if other.name == point.name)
-        if len(rivals) > 1:
-            raise InputError(f"{' and '.join(rivals)} both have an entry point '{point.name}'; uninstall one")
-        _check_pin(point)
-        _register(host, point.load(), owner(point), point.name)
+        rivals = sorted(other.owner for other in plugins if other.hooks and other.name == plugin.name)
+        if plugin.hooks and len(rivals) > 1:
+            raise InputError(
+                f"{' and '.join(rivals)} both have an entry point '{plugin.name}'; uninstall one"
+            )
+        _check_pin(plugin.hooks or plugin.components[0])
+        with registry.transaction(plugin.owner):
+            for point in plugin.components:
+                _add_component(registry, point, kinds)
+            if plugin.hooks:
+                _register(host, plugin.hooks.load(), plugin.owner, plugin.name)
     except (Exception, SystemExit) as error:
         if isinstance(error, CollisionError):
-            host.registry.contest(error)
+            registry.contest(error)
         problems = error.problems if isinstance(error, InputError) else [f"it {error_line(error, HERE)}"]
         message = (
-            f"plugin '{point.name}' (from {owner(point)}) failed to load: {'; '.join(problems).rstrip('.')}. "
-            f"Uninstall it or set {DISABLE}={point.name}."
+            f"plugin '{plugin.name}' (from {plugin.owner}) failed to load: {'; '.join(problems).rstrip('.')}. "
+            f"Uninstall it or set {DISABLE}={plugin.name}."
         )
-        info = _info(point, "failed", error=scrub(message))
-        host.registry.failures.append(info)
+        info = plugin.info("failed", error=scrub(message))
+        registry.failures.append(info)
         return info
-    return _info(point, "loaded", components=host.registry.components_of(owner(point)))
+    return plugin.info("loaded", components=registry.components_of(plugin.owner))
+
+
+def _add_component(registry: Registry, point: EntryPoint, kinds: Collection[str]) -> None:
+    """Register the component or kind that an entry point names, which is not imported."""
+    if point.group == KIND:
+        registry.declare(_words(point.name), point.value)
+        return
+    kind = _words(point.group.removeprefix(f"{distributions.HOOKS}."))
+    if kind not in kinds:
+        raise InputError(
+            f"it has entry points '{point.group}', and no kind is called '{kind}'.{suggest(kind, kinds)} "
+            f"Kinds: {', '.join(sorted(kinds))}"
+        )
+    registry.add_named(kind, point.name, point.value)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
@@ -143,21 +226,12 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
             host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
         for implementation in host.hook.rlhf_translate.get_hookimpls():
             if implementation.plugin is plugin:
-                host.registry.translators.append((owner, _by_name(implementation)))
+                host.registry.translators.append((owner, implementation))
     except BaseException:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:
                 host.pm.unregister(name=registered)
         raise
-
-
-def _by_name(implementation: pluggy.HookImpl) -> Callable[..., Any]:
-    """Make an implementation, which may take fewer arguments, take all of its hook's by name."""
-
-    def call(**arguments: Any) -> Any:
-        return implementation.function(*[arguments[name] for name in implementation.argnames])
-
-    return call
 
 
 def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
@@ -203,25 +277,10 @@ def _check_pin(point: EntryPoint) -> None:
         except InvalidRequirement:
             continue  # not about rlhf-core, and pip's to judge
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if _canonical(requirement.name) != "rlhf-core" or not applies:
+        if canonicalize_name(requirement.name) != "rlhf-core" or not applies:
             continue
         if not requirement.specifier.contains(__version__, prereleases=True):
             raise InputError(
                 f"it needs rlhf-core {requirement.specifier}, and {__version__} is installed; "
                 "install versions that fit"
             )
-
-
-def _names_of(point: EntryPoint) -> set[str]:
-    """Collect the names under which a plugin can be disabled."""
-    dist = find_distribution(point)
-    return {_canonical(point.name)} | ({_canonical(dist.name)} if dist else set())
-
-
-def _info(point: EntryPoint, state: Any, **rest: Any) -> PluginInfo:
-    dist = find_distribution(point)
-    return PluginInfo(point.name, dist.name if dist else None, dist.version if dist else None, state, **rest)
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -31,7 +31,6 @@ from rlhf_core.contracts import LAYER, LOGGER, MODEL, TRAINER, Kind, ModelFamily
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
 from rlhf_core.hidden import SECRET_NAME, remember, remember_attributes
 from rlhf_core.runtime.caches import at_run_end, cached
-from rlhf_core.workers.pickling import file_module_name, load_module
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
@@ -85,7 +84,7 @@ _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
 class RegistryEntry:
     """One name of the registry.
 
-    thing: as it was added; a text that names it is replaced by what it names when that is first asked for.
+    thing: as it was added, or what a text named.
     owner: describes the plugin that added it.
     options: {option: a model with the one field `value`}, or None for a finished object, which takes no options.
     required: options without a default.
@@ -112,7 +111,7 @@ class RegistryEntry:
         values, problems = self._read_options(options)
         if problems:
             raise InputError(*problem_lines(problems, f"{self.kind.name} '{self.name}'"))
-        return self._make_checked(values)
+        return self.make_of(values)
 
     def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
         """List what `make` would object to, without making what opens files (kinds with `factory` except loggers).
@@ -123,12 +122,13 @@ class RegistryEntry:
         made = self.kind == LOGGER or (inspect.isclass(self.thing) and not self.kind.factory)
         if not problems and (made or self.kind.attributes):
             try:
-                self._make_checked(values)
+                self.make_of(values)
             except InputError as error:
                 problems += [Problem("", message) for message in error.problems]
         return problems
 
-    def _make_checked(self, values: Mapping[str, Any]) -> Any:
+    def make_of(self, values: Mapping[str, Any]) -> Any:
+        """Make the component of the values of its options. Raises InputError for what the component refuses."""
         component = self._call(values)
         for name in self.kind.attributes:
             self.kind.attribute(component, name)
@@ -238,17 +238,6 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> RegistryEn
     return RegistryEntry(kind, name, thing, owner, models, required)
 
 
-def import_entry(entry: RegistryEntry) -> RegistryEntry:
-    """Import the thing that the text of an entry names. Raises InputError if it cannot be, or is no such component."""
-    what = f"{entry.kind.name} '{entry.name}' (from {entry.owner})"
-    home, _, attribute = entry.thing.partition(":")
-    try:
-        thing = getattr(importlib.import_module(home), attribute)
-    except Exception as error:
-        raise InputError(f"{what} failed to load: it {error_line(error, HERE)}") from error
-    return make_entry(entry.kind, entry.name, thing, entry.owner)
-
-
 @cached
 def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[Options]], frozenset[str]]:
     """Make {option: a model with the one field `value`}, and list the options without a default.
@@ -317,13 +306,17 @@ def load_file(path: Path) -> types.ModuleType:
 
     Raises InputError, naming the line, if the file is missing or fails.
     """
+    # Imports multiprocessing, which most commands do without.
+    from rlhf_core.workers.pickling import file_module_name, load_module
+
     try:
         path, is_file = path.resolve(), path.resolve().is_file()
     except (OSError, ValueError):  # too long, or with a NUL byte
         is_file = False
     if not is_file:
         raise InputError(f"{path}: no such file.{suggest_file(path)}")
-    name = file_module_name(path, source := path.read_bytes())
+    source = path.read_bytes()
+    name = file_module_name(path, source)
     if name in sys.modules:
         return sys.modules[name]
     try:

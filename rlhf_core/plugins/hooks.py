@@ -30,8 +30,9 @@ hookimpl = pluggy.HookimplMarker("rlhf")
 def rlhf_register(registry: Registry) -> None:
     """Add named components with `registry.add(KIND, "name", thing)`. The order of plugins never matters.
 
-    A text in place of the thing, `registry.add(KIND, "name", "package.module:thing")`, is imported when the component
-    is first asked for: `rlhf plugins` and runs without it then need not import the module.
+    For files, objects, and names that are known only at run time: a package names its components in its metadata, as
+    entry points of the group `rlhf.KIND`, and needs no hook for them. A text in place of the thing,
+    "package.module:thing", is imported when the component is first asked for.
 
     Called once for every plugin, even for one that is loaded late (a file, a notebook, a test).
     """

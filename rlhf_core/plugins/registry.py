@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from pluggy import HookImpl
 from pydantic.fields import FieldInfo
 
 from rlhf_core.config.translation import Answer
-from rlhf_core.contracts import ATTENTION, EXPERTS, LOGGER, MODEL, REWARD, TRAINER, Kind
+from rlhf_core.contracts import ATTENTION, EXPERTS, KINDS, LOGGER, MODEL, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, error_line, suggest
 from rlhf_core.plugins.component import (
     HERE,
     RegistryEntry,
-    import_entry,
     load_function,
     make_entry,
     qualified_name,
@@ -42,7 +43,7 @@ DISTRIBUTED |= {
 class PluginInfo:
     """One plugin, as `rlhf plugins` lists it.
 
-    name: of its entry point, file or object.
+    name: of its entry point, file or object; of a distribution without hooks, its name without "rlhf-".
     distribution, version: None if it is not installed.
     error: why it failed, and what to do. components: {kind: [names]}.
     """
@@ -56,11 +57,28 @@ class PluginInfo:
 
 
 class CollisionError(InputError):
-    """A name that two owners registered for one kind."""
+    """A name that two owners registered for one kind, by the kind's name."""
 
-    def __init__(self, kind: Kind[Any], name: str, message: str) -> None:
+    def __init__(self, kind: str, name: str, message: str) -> None:
         super().__init__(message)
         self.kind, self.name = kind, name
+
+
+class NamedComponent(NamedTuple):
+    """A component, or a kind, that has not been asked for: the text that names it, and who registered it."""
+
+    thing: str
+    owner: str
+
+    def load(self, what: str) -> Any:
+        """Import what the text names. Raises InputError, which begins with `what`, if it cannot be."""
+        home, _, attribute = self.thing.partition(":")
+        try:
+            return getattr(importlib.import_module(home), attribute)
+        except Exception as error:
+            raise InputError(
+                f"{what} (from {self.owner}) failed to load: it {error_line(error, HERE)}"
+            ) from error
 
 
 class Registry:
@@ -68,14 +86,15 @@ class Registry:
 
     failures: plugins that could not be loaded, whose errors are quoted when a name is missing.
     disabled: names of plugins left out on request, which are mentioned then too.
-    translators: of the plugins that have the hook `rlhf_translate`, (their distribution, what takes its arguments).
+    translators: of the plugins that have the hook `rlhf_translate`, (their distribution, the implementation).
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Kind[Any], dict[str, RegistryEntry]] = {}
-        self._contested: dict[tuple[Kind[Any], str], str] = {}
+        self._kinds: dict[str, Kind[Any] | NamedComponent] = {kind.name: kind for kind in KINDS}
+        self._entries: dict[str, dict[str, RegistryEntry | NamedComponent]] = {}
+        self._contested: dict[tuple[str, str], str] = {}
         self._owner: str | None = None
-        self.translators: list[tuple[str, Callable[..., Any]]] = []
+        self.translators: list[tuple[str, HookImpl]] = []
         self.failures: list[PluginInfo] = []
         self.disabled: list[str] = []
 
@@ -93,31 +112,76 @@ class Registry:
             raise InputError(
                 f"registry.add({kind!r}, …): that is not a kind; import one, such as rlhf_core.REWARD"
             )
+        if self._find_kind(kind.name) not in (None, kind):
+            raise InputError(
+                f"{kind.name} '{name}' ({qualified_name(thing)}): another kind is called '{kind.name}' too; "
+                "rename one of the kinds"
+            )
+        self._kinds[kind.name] = kind
+        if isinstance(thing, str):
+            self.add_named(kind.name, name, thing)
+        else:
+            entry = make_entry(kind, name, thing, self._owner or qualified_name(thing))
+            self._keep(kind.name, name, entry)
+
+    def add_named(self, kind: str, name: str, text: str) -> None:
+        """Register what a text names, "package.module:name", for the kind of that name.
+
+        Raises InputError if the name is taken, naming both owners, or if the text is none.
+        """
+        self._keep(kind, name, self._named(f"{kind} '{name}'", text))
+
+    def declare(self, kind: str, text: str) -> None:
+        """Say which object the kind of that name is, "package.module:KIND"; it is imported where the kind is needed.
+
+        Raises InputError if a kind has this name already, and if the text names none.
+        """
+        named = self._named(f"kind '{kind}'", text)
+        known = self._kinds.get(kind)
+        if known is not None:
+            of = f" of {known.owner}" if isinstance(known, NamedComponent) else ""
+            raise InputError(f"another kind{of} is called '{kind}' too; rename one of the kinds")
+        self._kinds[kind] = named
+
+    def _named(self, what: str, text: str) -> NamedComponent:
+        home, _, attribute = text.partition(":")
+        if not all(part.isidentifier() for part in (*home.split("."), attribute)):
+            raise InputError(f"{what}: '{text}' is not module:name, such as my_package.losses:MyLoss")
+        return NamedComponent(text, self._owner or qualified_name(text))
+
+    def _keep(self, kind: str, name: str, entry: RegistryEntry | NamedComponent) -> None:
         if not name or ":" in name:
             raise InputError(
-                f"{kind.name} '{name}' ({qualified_name(thing)}): a name must not be empty or contain ':'"
+                f"{kind} '{name}' ({qualified_name(entry.thing)}): a name must not be empty or contain ':'"
             )
-        for known in self._entries:
-            if known.name == kind.name and known != kind:
-                raise InputError(
-                    f"{kind.name} '{name}' ({qualified_name(thing)}): another kind is called '{kind.name}' too; "
-                    "rename one of the kinds"
-                )
-        owner = self._owner or qualified_name(thing)
-        if isinstance(thing, str):
-            entry = RegistryEntry(kind, name, thing, owner, None)
-        else:
-            entry = make_entry(kind, name, thing, owner)
-        first = self._entries.get(kind, {}).get(name)
+        entries = self._entries.setdefault(kind, {})
+        first = entries.get(name)
         if first is not None:
             raise CollisionError(
                 kind,
                 name,
-                f"{kind.name} '{name}' is registered twice: {qualified_name(first.thing)} by {first.owner}, and "
-                f"{qualified_name(thing)} by {entry.owner}. Rename one, or disable a plugin with "
+                f"{kind} '{name}' is registered twice: {qualified_name(first.thing)} by {first.owner}, and "
+                f"{qualified_name(entry.thing)} by {entry.owner}. Rename one, or disable a plugin with "
                 "RLHF_DISABLE_PLUGINS=NAME",
             )
-        self._entries.setdefault(kind, {})[name] = entry
+        entries[name] = entry
+
+    def _find_kind(self, name: str) -> Kind[Any] | None:
+        """Find the kind of that name, and import it if a distribution declares it; None if nobody does."""
+        kind = self._kinds.get(name)
+        if not isinstance(kind, NamedComponent):
+            return kind
+        found = kind.load(f"kind '{name}'")
+        if not isinstance(found, Kind) or found.name != name:
+            raise InputError(f"kind '{name}' (from {kind.owner}): {kind.thing} is not a kind of this name")
+        self._kinds[name] = found
+        return found
+
+    def _entries_of(self, kind: Kind[Any]) -> dict[str, RegistryEntry | NamedComponent]:
+        """Return {name: what is registered} of a kind. Raises InputError if its name stands for another kind."""
+        if self._find_kind(kind.name) not in (None, kind):
+            raise InputError(f"another kind is called '{kind.name}' too; rename one of the kinds")
+        return self._entries.get(kind.name, {})
 
     def get(self, kind: Kind[T], name: str, /, **options: Any) -> T:
         """Make the component of that name with the options.
@@ -126,6 +190,14 @@ class Registry:
         Raises InputError for an unknown name or option.
         """
         component: T = self._entry(kind, name).make(options)
+        return component
+
+    def make(self, kind: Kind[T], name: str, values: Mapping[str, Any], /) -> T:
+        """Make the component of values that come from Python: a number may be NumPy's, or traced.
+
+        Raises InputError for an unknown name, and for what the component refuses.
+        """
+        component: T = self._entry(kind, name).make_of(values)
         return component
 
     def check(
@@ -152,9 +224,10 @@ class Registry:
             return None
         answers: dict[str, Answer] = {}
         owners: dict[str, str] = {}
-        for owner, ask in self.translators:
+        arguments = {"config_class": config_class, "unknown": unknown, "given": given, "base": base}
+        for owner, hook in self.translators:
             try:
-                found = ask(config_class=config_class, unknown=unknown, given=given, base=base)
+                found: Any = hook.function(*(arguments[name] for name in hook.argnames))
             except InputError:
                 raise
             except Exception as error:
@@ -187,11 +260,12 @@ class Registry:
 
     def names(self, kind: Kind[Any]) -> list[str]:
         """List every registered name of a kind, sorted."""
-        return sorted(self._entries.get(kind, {}))
+        return sorted(self._entries_of(kind))
 
     def kinds(self) -> list[Kind[Any]]:
         """List every kind that has a component, sorted by name."""
-        return sorted((kind for kind in self._entries if self._entries[kind]), key=lambda kind: kind.name)
+        kinds = (self._find_kind(name) for name in sorted(self._entries) if self._entries[name])
+        return [kind for kind in kinds if kind is not None]
 
     def owner(self, kind: Kind[Any], name: str) -> str:
         """Describe the owner that registered a name. Raises InputError for an unknown name."""
@@ -205,20 +279,22 @@ class Registry:
     def components_of(self, owner: str) -> dict[str, list[str]]:
         """Collect {kind: [names]} that one owner registered."""
         names_by_kind = {
-            kind.name: [name for name in self.names(kind) if self._entries[kind][name].owner == owner]
-            for kind in self.kinds()
+            kind: [name for name, entry in sorted(entries.items()) if entry.owner == owner]
+            for kind, entries in sorted(self._entries.items())
         }
         return {kind: names for kind, names in names_by_kind.items() if names}
 
     @contextmanager
     def transaction(self, owner: str) -> Iterator[None]:
         """Register everything added inside under `owner`; if anything raises, undo all of it."""
-        before = {kind: dict(entries) for kind, entries in self._entries.items()}
+        kinds = dict(self._kinds)
+        entries = {kind: dict(named) for kind, named in self._entries.items()}
         outer, self._owner = self._owner, owner
         try:
             yield
         except BaseException:
-            self._entries = before
+            self._kinds = kinds
+            self._entries = entries
             raise
         finally:
             self._owner = outer
@@ -228,13 +304,14 @@ class Registry:
         self._contested[collision.kind, collision.name] = str(collision)
 
     def _entry(self, kind: Kind[Any], name: str) -> RegistryEntry:
-        if (kind, name) in self._contested:
-            raise InputError(self._contested[kind, name])
-        entries = self._entries.get(kind, {})
+        if (kind.name, name) in self._contested:
+            raise InputError(self._contested[kind.name, name])
+        entries = self._entries_of(kind)
         if name in entries:
             entry = entries[name]
-            if isinstance(entry.thing, str):
-                entry = entries[name] = import_entry(entry)
+            if isinstance(entry, NamedComponent):
+                thing = entry.load(f"{kind.name} '{name}'")
+                entry = entries[name] = make_entry(kind, name, thing, entry.owner)
             return entry
         if kind.by_path and ":" in name:
             return make_entry(kind, name, load_function(name), name)
@@ -247,7 +324,7 @@ class Registry:
         hint = suggest(name, installed) if alike else ""
         message = f"no {kind.name} named '{name}'.{hint}"
         message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
-        elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
+        elsewhere = [other for other, entries in sorted(self._entries.items()) if name in entries]
         if elsewhere:
             message += f" '{name}' is of another kind: {', '.join(elsewhere)}."
         if kind.by_path:

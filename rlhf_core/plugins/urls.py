@@ -8,13 +8,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
 from rlhf_core.errors import InputError, error_line
-from rlhf_core.runtime.distributions import owner
-
-GROUP = "rlhf.urls"
+from rlhf_core.runtime.distributions import URLS, find_points, owner
 
 
 def is_url(model: str) -> bool:
@@ -24,7 +21,7 @@ def is_url(model: str) -> bool:
 
 def load_for_url(name: str) -> Any:
     """Load a function of the group. Raises InputError, with what to type, if no distribution has it."""
-    points = [point for point in entry_points(group=GROUP) if point.name == name]
+    points = [point for point in find_points(URLS) if point.name == name]
     if not points:
         raise InputError("MODEL is a URL, which needs a distribution: type: pip install rlhf-remote")
     if len(points) > 1:

@@ -1,15 +1,23 @@
-"""Find the installed distributions that extend the suite."""
+"""The installed distributions that extend the suite, as their entry points name them.
+
+The group `rlhf` has modules with hooks, `rlhf.KIND` the components of a kind, such as `rlhf.policy_loss`, and
+`rlhf.kind` kinds that a distribution declares; `rlhf.commands` has commands, `rlhf.urls` functions for models behind
+a URL.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
+from collections.abc import Iterator
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import NamedTuple
 
 from rlhf_core.runtime.caches import cached
 
-GROUP = "rlhf"
+HOOKS = "rlhf"
+COMMANDS = "rlhf.commands"
+URLS = "rlhf.urls"
 
 
 class Installed(NamedTuple):
@@ -19,14 +27,24 @@ class Installed(NamedTuple):
     version: str
 
 
-def find_points(group: str) -> EntryPoints:
-    """Find the entry points of a group, once a run: a look opens files of every installed distribution."""
-    return _points(group, tuple(sys.path))
+def find_points(group: str) -> list[EntryPoint]:
+    """Find the entry points of a group."""
+    return [point for point in _points(tuple(sys.path)) if point.group == group]
+
+
+def plugin_points() -> Iterator[EntryPoint]:
+    """Yield the entry points that a plugin consists of: those of hooks, components and kinds."""
+    for point in _points(tuple(sys.path)):
+        if point.group not in (COMMANDS, URLS):
+            yield point
 
 
 @cached
-def _points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    return entry_points(group=group)
+def _points(path: tuple[str, ...]) -> list[EntryPoint]:
+    """Find all entry points of ours, once a run: a look opens files of every installed distribution."""
+    found = entry_points()
+    groups = sorted(group for group in found.groups if f"{group}.".startswith(f"{HOOKS}."))
+    return [point for group in groups for point in found.select(group=group)]
 
 
 def find_distribution(point: EntryPoint) -> Installed | None:
@@ -41,9 +59,9 @@ def owner(point: EntryPoint) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Collect {distribution: version} of all that have an entry point `rlhf`."""
-    found = map(find_distribution, find_points(GROUP))
-    return dict(sorted(distribution for distribution in found if distribution is not None))
+    """Collect {distribution: version} of all that are plugins."""
+    found = map(find_distribution, plugin_points())
+    return dict(sorted({distribution for distribution in found if distribution is not None}))
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -146,16 +146,18 @@ def _evaluate(exact: Exact, state: TrainState, batch: Mapping[str, jax.Array]) -
     return StepMetrics({**results(metrics), **results(mean_losses(loss))})
 
 
-def named_loss(kind: Kind[Any], losses: Mapping[str, Any], loss: Any, **options: Any) -> tuple[str, Any]:
+def named_loss(kind: Kind[Any], loss: Any, **options: Any) -> tuple[str, Any]:
     """Return a loss and the name under which its own metrics are logged.
 
-    loss: a name of `losses` or of an installed one, a table of a name and its options, or a component. options: for a
-    loss named from `losses`, where it has them.
+    loss: the name of an installed one, a table of a name and its options, or a component. options: for a loss that is
+    given by its name alone, where it has them.
     """
-    if isinstance(loss, str) and loss in losses:
-        names = {field.name for field in fields(losses[loss])}
-        return loss, losses[loss](**{name: value for name, value in options.items() if name in names})
-    if isinstance(loss, str | Mapping):
-        table = Component(**({"name": loss} if isinstance(loss, str) else loss))
-        return table.name, installed_registry().get(kind, table.name, **table.options)
+    registry = installed_registry()
+    if isinstance(loss, str):
+        known = registry.options(kind, loss)
+        given = {name: value for name, value in options.items() if name in known}
+        return loss, registry.make(kind, loss, given)
+    if isinstance(loss, Mapping):
+        table = Component(**loss)
+        return table.name, registry.get(kind, table.name, **table.options)
     return type(loss).__name__, loss

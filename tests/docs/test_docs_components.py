@@ -12,6 +12,8 @@ from rlhf_distill import DIVERGENCE
 from rlhf_dpo import DPO_LOSS
 
 from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, Registry, installed_registry, testing
+from rlhf_core.contracts import KINDS
+from tests.shared import documents
 
 REFERENCE = "docs/reference"
 ROW = re.compile(r"^\| \[?`(\w+)`(?:\]\(#(\w+)\))? \| ?(.*?) ?\|.*$", re.MULTILINE)
@@ -90,3 +92,30 @@ def test_the_properties_are_the_kits(page: str, heading: str, repository: Path) 
         for name in part.split(", ")
     ]
     assert sorted(listed) == sorted(told)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/reference/components.md",
+        "docs/how-to/write_a_loss.md",
+        "docs/how-to/write_a_trainer.md",
+    ],
+)
+def test_entry_points_of_pages_are_of_kinds(page: str, repository: Path) -> None:
+    blocks = [text for language, text in documents.blocks(repository / page) if language == "toml"]
+    groups: dict[str, dict[str, str]] = {}
+    for text in blocks:
+        if "entry-points" in text:
+            groups |= tomllib.loads(text)["project"]["entry-points"]
+    assert groups
+    registry = Registry()
+    for name, text in groups.pop("rlhf.kind", {}).items():
+        registry.declare(name.replace("_", " "), text)
+    groups.pop("rlhf", None)
+    kinds = {f"rlhf.{kind.name.replace(' ', '_')}" for kind in KINDS}
+    assert set(groups) <= kinds
+    for group, named in groups.items():
+        for name, text in named.items():
+            registry.add_named(group, name, text)

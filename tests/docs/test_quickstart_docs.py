@@ -72,8 +72,8 @@ def test_python_in_documents_runs(block: str, workplace: Path, monkeypatch: pyte
         from rlhf_core import POLICY_LOSS, Registry
 
         registry = Registry()
-        names["rlhf_register"](registry)
-        assert registry.names(POLICY_LOSS) == ["tanh"]
+        registry.add(POLICY_LOSS, "tanh", names["Tanh"])
+        assert registry.get(POLICY_LOSS, "tanh", temperature=2.0) == names["Tanh"](2.0)
 
 
 def test_commands_in_documents_exist(rlhf: Any) -> None:

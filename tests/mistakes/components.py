@@ -265,6 +265,14 @@ SECTIONS = {
         plugin(
             "a kind by its name", f"{HOOK}def rlhf_register(registry): registry.add('reward', 'x', print)"
         ),
+        plugin(
+            "a text that names no component",
+            f"from rlhf_core import REWARD\n{HOOK}def rlhf_register(registry): registry.add(REWARD, 'x', 'my_rewards')",
+        ),
+        plugin(
+            "another kind of a known name",
+            f"from rlhf_core import Kind\n{HOOK}def rlhf_register(registry): registry.add(Kind('reward'), 'x', print)",
+        ),
         plugin("another name for the registry", f"{HOOK}def rlhf_register(r): ..."),
         plugin("nothing", "x = 1"),
         plugin(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core import ENVIRONMENT, InputError, Registry, Turn, hookimpl
+from rlhf_core import InputError, Turn
 
 FORM = "Give your final answer between <answer> and </answer>."
 AGAIN = "That is not right. Try again."
@@ -99,8 +99,3 @@ def _unknown(task: str, tasks: Mapping[str, Any]) -> str:
     near = get_close_matches(task, tasks, n=1)
     meant = f" Did you mean '{near[0]}'?" if near else ""
     return f"reasoning-gym has no task '{task}'.{meant}"
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(ENVIRONMENT, "reasoning_gym", ReasoningGym)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from rlhf_core import POLICY_LOSS, REWARD, LossOutput, PolicyInputs, Registry, hookimpl
+from rlhf_core import LossOutput, PolicyInputs
 
 SENTENCE = re.compile(r"[^.!?]+[.!?]*")
 
@@ -48,9 +48,3 @@ def _share(sentences: Sequence[str], at_most: int) -> float | None:
         return None
     ended = sum(sentence[-1] in ".!?" for sentence in sentences)
     return ended / len(sentences) if len(sentences) <= at_most else 0.0
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(POLICY_LOSS, "spo", SPOLoss)
-    registry.add(REWARD, "finished_sentences", finished_sentences)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from rlhf_core import POLICY_LOSS, LossOutput, PolicyInputs, Registry, hookimpl
+from rlhf_core import LossOutput, PolicyInputs
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,3 @@ class TanhLoss:
         ratio = jnp.exp(inputs.logps - inputs.old_logps)
         bounded = jnp.tanh(self.temperature * (ratio - 1.0))
         return LossOutput(-bounded * inputs.advantages, {"ratio": ratio})
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(POLICY_LOSS, "tanh", TanhLoss)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
-
 from rlhf_core import Alias, NoEffect, Refused, TrainerConfig
 
 Answer = Alias | Sequence[Alias] | NoEffect | Refused
@@ -46,7 +44,11 @@ class Nothing(NamedTuple):
 
 def _dtype(value: Any) -> Any:
     """Name a dtype that is given as an object, such as `jnp.bfloat16`."""
-    return value if value is None or isinstance(value, str) else np.dtype(value).name
+    if value is None or isinstance(value, str):
+        return value
+    import numpy as np
+
+    return np.dtype(value).name
 
 
 def _sampling(value: Any) -> Any:
@@ -242,6 +244,8 @@ def translate(
     base: TrainerConfig | None,
 ) -> dict[str, Answer]:
     """Say what fields of EasyDeL's configs mean, in the order of the tables."""
+    if unknown.keys().isdisjoint((*FIELDS, *NOTHING, *RULES)):
+        return {}
     config = Config(config_class, unknown, given, base)
     answers: dict[str, Answer] = {}
     for name, field in FIELDS.items():

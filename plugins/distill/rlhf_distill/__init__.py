@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import TRAINER, hookimpl
 from rlhf_distill.contract import DIVERGENCE as DIVERGENCE
 
 if TYPE_CHECKING:
-    from rlhf_core import Registry
     from rlhf_distill.config import DistillConfig as DistillConfig
     from rlhf_distill.train import DistillTrainer as DistillTrainer
     from rlhf_distill.vocabulary import Head as Head
@@ -22,14 +20,6 @@ _HOMES = {
     "token_divergences": "vocabulary",
 }
 __all__ = ["DIVERGENCE", "DistillConfig", "DistillTrainer", "Head", "token_divergences"]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(TRAINER, "distill", "rlhf_distill.train:trainer")
-    divergences = {"jsd": "JensenShannon", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
-    for name, divergence in divergences.items():
-        registry.add(DIVERGENCE, name, f"rlhf_distill.divergences:{divergence}")
 
 
 def __getattr__(name: str) -> Any:

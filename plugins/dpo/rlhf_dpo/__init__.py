@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import TRAINER, hookimpl
 from rlhf_dpo.contract import DPO_LOSS as DPO_LOSS
 from rlhf_dpo.contract import DPOInputs as DPOInputs
 
 if TYPE_CHECKING:
-    from rlhf_core import Registry
     from rlhf_dpo.config import DPOConfig as DPOConfig
     from rlhf_dpo.functional import completion_logps as completion_logps
     from rlhf_dpo.functional import dpo_loss as dpo_loss
@@ -36,20 +34,6 @@ __all__ = [
     "evaluation_step",
     "training_step",
 ]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(TRAINER, "dpo", "rlhf_dpo.train:trainer")
-    losses = {
-        "sigmoid": "Sigmoid",
-        "sigmoid_norm": "SigmoidNorm",
-        "ipo": "Ipo",
-        "hinge": "HingeOnRewards",
-        "robust": "Robust",
-    }
-    for name, loss in losses.items():
-        registry.add(DPO_LOSS, name, f"rlhf_dpo.losses:{loss}")
 
 
 def __getattr__(name: str) -> Any:

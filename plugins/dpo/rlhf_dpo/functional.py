@@ -14,7 +14,6 @@ from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.training import PaddedObjective, named_loss, padded_rows
 from rlhf_dpo.contract import DPO_LOSS
-from rlhf_dpo.losses import LOSSES
 from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 SIDES = ("chosen", "rejected")
 PARTS = ("input_ids", "attention_mask", "completion_mask")
-_named = partial(named_loss, DPO_LOSS, LOSSES)
+_named = partial(named_loss, DPO_LOSS)
 
 
 def dpo_loss(

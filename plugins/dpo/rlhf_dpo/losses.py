@@ -103,12 +103,3 @@ class Robust:
         h, e = difference(inputs), self.label_smoothing
         value = -(1 - e) * jax.nn.log_sigmoid(h) + e * jax.nn.log_sigmoid(-h)
         return LossOutput(value / (1 - 2 * e))
-
-
-LOSSES = {
-    "sigmoid": Sigmoid,
-    "sigmoid_norm": SigmoidNorm,
-    "ipo": Ipo,
-    "hinge": HingeOnRewards,
-    "robust": Robust,
-}

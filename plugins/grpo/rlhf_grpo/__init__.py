@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, TRAINER, hookimpl
-
 if TYPE_CHECKING:
-    from rlhf_core import Registry
     from rlhf_grpo.advantages import group_advantages as group_advantages
     from rlhf_grpo.config import GRPOConfig as GRPOConfig
     from rlhf_grpo.functional import compute_per_token_logps as compute_per_token_logps
@@ -38,32 +35,6 @@ __all__ = [
     "grpo_step",
     "policy_loss",
 ]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(TRAINER, "grpo", "rlhf_grpo.train:trainer")
-    losses = {
-        "grpo": "GRPO",
-        # As TRL calls a mean over the tokens of a local batch; here it is one over those of the update.
-        "bnpo": "DAPO",
-        "dr_grpo": "DrGRPO",
-        "dapo": "DAPO",
-        "cispo": "CISPO",
-        "gspo": "GSPO",
-        "gspo_token": "GSPOToken",
-        "sapo": "SAPO",
-    }
-    advantages = {
-        "group": "Group",
-        "normalize_then_sum": "NormalizeThenSum",
-        "rloo": "RLOO",
-        "reinforce_pp": "ReinforcePP",
-    }
-    for name, loss in losses.items():
-        registry.add(POLICY_LOSS, name, f"rlhf_grpo.losses:{loss}")
-    for name, advantage in advantages.items():
-        registry.add(ADVANTAGE, name, f"rlhf_grpo.advantages:{advantage}")
 
 
 def __getattr__(name: str) -> Any:

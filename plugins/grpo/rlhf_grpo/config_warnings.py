@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlhf_grpo.losses import CISPO, SAPO, Clipped
+
 if TYPE_CHECKING:
+    from rlhf_core import PolicyLoss
     from rlhf_grpo.config import GRPOConfig
 
 WEIGHTED = ("group", "rloo", "reinforce_pp", "normalize_then_sum")
@@ -15,14 +18,13 @@ RATIO_OPTIONS = ("epsilon", "epsilon_high", "delta", "dual_clip", "temperature_p
 """Options of policy losses that have no effect where every ratio is 1, except for the cap of `cispo`."""
 
 
-def grpo_warnings(config: GRPOConfig, *, updates: int) -> list[str]:
+def grpo_warnings(config: GRPOConfig, loss: PolicyLoss, *, updates: int) -> list[str]:
     """Return one line per setting, beginning with its dotted path. updates: of the whole run."""
-    from rlhf_grpo.losses import LOSSES
-
-    built_in = config.loss.name in LOSSES  # what the options of others do is not known
+    # What the options of other packages' losses do is not known.
+    level = loss.importance_sampling_level if isinstance(loss, Clipped | CISPO | SAPO) else None
     return [
-        *(_clipping(config) if built_in else ()),
-        *(_loss(config.loss.name, config.loss.options) if built_in else ()),
+        *(_clipping(config, level) if level else ()),
+        *(_loss(config.loss.name, config.loss.options, level) if level else ()),
         *_reference(config, updates),
         *_sampling(config),
         *_epochs(config),
@@ -37,9 +39,9 @@ def _printing(config: GRPOConfig) -> Iterator[str]:
         yield "num_completions_to_print: has no effect without log_completions = true"
 
 
-def _clipping(config: GRPOConfig) -> Iterator[str]:
-    options, level = config.loss.options, "importance_sampling_level"
-    if _level(config.loss.name, options) == "sequence" and config.top_entropy_quantile < 1:
+def _clipping(config: GRPOConfig, level: str) -> Iterator[str]:
+    options = config.loss.options
+    if level == "sequence" and config.top_entropy_quantile < 1:
         yield (
             f"top_entropy_quantile={config.top_entropy_quantile:g}: with one ratio per sequence, every token of a "
             "sequence is trained if one of them is chosen; use 'gspo_token' or a loss with ratios per token"
@@ -48,8 +50,9 @@ def _clipping(config: GRPOConfig) -> Iterator[str]:
         return
     inert = [] if config.loss.name == "cispo" else [name for name in RATIO_OPTIONS if name in options]
     same_for_all = config.top_entropy_quantile == 1 and not config.use_bias_correction_kl
-    if options.get(level, "token") != "token" and same_for_all and config.advantage.name in WEIGHTED:
-        inert.append(level)
+    asked = options.get("importance_sampling_level", "token")
+    if asked != "token" and same_for_all and config.advantage.name in WEIGHTED:
+        inert.append("importance_sampling_level")
     if inert:
         yield (
             f"loss.{', loss.'.join(inert)}: has no effect: with one update per rollout the ratio is always 1; raise "
@@ -57,14 +60,7 @@ def _clipping(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _level(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the level of the ratio of a loss of ours."""
-    from rlhf_grpo.losses import LOSSES
-
-    return options.get("importance_sampling_level", LOSSES[name].importance_sampling_level)
-
-
-def _loss(name: str, options: Mapping[str, Any]) -> Iterator[str]:
+def _loss(name: str, options: Mapping[str, Any], level: str) -> Iterator[str]:
     epsilon = float(options.get("epsilon", 0.2))
     high = options.get("epsilon_high", 0.2)
     high = epsilon if high is None else float(high)
@@ -90,7 +86,7 @@ def _loss(name: str, options: Mapping[str, Any]) -> Iterator[str]:
         )
     if dual is not None and float(dual) <= 1:
         yield f"loss.dual_clip={float(dual):g}: must be above 1: it cuts off every token with a negative advantage"
-    if _level(name, options) != "token" and name not in ("cispo", "sapo") and min(epsilon, high) >= 0.05:
+    if level != "token" and name not in ("cispo", "sapo") and min(epsilon, high) >= 0.05:
         yield (
             f"loss.epsilon={epsilon:g}: a ratio of whole sequences is a geometric mean and hardly leaves 1, so "
             "this clip has practically no effect; the GSPO paper uses 3e-4 and 4e-4"

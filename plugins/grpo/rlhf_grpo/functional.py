@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
+from rlhf_core import POLICY_LOSS, InputError, PolicyInputs
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.objective import trained_logps
-from rlhf_core.training import PaddedObjective, padded_rows
-from rlhf_grpo.losses import LOSSES
+from rlhf_core.training import PaddedObjective, named_loss, padded_rows
 from rlhf_grpo.objective import Terms, combine, objective
 
 if TYPE_CHECKING:
@@ -191,23 +190,14 @@ def loss_by_name(name: str, **options: Any) -> PolicyLoss:
     the loss has no such option.
     """
     level = options["importance_sampling_level"]
-    if name not in LOSSES:
-        registry = installed_registry()
-        known = registry.options(POLICY_LOSS, name)
-        made = registry.get(POLICY_LOSS, name, **{k: v for k, v in options.items() if k in known})
-        own = POLICY_LOSS.attribute(made, "importance_sampling_level")
-        if level not in ("token", own):
-            raise InputError(
-                f"importance_sampling_level: '{level}', but policy loss '{name}' has level '{own}'"
-            )
-        return made
-    loss: Any = LOSSES[name]
-    chosen = {field.name: options[field.name] for field in fields(loss) if field.name in options}
     if level == "token":
-        del chosen["importance_sampling_level"]  # the default, which leaves each loss its own
-    component: PolicyLoss = loss(**chosen)
-    POLICY_LOSS.attribute(component, "importance_sampling_level")
-    return component
+        # The default, which leaves each loss its own.
+        del options["importance_sampling_level"]
+    _, loss = named_loss(POLICY_LOSS, name, **options)
+    own = POLICY_LOSS.attribute(loss, "importance_sampling_level")
+    if level not in ("token", own):
+        raise InputError(f"importance_sampling_level: '{level}', but policy loss '{name}' has level '{own}'")
+    return loss
 
 
 UNUSED = {

@@ -138,15 +138,3 @@ class SAPO:
         r = ratio(inputs, self.importance_sampling_level)
         t = jnp.where(inputs.advantages > 0, self.temperature_pos, self.temperature_neg)
         return LossOutput(-4.0 * jax.nn.sigmoid(t * (r - 1.0)) / t * inputs.advantages)
-
-
-LOSSES: dict[str, type[Clipped | CISPO | SAPO]] = {
-    "grpo": GRPO,
-    "bnpo": DAPO,  # as TRL calls a mean over the tokens of a local batch; here it is one over those of the update
-    "dr_grpo": DrGRPO,
-    "dapo": DAPO,
-    "cispo": CISPO,
-    "gspo": GSPO,
-    "gspo_token": GSPOToken,
-    "sapo": SAPO,
-}

@@ -83,7 +83,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
         reading=policies.reading,
         completions_to_print=config.num_completions_to_print if config.log_completions else 0,
     )
-    context.warn(*grpo_warnings(config, updates=updates.total))
+    context.warn(*grpo_warnings(config, loss, updates=updates.total))
     for fixed in held_out.values():
         context.ahead(fixed.warm_up, policy)
     own = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, policy.as_stored)

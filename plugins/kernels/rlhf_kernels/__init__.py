@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import ATTENTION, EXPERTS, hookimpl
-
 if TYPE_CHECKING:
-    from rlhf_core import Registry
     from rlhf_kernels.attention import Kernels as Kernels
     from rlhf_kernels.attention import attend_pallas as attend_pallas
     from rlhf_kernels.component import PallasAttention as PallasAttention
@@ -21,12 +18,6 @@ _HOMES = {
     "attend_visible": "decode",
 }
 __all__ = ["Kernels", "PallasAttention", "attend_pallas", "attend_visible"]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(ATTENTION, "pallas", "rlhf_kernels.component:PallasAttention")
-    registry.add(EXPERTS, "pallas", "rlhf_kernels.experts:PallasExperts")
 
 
 def __getattr__(name: str) -> Any:

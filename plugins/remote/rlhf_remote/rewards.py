@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from rlhf_core import REWARD, SAMPLER, InputError, Registry, RunError, hookimpl
+from rlhf_core import InputError, RunError
 from rlhf_core.config.durations import Seconds
 from rlhf_core.errors import suggest
 from rlhf_core.hidden import scrub_all
@@ -423,12 +423,3 @@ def _message(answer: Any) -> tuple[str, str | None]:
 def _key_hint(api_key: str | None) -> str:
     wrong = "the key is not accepted" if api_key else "it needs a key"
     return f'{wrong}: give api_key = {{ env = "NAME" }}, and export NAME=…'
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(REWARD, "http", Http)
-    registry.add(REWARD, "judge", Judge)
-    registry.add(SAMPLER, "vllm", "rlhf_remote.sampler:VllmSampler")
-    registry.add(SAMPLER, "sglang", "rlhf_remote.sampler:SglangSampler")
-    registry.add(SAMPLER, "rlhf", "rlhf_remote.sampler:RlhfSampler")

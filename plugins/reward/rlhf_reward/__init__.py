@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import PAIRWISE_LOSS, REWARD, TRAINER, hookimpl
-
 if TYPE_CHECKING:
-    from rlhf_core import Registry
     from rlhf_reward.config import RewardConfig as RewardConfig
     from rlhf_reward.functional import evaluation_step as evaluation_step
     from rlhf_reward.functional import pairwise_loss as pairwise_loss
@@ -23,20 +20,6 @@ _HOMES = {
     "training_step": "functional",
 }
 __all__ = ["RewardConfig", "RewardTrainer", "evaluation_step", "pairwise_loss", "training_step"]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(TRAINER, "reward", "rlhf_reward.train:trainer")
-    losses = {
-        "bradley_terry": "BradleyTerry",
-        "conservative": "Conservative",
-        "hinge": "Hinge",
-        "squared": "Squared",
-    }
-    for name, loss in losses.items():
-        registry.add(PAIRWISE_LOSS, name, f"rlhf_reward.losses:{loss}")
-    registry.add(REWARD, "model", "rlhf_reward.model_reward:ModelReward")
 
 
 def __getattr__(name: str) -> Any:

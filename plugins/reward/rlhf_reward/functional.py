@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from rlhf_core import PAIRWISE_LOSS, PairInputs
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.training import PaddedObjective, named_loss, padded_rows
-from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import objective, pair_loss
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     Loss: TypeAlias = str | Mapping[str, Any] | PairwiseLoss
 
 SIDES = ("chosen", "rejected")
-_named = partial(named_loss, PAIRWISE_LOSS, LOSSES)
+_named = partial(named_loss, PAIRWISE_LOSS)
 
 
 def pairwise_loss(

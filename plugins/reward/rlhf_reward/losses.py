@@ -66,6 +66,3 @@ class Squared:
 
     def __call__(self, inputs: PairInputs) -> LossOutput:
         return LossOutput(jnp.square(difference(inputs) - 1.0 / (2.0 * self.tau)))
-
-
-LOSSES = {"bradley_terry": BradleyTerry, "conservative": Conservative, "hinge": Hinge, "squared": Squared}

@@ -30,6 +30,8 @@ SUFFIXES = {
     "logger": "Logger",
 }
 """{kind on the command line: suffix of its class names}."""
+OBJECTS = {"reward": "{name}", "trainer": "trainer", "sampling-trainer": "trainer"}
+"""{kind on the command line: what its entry point names, where that is not the class}."""
 CHECKED = {
     "trainer": "what a pipeline relies on",
     "sampling-trainer": "what a pipeline relies on",
@@ -90,11 +92,11 @@ def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Re
         texts[directory / "tests" / f"test_{values['name']}.py"] = _filled(f"{kind}/test.py.txt", values)
         components[f"the {values['kind']} '{values['name']}'"] = file
     if several:
-        texts[source / "__init__.py"] = _registering(package, filled)
+        texts[source / "__init__.py"] = f'"""A package for rlhf-core: {_listed(filled)}."""\n'
     of_package = {
         "distribution": _distribution(first),
         "package": package,
-        "name": modules[0],
+        "points": _points(filled),
         "pin": pin(__version__),
         "components": _listed(filled),
         "place": f"[src/{package}](src/{package})"
@@ -117,16 +119,14 @@ def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Re
     return WrittenPackage(directory, components)
 
 
-def _registering(package: str, components: Sequence[Mapping[str, str]]) -> str:
-    """Return the `__init__.py` of a package whose modules register a component each."""
-    names = sorted(each["name"] for each in components)
-    calls = "\n".join(f"    {each['name']}.rlhf_register(registry)" for each in components)
-    return (
-        f'"""Register {_listed(components)}."""\n\n'
-        "from __future__ import annotations\n\n"
-        "from rlhf_core import Registry, hookimpl\n\n"
-        f"from {package} import {', '.join(names)}\n\n\n"
-        f"@hookimpl\ndef rlhf_register(registry: Registry) -> None:\n{calls}\n"
+def _points(components: Sequence[Mapping[str, str]]) -> str:
+    """Return the entry points of a package's components, a table for each kind."""
+    tables: dict[str, list[str]] = {}
+    for each in components:
+        group = each["kind"].replace(" ", "_")
+        tables.setdefault(group, []).append(f'{each["name"]} = "{each["module"]}:{each["object"]}"')
+    return "\n\n".join(
+        "\n".join((f'[project.entry-points."rlhf.{group}"]', *points)) for group, points in tables.items()
     )
 
 
@@ -179,11 +179,13 @@ def _values(kind: str, words: str, module: str) -> dict[str, str]:
     """Return the values of a component's placeholders. module: that it is in."""
     name = words.replace("-", "_")
     camel = "".join(word.capitalize() for word in name.split("_"))
+    class_name = camel.removesuffix(SUFFIXES[kind]) + SUFFIXES[kind]
     return {
         "kind": KINDS[kind].name,
         "name": name,
         "module": module,
-        "class": camel.removesuffix(SUFFIXES[kind]) + SUFFIXES[kind],
+        "class": class_name,
+        "object": OBJECTS.get(kind, class_name).format(name=name),
         "checked": CHECKED.get(kind, "what every trainer relies on"),
     }
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, entry_points
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from rlhf_core import InputError, plugins, runtime
 from rlhf_core.config.toml import parse_toml
 from rlhf_core.errors import error_line, library_words
-from rlhf_core.runtime.distributions import owner
+from rlhf_core.runtime.distributions import COMMANDS, find_points, owner
 from rlhf_core.runtime.peak_memory import available_memory, format_bytes, machine_memory
 from rlhf_tools.missing import is_installed, missing
 
@@ -180,7 +180,7 @@ def extensions() -> Iterator[Finding]:
     loaded = [info.distribution or info.name for info in infos if info.state == "loaded"]
     yield Finding("plugins", ", ".join(loaded))
     names: dict[str, str] = {}
-    for point in sorted(entry_points(group="rlhf.commands"), key=lambda point: point.name):
+    for point in sorted(find_points(COMMANDS), key=lambda point: point.name):
         if point.name in names:
             both = f"{names[point.name]} and {owner(point)}"
             yield Finding(

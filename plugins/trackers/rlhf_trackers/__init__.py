@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import LOGGER, hookimpl
-
 if TYPE_CHECKING:
-    from rlhf_core import Registry
     from rlhf_trackers.trackers import MLflow as MLflow
     from rlhf_trackers.trackers import TensorBoard as TensorBoard
     from rlhf_trackers.trackers import Trackio as Trackio
@@ -16,12 +13,6 @@ if TYPE_CHECKING:
 
 _HOMES = {"MLflow": "trackers", "TensorBoard": "trackers", "Trackio": "trackers", "Wandb": "wandb"}
 __all__ = ["MLflow", "TensorBoard", "Trackio", "Wandb"]
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    for name in __all__:
-        registry.add(LOGGER, name.lower(), f"rlhf_trackers.{_HOMES[name]}:{name}")
 
 
 def __getattr__(name: str) -> Any:

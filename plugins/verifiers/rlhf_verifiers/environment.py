@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core import DATASET, ENVIRONMENT, InputError, Registry, Turn, hookimpl
+from rlhf_core import InputError, Turn
 from rlhf_verifiers.service import OpenEpisode, TasksetService, open_service
 
 KEPT = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
@@ -146,9 +146,3 @@ def first_tools(service: TasksetService) -> list[dict[str, Any]]:
     if service.tools is None:
         service.tools = asyncio.run_coroutine_threadsafe(look(), service.loop).result()
     return service.tools
-
-
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(ENVIRONMENT, "verifiers", Verifiers)
-    registry.add(DATASET, "verifiers", Tasks)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
-from importlib.metadata import Distribution, EntryPoints, distributions
+from importlib.metadata import EntryPoints, distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rlhf_core.runtime.caches import forget
 
 COMMANDS = """
 import typer
@@ -34,6 +37,7 @@ def install(site: Path, distribution: str, points: str) -> None:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[rlhf.commands]\n{points}\n")
+    forget()
 
 
 @pytest.fixture
@@ -41,11 +45,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory on the path; what is installed elsewhere adds no command."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def entry_points(group: str) -> Any:
-        found: list[Distribution] = list(distributions(path=[str(tmp_path)]))
-        return EntryPoints(point for each in found for point in each.entry_points).select(group=group)
+    def entry_points() -> EntryPoints:
+        found = [point for each in distributions(path=[str(tmp_path)]) for point in each.entry_points]
+        suite = importlib.metadata.entry_points()
+        others = [point for group in suite.groups for point in suite.select(group=group)]
+        return EntryPoints([*found, *(point for point in others if point.group != "rlhf.commands")])
 
-    monkeypatch.setattr("rlhf_core.cli.extensions.entry_points", entry_points)
+    monkeypatch.setattr("rlhf_core.runtime.distributions.entry_points", entry_points)
+    forget()
     monkeypatch.delitem(sys.modules, "added_commands", raising=False)
     (tmp_path / "added_commands.py").write_text(COMMANDS)
     return tmp_path

@@ -15,10 +15,11 @@ import pytest
 
 from rlhf_core import plugins
 from rlhf_core.artifacts import versions
-from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
+from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD, Kind
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
 from rlhf_core.runtime import distributions
+from rlhf_core.runtime.caches import forget
 
 REGISTER = """
 from rlhf_core import hookimpl, POLICY_LOSS, ADVANTAGE
@@ -40,16 +41,24 @@ class World:
     def install(
         self, point: str, source: str, *, distribution: str = "", version: str = "1.0", requires: str = ""
     ) -> None:
+        """Install a module with hooks."""
         distribution = distribution or f"rlhf-{point}"
         module = f"made_up_{distribution.replace('-', '_')}"
         (self.site / f"{module}.py").write_text(source)
+        self.install_points(distribution, f"[rlhf]\n{point} = {module}\n", version=version, requires=requires)
+
+    def install_points(
+        self, distribution: str, points: str, *, version: str = "1.0", requires: str = ""
+    ) -> None:
+        """Install the metadata of a distribution. points: its entry_points.txt."""
         info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         needs = f"Requires-Dist: {requires}\n" if requires else ""
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
         )
-        (info / "entry_points.txt").write_text(f"[rlhf]\n{point} = {module}\n")
+        (info / "entry_points.txt").write_text(points)
+        forget()
 
     def load(self, **arguments: Any) -> tuple[plugins.Host, dict[str, PluginInfo], list[str]]:
         with warnings.catch_warnings(record=True) as caught:
@@ -65,11 +74,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("RLHF_DISABLE_PLUGINS", raising=False)
 
-    def entry_points(group: str) -> Any:
+    def entry_points() -> Any:
         found = [p for d in importlib.metadata.distributions(path=[str(tmp_path)]) for p in d.entry_points]
-        return importlib.metadata.EntryPoints(found).select(group=group)
+        return importlib.metadata.EntryPoints(found)
 
-    monkeypatch.setattr(distributions, "find_points", entry_points)
+    monkeypatch.setattr(distributions, "entry_points", entry_points)
+    forget()
     before = set(sys.modules)
     yield World(tmp_path)
     for name in sys.modules.keys() - before:
@@ -209,6 +219,162 @@ def test_disabling_what_is_not_there_warns(world: World, monkeypatch: pytest.Mon
     assert said == ["RLHF_DISABLE_PLUGINS: no plugin is called 'tahn'. Did you mean 'tanh'?"]
 
 
+# Components, as entry points of their kind
+
+LOSSES = """
+from rlhf_core import Kind
+
+def loss(inputs, *, epsilon: float = 0.2): ...
+
+VALUE_LOSS = Kind("value loss", ("inputs",))
+OTHER = Kind("value loss")
+"""
+
+
+@pytest.fixture
+def losses(world: World) -> World:
+    """A module of a loss and of kinds, `made_up_losses`."""
+    (world.site / "made_up_losses.py").write_text(LOSSES)
+    return world
+
+
+def points(group: str, *lines: str) -> str:
+    return "\n".join((f"[{group}]", *lines, ""))
+
+
+def test_a_component_is_imported_when_it_is_asked_for(losses: World) -> None:
+    losses.install_points(
+        "rlhf-one", points("rlhf.policy_loss", "first = made_up_losses:loss"), version="2.5"
+    )
+    host, infos, said = losses.load()
+    assert infos["one"] == PluginInfo("one", "rlhf-one", "2.5", "loaded", None, {"policy loss": ["first"]})
+    assert (said, versions()["rlhf-one"]) == ([], "2.5")
+    assert host.registry.names(POLICY_LOSS) == ["first"]
+    assert "made_up_losses" not in sys.modules
+    assert host.registry.owner(POLICY_LOSS, "first") == "rlhf-one 2.5"
+    assert host.registry.get(POLICY_LOSS, "first") is sys.modules["made_up_losses"].loss
+    assert host.registry.options(POLICY_LOSS, "first") == ["epsilon"]
+
+
+def test_a_distribution_may_have_hooks_and_components(losses: World) -> None:
+    (losses.site / "made_up_hooks.py").write_text(REGISTER.format(name="by hook"))
+    both = points("rlhf", "acme = made_up_hooks") + points("rlhf.policy_loss", "first = made_up_losses:loss")
+    losses.install_points("rlhf-both", both)
+    host, infos, said = losses.load()
+    assert (list(infos), said) == (["acme"], [])
+    assert infos["acme"].components == {"policy loss": ["by hook", "first"]}
+    assert host.registry.owner(POLICY_LOSS, "first") == "rlhf-both 1.0"
+
+
+def test_a_hook_that_fails_leaves_no_component_of_its_distribution(losses: World) -> None:
+    (losses.site / "made_up_hooks.py").write_text("raise ValueError")
+    both = points("rlhf", "acme = made_up_hooks") + points("rlhf.policy_loss", "first = made_up_losses:loss")
+    losses.install_points("rlhf-both", both)
+    host, infos, _ = losses.load()
+    assert (infos["acme"].state, host.registry.names(POLICY_LOSS)) == ("failed", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            points("rlhf.policy_los", "x = made_up_losses:loss"),
+            "it has entry points 'rlhf.policy_los', and no kind is called 'policy los'. Did you mean 'policy loss'?",
+        ),
+        (
+            points("rlhf.policy_loss", "x = made_up_losses"),
+            "policy loss 'x': 'made_up_losses' is not module:name, such as my_package.losses:MyLoss",
+        ),
+        (
+            points("rlhf.kind", "policy_loss = made_up_losses:VALUE_LOSS"),
+            "another kind is called 'policy loss' too; rename one of the kinds",
+        ),
+    ],
+    ids=["no such kind", "no text of a component", "a kind of core"],
+)
+def test_a_wrong_entry_point_is_a_warning(losses: World, text: str, cause: str) -> None:
+    losses.install_points("rlhf-wrong", points("rlhf.reward", "r = made_up_losses:loss") + text)
+    losses.install("other", REGISTER.format(name="mine"))
+    host, infos, said = losses.load()
+    assert (infos["wrong"].state, infos["other"].state) == ("failed", "loaded")
+    assert said == [infos["wrong"].error]
+    assert said[0].startswith(f"plugin 'wrong' (from rlhf-wrong 1.0) failed to load: {cause}")
+    assert said[0].endswith("Uninstall it or set RLHF_DISABLE_PLUGINS=wrong.")
+    with pytest.raises(InputError, match=r"no reward named 'r'.*plugin 'wrong'"):
+        host.registry.get(REWARD, "r")
+
+
+def test_a_component_that_cannot_be_imported_is_an_error_where_it_is_asked_for(world: World) -> None:
+    world.install_points("rlhf-gone", points("rlhf.policy_loss", "gone = made_up_gone.losses:Gone"))
+    host, infos, said = world.load()
+    assert (infos["gone"].state, said) == ("loaded", [])
+    with pytest.raises(
+        InputError, match=r"policy loss 'gone' \(from rlhf-gone 1\.0\) failed to load: it .*made_up_gone"
+    ):
+        host.registry.get(POLICY_LOSS, "gone")
+
+
+def test_two_distributions_of_one_component(losses: World) -> None:
+    for distribution in ("rlhf-a", "rlhf-b"):
+        same = points(
+            "rlhf.policy_loss", "same = made_up_losses:loss", f"{distribution} = made_up_losses:loss"
+        )
+        losses.install_points(distribution, same)
+    host, infos, said = losses.load()
+    assert (infos["a"].state, infos["b"].state) == ("loaded", "failed")
+    assert "policy loss 'same' is registered twice" in said[0]
+    assert "by rlhf-a 1.0, and made_up_losses.loss by rlhf-b 1.0" in said[0]
+    with pytest.raises(InputError, match="registered twice"):
+        host.registry.get(POLICY_LOSS, "same")
+    assert host.registry.names(POLICY_LOSS) == ["rlhf-a", "same"]
+
+
+@pytest.mark.parametrize("name", ["one", "rlhf-one", "RLHF_One"])
+def test_components_are_disabled_with_their_distribution(
+    losses: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    losses.install_points("rlhf-one", points("rlhf.policy_loss", "first = made_up_losses:loss"))
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", name)
+    host, infos, said = losses.load()
+    assert (infos["one"].state, said, host.registry.names(POLICY_LOSS)) == ("disabled", [], [])
+
+
+def test_the_pin_of_components(losses: World) -> None:
+    first = points("rlhf.policy_loss", "first = made_up_losses:loss")
+    losses.install_points("rlhf-one", first, requires="rlhf-core>=0.2")
+    host, infos, said = losses.load()
+    assert (infos["one"].state, host.registry.names(POLICY_LOSS)) == ("failed", [])
+    assert "it needs rlhf-core >=0.2, and 0.1.0 is installed" in said[0]
+
+
+def test_a_kind_of_a_distribution(losses: World) -> None:
+    """Another distribution, which is read first, may add to it; neither is imported."""
+    losses.install_points("rlhf-values", points("rlhf.kind", "value_loss = made_up_losses:VALUE_LOSS"))
+    losses.install_points("rlhf-mse", points("rlhf.value_loss", "mse = made_up_losses:loss"))
+    host, infos, said = losses.load()
+    assert (said, infos["values"].components) == ([], {})
+    assert infos["mse"].components == {"value loss": ["mse"]}
+    assert "made_up_losses" not in sys.modules
+    from made_up_losses import OTHER, VALUE_LOSS  # type: ignore[import-not-found]
+
+    assert [kind.name for kind in host.registry.kinds()] == ["value loss"]
+    assert host.registry.get(VALUE_LOSS, "mse") is sys.modules["made_up_losses"].loss
+    for ask in (host.registry.names, lambda kind: host.registry.get(kind, "mse")):
+        with pytest.raises(InputError, match="another kind is called 'value loss' too"):
+            ask(OTHER)
+    with pytest.raises(InputError, match="another kind is called 'value loss' too"):
+        host.registry.add(OTHER, "huber", lambda inputs: inputs)
+
+
+def test_a_kind_that_is_none(losses: World) -> None:
+    losses.install_points("rlhf-values", points("rlhf.kind", "value_loss = made_up_losses:loss"))
+    host, _, _ = losses.load()
+    with pytest.raises(
+        InputError, match=r"kind 'value loss' \(from rlhf-values 1\.0\): made_up_losses:loss is not a kind"
+    ):
+        host.registry.get(Kind("value loss"), "mse")
+
+
 # Files and objects
 
 
@@ -279,12 +445,17 @@ def test_a_distribution_that_has_lost_its_metadata_fails_alone(world: World) -> 
 def test_entry_points_are_read_once_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for every update: a look opens files of every installed distribution."""
     read: list[str] = []
-    monkeypatch.setattr(distributions, "entry_points", lambda group: read.append(group))
+
+    def entry_points() -> Any:
+        read.append("all")
+        return importlib.metadata.EntryPoints()
+
+    monkeypatch.setattr(distributions, "entry_points", entry_points)
     for name in ("first", "second"):
         monkeypatch.syspath_prepend(tmp_path / name)
-        for _ in range(3):
-            distributions.find_points("rlhf.made_up")
-    assert read == ["rlhf.made_up"] * 2
+        for group in ("rlhf.urls", "rlhf.commands", "rlhf.urls"):
+            distributions.find_points(group)
+    assert read == ["all"] * 2
 
 
 def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
@@ -296,10 +467,11 @@ def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
     assert "pip install rlhf-topologies" in ended.message
 
 
-def test_the_plugins_of_the_suite_are_listed_without_importing_trainers() -> None:
-    """Their modules are imported when a component is asked for."""
+def test_the_plugins_of_the_suite_are_listed_without_importing_them() -> None:
+    """Only what translates names, and the hook of `--on`, is imported; the rest when a component is asked for."""
     code = "import sys; from rlhf_core import plugins; plugins.load(); print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = ended.stdout.split()
-    assert {"rlhf_sft", "rlhf_grpo", "rlhf_families"} <= {*modules}
-    assert not {"rlhf_sft.train", "rlhf_grpo.losses", "rlhf_families.gemma4", "flax", "optax"} & {*modules}
+    suite = {name.partition(".")[0] for name in modules if name.startswith("rlhf_")}
+    assert suite == {"rlhf_core", "rlhf_compat", "rlhf_topologies"}
+    assert not {"rlhf_core.models", "rlhf_core.data", "jax", "flax", "optax"} & {*modules}

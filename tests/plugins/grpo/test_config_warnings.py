@@ -4,6 +4,8 @@ import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.config_warnings import grpo_warnings
 
+from rlhf_core import POLICY_LOSS, installed_registry
+
 TWICE = {"num_iterations": 2}
 CASES = [
     ({"epsilon": 0.3}, "loss.epsilon: has no effect", TWICE),
@@ -63,12 +65,15 @@ CASES = [
 
 
 def told(options):
-    return "\n".join(
-        grpo_warnings(
-            GRPOConfig(**{"max_completion_length": 40, **options}),
-            updates=10,
-        )
-    )
+    config = GRPOConfig(**{"max_completion_length": 40, **options})
+    registry = installed_registry()
+    named = config.loss.name in registry.names(POLICY_LOSS)
+    loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options) if named else tanh
+    return "\n".join(grpo_warnings(config, loss, updates=10))
+
+
+def tanh(inputs):
+    """A loss of another package."""
 
 
 @pytest.mark.parametrize(("options", "expected", "cure"), CASES, ids=[c[1] for c in CASES])

@@ -212,7 +212,7 @@ class Strict:
 def registry(monkeypatch):
     """The registry that `policy_loss` asks for losses."""
     host = plugins.load()
-    monkeypatch.setattr("rlhf_grpo.functional.installed_registry", lambda: host.registry)
+    monkeypatch.setattr("rlhf_core.training.padded.installed_registry", lambda: host.registry)
     return host.registry
 
 

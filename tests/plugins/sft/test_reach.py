@@ -14,5 +14,5 @@ def test_sft_reaches_neither_samplers_nor_rewards_nor_rollouts() -> None:
     graph = {name: set(imports(module, modules)) for name, module in modules.items()}
     rooms = {".".join(name.split(".")[:2]) for name in reach("rlhf_sft.train", graph)}
     assert "rlhf_core.training" in rooms
-    apart = {f"rlhf_core.{room}" for room in ("sampling", "rewards", "rollouts", "environments", "_builtin")}
+    apart = {f"rlhf_core.{room}" for room in ("sampling", "rewards", "rollouts", "environments")}
     assert not rooms & apart

@@ -53,10 +53,9 @@ def listed(installed: Path) -> Mapping[str, Any]:
 @pytest.mark.long
 def test_scaffolds_and_examples_are_listed(listed: Mapping[str, Any]) -> None:
     for kind in new.KINDS:
-        name = name_of(kind).replace("-", "_")
-        plugin = listed[name]
+        plugin = listed[name_of(kind)]
         assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
-        assert plugin["components"] == {new.KINDS[kind].name: [name]}
+        assert plugin["components"] == {new.KINDS[kind].name: [name_of(kind).replace("-", "_")]}
     assert listed["tidy"]["components"] == {"reward": ["tidy"], "advantage": ["level"]}
     assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
 
@@ -106,7 +105,7 @@ def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "pip install -e 'rlhf-steady[test]'" in done.out
     text = (tmp_path / "rlhf-steady/pyproject.toml").read_text()
     assert 'dependencies = ["rlhf-core>=0.1,<0.2"]' in text
-    assert 'steady = "rlhf_steady"' in text
+    assert '[project.entry-points."rlhf.policy_loss"]\nsteady = "rlhf_steady:SteadyLoss"\n' in text
     assert "class SteadyLoss:" in (tmp_path / "rlhf-steady/src/rlhf_steady/__init__.py").read_text()
     assert "{{" not in "".join(p.read_text() for p in tmp_path.rglob("*") if p.is_file())
     (tmp_path / "empty").mkdir()

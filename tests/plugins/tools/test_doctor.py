@@ -146,7 +146,7 @@ def broken_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from importlib.metadata import EntryPoint
 
     point = EntryPoint("mine", "no_such_package:run", "rlhf.commands")
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [point])
+    monkeypatch.setattr(doctor, "find_points", lambda group: [point])
 
 
 @pytest.mark.parametrize(
