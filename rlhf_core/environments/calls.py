@@ -20,17 +20,9 @@ from rlhf_core.data.columns import message_problem
 from rlhf_core.errors import InputError
 from rlhf_core.hidden import scrub
 from rlhf_core.tokenizer.options import with_joined_parts
-from rlhf_core.workers import (
-    Pool,
-    UnsendableError,
-    awaited,
-    call_now,
-    describe_failure,
-    outcome_of,
-    run_async,
-    start_async,
-)
-from rlhf_core.workers.pickling import dumps
+from rlhf_core.workers.event_loop import awaited, call_now, outcome_of, run_async, start_async
+from rlhf_core.workers.pickling import UnsendableError, dumps
+from rlhf_core.workers.pool import Pool, describe_failure
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Environment

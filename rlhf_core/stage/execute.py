@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import pluggy
 
-from rlhf_core import artifacts, workers
+from rlhf_core import artifacts
 from rlhf_core.contracts import LOGGER, Artifact, Forecast, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, warn
 from rlhf_core.loggers.every import every
@@ -28,6 +28,7 @@ from rlhf_core.stage.identity import identified
 from rlhf_core.stage.record import StageRecord, StageRun
 from rlhf_core.stage.spec import StageSpec
 from rlhf_core.stage.text_settings import template_date
+from rlhf_core.workers.pool import close as close_workers
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -201,7 +202,7 @@ def execute(
         finally:
             for listener in listeners.values():
                 host.pm.unregister(listener)
-            workers.close()
+            close_workers()
 
 
 def specified(trainer: Trainer, config: TrainerConfig, stage: Stage) -> Stage:
