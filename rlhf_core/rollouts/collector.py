@@ -305,12 +305,13 @@ def reward_inputs(
     rows = [i for i in chosen for _ in range(group)]
     raw = [prompts.raw[i] for i in rows]
     before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in rows]
-    texts = continuations(tokenizer, before, tokens, stop_ids)
-    parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stop_ids))
-    completions = [
-        text if isinstance(prompt, str) else [parser.message(each)]
-        for prompt, text, each in zip(raw, texts, tokens, strict=True)
-    ]
+    completions: list[Any] = continuations(tokenizer, before, tokens, stop_ids)
+    if not all(isinstance(prompt, str) for prompt in raw):
+        parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stop_ids))
+        completions = [
+            text if isinstance(prompt, str) else [parser.message(each)]
+            for prompt, text, each in zip(raw, completions, tokens, strict=True)
+        ]
     columns = {
         name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
     }
