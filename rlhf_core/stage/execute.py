@@ -21,7 +21,7 @@ from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_together
 from rlhf_core.runtime.files import attempt, flush_lines, make_directory, remove_leftovers
-from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
+from rlhf_core.runtime.machine import forget_peak, format_bytes, peak_line
 from rlhf_core.stage import Stage, events
 from rlhf_core.stage.decide import Decision, begins_again, decide
 from rlhf_core.stage.identity import identified
