@@ -91,39 +91,54 @@ def run_stage(
         say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
     if begins and stage.is_main and record.then:  # it starts over
         record.put_back({})
-    before = dict(record.then)
-    event_log: AbstractContextManager[None] = nullcontext()
+    on_record: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
-        continues = not begins or record.has_checkpoints
-        shown = [*expected.warnings, *expected.told]
-        event_log = events.log_stage(spec.run, stage.name, mesh, continues=continues, shown=shown)
         for line in begins_again(spec, record.attempt):
             say(line)
-        record.forget_attempt()
-        record.write_running(spec, day)
+        shown = [*expected.warnings, *expected.told]
+        on_record = _on_record(
+            stage, record, day, continues=not begins or record.has_checkpoints, shown=shown
+        )
     forget_peak()
+    with on_record, hook_errors_named(host.pm):
+        for line in lines:
+            warn(line)
+        outputs = execute(
+            spec.trainer,
+            spec.config,
+            stage,
+            host,
+            finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
+        )
+    if expected.memory is not None:
+        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(expected.memory)}")
+    return StageResult(outputs, False, dict(stage.metrics))
+
+
+@contextmanager
+def _on_record(
+    stage: Stage, record: StageRecord, day: str | None, *, continues: bool, shown: Sequence[str]
+) -> Iterator[None]:
+    """Record a stage as running, and log its events, inside the block.
+
+    After an error, the record of a stage of which nothing is kept is removed, and it is what it was before where the
+    user has to change something. shown: as of `events.log_stage`.
+    """
+    spec = stage.specification()
+    before = dict(record.then)
+    record.forget_attempt()
+    record.write_running(spec, day)
     try:
-        with event_log, hook_errors_named(host.pm):
-            for line in lines:
-                warn(line)
-            outputs = execute(
-                spec.trainer,
-                spec.config,
-                stage,
-                host,
-                finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
-            )
+        with events.log_stage(spec.run, stage.name, stage.devices(), continues=continues, shown=shown):
+            yield
     except (InputError, RunError, Stopped) as error:
-        if stage.is_main and not record.done:
+        if not record.done:
             with suppress(OSError, RunError):  # a disk that refuses this, too, must not hide the error
                 if not record.has_checkpoints and not record.has_artifacts:
                     record.put_back({})
                 elif isinstance(error, InputError):
                     record.put_back(before)
         raise
-    if expected.memory is not None:
-        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(expected.memory)}")
-    return StageResult(outputs, False, dict(stage.metrics))
 
 
 def _keep_done(
