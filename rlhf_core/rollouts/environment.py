@@ -77,12 +77,14 @@ def open_environment(
     environment: EnvironmentOptions,
     tokenizer: Any,
     stop_ids: Sequence[int] = (),
-) -> EpisodeSettings:
-    """Open the environment of a stage.
+) -> EpisodeSettings | None:
+    """Open the environment of a stage; None in a check that has no tokenizer yet.
 
     stop_ids: tokens that end a completion. Raises InputError for an unknown environment or option, for one without
     `reset` and `step`, and for a chat template that it cannot be used with, naming what to do.
     """
+    if tokenizer is None:
+        return None
     with error_context(context.stage, "environment"):
         calls = EnvironmentCalls(
             environment,

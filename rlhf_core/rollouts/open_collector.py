@@ -76,7 +76,7 @@ def open_collector(
     ends = (*model.stop_ids, *options.sampling.stop_token_ids)
     environment = options.environment
     episodes: EpisodeSettings | None = None
-    if environment is not None and model.tokenizer is not None:
+    if environment is not None:
         episodes = open_environment(context, options, environment, model.tokenizer, ends)
     planned = PlannedRollouts(options, prompts, routes)
     if trains and environment is not None:
