@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import mesh_of_rows, over_pieces, row_parts
-from rlhf_core.runtime.devices import device_count, platform
+from rlhf_core.runtime.machine import device_count, platform
 
 __all__ = ["token_logps"]
 

@@ -58,7 +58,7 @@ def predict(
 
     from rlhf_core.errors import error_line
     from rlhf_core.mesh import make_mesh
-    from rlhf_core.runtime.devices import Planned, planning_for
+    from rlhf_core.runtime.machine import Planned, planning_for
 
     topologies = [parse(name) for name in names]
     first = topologies[0]

@@ -49,7 +49,7 @@ from rlhf_core.objective import trained_logps
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing import Packed, Tree, pack, tree
 from rlhf_core.rollouts.rollout_rows import full_groups, group_layout
-from rlhf_core.runtime.devices import planned
+from rlhf_core.runtime.machine import planned
 from rlhf_core.sampling import Rollouts, SamplingOptions
 from rlhf_core.sampling.placement import cache_bytes, prepared_bytes
 from rlhf_core.stage import Stage

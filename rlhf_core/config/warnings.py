@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.trainer import SCHEDULES
 from rlhf_core.errors import counted
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlhf_core.data.records import load
-from rlhf_core.data.source import Records
+from rlhf_core.data.table import Records
 
 
 def _file_loader(kind: str) -> Callable[..., Records]:

@@ -20,17 +20,9 @@ from rlhf_core.data.columns import message_problem
 from rlhf_core.errors import InputError
 from rlhf_core.hidden import scrub
 from rlhf_core.tokenizer.options import with_joined_parts
-from rlhf_core.workers import (
-    Pool,
-    UnsendableError,
-    awaited,
-    call_now,
-    describe_failure,
-    outcome_of,
-    run_async,
-    start_async,
-)
-from rlhf_core.workers.pickling import dumps
+from rlhf_core.workers.event_loop import awaited, call_now, outcome_of, run_async, start_async
+from rlhf_core.workers.pickling import UnsendableError, dumps
+from rlhf_core.workers.pool import Pool, describe_failure
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Environment
@@ -212,13 +204,7 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
         raise EpisodeError(
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
         )
-    if not isinstance(value.metrics, Mapping) or not all(isinstance(name, str) for name in value.metrics):
-        raise EpisodeError(f"returned metrics={_shown(value.metrics)}; expected a dict of names and numbers")
-    if taken := [name for name in OWN_METRICS if name in value.metrics]:
-        raise EpisodeError(
-            f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is reported for every environment; "
-            "choose another name"
-        )
+    _require_names(value.metrics)
     reward = None if value.reward is None else _number("reward", value.reward)
     if reward is not None and abs(earlier + reward) > LARGEST_REWARD:
         raise EpisodeError(
@@ -232,6 +218,18 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
     if not messages and not value.done:
         raise EpisodeError("returned no messages and done=False: there is nothing to reply to")
     return Turn(messages, reward, bool(value.done), metrics)
+
+
+def _require_names(metrics: Any) -> None:
+    """Raise EpisodeError for metrics that are no dict, and for a name that every environment's metrics have."""
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise EpisodeError(f"returned metrics={_shown(metrics)}; expected a dict of names and numbers")
+    taken = [name for name in OWN_METRICS if name in metrics]
+    if taken:
+        raise EpisodeError(
+            f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is reported for every environment; "
+            "choose another name"
+        )
 
 
 def _number(name: str, value: Any) -> float:

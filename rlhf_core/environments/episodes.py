@@ -24,7 +24,7 @@ from rlhf_core.environments.calls import (
 )
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.agreement import broadcast_text
-from rlhf_core.workers import call_now, outcome_of
+from rlhf_core.workers.event_loop import call_now, outcome_of
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder

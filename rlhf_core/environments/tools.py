@@ -17,7 +17,7 @@ from rlhf_core.errors import InputError, Stopped, code_location, said_by, sugges
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins.component import load_function
 from rlhf_core.runtime.caches import cached
-from rlhf_core.workers import is_async
+from rlhf_core.workers.event_loop import is_async
 
 LONGEST = 300
 """Characters of what a tool raised that the policy gets."""

@@ -45,7 +45,7 @@ from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.rows import empty_batches
 from rlhf_core.reading import TreeReader
 from rlhf_core.runtime.agreement import any_process, stop_together
-from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
+from rlhf_core.runtime.machine import peak_memory, return_freed_memory
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs, Values

@@ -18,7 +18,7 @@ from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout, empty_batches, pack, with_room
 from rlhf_core.packing.trees import most_branches, sizes_of, trained_of
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -58,7 +58,7 @@ from rlhf_core.models.rope import rotate as rotate
 from rlhf_core.models.weights import open_weights as open_weights
 from rlhf_core.models.weights import save_tensors as save_tensors
 from rlhf_core.runtime.caches import cached as cached
-from rlhf_core.runtime.devices import platform as platform
+from rlhf_core.runtime.machine import platform as platform
 
 __all__ = [
     "Definition",

@@ -14,7 +14,7 @@ from jax import lax
 from rlhf_core.contracts import ATTENTION, AttentionPart
 from rlhf_core.models.attention import MASKED, attend_seen, capped, sinks_share, weighted, with_sinks
 from rlhf_core.models.kernels import find_kernels
-from rlhf_core.runtime.devices import device_count, platform
+from rlhf_core.runtime.machine import device_count, platform
 
 
 def attend_cached(

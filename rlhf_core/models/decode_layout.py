@@ -16,7 +16,7 @@ from rlhf_core.contracts import TensorParallel
 from rlhf_core.models.layer import Recurrent, layer_of
 from rlhf_core.models.lora import ROUTER, Lora, merge
 from rlhf_core.models.quantized import BLOCK, GROUP, plain, with_plain_scales
-from rlhf_core.runtime.devices import device_count
+from rlhf_core.runtime.machine import device_count
 
 if TYPE_CHECKING:
     from rlhf_core.models.config import DecoderConfig

@@ -73,7 +73,7 @@ from rlhf_core.models.readers import (
 )
 from rlhf_core.models.rope import rotation, shared_rotation
 from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 
 Params = dict[str, Any]
 UNROLLED_LAYERS = 8

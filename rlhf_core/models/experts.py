@@ -23,7 +23,7 @@ from rlhf_core.models.experts_exchange import Exchange, by_expert, exchanged, ro
 from rlhf_core.models.kernels import find_kernels
 from rlhf_core.models.layers import ACTIVATIONS, MLP, Linear
 from rlhf_core.models.quantized import PlainScaled, only_now, scales_of
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 
 
 def expert_product(

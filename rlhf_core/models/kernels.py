@@ -9,7 +9,7 @@ from rlhf_core.errors import warn
 from rlhf_core.plugins import installed_registry
 from rlhf_core.plugins.registry import DISTRIBUTED, Registry
 from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 
 T = TypeVar("T")
 NAME = "pallas"

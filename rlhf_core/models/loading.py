@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,9 +91,7 @@ def load_model(
     if verify:
         _require_unchanged(directory, adapter_directory, mesh)
     definition, hf_config = define(_read_config(directory), head, directory, registry, dtype=dtype)
-    if quantized is None and adapter_directory is not None:
-        quantized = artifacts.quantized_base(adapter_directory)
-    quantized = held_as(None if quantized == "none" else quantized, hf_config)
+    quantized = _how_held(quantized, adapter_directory, hf_config)
     definition = definition.quantized_as(quantized)
     hf_config = _without_quantization(hf_config, directory, quantized)
     adapters = None if adapter_directory is None else peft.StoredAdapter(adapter_directory)
@@ -122,6 +120,15 @@ def load_model(
     if drawn:
         model = with_padding_apart(model)
     return model if adapters is None else adapters.on(model, base)
+
+
+def _how_held(
+    asked: Quantization | Literal["none"] | None, adapter: Path | None, hf_config: Mapping[str, Any]
+) -> Quantization | None:
+    """Return how matrices are held: as asked, or as the adapters were trained."""
+    if asked is None and adapter is not None:
+        asked = artifacts.quantized_base(adapter)
+    return held_as(None if asked == "none" else asked, hf_config)
 
 
 def _require_unchanged(directory: Path, adapter: Path | None, mesh: Mesh) -> None:
@@ -454,17 +461,28 @@ def _with_defaults(sizes: Mapping[str, Any], rules: Architecture) -> dict[str, A
         filled = {name: value for name, value in filled.items() if not name.startswith("rope_")}
     else:
         filled["rope_scaling"] = None
-    hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
-    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0:
-        filled["head_dim"] = hidden // heads
+    head_dim = _usual_head_dim(sizes)
+    if head_dim is not None:
+        filled["head_dim"] = head_dim
         if "query_pre_attn_scalar" in filled:
-            filled["query_pre_attn_scalar"] = sizes.get("head_dim") or hidden // heads
+            filled["query_pre_attn_scalar"] = sizes.get("head_dim") or head_dim
     filled |= sizes
     # Two names of one number. transformers would read null under either name as the number.
-    names = [name for name in EXPERT_COUNTS if sizes.get(name) is not None] or [
-        name for name in EXPERT_COUNTS if filled.get(name) is not None
-    ]
-    return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in names}
+    kept = _numbers(sizes, EXPERT_COUNTS) or _numbers(filled, EXPERT_COUNTS)
+    return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in kept}
+
+
+def _usual_head_dim(sizes: Mapping[str, Any]) -> int | None:
+    """Return the hidden size by the number of heads; None where they are not known, or do not divide."""
+    hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads <= 0 or hidden % heads:
+        return None
+    return hidden // heads
+
+
+def _numbers(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """List the names that a config gives a value."""
+    return [name for name in names if config.get(name) is not None]
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -349,19 +349,24 @@ class Model:
         if self.adapter is None:
             text = json.dumps(dict(self.hf_config), indent=2, ensure_ascii=False)
             (directory / "config.json").write_text(text + "\n", encoding="utf-8")
-        tokenizer = self.tokenizer if tokenizer is None else tokenizer
         copied = [GENERATION]
         if self.adapter is None and self.kept is not None and self.kept.carried:
             copied += PROCESSOR_FILES
-        if tokenizer is not None and self.source is not None and _is_of(tokenizer, self.source):
-            copied += TOKENIZER_FILES  # unchanged, rather than as transformers would write them
-        elif tokenizer is not None:
-            tokenizer.save_pretrained(str(directory))
         if self.source is not None:
             _copy_files(self.source, directory, copied)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
         if tokenizer is not None:
-            stop_ids = dataclasses.replace(self, tokenizer=tokenizer).stop_ids
-            save_stop_ids(stop_ids, text_config(self.hf_config).get("eos_token_id"), directory)
+            self._save_tokenizer(tokenizer, directory)
+
+    def _save_tokenizer(self, tokenizer: Any, directory: Path) -> None:
+        """Save a tokenizer and its stop ids; that of the model's source as its files are there."""
+        if self.source is not None and _is_of(tokenizer, self.source):
+            # Unchanged, rather than as transformers would write them.
+            _copy_files(self.source, directory, TOKENIZER_FILES)
+        else:
+            tokenizer.save_pretrained(str(directory))
+        stop_ids = dataclasses.replace(self, tokenizer=tokenizer).stop_ids
+        save_stop_ids(stop_ids, text_config(self.hf_config).get("eos_token_id"), directory)
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]

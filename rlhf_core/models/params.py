@@ -72,12 +72,7 @@ def named(
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found, lost = search(pattern, lambda each: _found(each, parts))
         if not found:
-            words = {word for path, *_ in parts for word in path}
-            names = [name for *_, name in parts]
-            raise InputError(
-                f"{field}: '{pattern}' matches no {what}.{suggest(pattern, words)} "
-                f"The model has {', '.join(names[:3])}, …, {names[-1]}"
-            )
+            raise InputError(f"{field}: '{pattern}' matches no {what}.{_what_there_is(pattern, parts)}")
         absent += [(each, pattern) for each in lost]
         for path, index in found:
             chosen.setdefault(path, set()).add(index)
@@ -85,6 +80,13 @@ def named(
     whole = frozenset(path for path, indices in chosen.items() if len(indices) == counts[path])
     some = {path: tuple(sorted(chosen[path])) for path in chosen if path not in whole}
     return Named(whole, some, absent)
+
+
+def _what_there_is(pattern: str, parts: Sequence[tuple[Path, Any, str, str]]) -> str:
+    """Name parameters, for a message about an expression that matches none."""
+    words = {word for path, *_ in parts for word in path}
+    names = [name for *_, name in parts]
+    return f"{suggest(pattern, words)} The model has {', '.join(names[:3])}, …, {names[-1]}"
 
 
 def search(pattern: str, find: Callable[[str], set[Any]]) -> tuple[set[Any], list[str]]:

@@ -59,6 +59,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT")
     config = read_json_object(file)
+    problems = _problems(config)
+    if problems:
+        raise InputError(*(f"{file}: {problem}" for problem in problems))
+    return config
+
+
+def _problems(config: Mapping[str, Any]) -> list[str]:
+    """Describe the fields of an adapter's configuration whose values cannot be honoured."""
     problems = []
     try:
         fields = AdapterFields.model_validate(config)
@@ -83,9 +91,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         problems.append(
             f"init_lora_weights {start!r} has changed the base model; convert it to plain LoRA first"
         )
-    if problems:
-        raise InputError(*(f"{file}: {problem}" for problem in problems))
-    return config
+    return problems
 
 
 class Base(NamedTuple):
@@ -273,16 +279,7 @@ class StoredAdapter:
         shapes = model.definition.quantized_as(None).abstract_params()
         layers, names, possible = dict(paths(shapes)), model.definition.module_names(), linear_modules(shapes)
         renamed = self._rename({name for target in possible for name in names[target]})
-        if unknown := set(self._modules) - {name for target in possible for name in names[target]}:
-            raise InputError(
-                f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}; "
-                "is this its base model?"
-            )
-        present = {t: tuple(i for i, name in enumerate(names[t]) if name in self._modules) for t in possible}
-        lora = dataclasses.replace(
-            self._lora([target for target in possible if present[target]]),
-            layers=tuple((t, own) for t, own in present.items() if 0 < len(own) < len(names[t])),
-        )
+        lora = self._lora_on({target: names[target] for target in possible})
         definition = model.definition.with_lora(lora)
         params = model.params
         if self.score is not None:
@@ -302,6 +299,22 @@ class StoredAdapter:
         config = self._config_on(base) if same else config_for(lora, names, base=base, head=definition.head)
         adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
         return self._merge_dora(adapted, names) if self.fields.use_dora else adapted
+
+    def _lora_on(self, names: Mapping[str, Sequence[str]]) -> Lora:
+        """Return the adapters that this one is on a model with these modules, {target: its name in each layer}."""
+        unknown = set(self._modules).difference(*names.values())
+        if unknown:
+            raise InputError(
+                f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}; "
+                "is this its base model?"
+            )
+        present = {
+            t: tuple(i for i, name in enumerate(each) if name in self._modules) for t, each in names.items()
+        }
+        return dataclasses.replace(
+            self._lora([target for target, own in present.items() if own]),
+            layers=tuple((t, own) for t, own in present.items() if 0 < len(own) < len(names[t])),
+        )
 
     def _head(self, shape: tuple[int, ...]) -> np.ndarray:
         """Read the reward head. shape: of the base model's. Raises InputError where it has another."""

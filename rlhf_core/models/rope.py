@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from rlhf_core.models.config import Rope
-from rlhf_core.runtime.devices import device_count
+from rlhf_core.runtime.machine import device_count
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:

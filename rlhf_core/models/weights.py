@@ -52,6 +52,11 @@ def open_weights(directory: Path) -> dict[str, TensorFile]:
         other = sorted(p.name for p in directory.glob("*.bin"))
         hint = f" It has {other[0]}: save it in safetensors format first." if other else ""
         raise InputError(f"{directory}: no model.safetensors and no {INDEX}.{hint}")
+    return _open_shards(directory, index)
+
+
+def _open_shards(directory: Path, index: Path) -> dict[str, TensorFile]:
+    """Open the files that an index names."""
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         files = {name: directory / Path(file).name for name, file in weight_map.items()}
@@ -133,13 +138,7 @@ def placed(decoder: Decoder, directory: Path, *, contained: bool) -> Decoder:
         readers = quantized_files.shown(open_weights(directory))
     except InputError:
         return decoder  # `check` says what is wrong
-    prefixes = _prefixes(readers) if contained else [decoder.config.prefix]
-    fusions = (decoder.config.fused_experts, not decoder.config.fused_experts)
-    choices = [
-        replace(decoder.config, prefix=prefix, fused_experts=fused)
-        for prefix in prefixes
-        for fused in (fusions if decoder.config.experts else fusions[:1])
-    ]
+    choices = _stored_forms(decoder.config, _prefixes(readers) if contained else [decoder.config.prefix])
     if len(choices) == 1 and not contained:
         return decoder
     missing = [
@@ -152,6 +151,12 @@ def placed(decoder: Decoder, directory: Path, *, contained: bool) -> Decoder:
         raise InputError(f"{directory}: {names} could both belong to its text model")
     config = _with_head_names(best[0], readers) if contained else best[0]
     return decoder if config == decoder.config else replace(decoder, config=config)
+
+
+def _stored_forms(config: DecoderConfig, prefixes: Sequence[str]) -> list[DecoderConfig]:
+    """List the names that tensors may have: beginning with each of these prefixes, experts stored in either form."""
+    fusions = (config.fused_experts, not config.fused_experts) if config.experts else (config.fused_experts,)
+    return [replace(config, prefix=prefix, fused_experts=fused) for prefix in prefixes for fused in fusions]
 
 
 def _with_head_names(config: DecoderConfig, readers: Container[str]) -> DecoderConfig:
@@ -461,11 +466,10 @@ def save(
         return
     for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
         old.unlink(missing_ok=True)  # open files can still be read
-    tensors = {
-        name: described(kept.dtypes.get(leaf.keys, dtype), shape)
-        for leaf in leaves
-        for name, shape in leaf.tensors.items()
-    }
+    tensors = dict[str, tuple[str, Sequence[int], int]]()
+    for leaf in leaves:
+        stored = kept.dtypes.get(leaf.keys, dtype)
+        tensors |= {name: described(stored, shape) for name, shape in leaf.tensors.items()}
     embeddings = f"{decoder.config.prefix or 'model.'}embed_tokens.weight"
     copy_of_head = kept.tied_head if decoder.head == "lm" else None
     if copy_of_head is not None:

@@ -18,7 +18,7 @@ from rlhf_core.packing.layout import (
     rows_used,
     smallest_class,
 )
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 
 MAX_CLASSES = 3
 WORTH_A_CLASS = 0.02

@@ -19,7 +19,7 @@ from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, plan, with_all_metrics
 from rlhf_core.pipeline.settings import settings_lines
-from rlhf_core.runtime import peak_memory
+from rlhf_core.runtime import machine
 from rlhf_core.runtime.agreement import raise_together
 from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.files import write_atomic
@@ -117,7 +117,7 @@ def run(
         trained = False
         for name, asked in runs.items():
             if trained:
-                peak_memory.free_memory()  # of the previous stage's programs and arrays
+                machine.free_memory()  # of the previous stage's programs and arrays
             # What earlier stages make exists now.
             begins = asked._replace(spec=identified(asked.spec, host.registry))
             results[name] = run_stage(

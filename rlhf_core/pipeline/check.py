@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +23,15 @@ from rlhf_core.stage.record import read_records
 from rlhf_core.stage.reuse import find_reusable
 
 if TYPE_CHECKING:
+    from rlhf_core.contracts import Forecast
+    from rlhf_core.pipeline.plan import Plan
     from rlhf_core.plugins import Host
+    from rlhf_core.stage.record import StageRun
+    from rlhf_core.stage.reuse import Reused
     from rlhf_core.stage.spec import StageSpec
+
+WORDS = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
+"""What happens to a stage, by the action of its decision."""
 
 
 class Target(NamedTuple):
@@ -87,28 +94,32 @@ def check(
             mesh = planned_mesh(devices, **planned.mesh)
     with collected(problems):
         forecasts = stage_forecasts(planned, host, mesh=mesh)
-    states: dict[str, str] = {}
+    reused: Mapping[str, Reused] = {}
     notes: list[str] = []
     with collected(problems):
         runs = read_records(identified_stages(planned, host), accept)
         problems += [line for each in runs.values() for line in each.decision.reasons]
         if reuse is not None:
             reused, notes = find_reusable(reuse, [each.spec for each in runs.values()])
-            states = {
-                name: f"taken over from {short_path(str(each.source))}" for name, each in reused.items()
-            }
         if not problems:
             done = {name for name, each in runs.items() if each.decision.action == "skip"}
-            require_inputs(planned, only, {*done, *states})
+            require_inputs(planned, only, {*done, *reused})
     if problems:
         raise InputError(*problems)
-    words = {"begin": "runs", "continue": "continues", "extend": "continues", "skip": "done, skipped"}
-    for name, (spec, record, decision) in runs.items():
-        states.setdefault(name, words[decision.action])
-        notes += decision.warnings if decision.action in ("continue", "extend") else ()
-        if states[name] == words["begin"]:
-            notes += begins_again(spec, record.attempt)
     warn_of_readers(planned, runs)
+    if not target.as_json:
+        states = {name: WORDS[each.decision.action] for name, each in runs.items()}
+        states |= {name: f"taken over from {short_path(str(each.source))}" for name, each in reused.items()}
+        echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
+        show(_table(planned, host, states, forecasts))
+        for line in (*notes, *_lines_of_runs(runs, reused)):
+            echo(line)
+    if check_on is not None:
+        check_on(pipeline, target.on, sets=sets, plugins=plugins, dir=dir, json_output=target.as_json)
+
+
+def _table(planned: Plan, host: Host, states: Mapping[str, str], forecasts: Mapping[str, Forecast]) -> Table:
+    """Lay out what each stage of a plan would do, one row each. states: whether it runs, in words."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -119,13 +130,16 @@ def check(
             *settings_lines(stage.written, host.registry),
         ]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
-    if not target.as_json:
-        echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
-        show(table)
-        for line in notes:
-            echo(line)
-    if check_on is not None:
-        check_on(pipeline, target.on, sets=sets, plugins=plugins, dir=dir, json_output=target.as_json)
+    return table
+
+
+def _lines_of_runs(runs: Mapping[str, StageRun], reused: Collection[str]) -> Iterator[str]:
+    """Yield what is not as it was in stages that continue, or begin again."""
+    for name, (spec, record, decision) in runs.items():
+        if decision.action in ("continue", "extend"):
+            yield from decision.warnings
+        if decision.action == "begin" and name not in reused:
+            yield from begins_again(spec, record.attempt)
 
 
 def _inputs_line(stage: StageSpec) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,9 +133,13 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         }
     if isinstance(value, list | tuple):
         return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
-    field = TrainerConfig.aliases().get(field, field)
     if not isinstance(value, str) or hub.is_hub_name(value):
         return value
+    return _resolved_text(TrainerConfig.aliases().get(field, field), value, base, where, problems)
+
+
+def _resolved_text(field: str, value: str, base: Path, where: str, problems: list[str]) -> str:
+    """Make a field's text absolute where it is a path; see `resolve_paths`."""
     if not value:
         if is_input_field(field):
             problems.append(f"{where}: is empty; give a path or a name, or leave it out")
@@ -204,25 +208,25 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
     by_name = {str(stage.get("name")): stage for stage in stages}
     value: Any = parse_value(raw.strip())
     head = steps[0]
-    if head in by_name and len(steps) > 1:
-        # Problems with the path are reported once, when the whole stage's paths are resolved.
-        field = next(step for step in reversed(steps) if not step.isdecimal())
-        value = resolve_paths(field, value, Path.cwd(), "", [])
-        target = by_name[head]
-        steps = steps[1:]
-    elif head in TOP_LEVEL and head != "stage":
-        target, steps = top, [SAME_AXES.get(step, step) if head == "mesh" else step for step in steps]
-    else:
-        known = [*by_name, "seed", "mesh", "dir"]
-        wrong = f"no stage '{head}'.{suggest(head, known)} Stages: {', '.join(by_name) or 'none'}"
-        if head in by_name:
-            wrong = f"'{head}' is a stage: write {head}.field=value"
-        problems.append(f"--set {text}: {wrong}")
-        return
     try:
-        _assign(target, steps, value)
+        if head in by_name and len(steps) > 1:
+            # Problems with the path are reported once, when the whole stage's paths are resolved.
+            field = next(step for step in reversed(steps) if not step.isdecimal())
+            _assign(by_name[head], steps[1:], resolve_paths(field, value, Path.cwd(), "", []))
+        elif head in TOP_LEVEL and head != "stage":
+            _assign(top, [SAME_AXES.get(step, step) if head == "mesh" else step for step in steps], value)
+        else:
+            problems.append(f"--set {text}: {_no_such_key(head, by_name)}")
     except LookupError as error:
         problems.append(f"--set {text}: {error.args[0]}")
+
+
+def _no_such_key(head: str, stages: Collection[str]) -> str:
+    """Say that the key of a `--set` begins with nothing that can be set."""
+    if head in stages:
+        return f"'{head}' is a stage: write {head}.field=value"
+    known = [*stages, "seed", "mesh", "dir"]
+    return f"no stage '{head}'.{suggest(head, known)} Stages: {', '.join(stages) or 'none'}"
 
 
 def _assign(target: Any, steps: Sequence[str], value: Any, at: str = "") -> None:

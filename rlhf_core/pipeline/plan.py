@@ -56,6 +56,13 @@ class _Earlier:
     def references(self) -> list[str]:
         return [f"{stage}.{output}" for stage, outputs in self.outputs.items() for output in outputs or ()]
 
+    def source_of(self, model: Any, references: Mapping[str, tuple[str, Path]]) -> Any:
+        """Return what describes a stage's model: itself, or what the stage starts from that has yet to make it."""
+        if "model" not in references or exists(references["model"][1]):
+            return model
+        made_by = self.specs.get(references["model"][0].partition(".")[0])
+        return model if made_by is None else made_by.preview.model
+
 
 def plan(file: PipelineFile, host: Host) -> Plan:
     """Check everything that can be checked without a device.
@@ -140,10 +147,7 @@ def _stage(
     if trainer is None or written is None:
         return None
     config = written.replace(**{key: value for key, value in replaced.items() if value != given[key]})
-    source = config.model
-    if "model" in references and not exists(references["model"][1]):
-        made_by = earlier.specs.get(references["model"][0].partition(".")[0])
-        source = source if made_by is None else made_by.preview.model
+    source = earlier.source_of(config.model, references)
     with collected(problems, f"{where}.model: "):
         if isinstance(source, str) and source in pins.used.values():
             source = str(described(source))

@@ -13,7 +13,7 @@ import jax
 
 from rlhf_core import artifacts, runtime
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.config.trainer import COMPARING
+from rlhf_core.config.trainer import COMPARING, TrainerConfig
 from rlhf_core.errors import Damaged, InputError, RunError, Stopped, counted, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
@@ -78,21 +78,12 @@ def replay(
     mesh = planned.mesh
     then = _choose([each for each in open_run(run).stages if each.table], stage, run)
     (chosen,) = [each for each in planned.stages if each.name == then.name]
-    kept = then.rollout_numbers
-    missing = sorted({*range(max(kept) + 1)} - {*kept})
-    if missing:
-        raise InputError(
-            f"{chosen.dir / FOLDER}: rollout {missing[0]} is missing, so that nothing after it can be trained again; "
-            'journal = "keep" keeps all'
-        )
+    _require_whole(then.rollout_numbers, chosen.dir / FOLDER)
     finished = then.spec.get("state") == "done" and chosen.config.compares is None
     logged = _by_step(then)
     last = max(logged, default=0)
     to = last if to is None else min(to, last)  # a limit of time may have ended it before its last update
-    fields = type(chosen.config).model_fields
-    without = WITHOUT | {name: fields[name].default for name in (*COMPARING, "greater_is_better")}
-    changes: dict[str, Any] = {name: value for name, value in without.items() if name in fields}
-    config = chosen.config.replace(**changes)
+    config = _only_trained(chosen.config)
     with tempfile.TemporaryDirectory(prefix="rlhf-replay-") as directory:
         made = Stage(
             chosen.name,
@@ -120,6 +111,24 @@ def replay(
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
         since = _changes(chosen, host) if differences else ()
         return Replayed(chosen.name, max(again), differences, compares, since)
+
+
+def _require_whole(rollouts: Sequence[int], journal: Path) -> None:
+    """Raise InputError where a rollout is missing between the first one and the last one of a journal."""
+    missing = sorted({*range(max(rollouts) + 1)} - {*rollouts})
+    if missing:
+        raise InputError(
+            f"{journal}: rollout {missing[0]} is missing, so that nothing after it can be trained again; "
+            'journal = "keep" keeps all'
+        )
+
+
+def _only_trained(config: TrainerConfig) -> TrainerConfig:
+    """Leave out of a config what a replay does not do again: evaluations, logs elsewhere, saving."""
+    fields = type(config).model_fields
+    without = WITHOUT | {name: fields[name].default for name in (*COMPARING, "greater_is_better")}
+    changes: dict[str, Any] = {name: value for name, value in without.items() if name in fields}
+    return config.replace(**changes)
 
 
 def report(found: Replayed) -> None:

@@ -19,7 +19,7 @@ from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.reward import OWN, Outcome, Reward, call_together, failure
 from rlhf_core.rewards.values import LOG
 from rlhf_core.runtime.agreement import broadcast_text
-from rlhf_core.workers import RaisedError, TooSlowError
+from rlhf_core.workers.pool import RaisedError, TooSlowError
 
 if TYPE_CHECKING:
     from rlhf_core.data.prompts import AnyPrompts, UntokenizedPrompts

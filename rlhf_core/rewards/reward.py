@@ -26,17 +26,9 @@ from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 from rlhf_core.hidden import remember_attributes, scrub
 from rlhf_core.rewards.values import LOG, RewardCall, Scored
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
-from rlhf_core.workers import (
-    DiedError,
-    Pool,
-    TooSlowError,
-    UnsendableError,
-    call_now,
-    describe_failure,
-    is_async,
-    outcome_of,
-    start_async,
-)
+from rlhf_core.workers.event_loop import call_now, is_async, outcome_of, start_async
+from rlhf_core.workers.pickling import UnsendableError
+from rlhf_core.workers.pool import DiedError, Pool, TooSlowError, describe_failure
 
 if TYPE_CHECKING:
     from rlhf_core.environments import EnvironmentOptions

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from rlhf_core.contracts import LARGEST_REWARD
 from rlhf_core.errors import RunError, counted
 from rlhf_core.hidden import scrub
-from rlhf_core.workers import awaited, run_async
+from rlhf_core.workers.event_loop import awaited, run_async
 
 LOG = "log_metric"
 """The argument that logs a metric; `**columns` does not get it."""

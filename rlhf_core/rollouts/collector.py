@@ -305,15 +305,13 @@ def reward_inputs(
     rows = [i for i in chosen for _ in range(group)]
     raw = [prompts.raw[i] for i in rows]
     before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in rows]
-    texts = continuations(tokenizer, before, tokens, stop_ids)
-    parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stop_ids))
-    completions = [
-        text if isinstance(prompt, str) else [parser.message(each)]
-        for prompt, text, each in zip(raw, texts, tokens, strict=True)
-    ]
-    columns = {
-        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
-    }
+    completions: list[Any] = continuations(tokenizer, before, tokens, stop_ids)
+    conversations = [i for i, prompt in enumerate(raw) if not isinstance(prompt, str)]
+    if conversations:
+        parser = CallParser(ConversationEncoder(tokenizer, stop_ids=stop_ids))
+        for i in conversations:
+            completions[i] = [parser.message(tokens[i])]
+    columns = _repeated_columns(prompts, chosen, group)
     return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in rows])
 
 
@@ -323,9 +321,7 @@ def episode_inputs(prompts: AnyPrompts, chosen: Sequence[int], episodes: Sequenc
     `completion_ids` has all tokens after the prompt. The column `environment_rewards` has what the environment gave.
     """
     group = len(episodes) // len(chosen)
-    columns = {
-        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
-    }
+    columns = _repeated_columns(prompts, chosen, group)
     columns[ENVIRONMENT_REWARDS] = [None if np.isnan(e.reward) else e.reward for e in episodes]
     return RewardInputs(
         [episode.messages[: episode.first] for episode in episodes],
@@ -334,6 +330,13 @@ def episode_inputs(prompts: AnyPrompts, chosen: Sequence[int], episodes: Sequenc
         columns,
         [episode.place for episode in episodes],
     )
+
+
+def _repeated_columns(prompts: AnyPrompts, chosen: Sequence[int], group: int) -> dict[str, list[Any]]:
+    """Return the columns of prompts, each value once for every completion of its prompt."""
+    return {
+        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
+    }
 
 
 def weighted_total(rewards: Sequence[Reward], each: np.ndarray) -> np.ndarray:

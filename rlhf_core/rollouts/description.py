@@ -15,7 +15,7 @@ from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream, Untoke
 from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rollouts.journal import most_bytes
-from rlhf_core.runtime.peak_memory import format_bytes
+from rlhf_core.runtime.machine import format_bytes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.training.memory import scoring_bytes
 from rlhf_core.training.rows import Description

@@ -26,6 +26,7 @@ from rlhf_core.training.starting_model import error_context
 
 if TYPE_CHECKING:
     from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream
+    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.rollouts.collector import RolloutOptions
     from rlhf_core.training import Context
 
@@ -71,20 +72,23 @@ def run_episodes(
 
 
 def open_environment(
-    context: Context, options: RolloutOptions, tokenizer: Any, stop_ids: Sequence[int] = ()
+    context: Context,
+    options: RolloutOptions,
+    environment: EnvironmentOptions,
+    tokenizer: Any,
+    stop_ids: Sequence[int] = (),
 ) -> EpisodeSettings | None:
-    """Open the environment of a stage; None where it has none, and in a check that has no tokenizer yet.
+    """Open the environment of a stage; None in a check that has no tokenizer yet.
 
     stop_ids: tokens that end a completion. Raises InputError for an unknown environment or option, for one without
     `reset` and `step`, and for a chat template that it cannot be used with, naming what to do.
     """
-    environment, registry = options.environment, context.registry
-    if environment is None or tokenizer is None:
+    if tokenizer is None:
         return None
     with error_context(context.stage, "environment"):
         calls = EnvironmentCalls(
             environment,
-            lambda: registry.get(ENVIRONMENT, environment.name, **environment.options),
+            lambda: context.registry.get(ENVIRONMENT, environment.name, **environment.options),
             f"stage '{context.name}'.environment",
         )
         encoder = ConversationEncoder(tokenizer, text_options(context.config, context.stage), stop_ids)
@@ -100,7 +104,7 @@ def open_environment(
 
 def forecast_episode(
     context: Context,
-    options: RolloutOptions,
+    environment: EnvironmentOptions,
     settings: EpisodeSettings | None,
     rows: EpisodeRows | PromptStream,
 ) -> Forecast:
@@ -108,9 +112,6 @@ def forecast_episode(
 
     Raises InputError for what would end every episode.
     """
-    environment = options.environment
-    if environment is None:
-        return Forecast()
     warnings = (ROW_PER_TURN,) if environment.history == "encoded_again" else ()
     if settings is None or settings.calls.asynchronous or not environment.check:
         return Forecast(warnings=warnings)

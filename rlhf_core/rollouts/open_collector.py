@@ -74,10 +74,13 @@ def open_collector(
     if options.replay_routes and model.definition is not None:
         routes = route_shape(model.definition)
     ends = (*model.stop_ids, *options.sampling.stop_token_ids)
-    episodes = open_environment(context, options, model.tokenizer, ends)
+    environment = options.environment
+    episodes: EpisodeSettings | None = None
+    if environment is not None:
+        episodes = open_environment(context, options, environment, model.tokenizer, ends)
     planned = PlannedRollouts(options, prompts, routes)
-    if trains:
-        context.check(forecast_episode, context, options, episodes, prompts)
+    if trains and environment is not None:
+        context.check(forecast_episode, context, environment, episodes, prompts)
     if planned.can_be_tried:
         context.check(forecast_rewards, rewards, prompts, stage, field)
     if trains:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -220,18 +221,12 @@ class Rollout:
         """Concatenate rounds of sampling that have no advantages or token values yet."""
         if len(parts) == 1:
             return parts[0]
-        inputs = [part.inputs for part in parts if part.inputs is not None]
         return cls(
             np.concatenate([part.prompts for part in parts]),
             Rollouts(*(np.concatenate(values) for values in zip(*(p.samples for p in parts), strict=True))),
             np.concatenate([part.rewards for part in parts]),
             np.concatenate([part.total for part in parts]),
-            RewardInputs(
-                prompts=[x for each in inputs for x in each.prompts],
-                completions=[x for each in inputs for x in each.completions],
-                completion_ids=[x for each in inputs for x in each.completion_ids],
-                columns={name: [x for i in inputs for x in i.columns[name]] for name in inputs[0].columns},
-            ),
+            _joined_inputs([part.inputs for part in parts if part.inputs is not None]),
             metrics=_joined([part.metrics for part in parts]),
             timing=Timing(*(sum(values) for values in zip(*(part.timing for part in parts), strict=True))),
             conversations=Conversations.join([part.conversations for part in parts]),
@@ -279,20 +274,24 @@ class Rollout:
                 routes=tuple(routes[i, span] for i, span in spans) if routes.size else None,
             )
 
-        trees, said = [], self.conversations
-        before = self.prompt_ids if said is None else said.prompts
+        before = self.prompt_ids if self.conversations is None else self.conversations.prompts
+        trees = []
         for group in range(len(self.prompts))[start:stop]:
-            members = range(group * self.group, (group + 1) * self.group)
             prompt = before[group] if before else prompts.ids[self.prompts[group]]
-            if said is not None and said.one_row_per_turn:
-                trees += [
-                    tree(prompt if turn.context is None else turn.context, [(i, slice(turn.start, turn.end))])
-                    for i in members
-                    for turn in said.turns[i]
-                ]
-            else:
-                trees.append(tree(prompt, [(i, slice(int(self.samples.lengths[i]))) for i in members]))
+            trees += [tree(prefix, spans) for prefix, spans in self._spans(group, prompt)]
         return trees
+
+    def _spans(self, group: int, prompt: Any) -> Iterator[tuple[Any, list[tuple[int, slice]]]]:
+        """Yield what the trees of a group hold: ids that come before, and (completion, its tokens) of the branches."""
+        said = self.conversations
+        members = range(group * self.group, (group + 1) * self.group)
+        if said is None or not said.one_row_per_turn:
+            yield prompt, [(i, slice(int(self.samples.lengths[i]))) for i in members]
+            return
+        for i in members:
+            for turn in said.turns[i]:
+                context = prompt if turn.context is None else turn.context
+                yield context, [(i, slice(turn.start, turn.end))]
 
     def tree_groups(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the group that each of `trees` belongs to."""
@@ -454,6 +453,20 @@ class Rollout:
         """Describe how completion i was scored, for `rows`."""
         each = {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)}
         return {"reward": _number(self.total[i]), "rewards": each} if rewards else {}
+
+
+def _joined_inputs(parts: Sequence[RewardInputs]) -> RewardInputs:
+    """Join the inputs of rewards of rounds."""
+
+    def all_of(values: Iterable[Sequence[Any]]) -> list[Any]:
+        return list(chain.from_iterable(values))
+
+    return RewardInputs(
+        prompts=all_of(part.prompts for part in parts),
+        completions=all_of(part.completions for part in parts),
+        completion_ids=all_of(part.completion_ids for part in parts),
+        columns={name: all_of(part.columns[name] for part in parts) for name in parts[0].columns},
+    )
 
 
 def _joined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import rlhf_core.sampling.turns as turns
 from rlhf_core.contracts import Weights
 from rlhf_core.mesh import put_rows
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 from rlhf_core.sampling.packed import PackedContexts, Prefilled, padded_pieces, prefill_all
 from rlhf_core.sampling.turns import Decoded, Fed, Slots, TurnsProgram, padded_copies, padded_fed
 

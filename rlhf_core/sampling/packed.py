@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from rlhf_core.models.attention_cached import CACHE_PART
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 from rlhf_core.sampling.loop import time_axes
 from rlhf_core.sampling.turns import CACHE, FED_AT_ONCE, ROWS, TurnsProgram, on_shards, weights_spec
 

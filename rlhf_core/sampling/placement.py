@@ -29,8 +29,7 @@ from rlhf_core.mesh import (
     with_shardings,
 )
 from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.devices import platform
-from rlhf_core.runtime.peak_memory import array_bytes
+from rlhf_core.runtime.machine import array_bytes, platform
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

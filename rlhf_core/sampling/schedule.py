@@ -326,12 +326,7 @@ class Schedule:
         self, weights: Weights | None, ends: Sequence[tuple[Conversation, int]], reads: bool
     ) -> None:
         if self.devices.program.packs and not reads:
-            short = [(c, end) for c, end in ends if c.fed == 0 < end <= PACKED]
-            self.devices.place([(c.slot, c.prefilled) for c, _ in short if c.prefilled])
-            missing = [(c.slot, c.context[:end]) for c, end in short if not c.prefilled]
-            self.devices.prefill(missing, weights)
-            for conversation, end in short:
-                conversation.fed = end
+            self._feed_packed(weights, [(c, end) for c, end in ends if c.fed == 0 < end <= PACKED])
         pending = [(c, end, c.pieces(end, self.chunks, self.length)) for c, end in ends]
         while pending:
             pieces: list[Any] = []
@@ -348,6 +343,14 @@ class Schedule:
                 self._read_pieces([conversation for conversation, *_ in left], pieces, weights)
             else:
                 self.devices.feed(pieces, weights)
+
+    def _feed_packed(self, weights: Weights | None, short: Sequence[tuple[Conversation, int]]) -> None:
+        """Feed short contexts from their start, together, or the caches of those that were fed before."""
+        self.devices.place([(c.slot, c.prefilled) for c, _ in short if c.prefilled])
+        missing = [(c.slot, c.context[:end]) for c, end in short if not c.prefilled]
+        self.devices.prefill(missing, weights)
+        for conversation, end in short:
+            conversation.fed = end
 
     def _read_pieces(
         self, conversations: Sequence[Conversation], pieces: Sequence[Any], weights: Weights

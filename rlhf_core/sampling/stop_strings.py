@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,7 @@ def _writer(backend: Any) -> Callable[[str], bytes]:
     steps = decoder.get("decoders", [decoder])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        alphabet = _byte_alphabet()
-
-        def byte_level(token: str) -> bytes:
-            known = all(character in alphabet for character in token)
-            return bytes([alphabet[c] for c in token]) if known else token.encode()
-
-        return byte_level
+        return partial(_byte_level, _byte_alphabet())
     replaced = [
         (step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"
     ]
@@ -68,16 +63,23 @@ def _writer(backend: Any) -> Callable[[str], bytes]:
         raise InputError(
             f"stop strings do not work with this tokenizer, whose decoder is {', '.join(kinds)}; use stop_token_ids"
         )
+    return partial(_sentencepiece, replaced, "ByteFallback" in kinds)
 
-    def sentencepiece(token: str) -> bytes:
-        byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
-        if byte:
-            return bytes.fromhex(byte[1])
-        for old, new in replaced:
-            token = token.replace(old, new)
-        return token.encode()
 
-    return sentencepiece
+def _byte_level(alphabet: Mapping[str, int], token: str) -> bytes:
+    """Write a token of bytes; one with other characters is its text."""
+    known = all(character in alphabet for character in token)
+    return bytes([alphabet[c] for c in token]) if known else token.encode()
+
+
+def _sentencepiece(replaced: Sequence[tuple[str, str]], names_bytes: bool, token: str) -> bytes:
+    """Write a token after replacements. names_bytes: whether tokens such as <0x0A> are bytes."""
+    byte = _BYTE_TOKEN.fullmatch(token) if names_bytes else None
+    if byte:
+        return bytes.fromhex(byte[1])
+    for old, new in replaced:
+        token = token.replace(old, new)
+    return token.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -124,22 +124,33 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
     compute = inputs.get("compute_metrics")
     if compute is not None and not callable(compute):
         raise InputError(f"compute_metrics: expected a function, got {format_value(compute)}")
-    if wrong := wrong_set_names(inputs.get("eval_dataset")):
-        raise InputError(
-            f"eval_dataset: {', '.join(map(repr, wrong))} cannot begin the name of a metric, eval_NAME_loss: "
-            "name sets by texts without spaces at the ends and line breaks"
-        )
-    held_out = inputs.get("eval_dataset")
-    evaluated = list(held_out.values()) if isinstance(held_out, Mapping) else held_out
-    for name, data in {"train_dataset": inputs.get("train_dataset"), "eval_dataset": evaluated}.items():
-        require_rows(data, f"{name}: ")
-    if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
-        inputs["rewards"] = [inputs["rewards"]]
-    for number, reward in enumerate(inputs.get("rewards") or ()):
+    _check_datasets(inputs.get("train_dataset"), inputs.get("eval_dataset"))
+    if inputs.get("rewards") is not None:
+        inputs["rewards"] = _listed_rewards(inputs["rewards"])
+
+
+def _listed_rewards(rewards: Any) -> Any:
+    """Return rewards as a list. Raises InputError for a model in memory, which a stage could not read again."""
+    if callable(rewards) or isinstance(rewards, str):
+        return [rewards]
+    for number, reward in enumerate(rewards):
         if isinstance(reward, Model):
             raise InputError(
                 f"rewards[{number}]: a model in memory; save it, model.save(DIR), and give its directory"
             )
+    return rewards
+
+
+def _check_datasets(trained: Any, held_out: Any) -> None:
+    """Raise InputError for data that are no rows, and for sets whose names could not begin a metric's."""
+    wrong = wrong_set_names(held_out)
+    if wrong:
+        raise InputError(
+            f"eval_dataset: {', '.join(map(repr, wrong))} cannot begin the name of a metric, eval_NAME_loss: "
+            "name sets by texts without spaces at the ends and line breaks"
+        )
+    require_rows(trained, "train_dataset: ")
+    require_rows(list(held_out.values()) if isinstance(held_out, Mapping) else held_out, "eval_dataset: ")
 
 
 def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlhf_core.contracts.trainers import WSD_DECAY
 from rlhf_core.errors import counted
@@ -34,6 +34,11 @@ class Begun(NamedTuple):
     made: int | None = None
     total: int | None = None
     per_epoch: float | None = None
+
+    @property
+    def untrained(self) -> bool:
+        """Whether no update is kept."""
+        return self.made is None and not self.done
 
 
 class Decision(NamedTuple):
@@ -87,33 +92,25 @@ def decide(
         line = f"{name} was begun before and starts over: checkpoints.resume is false"
         return Decision("begin", (), (line,))
     changes = spec.diff(begun.record)
-    untrained = begun.made is None and not begun.done
-    refused = changes.refused if untrained else [*changes.refused, *changes.data]
-    accepted, used, problems = _judge_refused(refused, begun, spec, accept)
+    accepted, used, problems = _judge_refused(changes, begun, spec, accept)
     length = [change for change in changes.warned if change.field in LENGTH]
-    action: Action = "skip" if begun.done else "continue"
     if not problems:
-        reason = _why_not_as_long(begun, now, total, changed=bool(length))
-        if reason is not None:
-            about = [f"{name}.{change}" for change in length] or [name]
-            problems = [f"{each}: {reason}" for each in about]
-            if not begun.done:
-                return Decision("refuse", tuple(problems))
-        elif begun.done and length and not _same_length(begun.record, now):
-            action = "extend"
+        problems = _length_problems(begun, spec, total, length)
+        if problems and not begun.done:
+            return Decision("refuse", tuple(problems))
     if problems:
         state = "finished" if begun.done else "begun"
         problems.append(f"{name} was {state} with other settings: {_how_to_run(spec)}")
         return Decision("refuse", tuple(problems))
+    action: Action = "continue"
+    if begun.done:
+        action = "extend" if length and not _same_length(begun.record, now) else "skip"
     lines = _warnings(begun, changes, accepted, name, action)
-    if untrained and changes.data:
-        data = "; ".join(map(str, changes.data))
-        lines.append(f"{name}.{data}; nothing has been trained on it yet (no checkpoint)")
     return Decision(action, (), tuple(lines), tuple(accepted), frozenset(used))
 
 
 def _judge_refused(
-    refused: Sequence[Difference], begun: Begun, spec: StageSpec, accept: Collection[str]
+    changes: Differences, begun: Begun, spec: StageSpec, accept: Collection[str]
 ) -> tuple[list[Difference], set[str], list[str]]:
     """Return the changes that are accepted now, the names that accept them, and a line for each of the others.
 
@@ -124,6 +121,7 @@ def _judge_refused(
     accepted: list[Difference] = []
     used: set[str] = set()
     problems: list[str] = []
+    refused = changes.refused if begun.untrained else [*changes.refused, *changes.data]
     for change in refused:
         names = accept_names(change.field, begun.record, spec.record)
         chosen = [each for each, change_name in wanted.items() if change_name in names]
@@ -149,6 +147,9 @@ def _warnings(
         lines.append(f"{name} {how} with what was accepted: {'; '.join(map(str, accepted))}")
     if fields and action != "skip":
         lines.append(f"{name} continues with other settings: {'; '.join(fields)}")
+    if begun.untrained and changes.data:
+        data = "; ".join(map(str, changes.data))
+        lines.append(f"{name}.{data}; nothing has been trained on it yet (no checkpoint)")
     return lines
 
 
@@ -186,6 +187,18 @@ def _how_to_accept(names: Sequence[str], *, done: bool) -> str:
     return f'; to {what}: --accept {shlex.quote(names[0])}, in Python accept=["{names[0]}"]'
 
 
+def _length_problems(
+    begun: Begun, spec: StageSpec, total: int | None, length: Sequence[Difference]
+) -> list[str]:
+    """Return a line for each field of the length that the stage cannot have. length: those that have changed."""
+    reason = _why_not_as_long(begun, spec.record, total, changed=bool(length))
+    if reason is None:
+        return []
+    return [f"stage '{spec.name}'.{change}: {reason}" for change in length] or [
+        f"stage '{spec.name}': {reason}"
+    ]
+
+
 def _why_not_as_long(begun: Begun, now: Record, asked: int | None, *, changed: bool) -> str | None:
     """Explain why the stage cannot have the length that is asked for; None if it can.
 
@@ -208,6 +221,11 @@ def _why_not_as_long(begun: Begun, now: Record, asked: int | None, *, changed: b
     if asked < made:
         done = counted(made, "updates")
         return f"it has made {done}, more than the requested {asked:,}; request at least as many"
+    return _why_other_rates(config, made, before, asked)
+
+
+def _why_other_rates(config: Mapping[str, Any], made: int, before: int, asked: int) -> str | None:
+    """Explain why the updates that are made would have had other learning rates in a stage of this length."""
     scheduler, warmup = config.get("scheduler"), config.get("warmup_steps") or 0
     # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
     falls = warmup + (1 - WSD_DECAY) * (min(before, asked) - warmup)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import pluggy
 
-from rlhf_core import artifacts, workers
+from rlhf_core import artifacts
 from rlhf_core.contracts import LOGGER, Artifact, Forecast, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, warn
 from rlhf_core.loggers.every import every
@@ -21,13 +21,14 @@ from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_together
 from rlhf_core.runtime.files import attempt, flush_lines, make_directory, remove_leftovers
-from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
+from rlhf_core.runtime.machine import forget_peak, format_bytes, peak_line
 from rlhf_core.stage import Stage, events
 from rlhf_core.stage.decide import Decision, begins_again, decide
 from rlhf_core.stage.identity import identified
 from rlhf_core.stage.record import StageRecord, StageRun
 from rlhf_core.stage.spec import StageSpec
 from rlhf_core.stage.text_settings import template_date
+from rlhf_core.workers.pool import close as close_workers
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -90,39 +91,54 @@ def run_stage(
         say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
     if begins and stage.is_main and record.then:  # it starts over
         record.put_back({})
-    before = dict(record.then)
-    event_log: AbstractContextManager[None] = nullcontext()
+    on_record: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
-        continues = not begins or record.has_checkpoints
-        shown = [*expected.warnings, *expected.told]
-        event_log = events.log_stage(spec.run, stage.name, mesh, continues=continues, shown=shown)
         for line in begins_again(spec, record.attempt):
             say(line)
-        record.forget_attempt()
-        record.write_running(spec, day)
+        shown = [*expected.warnings, *expected.told]
+        on_record = _on_record(
+            stage, record, day, continues=not begins or record.has_checkpoints, shown=shown
+        )
     forget_peak()
+    with on_record, hook_errors_named(host.pm):
+        for line in lines:
+            warn(line)
+        outputs = execute(
+            spec.trainer,
+            spec.config,
+            stage,
+            host,
+            finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
+        )
+    if expected.memory is not None:
+        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(expected.memory)}")
+    return StageResult(outputs, False, dict(stage.metrics))
+
+
+@contextmanager
+def _on_record(
+    stage: Stage, record: StageRecord, day: str | None, *, continues: bool, shown: Sequence[str]
+) -> Iterator[None]:
+    """Record a stage as running, and log its events, inside the block.
+
+    After an error, the record of a stage of which nothing is kept is removed, and it is what it was before where the
+    user has to change something. shown: as of `events.log_stage`.
+    """
+    spec = stage.specification()
+    before = dict(record.then)
+    record.forget_attempt()
+    record.write_running(spec, day)
     try:
-        with event_log, hook_errors_named(host.pm):
-            for line in lines:
-                warn(line)
-            outputs = execute(
-                spec.trainer,
-                spec.config,
-                stage,
-                host,
-                finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
-            )
+        with events.log_stage(spec.run, stage.name, stage.devices(), continues=continues, shown=shown):
+            yield
     except (InputError, RunError, Stopped) as error:
-        if stage.is_main and not record.done:
+        if not record.done:
             with suppress(OSError, RunError):  # a disk that refuses this, too, must not hide the error
                 if not record.has_checkpoints and not record.has_artifacts:
                     record.put_back({})
                 elif isinstance(error, InputError):
                     record.put_back(before)
         raise
-    if expected.memory is not None:
-        stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(expected.memory)}")
-    return StageResult(outputs, False, dict(stage.metrics))
 
 
 def _keep_done(
@@ -201,7 +217,7 @@ def execute(
         finally:
             for listener in listeners.values():
                 host.pm.unregister(listener)
-            workers.close()
+            close_workers()
 
 
 def specified(trainer: Trainer, config: TrainerConfig, stage: Stage) -> Stage:

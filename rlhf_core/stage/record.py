@@ -251,7 +251,8 @@ def decide_together(
     here = json.loads(json.dumps({**facts, "stages": now}))
     first = json.loads(broadcast_text(json.dumps(here)))
     with raise_together():
-        if lines := [*_differences(first, here, runs)]:
+        lines = [] if here == first else [*_differences(first, here, runs)]
+        if lines:
             lines[-1] += "; give all processes of a job the same pipeline, data, code and versions"
             raise InputError(*lines)
     return runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -77,22 +77,28 @@ def find_reusable(run: str | Path, stages: Sequence[StageSpec]) -> tuple[dict[st
         there = StageRecord(run / stage.name, stage.name)
         inputs = _with_identities(stage.record["inputs"], found)
         spec = replace(stage, record={**stage.record, "inputs": inputs})
-        trained = [
-            name
-            for name in sorted(stage.reads)
-            if name not in found and not (name in records and records[name].done)
-        ]
-        why = [] if there.done else [f"stage '{stage.name}' is not finished there"]
-        why += [f"stage '{stage.name}' reads '{name}', which trains here" for name in trained]
-        if not why:
-            decision = decide(there.begun, spec)
-            longer = [f"stage '{stage.name}' is longer here"] if decision.action == "extend" else []
-            why = [*decision.reasons[:-1], *longer] or _damage(there)
+        finished = {*found, *(name for name, each in records.items() if each.done)}
+        why = _why_not(spec, there, finished)
         if why:
             reasons += [f"not reused from {run}: {line}" for line in why]
         else:
             found[stage.name] = Reused(spec, run / stage.name, there.then)
     return found, reasons
+
+
+def _why_not(spec: StageSpec, there: StageRecord, finished: Collection[str]) -> list[str]:
+    """Say why a stage of another run cannot be taken over. finished: stages that do not train here."""
+    name = f"stage '{spec.name}'"
+    why = [] if there.done else [f"{name} is not finished there"]
+    why += [
+        f"{name} reads '{each}', which trains here" for each in sorted(spec.reads) if each not in finished
+    ]
+    if why:
+        return why
+    decision = decide(there.begun, spec)
+    if decision.action == "extend":
+        return [f"{name} is longer here"]
+    return list(decision.reasons[:-1]) or _damage(there)
 
 
 def _damage(there: StageRecord) -> list[str]:

@@ -6,11 +6,20 @@ import copy
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_core import hub
-from rlhf_core.errors import InputError, is_library_error, library_words, suggest, suggest_model
+from rlhf_core.errors import (
+    UNREADABLE,
+    InputError,
+    is_library_error,
+    library_words,
+    read_limited,
+    suggest,
+    suggest_model,
+)
 from rlhf_core.tokenizer.chat_template import templates_of
 from rlhf_core.tokenizer.encoding import (
     PLAIN,
@@ -57,6 +66,8 @@ TOKENIZER_FILES = [
 ]
 SMALL_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json")
 """Files of a model that a tokenizer and its special tokens are read from."""
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Two names of the class that does what tokenizer.json says and no more."""
 
 
 def load_tokenizer(source: str | Path) -> Any:
@@ -68,28 +79,13 @@ def load_tokenizer(source: str | Path) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     path = hub.fetch(str(source), SMALL_FILES) if hub.is_hub_name(source) else Path(source).expanduser()
-    if path.is_file():
-        raise InputError(f"{source} is a file: give the directory that holds tokenizer.json")
-    if path.is_dir():
-        known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
-        if not any((path / name).exists() for name in known):
-            below = suggest_model(path)
-            if below:
-                raise InputError(f"{source} is not a model directory.{below}")
-            present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-            raise InputError(
-                f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "
-                f"(it has {present})"
-            )
-    elif not _is_hub_name(str(source)):
-        where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
-        raise InputError(f"no tokenizer at {source}: no such directory{where}.{_suggest_directory(path)}")
-    from transformers import AutoTokenizer
-
-    unreachable = "" if path.is_dir() else _hub_problem(str(source))
+    _require_tokenizer(path, source)
+    is_here = path.is_dir()
+    loader = _loader(path)
+    unreachable = "" if is_here else _hub_problem(str(source))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path if path.is_dir() else source),
+        tokenizer = loader.from_pretrained(
+            str(path if is_here else source),
             local_files_only=bool(unreachable),
             trust_remote_code=False,
         )
@@ -97,7 +93,7 @@ def load_tokenizer(source: str | Path) -> Any:
     except BaseException as error:  # damaged files raise all kinds of errors
         if isinstance(error, InputError) or not is_library_error(error):
             raise
-        if path.is_dir():
+        if is_here:
             raise InputError(_load_problem(path, error)) from error
         reason = unreachable or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
@@ -105,6 +101,43 @@ def load_tokenizer(source: str | Path) -> Any:
             f"{_suggest_directory(path)} Without network access, download its files elsewhere and give their directory"
         ) from error
     return tokenizer
+
+
+def _require_tokenizer(path: Path, source: str | Path) -> None:
+    """Raise InputError for a path that is no directory of a tokenizer, unless the source may be a name on the hub."""
+    if path.is_file():
+        raise InputError(f"{source} is a file: give the directory that holds tokenizer.json")
+    if path.is_dir():
+        known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
+        if any((path / name).exists() for name in known):
+            return
+        below = suggest_model(path)
+        if below:
+            raise InputError(f"{source} is not a model directory.{below}")
+        present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise InputError(
+            f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "
+            f"(it has {present})"
+        )
+    if not _is_hub_name(str(source)):
+        where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
+        raise InputError(f"no tokenizer at {source}: no such directory{where}.{_suggest_directory(path)}")
+
+
+def _loader(path: Path) -> Any:
+    """Return the class of transformers that loads the tokenizer of a directory, or of a name on the hub.
+
+    `AutoTokenizer` finds it by the model's config.json, and its import, of what all families are called, takes 0.3 s.
+    A tokenizer without a model that is of the plain class is loaded by that class.
+    """
+    import transformers
+
+    if not (path / "config.json").exists() and (path / "tokenizer.json").exists():
+        with suppress(*UNREADABLE):  # errors are raised where the file is needed
+            config = json.loads(read_limited(path / "tokenizer_config.json"))
+            if "auto_map" not in config and config["tokenizer_class"] in PLAIN_CLASSES:
+                return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def _try_tokenizer(tokenizer: Any) -> None:

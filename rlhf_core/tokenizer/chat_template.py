@@ -172,11 +172,7 @@ class ChatTemplate:
         ]
         ends = last not in unlearned
         if self.marks(tools):
-            counts = [
-                [self._count_marked(turns[:end], tools, kwargs) for end in (k, k + 1)] for k in unlearned
-            ]
-            skipped = {i for count in counts for i in range(*count)}
-            marked = [span for i, span in enumerate(marked) if i not in skipped]
+            marked = self._without_turns(marked, turns, unlearned, tools, kwargs)
             opened = before
             if 0 < first < last:
                 opened = self.write(turns[:first], open_turn=True, tools=tools, kwargs=kwargs)
@@ -207,6 +203,19 @@ class ChatTemplate:
             closed = cut_after_stop(self.write(turns[: k + 1], tools=tools, kwargs=kwargs), stops)
             if text.startswith(closed) and closed.startswith(opened):
                 yield len(opened), len(closed)
+
+    def _without_turns(
+        self,
+        marked: Sequence[Span],
+        turns: Sequence[Message],
+        left_out: Sequence[int],
+        tools: Any,
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[Span]:
+        """Leave out the marked spans of these turns, by how many spans there are before and after each."""
+        counts = [[self._count_marked(turns[:end], tools, kwargs) for end in (k, k + 1)] for k in left_out]
+        skipped = {i for count in counts for i in range(*count)}
+        return [span for i, span in enumerate(marked) if i not in skipped]
 
     def _count_marked(self, turns: Sequence[Message], tools: Any, kwargs: Mapping[str, Any] | None) -> int:
         """Count the spans that the template marks as {% generation %}."""
@@ -264,9 +273,7 @@ class ChatTemplate:
         template = (self._with_tools if tools else self.text) or ""
         turns = [with_parsed_arguments(turn) for turn in turns]
         names = [f"chat_template_kwargs.{name}" for name in kwargs or () if name not in template]
-        parts = [part for turn in turns for part in getattr(turn.get("content"), "parts", ())]
-        keys = dict.fromkeys(key for part in parts for key in part if key not in ("type", "text"))
-        names += [f"content.{key}" for key in keys if key not in template]
+        names += [f"content.{key}" for key in _keys_of_parts(turns) if key not in template]
         fields = dict.fromkeys(
             name
             for turn in turns
@@ -323,16 +330,7 @@ class ChatTemplate:
         variables = {**self._kwargs, **(kwargs or {})}
         if problem := kwargs_problem(variables):
             raise InputError(f"chat_template_kwargs {problem}")
-        messages: list[Message] = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
-        self._require_roles(turns)
-        for number, message in enumerate(messages, 1):
-            if is_parts(content := message.get("content")) and (problem := parts_problem(content)):
-                raise InputError(f"message {number}: {problem}")
-            try:
-                messages[number - 1] = self._with_arguments(template, message)
-            except InputError as error:
-                raise InputError(f"message {number}: {error}") from None
-        messages = [self._in_parts(template, with_joined_parts(message)) for message in messages]
+        messages = self._as_taken(template, turns)
         tools = with_parsed_parameters(tools) if tools else None
         try:
             text, spans = self._call(
@@ -351,6 +349,21 @@ class ChatTemplate:
             what = str(error) or type(error).__name__
             raise InputError(f"the chat template fails on this conversation: {what}. {remedy}") from error
         return text, spans
+
+    def _as_taken(self, template: str, turns: Sequence[Message]) -> list[Message]:
+        """Write the arguments and contents of messages in the forms that the template takes."""
+        messages: list[Message] = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+        self._require_roles(turns)
+        for number, message in enumerate(messages, 1):
+            content = message.get("content")
+            problem = parts_problem(content) if is_parts(content) else None
+            if problem:
+                raise InputError(f"message {number}: {problem}")
+            try:
+                messages[number - 1] = self._with_arguments(template, message)
+            except InputError as error:
+                raise InputError(f"message {number}: {error}") from None
+        return [self._in_parts(template, with_joined_parts(message)) for message in messages]
 
     def _call(
         self,
@@ -462,6 +475,12 @@ def _with_text(message: Message) -> Message:
             holder["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
         calls.append({**call, "function": holder} if isinstance(function, Mapping) else holder)
     return {**message, "tool_calls": calls}
+
+
+def _keys_of_parts(turns: Sequence[Message]) -> dict[str, None]:
+    """Collect the fields of contents' parts, other than what every part of text has."""
+    parts = [part for turn in turns for part in getattr(turn.get("content"), "parts", ())]
+    return dict.fromkeys(key for part in parts for key in part if key not in ("type", "text"))
 
 
 def _texts_of(content: Any) -> list[str]:

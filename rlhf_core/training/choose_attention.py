@@ -16,8 +16,7 @@ from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Blocks, Decoder, attend_blocks, find_kernels, in_blocks, visible_blocks
 from rlhf_core.models.config import remat_policy
 from rlhf_core.packing.rows import Packed, pack
-from rlhf_core.runtime.devices import platform
-from rlhf_core.runtime.peak_memory import device_memory, format_bytes
+from rlhf_core.runtime.machine import device_memory, format_bytes, platform
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig

@@ -15,7 +15,7 @@ from rlhf_core.fit import PREVIEWS, Build, fit
 from rlhf_core.models import Decoder, Model
 from rlhf_core.models.experts import expert_count, has_corrections, move_biases
 from rlhf_core.objective import with_experts
-from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.machine import platform
 from rlhf_core.stage import Stage
 from rlhf_core.training.context import Context, OnDevices, require_readers
 

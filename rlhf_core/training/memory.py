@@ -18,8 +18,7 @@ from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
-from rlhf_core.runtime.devices import platform
-from rlhf_core.runtime.peak_memory import array_bytes, device_memory, format_bytes, machine_memory
+from rlhf_core.runtime.machine import array_bytes, device_memory, format_bytes, machine_memory, platform
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.training.starting_model import COMPUTE, definition_of
 

@@ -18,8 +18,7 @@ from rlhf_core.models import Head, Model, check_model
 from rlhf_core.models.lora import module_paths, resolve
 from rlhf_core.models.params import absent_lines, named, paths
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
-from rlhf_core.runtime.devices import platform
-from rlhf_core.runtime.peak_memory import format_bytes
+from rlhf_core.runtime.machine import format_bytes, platform
 from rlhf_core.training.context import Context, Unmade, require_readers
 from rlhf_core.training.memory import device_bytes, host_bytes, memory_forecast, saved_bytes
 from rlhf_core.training.starting_model import (

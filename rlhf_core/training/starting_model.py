@@ -35,7 +35,7 @@ from rlhf_core.models.loading import complete_table, define, describe, held_as
 from rlhf_core.models.lora import Lora, module_paths, resolve
 from rlhf_core.models.model import with_padding_apart
 from rlhf_core.models.quantized import plain
-from rlhf_core.runtime.devices import planned
+from rlhf_core.runtime.machine import planned
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_stop_ids
 

@@ -11,7 +11,7 @@ import pytest
 from rlhf_dpo import DPO_LOSS
 
 from rlhf_core import ENVIRONMENT, PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, Turn, hookimpl
-from rlhf_core.runtime import peak_memory
+from rlhf_core.runtime import machine
 
 EVERY = "Every trainer"
 PLACEHOLDERS = {
@@ -128,8 +128,8 @@ def test_what_is_logged_is_in_the_table_and_the_other_way_round(
     _, watch = short.train(trainer, **everything(trainer, short))
     logged = {name for row in watch.rows for name in row} - {"step"}
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 1})
-    monkeypatch.setattr(peak_memory, "jax", SimpleNamespace(local_devices=lambda: [device]))
-    logged |= set(peak_memory.peak_memory())
+    monkeypatch.setattr(machine, "jax", SimpleNamespace(local_devices=lambda: [device]))
+    logged |= set(machine.peak_memory())
     documented = tables[EVERY] | tables[trainer]
     unknown = [name for name in logged if not fits(name, documented, trainer)]
     assert unknown == [], "not in the tables of docs/reference, or not as their column `evaluated` says"

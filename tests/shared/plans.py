@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.pipeline import identified_stages, plan, read, stage_forecasts
-from rlhf_core.runtime.devices import Planned, planning_for
+from rlhf_core.runtime.machine import Planned, planning_for
 
 __all__ = ["file_of", "forecast_of", "identified_of", "plan_of", "planned_for"]
 

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 from rlhf_core import optimizers, state
-from rlhf_core.runtime import caches, peak_memory
+from rlhf_core.runtime import caches, machine
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -106,7 +106,7 @@ OF_USERS: tuple[tuple[Any, str, Any], ...] = tuple(
         (jax, "jit"),
         (optimizers, "_clipped"),
         (state, "_by_name"),
-        (peak_memory, "free_memory"),
+        (machine, "free_memory"),
         (caches, "forget"),
     )
 )

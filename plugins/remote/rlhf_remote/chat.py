@@ -18,7 +18,7 @@ from rlhf_core import InputError, RunError
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.runtime.files import append_line
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
-from rlhf_core.workers import run_async
+from rlhf_core.workers.event_loop import run_async
 from rlhf_remote.models import Remote, prompt_tokens
 from rlhf_remote.service import describe_answer, json_bytes
 from rlhf_remote.transport import Answer, shorten, words

@@ -17,7 +17,7 @@ from rlhf_core.data.columns import kwargs_of, require_conversations, tools_of
 from rlhf_core.data.prompts import as_prompts
 from rlhf_core.errors import suggest
 from rlhf_core.scoring import ScoredPart
-from rlhf_core.workers import run_async
+from rlhf_core.workers.event_loop import run_async
 from rlhf_remote.engines import NEUTRAL
 from rlhf_remote.service import (
     REACH_SECONDS,

@@ -14,7 +14,8 @@ from pydantic import Field
 from rlhf_core import InputError
 from rlhf_core.config.durations import Seconds
 from rlhf_core.tokenizer.thoughts import without_thoughts
-from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
+from rlhf_core.workers.pickling import ByName
+from rlhf_core.workers.pool import DiedError, Pool, RaisedError, TooSlowError, cores
 from rlhf_rewards.functions import completion_text, missing
 
 MEMORY = 2 << 30

@@ -30,9 +30,8 @@ from rlhf_core.environments import (
 )
 from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.plugins.component import make_entry
-from rlhf_core.workers import DiedError, Pool, RaisedError, UnsendableError
-from rlhf_core.workers.pickling import dumps
-from rlhf_core.workers.pool import CORE
+from rlhf_core.workers.pickling import UnsendableError, dumps
+from rlhf_core.workers.pool import CORE, DiedError, Pool, RaisedError
 from rlhf_testing.findings import KITS, Broken, Findings
 
 Message = Mapping[str, Any]

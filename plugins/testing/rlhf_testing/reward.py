@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import REWARD
 from rlhf_core.errors import RunError, suggest
 from rlhf_core.rewards.values import LOG, MetricLog, RewardCall
-from rlhf_core.workers import call_now, describe_failure, outcome_of
+from rlhf_core.workers.event_loop import call_now, outcome_of
+from rlhf_core.workers.pool import describe_failure
 from rlhf_testing.findings import Broken, Findings, make_component, require_close
 from rlhf_testing.fixtures import a_stage
 

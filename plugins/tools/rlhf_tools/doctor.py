@@ -22,7 +22,7 @@ from rlhf_core import InputError, plugins, runtime
 from rlhf_core.config.toml import parse_toml
 from rlhf_core.errors import error_line, library_words
 from rlhf_core.runtime.distributions import COMMANDS, find_points, owner
-from rlhf_core.runtime.peak_memory import available_memory, format_bytes, machine_memory
+from rlhf_core.runtime.machine import available_memory, format_bytes, machine_memory
 from rlhf_tools.missing import is_installed, missing
 
 LIBRARIES = (

@@ -13,7 +13,7 @@ from rich.table import Table
 
 import rlhf_topologies.interpreters as interpreters
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.peak_memory import format_bytes
+from rlhf_core.runtime.machine import format_bytes
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_topologies.chips import parse
 

@@ -21,8 +21,8 @@ from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.mesh import OPTIONAL, make_mesh
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime.devices import Planned, planning_for
 from rlhf_core.runtime.files import write_atomic
+from rlhf_core.runtime.machine import Planned, planning_for
 from rlhf_core.training.memory import device_bytes
 from rlhf_topologies import hlo
 from rlhf_topologies.chips import Topology, parse, target_config

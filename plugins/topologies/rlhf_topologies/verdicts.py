@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_core.mesh import ROW_AXES
-from rlhf_core.runtime.peak_memory import format_bytes
+from rlhf_core.runtime.machine import format_bytes
 from rlhf_topologies.chips import Topology
 from rlhf_topologies.hlo import Counts
 from rlhf_topologies.roofline import Bound, bound

@@ -24,9 +24,7 @@ from tests.shared import pipelines
 @pytest.fixture(autouse=True)
 def freed(monkeypatch: pytest.MonkeyPatch, fake: ModuleType) -> None:
     """That memory is freed between stages is an event, and nothing more."""
-    monkeypatch.setattr(
-        "rlhf_core.runtime.peak_memory.free_memory", lambda: fake.EVENTS.append(("freed", None))
-    )
+    monkeypatch.setattr("rlhf_core.runtime.machine.free_memory", lambda: fake.EVENTS.append(("freed", None)))
 
 
 def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str | None = "runs/a") -> Any:

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_core import REWARD, Registry, RewardInputs, workers
+from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins import load_file
 from rlhf_core.rollouts import Reward, WeightedReward, logged_metrics, open_rewards, score, set_up
+from rlhf_core.workers.pool import close as close_workers
 
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
 SOON = 0.2  # timeout in seconds of the slow functions below
@@ -103,7 +104,7 @@ def mine(tmp_path_factory):
     file = tmp_path_factory.mktemp("rewards") / "mine.py"
     file.write_text(FUNCTIONS)
     yield load_file(file)
-    workers.close()
+    close_workers()
 
 
 def ones(completions):
@@ -185,7 +186,7 @@ def test_an_asynchronous_function_that_awaits_again_when_cancelled_is_left_behin
     assert np.isnan(values[:, 0]).all()
     assert values[:, 1:].tolist() == [[1, 2]] * 3
     assert score([Reward("double", 1.0, doubles)], INPUTS).tolist() == [[2]] * 3
-    workers.close()
+    close_workers()
     assert time.perf_counter() - begin < 5
 
 
@@ -335,7 +336,7 @@ def test_clients_and_locks_made_in_one_call_work_in_the_next():
     reward = Reward("judge", 1.0, judge, timeout=60)
     for _ in range(3):
         assert score([reward], INPUTS)[:, 0].tolist() == [1, 1, 1]
-    workers.close()
+    close_workers()
     assert made["task"].cancelled()
 
 
@@ -520,4 +521,4 @@ def test_an_asynchronous_object_is_set_up_where_it_is_called(is_main):
     assert reward.function.checked == ["policy", "policy"]
     if is_main:
         assert score([reward], INPUTS)[:, 0].tolist() == [1.0] * 3
-    workers.close()
+    close_workers()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import Registry, RewardInputs, data, plugins, workers
+from rlhf_core import Registry, RewardInputs, data, plugins
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, open_rewards, score, set_up
+from rlhf_core.workers.pool import close as close_workers
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
 FUNCTIONS = """
@@ -46,7 +47,7 @@ def registry() -> Registry:
 def mine(tmp_path: Path) -> Any:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     yield tmp_path / "mine.py"
-    workers.close()
+    close_workers()
 
 
 def rewards(registry: Registry, *components: dict[str, Any]) -> list[Reward]:

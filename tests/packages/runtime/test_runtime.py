@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_core import runtime
-from rlhf_core.runtime import peak_memory
+from rlhf_core.runtime import machine
 
-free_memory = peak_memory.free_memory
+free_memory = machine.free_memory
 """As it is imported: runs of tests leave it out."""
 HEAP = """
 import ctypes, sys
@@ -143,16 +143,16 @@ def test_kept_memory_is_returned_where_there_is_little_more(available: str, retu
     script = f"""
 import numpy as np
 from rlhf_core import runtime
-from rlhf_core.runtime import peak_memory
+from rlhf_core.runtime import machine
 runtime.prepare()
-peak_memory.MUCH_KEPT = 2**27
-peak_memory.available_memory = lambda: {available}
+machine.MUCH_KEPT = 2**27
+machine.available_memory = lambda: {available}
 arrays = [np.ones(2**21) for _ in range(32)]  # half a gibibyte
 used = np.ones(2**24)  # behind them, so that what they leave is a hole
-before = peak_memory.resident_bytes()
+before = machine.resident_bytes()
 del arrays
-peak_memory.return_freed_memory()
-print(before - peak_memory.resident_bytes() > 2**28, used[0])
+machine.return_freed_memory()
+print(before - machine.resident_bytes() > 2**28, used[0])
 """
     assert run(script) == [str(returned), "1.0"]
 
@@ -160,16 +160,16 @@ print(before - peak_memory.resident_bytes() > 2**28, used[0])
 def test_what_a_stage_leaves_behind_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays in cycles, then programs; not those of this process, which other tests would compile again."""
     done: list[str] = []
-    monkeypatch.setattr(peak_memory, "gc", SimpleNamespace(collect=lambda: done.append("arrays")))
-    monkeypatch.setattr(peak_memory, "forget", lambda: done.append("programs"))
-    monkeypatch.setattr(peak_memory, "return_freed_memory", lambda: done.append("memory"))
+    monkeypatch.setattr(machine, "gc", SimpleNamespace(collect=lambda: done.append("arrays")))
+    monkeypatch.setattr(machine, "forget", lambda: done.append("programs"))
+    monkeypatch.setattr(machine, "return_freed_memory", lambda: done.append("memory"))
     free_memory()
     assert done == ["arrays", "programs", "memory"]
 
 
 def test_what_is_available_is_less_than_the_machine_has() -> None:
-    available, machine = peak_memory.available_memory(), peak_memory.machine_memory()
+    available, whole = machine.available_memory(), machine.machine_memory()
     assert available is not None
-    assert machine is not None
-    assert 0 < available < machine
-    assert 0 < peak_memory.resident_bytes() < machine
+    assert whole is not None
+    assert 0 < available < whole
+    assert 0 < machine.resident_bytes() < whole

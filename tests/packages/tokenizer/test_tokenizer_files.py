@@ -176,3 +176,35 @@ def test_an_unpaired_surrogate_in_any_column_is_reported_before_anything_is_comp
     monkeypatch.setattr("rlhf_core.models.loading.load_model", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(InputError, match=rf"row 2: '{column}' is not valid Unicode: .*; remove it"):
         CliRunner().invoke(cli.app, [command, str(tmp_path / "model"), str(rows)], catch_exceptions=False)
+
+
+def same_as_auto_tokenizer(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    left_out = ("_tokenizer",)
+    mine, their_own = (
+        {k: repr(v) for k, v in vars(each).items() if k not in left_out} for each in (ours, theirs)
+    )
+    assert mine == their_own
+
+
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", None]
+)
+@pytest.mark.parametrize("name", list(chat.cases()))
+def test_a_tokenizer_without_a_model_is_loaded_as_by_auto_tokenizer(
+    name: str, named: str | None, tmp_path: Path
+) -> None:
+    chat.cases()[name].tokenizer.save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    edit(config, lambda content: {**content, "tokenizer_class": named} if named else content)
+    same_as_auto_tokenizer(tmp_path)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["tokenizers/chatml_bpe_2k", "models/stories260K"])
+def test_tokenizers_of_the_shared_data_are_loaded_as_by_auto_tokenizer(shared: Path, name: str) -> None:
+    same_as_auto_tokenizer(shared / "data" / name)

@@ -205,14 +205,14 @@ def test_the_machine_and_its_peak():
     # In a process of its own: one that has run tests has freed memory to hand out again.
     script = """
 import numpy as np
-from rlhf_core.runtime import peak_memory
-peak_memory.forget_peak()
-before = peak_memory.peak_host_bytes()
+from rlhf_core.runtime import machine
+machine.forget_peak()
+before = machine.peak_host_bytes()
 held = np.ones(200_000_000 // 8)
-print(held.nbytes * 0.9 < peak_memory.peak_host_bytes() - before < held.nbytes * 1.5)
+print(held.nbytes * 0.9 < machine.peak_host_bytes() - before < held.nbytes * 1.5)
 del held
-peak_memory.forget_peak()
-print(peak_memory.peak_host_bytes() < before + 100_000_000)
+machine.forget_peak()
+print(machine.peak_host_bytes() < before + 100_000_000)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True" if sys.platform == "linux" else "False"]

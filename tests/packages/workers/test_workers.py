@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import workers
 from rlhf_core.config import HIDDEN, remember
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import load_file
+from rlhf_core.workers import pool as workers
+from rlhf_core.workers.event_loop import run_async
+from rlhf_core.workers.pickling import UnsendableError
 
 FUNCTIONS = """
 import asyncio, os, re, signal, sys, threading, time
@@ -219,7 +221,7 @@ def test_workers_die_with_their_parent(functions: Any, tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
-from rlhf_core import workers
+from rlhf_core.workers import pool as workers
 from rlhf_core.config import HIDDEN, remember
 from rlhf_core.plugins.component import load_file
 pool = workers.Pool(load_file(Path({functions.__file__!r})).work, 1)
@@ -266,7 +268,7 @@ def test_what_a_function_started_ends_with_its_worker(functions: Any) -> None:
     ],
 )
 def test_what_has_no_name_elsewhere_is_refused(make: Any, said: str, functions: Any) -> None:
-    with pytest.raises(workers.UnsendableError, match=said):
+    with pytest.raises(UnsendableError, match=said):
         workers.Pool(make(functions), 1)
 
 
@@ -286,8 +288,8 @@ def test_one_event_loop_for_all_calls() -> None:
     async def where() -> tuple[Any, int]:
         return asyncio.get_running_loop(), threading.get_ident()
 
-    first = workers.run_async(where())
-    assert workers.run_async(where()) == first
+    first = run_async(where())
+    assert run_async(where()) == first
     workers.close()
     assert first[0].is_closed()
-    assert workers.run_async(where())[0] is not first[0]
+    assert run_async(where())[0] is not first[0]

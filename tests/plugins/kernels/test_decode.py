@@ -150,13 +150,13 @@ import sys
 from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.runtime import devices
+from rlhf_core.runtime import machine
 from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, placement
 from rlhf_topologies.compile import find_devices
 from rlhf_topologies.chips import parse
 topology = parse(sys.argv[1])
 found = find_devices(topology)
-planning = devices.planning_for(devices.Planned(topology.chip.platform, len(found), 10**9))
+planning = machine.planning_for(machine.Planned(topology.chip.platform, len(found), 10**9))
 planning.__enter__()
 sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}

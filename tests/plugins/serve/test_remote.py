@@ -12,9 +12,10 @@ import pytest
 from rlhf_remote import Http
 from typer.testing import CliRunner
 
-from rlhf_core import RewardInputs, cli, installed_registry, workers
+from rlhf_core import RewardInputs, cli, installed_registry
 from rlhf_core.rollouts import Reward, score, set_up
 from rlhf_core.scoring import Scorer
+from rlhf_core.workers.pool import close as close_workers
 
 GREEDY = ("--temperature", 0, "--max_completion_length", 12)
 TEXTS = [{"prompt": "a b c"}, {"prompt": "d"}]
@@ -112,7 +113,7 @@ def test_the_reward_http_asks_for_the_same_scores(
     try:
         table = score(rewards, inputs)
     finally:
-        workers.close()
+        close_workers()
     scorer = Scorer.load(directory / "rm")
     scorer.reuses_shapes = True
     expected = scorer.score_ids(scorer.encoder.whole(inputs.prompts, inputs.completions))

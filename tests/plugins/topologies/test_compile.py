@@ -23,7 +23,7 @@ from rlhf_core.models import load_model
 from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.pipeline.forecast import each_stage
-from rlhf_core.runtime import background, devices
+from rlhf_core.runtime import background, machine
 from rlhf_core.training import Build, Context, device_bytes
 from tests.shared import pipelines
 
@@ -146,7 +146,7 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     asked = job("h100:8", "chain.toml")
     said: list[str] = []
     results = compile_pipeline(asked, devices=jax.devices(), say=said.append)
-    assert devices.planned() is None
+    assert machine.planned() is None
     assert results["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert list(results["stages"]) == ["base", "rm", "direct", "policy"]
     policy = {program["name"].split()[0]: program for program in results["stages"]["policy"]["programs"]}
@@ -226,7 +226,7 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
     place.settings("policy.toml", "total_batch_size = 32")
     described = []
     for memory in (10**9, 10**5):
-        with devices.planning_for(devices.Planned("gpu", 2, memory)):
+        with machine.planning_for(machine.Planned("gpu", 2, memory)):
             found = stage_programs(
                 *pipelines.planned("policy.toml", dir=None), make_mesh(devices=jax.devices()[:2])
             )["policy"]

@@ -120,9 +120,9 @@ def _make_calls(how: list[str], seed: int, report: Path) -> None:
     """Score rollouts in this process and write what went wrong."""
     import warnings
 
-    from rlhf_core import workers
     from rlhf_core.plugins import load_file
     from rlhf_core.rollouts import Reward
+    from rlhf_core.workers.pool import close as close_workers
 
     warnings.simplefilter("ignore")
     functions = load_file(Path(hostile_rewards.__file__))
@@ -135,7 +135,7 @@ def _make_calls(how: list[str], seed: int, report: Path) -> None:
     stream = np.random.default_rng(seed)
     seconds = 0.0
     _score(rewards, "nothing", stream, failures, doubtful=False)
-    workers.close()
+    close_workers()
     before, descriptors, here = _status(), _descriptors(), os.getcwd()
     spoiled: set[int] = set()
     for place, name in enumerate(how):
@@ -151,7 +151,7 @@ def _make_calls(how: list[str], seed: int, report: Path) -> None:
         spoiled.update(pool.processes if name in LATER else ())
         if took > 3 * TIMEOUT + GRACE:
             failures.append(f"call {place}, {name}, took {took:.1f} s with a timeout of {TIMEOUT} s")
-    workers.close()
+    close_workers()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed and is retained for later is no growth
     after = _status()

@@ -1,4 +1,4 @@
-"""Measure a run's memory and the machine's, and release free memory."""
+"""The machine that programs run on: its devices, or planned ones that need not exist, and its memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import math
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,6 @@ import jax
 from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.runtime.agreement import gather_maximum
 from rlhf_core.runtime.caches import forget
-from rlhf_core.runtime.devices import planned
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _GROUP = Path("/sys/fs/cgroup")
@@ -26,6 +28,52 @@ MUCH_KEPT = 2**30
 """Bytes that a process may hold without returning any."""
 ROOM = 2
 """Kept memory stays while the machine has this many times as much."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Devices that a process only compiles for. platform: "gpu" or "tpu". memory: bytes that each may use."""
+
+    platform: str
+    count: int
+    memory: int
+
+
+_planned: ContextVar[Planned | None] = ContextVar("planned devices", default=None)
+
+
+@contextmanager
+def planning_for(planned: Planned) -> Iterator[None]:
+    """Make `platform` and `device_count` answer for planned devices inside the block, in this thread."""
+    token = _planned.set(planned)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def planned() -> Planned | None:
+    """Return the devices that this process only compiles for; None: its programs run on its own."""
+    return _planned.get()
+
+
+def platform() -> str:
+    """Return the platform that programs will run on: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend() if (devices := planned()) is None else devices.platform
+
+
+def device_count() -> int:
+    """Count the devices that programs will run on, of all processes."""
+    return jax.device_count() if (devices := planned()) is None else devices.count
+
+
+def device_memory() -> int | None:
+    """Return the bytes that a program may use of the smallest of all processes' devices; None where they do not say."""
+    if (devices := planned()) is not None:
+        return devices.memory
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    least = min(stats.get("bytes_limit", 0) for stats in statistics)
+    return -int(gather_maximum([-least])[0]) or None
 
 
 def machine_memory() -> int | None:
@@ -60,15 +108,6 @@ def resident_bytes() -> int:
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def device_memory() -> int | None:
-    """Return the bytes that a program may use of the smallest of all processes' devices; None where they do not say."""
-    if (devices := planned()) is not None:
-        return devices.memory
-    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
-    least = min(stats.get("bytes_limit", 0) for stats in statistics)
-    return -int(gather_maximum([-least])[0]) or None
 
 
 def forget_peak() -> None:
