@@ -45,10 +45,14 @@ def cache_directory() -> Path:
 class TokenCache:
     """Encode tables with one set of settings, reading cached arrays if there are any."""
 
-    def __init__(self, kind: str, encoder: Encoder | None) -> None:
-        """kind: "pairs", "completions", "texts" or "prompts". encoder: None disables the cache."""
+    def __init__(self, kind: str, encoder: Encoder | None, numbers: Sequence[str] = ()) -> None:
+        """kind: "pairs", "completions", "texts" or "prompts". encoder: None disables the cache.
+
+        numbers: columns of numbers, which are cached too.
+        """
         self.kind = kind
         self.encoder = encoder
+        self.numbers = numbers
 
     def encode(self, table: Table, encode: Callable[[Table], Arrays]) -> Arrays:
         """Apply `encode` to the table part by part, or read the same arrays from disk, read-only.
@@ -83,6 +87,7 @@ class TokenCache:
         dated = writes_date(tokenizer, options.chat_template)
         settings = [
             self.kind,
+            list(self.numbers),
             tokenizer_hash(tokenizer),
             unknown_id(tokenizer),
             type(tokenizer).__qualname__,
@@ -232,12 +237,16 @@ class Ragged(Sequence[NDArray[Any]]):
         self.flats, self.which, self.starts, self.stops = list(flats), which, starts, stops
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]) -> Ragged:
-        """Concatenate parts (flat array, starts, stops)."""
-        which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(starts) for _, starts, _ in parts])
-        starts = np.concatenate([np.zeros(0, np.int64), *(starts for _, starts, _ in parts)])
-        stops = np.concatenate([np.zeros(0, np.int64), *(stops for _, _, stops in parts)])
-        return cls([flat for flat, _, _ in parts], which, starts, stops)
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Concatenate parts."""
+        offsets = itertools.accumulate((len(part.flats) for part in parts), initial=0)
+        which = [part.which + np.int32(offset) for part, offset in zip(parts, offsets, strict=False)]
+        return cls(
+            [flat for part in parts for flat in part.flats],
+            np.concatenate(which),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.stops for part in parts]),
+        )
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -250,6 +259,16 @@ class Ragged(Sequence[NDArray[Any]]):
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.stops - self.starts
+
+    def counts(self) -> NDArray[np.int64]:
+        """Count the nonzero elements of each sequence after its first, int64 [n]."""
+        found = np.zeros(len(self), np.int64)
+        for number, flat in enumerate(self.flats):
+            before = np.concatenate([[0], np.cumsum(flat != 0)])
+            mine = self.which == number
+            starts, stops = self.starts[mine], self.stops[mine]
+            found[mine] = before[stops] - before[np.minimum(starts + 1, stops)]
+        return found
 
     def largest(self) -> int:
         """Return the largest element of the flat arrays, an upper bound for the sequences."""

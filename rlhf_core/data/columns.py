@@ -15,10 +15,10 @@ from rlhf_core.data.table import (
     CONVERSATIONS,
     ROLES,
     Table,
+    View,
     has_sharegpt_keys,
     is_python_literal,
     is_sharegpt,
-    mapped,
     parse_conversation,
 )
 from rlhf_core.errors import InputError, library_words, suggest
@@ -154,7 +154,8 @@ def rename_columns(table: Table, columns: Any) -> Table:
     gone = {name for theirs in listed.values() for name in theirs[1:]}
     how = "\0".join(["columns", *(f"{k}={v}" for k, v in sorted(columns.items()))])
     kinds = {names.get(name, name): kind for name, kind in table.kinds.items() if name not in gone}
-    return table.derived(mapped(table.rows, partial(_rename_row, listed)), how, kinds)
+    renamed = {ours: " + ".join(theirs) for ours, theirs in listed.items() if theirs != [ours]}
+    return replace(table.changed(partial(_rename_row, listed), how, kinds), renamed=renamed)
 
 
 def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def normalise_conversations(table: Table) -> Table:
             for name, value in row.items()
         }
 
-    rows = mapped(table.rows, normalise)
+    rows = View.of(table.rows).changed(normalise)
     return replace(table, rows=rows, known_kinds=converted, remarks=(*table.remarks, *remarks))
 
 

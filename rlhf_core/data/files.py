@@ -424,7 +424,7 @@ FORMATS: dict[str, Callable[[Any, str], FileRows]] = {
 }
 
 
-def table_rows(table: Any) -> View[Row]:
+def table_rows(table: Any) -> View:
     """View an Arrow table, or a `datasets.Dataset` in Arrow's format, as rows that are converted on access."""
 
     def take(which: Sequence[int]) -> list[Row]:

@@ -43,6 +43,8 @@ def plain(value):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, tuple | list):
         return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in vars(value).values()] if hasattr(value, "__dict__") else value
 
 
@@ -55,7 +57,7 @@ def test_from_the_disk_is_as_without_it(kind, tokenizer, monkeypatch, directory)
         wanted = [encode(data.load(rows), tokenizer, **way) for way in ways]
     assert not directory.exists()
     first = encode(data.load(rows), tokenizer, **ways[0])
-    monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr(module, "_encode", lambda *_, **__: pytest.fail("encoded again"))
     again = [encode(data.load(rows), tokenizer, **way) for way in ways]
     assert plain([first, *again]) == plain([wanted[0], *wanted])
     assert first.digests.tolist() == again[0].digests.tolist() == wanted[0].digests.tolist()

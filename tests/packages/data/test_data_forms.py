@@ -145,7 +145,7 @@ def test_sharegpt_and_conversations_as_json_are_read_and_said(place, tokenizer, 
     wanted = data.encode_texts(
         data.load([{"messages": TALK}]), tokenizer, max_length=None, chat_template="plain"
     )
-    assert encoded.texts[0].tokens.tolist() == wanted.texts[0].tokens.tolist()
+    assert encoded.sequences["tokens"][0].tolist() == wanted.sequences["tokens"][0].tolist()
     assert wanted.report.read_as == []
     said = "\n".join(encoded.report.lines())
     assert "a.jsonl: reading column 'conversations' as 'messages'" in said

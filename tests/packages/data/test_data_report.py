@@ -112,13 +112,13 @@ def test_tools_and_tool_calls_reach_the_template(tokenizer, tmp_path):
     wanted = tokenizer("f 2 g 1 user a assistant b h")["input_ids"] + [tokenizer.eos_token_id]
     pq.write_table(pa.Table.from_pylist([CALLS]), tmp_path / "calls.parquet")  # adds nulls to objects
     for rows in ([CALLS], [{**CALLS, "tools": json.dumps(TOOLS)}], str(tmp_path / "calls.parquet")):
-        assert pairs(rows, tokenizer, chat_template=TOOLED).pairs[0].chosen.tolist() == wanted
+        assert pairs(rows, tokenizer, chat_template=TOOLED).sequences["chosen"][0].tolist() == wanted
     bare = {name: CALLS[name] for name in ("chosen", "rejected")}
     for tools in ([], "", None):
-        shorter = pairs([{**bare, "tools": tools}], tokenizer, chat_template=TOOLED).pairs[0]
-        assert shorter.chosen.tolist() == wanted[4:]
+        shorter = pairs([{**bare, "tools": tools}], tokenizer, chat_template=TOOLED)
+        assert shorter.sequences["chosen"][0].tolist() == wanted[4:]
     texts = data.encode_texts(data.load([CALLS]), tokenizer, max_length=None, chat_template=TOOLED)
-    assert texts.texts[0].tokens.tolist() == wanted
+    assert texts.sequences["tokens"][0].tolist() == wanted
 
 
 def test_the_fingerprint_is_of_every_element_of_the_order_of_keys_and_of_how_it_was_read(tmp_path):

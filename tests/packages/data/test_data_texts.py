@@ -23,14 +23,15 @@ def texts(rows, tokenizer, **options):
 
 
 def learned(encoded, tokenizer):
-    return [tokenizer.decode(tokens[weights == 1]) for tokens, weights in encoded.texts]
+    tokens, learned = encoded.sequences["tokens"], encoded.learned
+    return [tokenizer.decode(ids[mask]) for ids, mask in zip(tokens, learned, strict=True)]
 
 
 def test_texts_are_learned_whole(tokenizer):
     encoded = texts([{"text": "abc"}, {"text": " "}], tokenizer)
     assert learned(encoded, tokenizer) == ["<s>abc</s>"]
     assert encoded.report.empty == ["dataset row 2"]
-    (tree,) = encoded.trees()
+    (tree,) = encoded
     assert (len(tree.prefix), len(tree.branches), tree.weights[0].dtype) == (0, 1, np.float32)
 
 
@@ -51,7 +52,7 @@ def test_every_reply_of_a_conversation_is_learned(tokenizer):
     plain = texts(rows, tokenizer, chat_template="plain")
     assert learned(plain, tokenizer) == ["b</s>d</s>"]
     assert plain.report.empty == ["dataset row 2"]
-    assert "left out" not in tokenizer.decode(plain.texts[0].tokens)
+    assert "left out" not in tokenizer.decode(plain.sequences["tokens"][0])
     assert plain.report.after_reply == ["dataset row 1"]
     assert learned(texts(rows, tokenizer, chat_template=CHATML), tokenizer) == ["b</s>d</s>"]
 
@@ -71,7 +72,7 @@ def test_over_long_texts(tokenizer):
     assert texts(rows, tokenizer, max_length=10).report.filtered == ["dataset row 1"]
     cut = texts(rows, tokenizer, max_length=7, overlong="truncate")
     assert learned(cut, tokenizer) == ["good</s>", "x</s>"]
-    assert [len(t.tokens) for t in cut.texts] == [7, 4]
+    assert cut.lengths.tolist() == [7, 4]
     # A row cut down to its prompt has nothing left to learn.
     start = texts(rows, tokenizer, max_length=7, overlong="truncate", truncation_mode="keep_start")
     assert start.report.filtered == ["dataset row 1"]
