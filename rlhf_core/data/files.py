@@ -47,7 +47,7 @@ class FileRows(NamedTuple):
 
     rows: Sequence[Mapping[str, Any]]
     numbers: Sequence[int] | NDArray[np.int64]
-    """1-based line (jsonl, csv, txt) or row number of each row."""
+    """1-based number of each row: of its line in jsonl and txt files, of the row in others, after the header of csv."""
     kinds: Kinds
     fingerprint: str = ""
     """Hash of the uncompressed content."""
@@ -113,11 +113,11 @@ def limited_rows(file: Any, name: str, number: int = 0, *, most: int | None = MO
 
 
 def _lines(
-    file: io.BufferedIOBase, name: str, most: int | None = MOST_LINE
+    file: io.BufferedIOBase, name: str, most: int | None = MOST_LINE, *, unit: str = "row"
 ) -> Iterator[tuple[int, int, str]]:
     """Yield (offset, 1-based number, text) of every line; only a line feed ends one, never U+2028.
 
-    Raises InputError for a file that is not UTF-8 text.
+    unit: "row" where a line is one. Raises InputError for a file that is not UTF-8 text.
     """
     head = file.read(1000)
     for start, what in PACKED.items():
@@ -132,7 +132,7 @@ def _lines(
             yield at, number, line.decode()
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{name} row {number} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
+                f"{name} {unit} {number} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
                 "save the file as UTF-8"
             ) from error
         at += len(line)
@@ -236,7 +236,7 @@ def parse_line(line: bytes, kind: str, place: str) -> Row:
 
 def _read_json(file: io.BufferedIOBase, name: str) -> FileRows:
     """Read a JSON array, holding all its rows in memory."""
-    text = "".join(line for _, _, line in _lines(file, name, most=None))
+    text = "".join(line for _, _, line in _lines(file, name, most=None, unit="line"))
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -273,18 +273,18 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
     record: list[str] = []
 
     def lines() -> Iterator[str]:
-        for _, _, line in _lines(file, name):
+        for _, _, line in _lines(file, name, unit="line"):
             record.append(line)
             yield line
 
     reader = csv.reader(lines(), strict=True)
-    problems, kinds, numbers = Problems(), Kinds(), array("q")
-    number = 1
+    problems, kinds = Problems(), Kinds()
+    number = 0
 
     def batches(schema: Any) -> Iterator[Any]:
         nonlocal number
         rows: list[Row] = []
-        number = reader.line_num + 1
+        number = 1
         record.clear()
         for values in reader:
             if values and len(values) != len(schema.names):
@@ -294,24 +294,25 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
             elif values:
                 rows.append(dict(zip(schema.names, _with_nulls(values, record), strict=True)))
                 count_values(kinds, rows[-1])
-                numbers.append(number)
             if len(rows) == CHUNK:
                 yield pa.RecordBatch.from_pylist(rows, schema)
                 rows = []
-            number = reader.line_num + 1
+            number += bool(values)  # a blank line is no row
             record.clear()
         yield pa.RecordBatch.from_pylist(rows, schema)
 
     try:
         header = next(reader)
         if twice := sorted({column for column in header if header.count(column) > 1}):
-            raise InputError(f"{name} row 1 names a column twice: {', '.join(twice)}")
+            raise InputError(f"the header of {name} names a column twice: {', '.join(twice)}")
         schema = pa.schema([(column, pa.large_string()) for column in header])
         table = _table(schema, batches(schema), in_memory=isinstance(file, io.BytesIO))
     except csv.Error as error:
-        raise InputError(f"{name} row {number} is not CSV: {error}") from error
+        place = f"{name} row {number}" if number else f"the header of {name}"
+        raise InputError(f"{place} is not CSV: {error}") from error
     problems.raise_if_any()
-    return FileRows(table_rows(table), np.array(numbers, np.int64), kinds)
+    rows = table_rows(table)
+    return FileRows(rows, range(1, len(rows) + 1), kinds)
 
 
 def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
