@@ -22,7 +22,7 @@ from rlhf_core.data.cache import (
     digest64,
     unknown_id,
 )
-from rlhf_core.data.columns import is_chat, skips_template
+from rlhf_core.data.columns import describe_columns, is_chat, skips_template
 from rlhf_core.data.parts import FIELDS, Notes, read_number, read_numbers, refuse_repeats
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.table import CONVERSATIONS, Records, Table
@@ -223,9 +223,16 @@ def encode(
     _record_repeats(examples)
     lengths = np.concatenate([rows.longest[rows.why != REASONS.index("empty")] for rows in chosen])
     report.require_some(records.name, lengths, limit.setting)
+    read = [kind.columns(table) for table in records.tables]
+    report.columns = describe_columns(records.tables, read)
+    others = [
+        [name for name in table.columns if name not in (*names, *kind.numbers)]
+        for table, names in zip(records.tables, read, strict=True)
+    ]
+    if kind.passes_others and any(others):
+        report.columns += f"; for rewards: {describe_columns(records.tables, others)}"
     if not kind.passes_others:
-        read = [(*kind.columns(table), *kind.numbers) for table in records.tables]
-        _list_unread_columns(report, records, read)
+        _list_unread_columns(report, records, others)
     return examples
 
 
@@ -290,12 +297,12 @@ def _gather(records: Records, kind: Kind, chosen: Sequence[Selection], report: R
     )
 
 
-def _list_unread_columns(report: Report, records: Records, read: Sequence[Sequence[str]]) -> None:
-    """Add the columns to the report that are not read, with how many rows have them. read: by table."""
+def _list_unread_columns(report: Report, records: Records, unread: Sequence[Sequence[str]]) -> None:
+    """Add the columns to the report that are not read, with how many rows have them. unread: by table."""
     counts: dict[str, int] = {}
-    for table, names in zip(records.tables, read, strict=True):
-        for name in table.columns:
-            if name not in names and (count := table.kind(name).total):
+    for table, names in zip(records.tables, unread, strict=True):
+        for name in names:
+            if count := table.kind(name).total:
                 counts[name] = counts.get(name, 0) + count
     if counts:
         listed = ", ".join(f"{name} (in {count:,})" for name, count in counts.items())

@@ -73,7 +73,7 @@ def encode_pairs(
         2,
         NOTES,
         partial(_encode, encoder=encoder, completions=completions),
-        used_columns,
+        partial(used_columns, margins=margins),
         {"margin": 0.0},
     )
     pairs = encode(records, encoder, kind, Limit(max_length, overlong, truncation_mode), part=part)
@@ -101,13 +101,14 @@ def id_columns(table: Table) -> tuple[str, str] | None:
     return next((family for family in FAMILIES if set(family) <= set(table.columns)), None)
 
 
-def used_columns(table: Table) -> tuple[str, ...]:
-    """List the columns that pairs and their evaluation are read from."""
+def used_columns(table: Table, margins: bool) -> tuple[str, ...]:
+    """List the columns that pairs and their evaluation are read from. margins: whether `margin` is one."""
+    others = ("margin", "subset") if margins else ("subset",)
     if id_columns(table) is not None:
-        return ("margin", "subset", *(name for name in COLUMNS if "ids" in name or "mask" in name))
+        return (*(name for name in COLUMNS if "ids" in name or "mask" in name), *others)
     texts = ("prompt", *SIDES)
     chat = any(cells.is_chat(table, name) for name in texts)
-    return ("margin", "subset", *texts, *(cells.FOR_TEMPLATES if chat else ()))
+    return (*texts, *(cells.FOR_TEMPLATES if chat else ()), *others)
 
 
 def pair_parser(

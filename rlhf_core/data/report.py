@@ -68,6 +68,8 @@ class Report:
     """The same tokens; repeats caused by `weight` do not count."""
     read_as: list[str] = field(default_factory=list)
     """Descriptions of columns that are renamed or converted on reading."""
+    columns: str = ""
+    """The columns that are read, with the rows that have them."""
     not_read: list[str] = field(default_factory=list)
     """A line that lists the columns that are not read; empty if all are."""
     field_counts: dict[str, int] = field(default_factory=dict)

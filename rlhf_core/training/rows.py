@@ -330,7 +330,9 @@ class TrainedRows:
         updates, total, drawn = _updates(context.config, self.unit, len(self.rows))
         report = "".join([str(self.rows.report), *_positions(trees, models)])
         tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
-        lines = [report, updates, tokens]
+        read = (self.rows.sample if isinstance(self.rows, LazyRows) else self.rows).report.columns
+        columns = f"columns: {read}" if len(self.rows) else f"columns of the first rows: {read}"
+        lines = [report, columns, updates, tokens]
         return Description(lines, total, round(mean * size), int(sizes.max()), examples=min(size, drawn))
 
     def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:

@@ -134,3 +134,27 @@ def test_the_fingerprint_is_of_every_element_of_the_order_of_keys_and_of_how_it_
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     specs = [{"name": kind, "path": str(tmp_path / "a.jsonl")} for kind in ("jsonl", "txt")]
     assert len({data.load(spec).fingerprint for spec in specs}) == 2
+
+
+def test_the_columns_that_are_read_are_listed_with_the_rows_that_have_them(tokenizer, tmp_path):
+    names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    rows = [{"question": "a", "good": " b", "bad": " c", "margin": 2, "source": "d"}] * 2
+    rows.append({"question": "a", "good": " c", "bad": " d", "margin": None, "source": None})
+    found = data.encode_pairs(data.load(rows, columns=names), tokenizer, max_length=None)
+    renamed = "prompt ← question, chosen ← good, rejected ← bad (3)"
+    assert found.report.columns == f"{renamed}, margin (2)"
+    assert found.report.not_read == ["unused columns: source (in 2)"]
+    unread = data.encode_pairs(data.load(rows, columns=names), tokenizer, max_length=None, margins=False)
+    assert (unread.report.columns, unread.report.unread) == (renamed, ["dataset row 1", "dataset row 2"])
+
+    turns = [{"role": "user", "content": "a"}]
+    answered = [*turns, {"role": "assistant", "content": "b"}]
+    chats, texts = [{"messages": answered}] * 2, [{"prompt": "a", "completion": "b", "tools": None}]
+    both = data.load([data.load(chats), data.load(texts)])
+    options = {"max_length": None, "chat_template": "plain"}
+    assert data.encode_texts(both, tokenizer, **options).report.columns == (
+        "messages (2 conversations), prompt, completion (1)"
+    )
+    prompts = data.load([{"prompt": turns, "answer": "2", "level": None}])
+    read = data.encode_prompts(prompts, tokenizer, max_prompt_length=None, chat_template="plain").report
+    assert read.columns == "prompt (1 conversation); for rewards: answer (1)"
