@@ -236,23 +236,11 @@ class Ragged(Sequence[NDArray[Any]]):
         """which, starts, stops: [n], the index of each sequence's flat array and its bounds there."""
         self.flats, self.which, self.starts, self.stops = list(flats), which, starts, stops
 
-    @classmethod
-    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Concatenate parts."""
-        offsets = itertools.accumulate((len(part.flats) for part in parts), initial=0)
-        which = [part.which + np.int32(offset) for part, offset in zip(parts, offsets, strict=False)]
-        return cls(
-            [flat for part in parts for flat in part.flats],
-            np.concatenate(which),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.stops for part in parts]),
-        )
-
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
+        if isinstance(i, slice | np.ndarray):
             return Ragged(self.flats, self.which[i], self.starts[i], self.stops[i])
         return self.flats[self.which[i]][self.starts[i] : self.stops[i]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -84,114 +84,6 @@ REASONS = ("", "empty", "identical", "filtered", "alike_once_cut")
 """Why a row is dropped, as the list of `Report` is called; the first is of rows that are used."""
 
 
-class Selection:
-    """Which rows of a table are used, and where their sequences are cut."""
-
-    def __init__(self, table: Table, arrays: Arrays, names: Sequence[str]) -> None:
-        """arrays: of `Kind.encode`, with their `sequence_facts`. names: the sequences in them."""
-        self.table, self.arrays, self.names = table, arrays, names
-        self.stops: NDArray[np.int64] = np.stack([arrays[f"{name}{ENDS}"] for name in names], 1)
-        """[rows, sequences]: their bounds in the flat arrays."""
-        self.starts = np.concatenate([np.zeros((1, len(names)), np.int64), self.stops[:-1]])
-        self.longest = self.lengths.max(1)
-        """int64 [rows]: tokens of each row's longest sequence, before it is cut."""
-        self.firsts: NDArray[np.int64] | None = arrays.get("starts")
-        """[rows, sequences]: index of each completion's first token."""
-        self.digests = np.stack([arrays[f"{name}_digest"] for name in names], 1)
-        self.unknown = np.array(arrays["unknown"])
-        self.shared = np.array(arrays["shared"]) if "shared" in arrays else None
-        self.why = np.zeros(len(self.stops), np.int8)
-        """Index of each row's reason in `REASONS`."""
-        self.cut = np.zeros(len(self.stops), bool)
-        """Whether a row that is used lost tokens."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """int64 [rows, sequences]: tokens of each sequence."""
-        return self.stops - self.starts
-
-    @property
-    def used(self) -> NDArray[np.bool_]:
-        return self.why == 0
-
-    @property
-    def trainable(self) -> NDArray[np.bool_]:
-        """bool [rows]: whether there is something to train on in every sequence."""
-        if "learned" in self.arrays:
-            return self.ragged("tokens", "learned").counts() > 0
-        least = 0 if self.firsts is None else np.maximum(self.firsts, 1)
-        return np.asarray((self.lengths > least).all(1))
-
-    @property
-    def alike(self) -> NDArray[np.bool_]:
-        """bool [rows]: whether a row's two sequences are the same tokens; false for rows of one sequence."""
-        if len(self.names) < 2:
-            return np.zeros(len(self.why), bool)
-        lengths = self.lengths
-        return np.asarray((self.digests[:, 0] == self.digests[:, 1]) & (lengths[:, 0] == lengths[:, 1]))
-
-    def ragged(self, name: str, array: str, which: Any = slice(None)) -> Ragged:
-        """View the sequences `name` of some rows in `array`, which has their layout."""
-        column = self.names.index(name)
-        starts, stops = self.starts[which, column], self.stops[which, column]
-        return Ragged([self.arrays[array]], np.zeros(len(starts), np.int32), starts, stops)
-
-    def choose(self, limit: Limit, unknown: int | None) -> None:
-        """Decide which rows are used, and cut those that are too long. unknown: id of the unknown token."""
-        self._drop(~self.trainable, "empty")
-        self._drop(self.alike, "identical")
-        if limit.tokens is None:
-            return
-        over = self.longest > limit.tokens
-        if limit.overlong == "filter":
-            self._drop(over, "filtered")
-            return
-        self._cut(limit, np.flatnonzero(over & self.used).tolist(), unknown)
-        self._drop(over & ~self.trainable, "filtered")
-        self._drop(over & self.alike, "alike_once_cut")
-        self.cut = over & self.used
-
-    def _drop(self, which: NDArray[np.bool_], reason: str) -> None:
-        self.why[which & self.used] = REASONS.index(reason)
-
-    def _cut(self, limit: Limit, rows: Sequence[int], unknown: int | None) -> None:
-        """Cut all sequences to the limit, and compute the facts of these rows again."""
-        over = np.maximum(self.lengths - (limit.tokens or 0), 0)
-        if limit.truncation_mode == "keep_end":
-            self.starts = self.starts + over
-            self.firsts = None if self.firsts is None else np.maximum(self.firsts - over, 0)
-        else:
-            self.stops = self.stops - over
-        for i in rows:
-            sequences = [
-                self.arrays[name][self.starts[i, k] : self.stops[i, k]] for k, name in enumerate(self.names)
-            ]
-            self.digests[i] = [digest64(ids) for ids in sequences]
-            self.unknown[i] = unknown is not None and any((ids == unknown).any() for ids in sequences)
-            if self.shared is not None:
-                self.shared[i] = shared_start(sequences[0], sequences[1])
-
-    def record(self, report: Report, notes: Sequence[str] | None) -> None:
-        """Add the rows to the report's lists. notes: those for rows that are used; None: only drops and cuts."""
-        report.total += len(self.why)
-        for number, reason in enumerate(REASONS[1:], 1):
-            self._add(self.why == number, getattr(report, reason))
-        self._add(self.cut, report.truncated)
-        if notes is None:
-            return
-        for name in notes:
-            rows = self.arrays[f"{name}{ROWS}"]
-            getattr(report, name).extend(self.table.where(i) for i in rows[self.used[rows]].tolist())
-        self._add(self.unknown & self.used, report.unknown)
-        fields = zip(self.arrays[FIELDS + ROWS].tolist(), self.arrays[FIELDS + NAMES].tolist(), strict=True)
-        for i, name in fields:
-            if self.used[i]:
-                report.add_ignored_field(self.table.where(i), name.decode(errors="replace"))
-
-    def _add(self, which: NDArray[np.bool_], places: list[str]) -> None:
-        places += [self.table.where(i) for i in np.flatnonzero(which).tolist()]
-
-
 def encode(
     records: Records, encoder: Encoder | None, kind: Kind, limit: Limit, *, part: bool = False
 ) -> Examples:
@@ -201,38 +93,43 @@ def encode(
     Raises InputError naming file and row of the first few problems, and if no row is left.
     """
     limit.check()
-    report = Report(kind.unit, limit.tokens, read_as=records.remarks)
     unknown = None if encoder is None else unknown_id(encoder.tokenizer)
     cache = TokenCache(kind.cached_as, encoder, list(kind.numbers))
-    chosen: list[Selection] = []
+    encoded: list[Arrays] = []
     for table in records.tables:
-        arrays = cache.encode(table, partial(_encode_table, kind=kind, unknown=unknown))
-        rows = Selection(table, arrays, kind.sequences)
+        encoded.append(cache.encode(table, partial(_encode_table, kind=kind, unknown=unknown)))
         if encoder is not None and "doubled" in kind.notes and not part:
-            refuse_repeats(table, arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
-        rows.choose(limit, unknown)
-        rows.record(report, None if part else kind.notes)
-        if not part and _skips_template(table, kind, encoder):
-            rows._add(rows.used, report.untemplated)
-        chosen.append(rows)
-    _require_numbers(chosen, kind)
-    examples = _gather(records, kind, chosen, report)
-    report.kept = len(examples)
+            doubled = encoded[-1][f"doubled{ROWS}"].tolist()
+            refuse_repeats(table, doubled, encoder.options.prompt_repeated)
+    report = Report(kind.unit, limit.tokens, read_as=records.remarks)
+    every = _join(records, kind, encoded, report)
+    chosen, why = _choose(every, limit)
+    used = why == 0
+    examples = _only(chosen, used)
+    report.total, report.kept = len(every), len(examples)
+
+    def record(which: NDArray[np.bool_], reason: str) -> None:
+        getattr(report, reason).extend(every.where(i) for i in np.flatnonzero(which).tolist())
+
+    for number, reason in enumerate(REASONS[1:], 1):
+        record(why == number, reason)
+    cut = (chosen.sequence_lengths < every.sequence_lengths).any(1) & used
+    record(cut, "truncated")
+    _require_numbers(examples, kind)
     if part:
         return examples
+    has_unknown = np.concatenate([arrays["unknown"] for arrays in encoded])
+    for i in np.flatnonzero(cut & has_unknown).tolist():
+        has_unknown[i] = any((ragged[i] == unknown).any() for ragged in chosen.sequences.values())
+    record(has_unknown & used, "unknown")
+    for table, arrays, offset in zip(records.tables, encoded, records.offsets(), strict=True):
+        mine = used[offset : offset + len(table.rows)]
+        _record_notes(report, table, kind, arrays, mine)
+        if _skips_template(table, kind, encoder):
+            report.untemplated += [table.where(i) for i in np.flatnonzero(mine).tolist()]
     _record_repeats(examples)
-    lengths = np.concatenate([rows.longest[rows.why != REASONS.index("empty")] for rows in chosen])
-    report.require_some(records.name, lengths, limit.setting)
-    read = [kind.columns(table) for table in records.tables]
-    report.columns = describe_columns(records.tables, read)
-    others = [
-        [name for name in table.columns if name not in (*names, *kind.numbers)]
-        for table, names in zip(records.tables, read, strict=True)
-    ]
-    if kind.passes_others and any(others):
-        report.columns += f"; for rewards: {describe_columns(records.tables, others)}"
-    if not kind.passes_others:
-        _list_unread_columns(report, records, others)
+    report.require_some(records.name, every.lengths[why != REASONS.index("empty")], limit.setting)
+    _record_columns(report, kind, records)
     return examples
 
 
@@ -248,18 +145,135 @@ def _encode_table(table: Table, kind: Kind, unknown: int | None) -> Arrays:
     return {**sequences, **numbers, **notes.arrays(), **sequence_facts(sequences, kind.sequences, unknown)}
 
 
-def _require_numbers(chosen: Sequence[Selection], kind: Kind) -> None:
-    """Raise InputError naming the first few rows that are used and have no number, or an invalid one."""
+def _join(records: Records, kind: Kind, encoded: Sequence[Arrays], report: Report) -> Examples:
+    """Make examples of all rows of the records, used or not. encoded: the arrays of each table."""
+
+    def joined(name: str) -> Any:
+        return np.concatenate([arrays[name] for arrays in encoded]) if name in encoded[0] else None
+
+    def ragged(name: str, array: str) -> Ragged:
+        ends = [np.concatenate([np.zeros(1, np.int64), arrays[f"{name}{ENDS}"]]) for arrays in encoded]
+        which = np.repeat(np.arange(len(ends), dtype=np.int32), [len(stops) - 1 for stops in ends])
+        starts, stops = (np.concatenate([each[part] for each in ends]) for part in (np.s_[:-1], np.s_[1:]))
+        return Ragged([arrays[array] for arrays in encoded], which, starts, stops)
+
+    return Examples(
+        records,
+        np.arange(len(records)),
+        {name: ragged(name, name) for name in kind.sequences},
+        kind.branches,
+        np.stack([joined(f"{name}_digest") for name in kind.sequences], 1),
+        report,
+        {name: joined(VALUE.format(n)) for n, name in enumerate(kind.numbers)},
+        joined("starts"),
+        ragged(kind.sequences[0], "learned") if "learned" in encoded[0] else None,
+        joined("shared"),
+    )
+
+
+def _choose(every: Examples, limit: Limit) -> tuple[Examples, NDArray[np.int8]]:
+    """Cut the rows that are too long; return [rows], the index in `REASONS` of why each is dropped, too."""
+    why = np.zeros(len(every), np.int8)
+
+    def drop(which: NDArray[np.bool_], reason: str) -> None:
+        why[which & (why == 0)] = REASONS.index(reason)
+
+    drop(~_trainable(every), "empty")
+    drop(_alike(every), "identical")
+    if limit.tokens is None:
+        return every, why
+    over = every.lengths > limit.tokens
+    if limit.overlong == "filter":
+        drop(over, "filtered")
+        return every, why
+    chosen = _cut(every, limit, np.flatnonzero(over & (why == 0)).tolist())
+    drop(over & ~_trainable(chosen), "filtered")
+    drop(over & _alike(chosen), "alike_once_cut")
+    return chosen, why
+
+
+def _trainable(examples: Examples) -> NDArray[np.bool_]:
+    """Tell whether there is something to train on in every sequence, bool [examples]."""
+    if examples.learned is not None:
+        return examples.learned.counts() > 0
+    least = 0 if examples.starts is None else np.maximum(examples.starts, 1)
+    return np.asarray((examples.sequence_lengths > least).all(1))
+
+
+def _alike(examples: Examples) -> NDArray[np.bool_]:
+    """Tell whether both sequences are the same tokens, bool [examples]; false for texts and prompts."""
+    digests, lengths = examples.sequence_digests, examples.sequence_lengths
+    if digests.shape[1] < 2:
+        return np.zeros(len(examples), bool)
+    return np.asarray((digests[:, 0] == digests[:, 1]) & (lengths[:, 0] == lengths[:, 1]))
+
+
+def _only(examples: Examples, which: NDArray[np.bool_]) -> Examples:
+    """Take some of the examples. which: bool [examples]."""
+    return replace(
+        examples,
+        rows=examples.rows[which],
+        sequences={name: ragged[which] for name, ragged in examples.sequences.items()},
+        sequence_digests=examples.sequence_digests[which],
+        values={name: column[which] for name, column in examples.values.items()},
+        starts=None if examples.starts is None else examples.starts[which],
+        learned=None if examples.learned is None else examples.learned[which],
+        shared=None if examples.shared is None else examples.shared[which],
+    )
+
+
+def _cut(every: Examples, limit: Limit, rows: Sequence[int]) -> Examples:
+    """Cut all sequences to the limit, and compute the facts of these rows again."""
+    over = np.maximum(every.sequence_lengths - (limit.tokens or 0), 0)
+    at_start = limit.truncation_mode == "keep_end"
+
+    def cut(ragged: Ragged, column: int) -> Ragged:
+        ends = (over[:, column], 0) if at_start else (0, over[:, column])
+        return Ragged(ragged.flats, ragged.which, ragged.starts + ends[0], ragged.stops - ends[1])
+
+    sequences = {name: cut(ragged, k) for k, (name, ragged) in enumerate(every.sequences.items())}
+    digests = every.sequence_digests.copy()
+    shared = None if every.shared is None else every.shared.copy()
+    for i in rows:
+        ids = [ragged[i] for ragged in sequences.values()]
+        digests[i] = [digest64(each) for each in ids]
+        if shared is not None:
+            shared[i] = shared_start(ids[0], ids[1])
+    starts = every.starts
+    if starts is not None and at_start:
+        starts = np.maximum(starts - over, 0)
+    learned = None if every.learned is None else cut(every.learned, 0)
+    return replace(
+        every,
+        sequences=sequences,
+        sequence_digests=digests,
+        starts=starts,
+        learned=learned,
+        shared=shared,
+    )
+
+
+def _require_numbers(examples: Examples, kind: Kind) -> None:
+    """Raise InputError naming the first few examples that have no number, or an invalid one."""
     problems = Problems()
-    for n, name in enumerate(kind.numbers):
-        for rows in chosen:
-            invalid = rows.used & np.isnan(rows.arrays[VALUE.format(n)])
-            for i in np.flatnonzero(invalid).tolist():
-                try:
-                    read_number(rows.table.rows[i], name)
-                except InputError as error:
-                    problems.add(f"{rows.table.where(i)}: {error}")
+    for name in kind.numbers:
+        for i in np.flatnonzero(np.isnan(examples.values[name])).tolist():
+            try:
+                read_number(examples.row(i), name)
+            except InputError as error:
+                problems.add(f"{examples.where(i)}: {error}")
     problems.raise_if_any()
+
+
+def _record_notes(report: Report, table: Table, kind: Kind, arrays: Arrays, used: NDArray[np.bool_]) -> None:
+    """Add the used rows of a table that have notes to the report's lists."""
+    for name in kind.notes:
+        rows = arrays[f"{name}{ROWS}"]
+        getattr(report, name).extend(table.where(i) for i in rows[used[rows]].tolist())
+    fields = zip(arrays[FIELDS + ROWS].tolist(), arrays[FIELDS + NAMES].tolist(), strict=True)
+    for i, name in fields:
+        if used[i]:
+            report.add_ignored_field(table.where(i), name.decode(errors="replace"))
 
 
 def _skips_template(table: Table, kind: Kind, encoder: Encoder | None) -> bool:
@@ -268,39 +282,20 @@ def _skips_template(table: Table, kind: Kind, encoder: Encoder | None) -> bool:
     return bool(names) and skips_template(table, encoder, *names)
 
 
-def _gather(records: Records, kind: Kind, chosen: Sequence[Selection], report: Report) -> Examples:
-    """Gather the used rows of all tables."""
-
-    def joined(array: Callable[[Selection], Any]) -> Any:
-        return np.concatenate([array(rows)[rows.used] for rows in chosen])
-
-    def sequences(name: str, array: str) -> Ragged:
-        return Ragged.joined([rows.ragged(name, array, rows.used) for rows in chosen])
-
-    offsets = zip(records.offsets(), chosen, strict=True)
-    first = chosen[0]
-    numbers = {
-        name: np.concatenate([rows.arrays[VALUE.format(n)][rows.used] for rows in chosen])
-        for n, name in enumerate(kind.numbers)
-    }
-    return Examples(
-        records,
-        np.concatenate([np.flatnonzero(rows.used) + offset for offset, rows in offsets]),
-        {name: sequences(name, name) for name in kind.sequences},
-        kind.branches,
-        joined(lambda rows: rows.digests),
-        report,
-        numbers,
-        None if first.firsts is None else joined(lambda rows: rows.firsts),
-        sequences(kind.sequences[0], "learned") if "learned" in first.arrays else None,
-        None if first.shared is None else joined(lambda rows: rows.shared),
-    )
-
-
-def _list_unread_columns(report: Report, records: Records, unread: Sequence[Sequence[str]]) -> None:
-    """Add the columns to the report that are not read, with how many rows have them. unread: by table."""
+def _record_columns(report: Report, kind: Kind, records: Records) -> None:
+    """Say which columns are read, and which are not."""
+    read = [kind.columns(table) for table in records.tables]
+    report.columns = describe_columns(records.tables, read)
+    others = [
+        [name for name in table.columns if name not in (*names, *kind.numbers)]
+        for table, names in zip(records.tables, read, strict=True)
+    ]
+    if kind.passes_others:
+        rewards = describe_columns(records.tables, others)
+        report.columns += f"; for rewards: {rewards}" if rewards else ""
+        return
     counts: dict[str, int] = {}
-    for table, names in zip(records.tables, unread, strict=True):
+    for table, names in zip(records.tables, others, strict=True):
         for name in names:
             if count := table.kind(name).total:
                 counts[name] = counts.get(name, 0) + count
