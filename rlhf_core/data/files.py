@@ -11,16 +11,16 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core import runtime
 from rlhf_core.data.report import Problems
-from rlhf_core.data.table import Kinds, View, count_kinds, count_values, digest
+from rlhf_core.data.table import Kinds, Table, View, count_kinds, count_values, digest
 from rlhf_core.errors import InputError, library_words, reading
 from rlhf_core.tokenizer.options import text_problem
 
@@ -42,17 +42,6 @@ MOST_LINE = 2**27
 Row = dict[str, Any]
 
 
-class FileRows(NamedTuple):
-    """The rows of a file."""
-
-    rows: Sequence[Mapping[str, Any]]
-    numbers: Sequence[int] | NDArray[np.int64]
-    """1-based number of each row: of its line in jsonl and txt files, of the row in others, after the header of csv."""
-    kinds: Kinds
-    fingerprint: str = ""
-    """Hash of the uncompressed content."""
-
-
 def format_of(path: Path) -> str | None:
     """Tell a file's format from its suffix, ignoring .gz and .zst; None if it is unknown."""
     suffixes = [suffix.lstrip(".").lower() for suffix in path.suffixes]
@@ -61,7 +50,7 @@ def format_of(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
-def read_file(path: Path, name: str, kind: str) -> FileRows:
+def read_file(path: Path, name: str, kind: str) -> Table:
     """Read the rows of a file. name: what messages call it. kind: one of `FORMATS`.
 
     Raises InputError naming unreadable rows, and for a file without rows.
@@ -73,10 +62,15 @@ def read_file(path: Path, name: str, kind: str) -> FileRows:
         if not file.read(1000).strip() and not file.read(1):
             raise InputError(f"{name} is empty")
         file.seek(0)
-        rows = FORMATS[kind](path if kind == "array_record" else file, name)
-    if not len(rows.rows):
+        table = FORMATS[kind](path if kind == "array_record" else file, name)
+    if not len(table.rows):
         raise InputError(f"{name} has no rows")
-    return rows._replace(fingerprint=fingerprint)
+    return replace(table, fingerprint=fingerprint)
+
+
+def _numbered(name: str, rows: Sequence[Mapping[str, Any]], kinds: Kinds) -> Table:
+    """Make a table of rows that are numbered from 1, without a fingerprint."""
+    return Table(name, rows, range(1, len(rows) + 1), "", kinds)
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -138,7 +132,7 @@ def _lines(
         at += len(line)
 
 
-def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> FileRows:
+def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> Table:
     """Check every line that is not blank, and parse it again on access.
 
     parse: raises ValueError or RecursionError for a line that is not a row.
@@ -180,7 +174,7 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
                 "during a run"
             ) from None
 
-    return FileRows(View(len(lines), take), lines, kinds)
+    return Table(name, View(len(lines), take), lines, "", kinds)
 
 
 def _line_problem(error: Exception) -> str:
@@ -234,7 +228,7 @@ def parse_line(line: bytes, kind: str, place: str) -> Row:
         raise InputError(f"{place}{_line_problem(error)}") from error
 
 
-def _read_json(file: io.BufferedIOBase, name: str) -> FileRows:
+def _read_json(file: io.BufferedIOBase, name: str) -> Table:
     """Read a JSON array, holding all its rows in memory."""
     text = "".join(line for _, _, line in _lines(file, name, most=None, unit="line"))
     try:
@@ -259,13 +253,13 @@ def _read_json(file: io.BufferedIOBase, name: str) -> FileRows:
         except NotARow as error:
             problems.add(f"{name} row {number}{error}")
     problems.raise_if_any()
-    return FileRows(rows, range(1, len(rows) + 1), count_kinds(rows))
+    return _numbered(name, rows, count_kinds(rows))
 
 
 FIELD = re.compile(r'"(?:[^"]|"")*"|[^,\r\n]*')
 
 
-def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
+def _read_csv(file: io.BufferedIOBase, name: str) -> Table:
     """Read CSV rows into an Arrow table: an empty cell is null if unquoted, and an empty text if quoted."""
     import pyarrow as pa
 
@@ -311,8 +305,7 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
         place = f"{name} row {number}" if number else f"the header of {name}"
         raise InputError(f"{place} is not CSV: {error}") from error
     problems.raise_if_any()
-    rows = table_rows(table)
-    return FileRows(rows, range(1, len(rows) + 1), kinds)
+    return _numbered(name, table_rows(table), kinds)
 
 
 def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
@@ -328,7 +321,7 @@ def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
     return found
 
 
-def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> FileRows:
+def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Table:
     """Read a Parquet or Arrow file as a table; a large one is mapped, Parquet from an uncompressed copy."""
     import pyarrow as pa
 
@@ -341,7 +334,7 @@ def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> FileRows:
                 count_values(kinds, row)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
         raise InputError(f"{name} is not a readable {kind} file: {error}") from error
-    return FileRows(rows, range(1, len(rows) + 1), kinds)
+    return _numbered(name, rows, kinds)
 
 
 def _parquet_table(file: io.BufferedIOBase) -> Any:
@@ -395,7 +388,7 @@ def array_records(path: Path, name: str) -> Any:
         raise InputError(f"{name} is not an ArrayRecord file: {library_words(error)}") from error
 
 
-def _read_array_record(path: Path, name: str) -> FileRows:
+def _read_array_record(path: Path, name: str) -> Table:
     """Check every record, the JSON of a row, and parse it again on access."""
     records, kinds, problems = array_records(path, name), Kinds(), Problems()
     for start in range(0, len(records), CHUNK):
@@ -411,10 +404,10 @@ def _read_array_record(path: Path, name: str) -> FileRows:
         found = zip(which, records.__getitems__(list(which)), strict=True)
         return [parse_line(record, "jsonl", f"{name} row {i + 1}") for i, record in found]
 
-    return FileRows(View(len(records), take), range(1, len(records) + 1), kinds)
+    return _numbered(name, View(len(records), take), kinds)
 
 
-FORMATS: dict[str, Callable[[Any, str], FileRows]] = {
+FORMATS: dict[str, Callable[[Any, str], Table]] = {
     "jsonl": partial(_read_lines, parse=_json_row),
     "json": _read_json,
     "csv": _read_csv,

@@ -261,8 +261,7 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
             f"{name}: '{path.suffix}' is not a supported format ({', '.join(FORMATS)}); rename it, or in a "
             f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
-    read = read_file(path, name, kind)
-    table = Table(name, read.rows, read.numbers, read.fingerprint, read.kinds)
+    table = read_file(path, name, kind)
     if (field := options.get("field")) is not None:
         table = _rows_in_field(table, field)
     return table if split is None else _part(table, split)

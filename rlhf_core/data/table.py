@@ -30,7 +30,8 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     """Read on access, unless they are a list."""
     numbers: Sequence[int] | NDArray[np.int64]
-    """1-based number of each row in the file; repeated rows repeat their number."""
+    """From 1, of each row: its line in jsonl and txt files, else its place among the rows, after the header of a csv;
+    repeated rows repeat their number."""
     fingerprint: str
     """Hash of the content; empty: not known, and token ids are not cached."""
     known_kinds: Kinds | None = None
