@@ -32,9 +32,8 @@ SMALL = 1000
 """Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
 FORMAT = 4
-ENDS, ROWS, NAMES = "_ends", "_rows", "_names"
-"""Suffixes of arrays with sequence ends and with row numbers, which `renumber` makes continue from part to part, and of
-arrays with a name per row number."""
+ENDS = "_ends"
+"""Suffix of arrays with sequence ends, which `renumber` makes continue from part to part."""
 
 
 def cache_directory() -> Path:
@@ -185,22 +184,15 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
 
 
 def renumber(parts: Iterable[Arrays]) -> Iterator[Arrays]:
-    """Shift the sequence ends and row numbers of each part to count from the start of the first part.
-
-    Every part has sequence ends, one per row, so their number is the number of its rows.
-    """
+    """Shift the sequence ends of each part to count from the start of the first part."""
     offsets: dict[str, int] = {}
-    rows = 0
     for part in parts:
         renumbered = {}
         for name, array in part.items():
             if name.endswith(ENDS):
                 array = array + offsets.get(name, 0)
                 offsets[name] = int(array[-1]) if len(array) else offsets.get(name, 0)
-            elif name.endswith(ROWS):
-                array = array + rows
             renumbered[name] = array
-        rows += next((len(array) for name, array in part.items() if name.endswith(ENDS)), 0)
         yield renumbered
 
 

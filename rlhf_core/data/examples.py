@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.cache import (
     ENDS,
-    NAMES,
-    ROWS,
     Arrays,
     Ragged,
     TokenCache,
@@ -97,10 +95,11 @@ def encode(
     cache = TokenCache(kind.cached_as, encoder, list(kind.numbers))
     encoded: list[Arrays] = []
     for table in records.tables:
-        encoded.append(cache.encode(table, partial(_encode_table, kind=kind, unknown=unknown)))
+        arrays = cache.encode(table, partial(_encode_table, kind=kind, unknown=unknown))
         if encoder is not None and "doubled" in kind.notes and not part:
-            doubled = encoded[-1][f"doubled{ROWS}"].tolist()
+            doubled = np.flatnonzero(arrays["doubled"]).tolist()
             refuse_repeats(table, doubled, encoder.options.prompt_repeated)
+        encoded.append(arrays)
     report = Report(kind.unit, limit.tokens, read_as=records.remarks)
     every = _join(records, kind, encoded, report)
     chosen, why = _choose(every, limit)
@@ -122,11 +121,13 @@ def encode(
     for i in np.flatnonzero(cut & has_unknown).tolist():
         has_unknown[i] = any((ragged[i] == unknown).any() for ragged in chosen.sequences.values())
     record(has_unknown & used, "unknown")
-    for table, arrays, offset in zip(records.tables, encoded, records.offsets(), strict=True):
-        mine = used[offset : offset + len(table.rows)]
-        _record_notes(report, table, kind, arrays, mine)
-        if _skips_template(table, kind, encoder):
-            report.untemplated += [table.where(i) for i in np.flatnonzero(mine).tolist()]
+    for name in kind.notes:
+        record(np.concatenate([arrays[name] for arrays in encoded]) & used, name)
+    fields = _ragged(encoded, FIELDS, FIELDS)
+    for i in np.flatnonzero(used & (fields.lengths > 0)).tolist():
+        report.add_ignored_fields(every.where(i), fields[i].tobytes().decode().split("\n"))
+    skips = [np.full(len(table.rows), _skips_template(table, kind, encoder)) for table in records.tables]
+    record(np.concatenate(skips) & used, "untemplated")
     _record_repeats(examples)
     report.require_some(records.name, every.lengths[why != REASONS.index("empty")], limit.setting)
     _record_columns(report, kind, records)
@@ -135,7 +136,7 @@ def encode(
 
 def _encode_table(table: Table, kind: Kind, unknown: int | None) -> Arrays:
     """Encode the rows of a table, as `TokenCache.encode` calls it."""
-    problems, notes = Problems(), Notes(kind.notes)
+    problems, notes = Problems(), Notes(kind.notes, len(table.rows))
     # A number that every row needs is required of the rows that are used, which are not known yet.
     numbers = {
         VALUE.format(n): read_numbers(table, name, Problems() if missing is None else problems, missing)
@@ -151,24 +152,26 @@ def _join(records: Records, kind: Kind, encoded: Sequence[Arrays], report: Repor
     def joined(name: str) -> Any:
         return np.concatenate([arrays[name] for arrays in encoded]) if name in encoded[0] else None
 
-    def ragged(name: str, array: str) -> Ragged:
-        ends = [np.concatenate([np.zeros(1, np.int64), arrays[f"{name}{ENDS}"]]) for arrays in encoded]
-        which = np.repeat(np.arange(len(ends), dtype=np.int32), [len(stops) - 1 for stops in ends])
-        starts, stops = (np.concatenate([each[part] for each in ends]) for part in (np.s_[:-1], np.s_[1:]))
-        return Ragged([arrays[array] for arrays in encoded], which, starts, stops)
-
     return Examples(
         records,
         np.arange(len(records)),
-        {name: ragged(name, name) for name in kind.sequences},
+        {name: _ragged(encoded, name, name) for name in kind.sequences},
         kind.branches,
         np.stack([joined(f"{name}_digest") for name in kind.sequences], 1),
         report,
         {name: joined(VALUE.format(n)) for n, name in enumerate(kind.numbers)},
         joined("starts"),
-        ragged(kind.sequences[0], "learned") if "learned" in encoded[0] else None,
+        _ragged(encoded, kind.sequences[0], "learned") if "learned" in encoded[0] else None,
         joined("shared"),
     )
+
+
+def _ragged(encoded: Sequence[Arrays], name: str, array: str) -> Ragged:
+    """View the sequences `name` of all tables in their arrays `array`, which have the layout of `name`."""
+    ends = [np.concatenate([np.zeros(1, np.int64), arrays[f"{name}{ENDS}"]]) for arrays in encoded]
+    which = np.repeat(np.arange(len(ends), dtype=np.int32), [len(stops) - 1 for stops in ends])
+    starts, stops = (np.concatenate([each[part] for each in ends]) for part in (np.s_[:-1], np.s_[1:]))
+    return Ragged([arrays[array] for arrays in encoded], which, starts, stops)
 
 
 def _choose(every: Examples, limit: Limit) -> tuple[Examples, NDArray[np.int8]]:
@@ -263,17 +266,6 @@ def _require_numbers(examples: Examples, kind: Kind) -> None:
             except InputError as error:
                 problems.add(f"{examples.where(i)}: {error}")
     problems.raise_if_any()
-
-
-def _record_notes(report: Report, table: Table, kind: Kind, arrays: Arrays, used: NDArray[np.bool_]) -> None:
-    """Add the used rows of a table that have notes to the report's lists."""
-    for name in kind.notes:
-        rows = arrays[f"{name}{ROWS}"]
-        getattr(report, name).extend(table.where(i) for i in rows[used[rows]].tolist())
-    fields = zip(arrays[FIELDS + ROWS].tolist(), arrays[FIELDS + NAMES].tolist(), strict=True)
-    for i, name in fields:
-        if used[i]:
-            report.add_ignored_field(table.where(i), name.decode(errors="replace"))
 
 
 def _skips_template(table: Table, kind: Kind, encoder: Encoder | None) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.config.options import format_value
-from rlhf_core.data.cache import NAMES, ROWS
+from rlhf_core.data.cache import flatten
 from rlhf_core.data.columns import is_blank, kwargs_of, require_template, tools_of
 from rlhf_core.data.report import Problems, Report, shorten
 from rlhf_core.data.table import Table
@@ -148,29 +148,26 @@ def doubled_rows(rows: Sequence[Parts | None]) -> list[int]:
 class Notes:
     """Unusual rows of a table, by the name of the `Report` list they belong to."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.rows: dict[str, set[int]] = {name: set() for name in names}
-        self.fields: dict[tuple[int, str], None] = {}
-        """(row, field of its messages that the chat template does not write)."""
+    def __init__(self, names: Sequence[str], count: int) -> None:
+        """count: rows of the table."""
+        self.rows = {name: np.zeros(count, bool) for name in names}
+        self.fields: list[dict[str, None]] = [{} for _ in range(count)]
+        """Of each row: fields of its messages that the chat template does not write."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return {name + `ROWS`: int64 row indices}, and the names of ignored fields, at most 64 bytes each."""
-        return {
-            **{f"{name}{ROWS}": np.array(sorted(rows), np.int64) for name, rows in self.rows.items()},
-            FIELDS + ROWS: np.array([row for row, _ in self.fields], np.int64),
-            FIELDS + NAMES: np.array([name.encode() for _, name in self.fields], "S64"),
-        }
+        """Return {name: bool [rows]}, and `flatten` of each row's fields as text."""
+        fields = [np.frombuffer("\n".join(names).encode(), np.uint8) for names in self.fields]
+        return {**self.rows, **flatten(FIELDS, fields, np.uint8)}
 
     def record(self, table: Table, report: Report) -> None:
         """Add the rows of a table to the report's lists."""
         for name, rows in self.rows.items():
-            getattr(report, name).extend(table.where(i) for i in sorted(rows))
-        for i, name in self.fields:
-            report.add_ignored_field(table.where(i), name)
+            getattr(report, name).extend(table.where(i) for i in np.flatnonzero(rows).tolist())
+        for i, names in enumerate(self.fields):
+            report.add_ignored_fields(table.where(i), list(names))
 
     def add(self, name: str, i: int, applies: bool) -> None:
-        if applies:
-            self.rows[name].add(i)
+        self.rows[name][i] |= applies
 
     def add_unwritten(
         self,
@@ -185,7 +182,7 @@ class Notes:
         chat, tools, kwargs = encoder.chat, parts.tools, parts.kwargs
         self.add("left_out", i, chat.leaves_out(turns, text, tools))
         names = chat.ignored_fields(turns, text, tools=tools, kwargs=kwargs, learns=learns)
-        self.fields |= dict.fromkeys((i, name) for name in names)
+        self.fields[i] |= dict.fromkeys(names)
 
 
 def for_each(

@@ -75,10 +75,11 @@ class Report:
     field_counts: dict[str, int] = field(default_factory=dict)
     """{field of messages: rows} of `ignored_fields`."""
 
-    def add_ignored_field(self, place: str, name: str) -> None:
-        """Count a row with a field of messages that the chat template does not write."""
-        self.field_counts[name] = self.field_counts.get(name, 0) + 1
-        if place not in self.ignored_fields[-1:]:
+    def add_ignored_fields(self, place: str, names: Sequence[str]) -> None:
+        """Count a row with these fields of messages that the chat template does not write, if there are any."""
+        for name in names:
+            self.field_counts[name] = self.field_counts.get(name, 0) + 1
+        if names:
             self.ignored_fields.append(place)
 
     def __str__(self) -> str:

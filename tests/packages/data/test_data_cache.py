@@ -109,14 +109,14 @@ def test_wrong_rows_are_reported_every_time(tokenizer, directory):
 
 def build():
     """Yield two parts, with three rows and one row."""
-    yield {**cache.flatten("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
-    yield {**cache.flatten("ids", [np.arange(3)]), "odd_rows": np.array([0])}
+    yield {**cache.flatten("ids", [np.arange(4), None, np.arange(2)]), "odd": np.array([False, False, True])}
+    yield {**cache.flatten("ids", [np.arange(3)]), "odd": np.array([True])}
 
 
 WHOLE = {
     "ids": np.array([0, 1, 2, 3, 0, 1, 0, 1, 2]),
     "ids_ends": np.array([4, 4, 6, 9]),
-    "odd_rows": np.array([2, 3]),
+    "odd": np.array([False, False, True, True]),
 }
 
 
