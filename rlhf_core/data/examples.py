@@ -51,7 +51,7 @@ class Limit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """What makes rows pairs, texts or prompts: their columns, and how a row becomes sequences."""
 
     unit: str
@@ -77,13 +77,13 @@ class Kind:
 
 
 VALUE = "value_{}"
-"""Name of the array with column n of `Kind.numbers`."""
+"""Name of the array with column n of `RowKind.numbers`."""
 REASONS = ("", "empty", "identical", "filtered", "alike_once_cut")
 """Why a row is dropped, as the list of `Report` is called; the first is of rows that are used."""
 
 
 def encode(
-    records: Records, encoder: Encoder | None, kind: Kind, limit: Limit, *, part: bool = False
+    records: Records, encoder: Encoder | None, kind: RowKind, limit: Limit, *, part: bool = False
 ) -> Examples:
     """Encode all rows and choose those to use; the report says why others are not.
 
@@ -134,7 +134,7 @@ def encode(
     return examples
 
 
-def _encode_table(table: Table, kind: Kind, unknown: int | None) -> Arrays:
+def _encode_table(table: Table, kind: RowKind, unknown: int | None) -> Arrays:
     """Encode the rows of a table, as `TokenCache.encode` calls it."""
     problems, notes = Problems(), Notes(kind.notes, len(table.rows))
     # A number that every row needs is required of the rows that are used, which are not known yet.
@@ -146,7 +146,7 @@ def _encode_table(table: Table, kind: Kind, unknown: int | None) -> Arrays:
     return {**sequences, **numbers, **notes.arrays(), **sequence_facts(sequences, kind.sequences, unknown)}
 
 
-def _join(records: Records, kind: Kind, encoded: Sequence[Arrays], report: Report) -> Examples:
+def _join(records: Records, kind: RowKind, encoded: Sequence[Arrays], report: Report) -> Examples:
     """Make examples of all rows of the records, used or not. encoded: the arrays of each table."""
 
     def joined(name: str) -> Any:
@@ -256,7 +256,7 @@ def _cut(every: Examples, limit: Limit, rows: Sequence[int]) -> Examples:
     )
 
 
-def _require_numbers(examples: Examples, kind: Kind) -> None:
+def _require_numbers(examples: Examples, kind: RowKind) -> None:
     """Raise InputError naming the first few examples that have no number, or an invalid one."""
     problems = Problems()
     for name in kind.numbers:
@@ -268,13 +268,13 @@ def _require_numbers(examples: Examples, kind: Kind) -> None:
     problems.raise_if_any()
 
 
-def _skips_template(table: Table, kind: Kind, encoder: Encoder | None) -> bool:
+def _skips_template(table: Table, kind: RowKind, encoder: Encoder | None) -> bool:
     """Whether the rows are plain texts, which could be conversations, and the tokenizer has a chat template."""
     names = [name for name in kind.columns(table) if name in CONVERSATIONS and name in table.columns]
     return bool(names) and skips_template(table, encoder, *names)
 
 
-def _record_columns(report: Report, kind: Kind, records: Records) -> None:
+def _record_columns(report: Report, kind: RowKind, records: Records) -> None:
     """Say which columns are read, and which are not."""
     read = [kind.columns(table) for table in records.tables]
     report.columns = describe_columns(records.tables, read)

@@ -13,7 +13,7 @@ import rlhf_core.data.columns as cells
 from rlhf_core.data.best_of_n import list_problem, mixture
 from rlhf_core.data.cache import Arrays, flatten
 from rlhf_core.data.columns import COLUMNS, ID_NAMES, MASK_NAMES
-from rlhf_core.data.examples import Examples, Kind, Limit, encode, shared_start
+from rlhf_core.data.examples import Examples, Limit, RowKind, encode, shared_start
 from rlhf_core.data.parts import (
     Notes,
     Parser,
@@ -66,7 +66,7 @@ def encode_pairs(
     Raises InputError naming file and row of the first few problems, and if no pair is left.
     """
     encoder = None if tokenizer is None else Encoder.of(tokenizer, chat_template)
-    kind = Kind(
+    kind = RowKind(
         "pairs",
         "completions" if completions else "pairs",
         SIDES,

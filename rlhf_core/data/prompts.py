@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import rlhf_core.data.columns as columns
 from rlhf_core.contracts import REWARD
 from rlhf_core.data.cache import Arrays, flatten
-from rlhf_core.data.examples import Examples, Kind, Limit, encode, require_vocabulary
+from rlhf_core.data.examples import Examples, Limit, RowKind, encode, require_vocabulary
 from rlhf_core.data.lazy import Encoding, Example, ExampleReader
 from rlhf_core.data.parts import Notes, Parts, for_each, parse_rows, raise_problems
 from rlhf_core.data.report import Problems, Report
@@ -64,7 +64,7 @@ def encode_prompts(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
     limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
-    kind = Kind(
+    kind = RowKind(
         "prompts",
         "prompts",
         ("ids",),

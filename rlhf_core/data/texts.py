@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import rlhf_core.data.columns as cells
 from rlhf_core.config.options import format_value
 from rlhf_core.data.cache import Arrays, flatten
-from rlhf_core.data.examples import Examples, Kind, Limit, encode, shared_start
+from rlhf_core.data.examples import Examples, Limit, RowKind, encode, shared_start
 from rlhf_core.data.parts import (
     Notes,
     Parser,
@@ -74,7 +74,7 @@ def encode_texts(
     Raises InputError naming file and row of the first few problems, and if no text is left.
     """
     encoder = Encoder.of(tokenizer, chat_template)
-    kind = Kind(
+    kind = RowKind(
         "texts",
         "texts",
         ("tokens",),
