@@ -95,3 +95,24 @@ def test_prompts_keep_the_other_columns(tokenizer):
     assert encoded.chat
     assert encoded.raw == [[user("ask")]]
     assert encoded.ids[0].tolist() == Encoder(tokenizer, "plain").prompts([[user("ask")]])[0].tolist()
+
+
+def test_prompts_are_trees_without_branches(tokenizer):
+    encoded = data.encode_prompts(
+        data.load([{"prompt": "ask"}, {"prompt": "b"}]), tokenizer, max_prompt_length=9
+    )
+    assert [(tokenizer.decode(tree.prefix), tree.branches) for tree in encoded] == [
+        ("<s>ask", ()),
+        ("<s>b", ()),
+    ]
+    lengths = encoded.sizes.tolist()
+    assert lengths == encoded.prefixes.tolist() == encoded.lengths.tolist() == list(map(len, encoded.ids))
+    assert encoded.trained.tolist() == [0, 0]
+    assert encoded.row(1) == {"prompt": "b"}
+
+
+def test_digests_tell_the_same_tokens_with_other_learned_ones_apart(tokenizer):
+    rows = [{"prompt": "a", "completion": "bc"}, {"prompt": "ab", "completion": "c"}]
+    first, second = texts(rows, tokenizer).digests.tolist()
+    assert first != second
+    assert texts(rows[1:], tokenizer).digests.tolist() == [second]
