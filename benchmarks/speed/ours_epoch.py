@@ -50,4 +50,4 @@ def read(rows: list[dict[str, Any]], tokenizer: Any, longest: int) -> list[tuple
     def lengths(tree: Tree) -> tuple[int, tuple[int, ...]]:
         return len(tree.prefix), tuple(map(len, tree.branches))
 
-    return [lengths(tree) for tree in pairs.trees()]
+    return [lengths(tree) for tree in pairs]

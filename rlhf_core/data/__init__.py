@@ -12,9 +12,8 @@ from rlhf_core.data.batch_order import batch_rows as batch_rows
 from rlhf_core.data.batch_order import count_examples as count_examples
 from rlhf_core.data.batch_order import count_updates as count_updates
 from rlhf_core.data.batch_order import visited_rows as visited_rows
-from rlhf_core.data.encoded import Pairs as Pairs
-from rlhf_core.data.encoded import Texts as Texts
-from rlhf_core.data.encoded import require_vocabulary as require_vocabulary
+from rlhf_core.data.examples import Examples as Examples
+from rlhf_core.data.examples import require_vocabulary as require_vocabulary
 from rlhf_core.data.lazy import LazyRecords as LazyRecords
 from rlhf_core.data.lazy import LazyRows as LazyRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
@@ -28,15 +27,14 @@ from rlhf_core.data.texts import usable_texts as usable_texts
 
 if TYPE_CHECKING:
     from rlhf_core.data.prompts import EpisodeRows as EpisodeRows
-    from rlhf_core.data.prompts import Prompts as Prompts
     from rlhf_core.data.prompts import PromptStream as PromptStream
     from rlhf_core.data.prompts import UntokenizedPrompts as UntokenizedPrompts
     from rlhf_core.data.prompts import encode_prompts as encode_prompts
     from rlhf_core.data.prompts import without_last_replies as without_last_replies
     from rlhf_core.data.whole_sequences import whole_parts as whole_parts
 
-__all__ = ["Pairs"]
-_PROMPTS = "EpisodeRows Prompts PromptStream UntokenizedPrompts encode_prompts without_last_replies"
+__all__ = ["Examples"]
+_PROMPTS = "EpisodeRows PromptStream UntokenizedPrompts encode_prompts without_last_replies"
 _HOMES = {**dict.fromkeys(_PROMPTS.split(), "prompts"), "whole_parts": "whole_sequences"}
 
 

@@ -32,9 +32,8 @@ SMALL = 1000
 """Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
 FORMAT = 4
-ENDS, ROWS, NAMES = "_ends", "_rows", "_names"
-"""Suffixes of arrays with sequence ends and with row numbers, which `renumber` makes continue from part to part, and of
-arrays with a name per row number."""
+ENDS = "_ends"
+"""Suffix of arrays with sequence ends, which `renumber` makes continue from part to part."""
 
 
 def cache_directory() -> Path:
@@ -45,10 +44,14 @@ def cache_directory() -> Path:
 class TokenCache:
     """Encode tables with one set of settings, reading cached arrays if there are any."""
 
-    def __init__(self, kind: str, encoder: Encoder | None) -> None:
-        """kind: "pairs", "completions", "texts" or "prompts". encoder: None disables the cache."""
+    def __init__(self, kind: str, encoder: Encoder | None, numbers: Sequence[str] = ()) -> None:
+        """kind: "pairs", "completions", "texts" or "prompts". encoder: None disables the cache.
+
+        numbers: columns of numbers, which are cached too.
+        """
         self.kind = kind
         self.encoder = encoder
+        self.numbers = numbers
 
     def encode(self, table: Table, encode: Callable[[Table], Arrays]) -> Arrays:
         """Apply `encode` to the table part by part, or read the same arrays from disk, read-only.
@@ -83,6 +86,7 @@ class TokenCache:
         dated = writes_date(tokenizer, options.chat_template)
         settings = [
             self.kind,
+            list(self.numbers),
             tokenizer_hash(tokenizer),
             unknown_id(tokenizer),
             type(tokenizer).__qualname__,
@@ -180,22 +184,15 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
 
 
 def renumber(parts: Iterable[Arrays]) -> Iterator[Arrays]:
-    """Shift the sequence ends and row numbers of each part to count from the start of the first part.
-
-    Every part has sequence ends, one per row, so their number is the number of its rows.
-    """
+    """Shift the sequence ends of each part to count from the start of the first part."""
     offsets: dict[str, int] = {}
-    rows = 0
     for part in parts:
         renumbered = {}
         for name, array in part.items():
             if name.endswith(ENDS):
                 array = array + offsets.get(name, 0)
                 offsets[name] = int(array[-1]) if len(array) else offsets.get(name, 0)
-            elif name.endswith(ROWS):
-                array = array + rows
             renumbered[name] = array
-        rows += next((len(array) for name, array in part.items() if name.endswith(ENDS)), 0)
         yield renumbered
 
 
@@ -231,25 +228,27 @@ class Ragged(Sequence[NDArray[Any]]):
         """which, starts, stops: [n], the index of each sequence's flat array and its bounds there."""
         self.flats, self.which, self.starts, self.stops = list(flats), which, starts, stops
 
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]) -> Ragged:
-        """Concatenate parts (flat array, starts, stops)."""
-        which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(starts) for _, starts, _ in parts])
-        starts = np.concatenate([np.zeros(0, np.int64), *(starts for _, starts, _ in parts)])
-        stops = np.concatenate([np.zeros(0, np.int64), *(stops for _, _, stops in parts)])
-        return cls([flat for flat, _, _ in parts], which, starts, stops)
-
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
+        if isinstance(i, slice | np.ndarray):
             return Ragged(self.flats, self.which[i], self.starts[i], self.stops[i])
         return self.flats[self.which[i]][self.starts[i] : self.stops[i]]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.stops - self.starts
+
+    def counts(self) -> NDArray[np.int64]:
+        """Count the nonzero elements of each sequence after its first, int64 [n]."""
+        found = np.zeros(len(self), np.int64)
+        for number, flat in enumerate(self.flats):
+            before = np.concatenate([[0], np.cumsum(flat != 0)])
+            mine = self.which == number
+            starts, stops = self.starts[mine], self.stops[mine]
+            found[mine] = before[stops] - before[np.minimum(starts + 1, stops)]
+        return found
 
     def largest(self) -> int:
         """Return the largest element of the flat arrays, an upper bound for the sequences."""

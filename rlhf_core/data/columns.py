@@ -17,13 +17,13 @@ from rlhf_core.data.table import (
     CONVERSATIONS,
     ROLES,
     Table,
+    View,
     has_sharegpt_keys,
     is_python_literal,
     is_sharegpt,
-    mapped,
     parse_conversation,
 )
-from rlhf_core.errors import InputError, library_words, suggest
+from rlhf_core.errors import InputError, counted, library_words, suggest
 from rlhf_core.tokenizer.calls import arguments_problem, with_parsed_parameters
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.options import is_parts, kwargs_problem, parts_problem, with_joined_parts
@@ -194,7 +194,8 @@ def rename_columns(table: Table, columns: Any) -> Table:
     gone = {name for theirs in listed.values() for name in theirs[1:]}
     how = "\0".join(["columns", *(f"{k}={v}" for k, v in sorted(columns.items()))])
     kinds = {names.get(name, name): kind for name, kind in table.kinds.items() if name not in gone}
-    return table.derived(mapped(table.rows, partial(_rename_row, listed)), how, kinds)
+    renamed = {ours: " + ".join(theirs) for ours, theirs in listed.items() if theirs != [ours]}
+    return replace(table.changed(partial(_rename_row, listed), how, kinds), renamed=renamed)
 
 
 def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def normalise_conversations(table: Table) -> Table:
             for name, value in row.items()
         }
 
-    rows = mapped(table.rows, normalise)
+    rows = View.of(table.rows).changed(normalise)
     return replace(table, rows=rows, known_kinds=converted, remarks=(*table.remarks, *remarks))
 
 
@@ -422,6 +423,25 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
 def is_chat(table: Table, column: str) -> bool:
     """Whether a column holds conversations, by `ColumnKind.chat`."""
     return table.kind(column).chat
+
+
+def describe_columns(tables: Sequence[Table], names: Sequence[Sequence[str]]) -> str:
+    """List columns with the rows that have them: "prompt, chosen ← good (1,200), margin (310)".
+
+    names: the columns of each table.
+    """
+    counts: dict[tuple[str, bool], int] = {}
+    for table, read in zip(tables, names, strict=True):
+        for name in read:
+            kind, theirs = table.kind(name), table.renamed.get(name)
+            if kind.total:
+                shown = name if theirs is None else f"{name} ← {theirs}"
+                key = shown, name in CONVERSATIONS and kind.chat
+                counts[key] = counts.get(key, 0) + kind.total
+    groups: dict[str, list[str]] = {}
+    for (column, chat), count in counts.items():
+        groups.setdefault(counted(count, "conversations") if chat else f"{count:,}", []).append(column)
+    return ", ".join(f"{', '.join(columns)} ({count})" for count, columns in groups.items())
 
 
 def require_conversations(tables: Sequence[Table], option: str = "system_prompt") -> None:

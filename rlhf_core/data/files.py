@@ -11,16 +11,16 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core import runtime
 from rlhf_core.data.report import Problems
-from rlhf_core.data.table import Kinds, View, count_kinds, count_values, digest
+from rlhf_core.data.table import Kinds, Table, View, count_kinds, count_values, digest
 from rlhf_core.errors import InputError, library_words, reading
 from rlhf_core.tokenizer.options import text_problem
 
@@ -42,17 +42,6 @@ MOST_LINE = 2**27
 Row = dict[str, Any]
 
 
-class FileRows(NamedTuple):
-    """The rows of a file."""
-
-    rows: Sequence[Mapping[str, Any]]
-    numbers: Sequence[int] | NDArray[np.int64]
-    """1-based line (jsonl, csv, txt) or row number of each row."""
-    kinds: Kinds
-    fingerprint: str = ""
-    """Hash of the uncompressed content."""
-
-
 def format_of(path: Path) -> str | None:
     """Tell a file's format from its suffix, ignoring .gz and .zst; None if it is unknown."""
     suffixes = [suffix.lstrip(".").lower() for suffix in path.suffixes]
@@ -61,7 +50,7 @@ def format_of(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
-def read_file(path: Path, name: str, kind: str) -> FileRows:
+def read_file(path: Path, name: str, kind: str) -> Table:
     """Read the rows of a file. name: what messages call it. kind: one of `FORMATS`.
 
     Raises InputError naming unreadable rows, and for a file without rows.
@@ -73,10 +62,15 @@ def read_file(path: Path, name: str, kind: str) -> FileRows:
         if not file.read(1000).strip() and not file.read(1):
             raise InputError(f"{name} is empty")
         file.seek(0)
-        rows = FORMATS[kind](path if kind == "array_record" else file, name)
-    if not len(rows.rows):
+        table = FORMATS[kind](path if kind == "array_record" else file, name)
+    if not len(table.rows):
         raise InputError(f"{name} has no rows")
-    return rows._replace(fingerprint=fingerprint)
+    return replace(table, fingerprint=fingerprint)
+
+
+def _numbered(name: str, rows: Sequence[Mapping[str, Any]], kinds: Kinds) -> Table:
+    """Make a table of rows that are numbered from 1, without a fingerprint."""
+    return Table(name, rows, range(1, len(rows) + 1), "", kinds)
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -113,11 +107,11 @@ def limited_rows(file: Any, name: str, number: int = 0, *, most: int | None = MO
 
 
 def _lines(
-    file: io.BufferedIOBase, name: str, most: int | None = MOST_LINE
+    file: io.BufferedIOBase, name: str, most: int | None = MOST_LINE, *, unit: str = "row"
 ) -> Iterator[tuple[int, int, str]]:
     """Yield (offset, 1-based number, text) of every line; only a line feed ends one, never U+2028.
 
-    Raises InputError for a file that is not UTF-8 text.
+    unit: "row" where a line is one. Raises InputError for a file that is not UTF-8 text.
     """
     head = file.read(1000)
     for start, what in PACKED.items():
@@ -132,13 +126,13 @@ def _lines(
             yield at, number, line.decode()
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{name} row {number} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
+                f"{name} {unit} {number} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
                 "save the file as UTF-8"
             ) from error
         at += len(line)
 
 
-def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> FileRows:
+def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> Table:
     """Check every line that is not blank, and parse it again on access.
 
     parse: raises ValueError or RecursionError for a line that is not a row.
@@ -180,7 +174,7 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
                 "during a run"
             ) from None
 
-    return FileRows(View(len(lines), take), lines, kinds)
+    return Table(name, View(len(lines), take), lines, "", kinds)
 
 
 def _line_problem(error: Exception) -> str:
@@ -234,9 +228,9 @@ def parse_line(line: bytes, kind: str, place: str) -> Row:
         raise InputError(f"{place}{_line_problem(error)}") from error
 
 
-def _read_json(file: io.BufferedIOBase, name: str) -> FileRows:
+def _read_json(file: io.BufferedIOBase, name: str) -> Table:
     """Read a JSON array, holding all its rows in memory."""
-    text = "".join(line for _, _, line in _lines(file, name, most=None))
+    text = "".join(line for _, _, line in _lines(file, name, most=None, unit="line"))
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -259,13 +253,13 @@ def _read_json(file: io.BufferedIOBase, name: str) -> FileRows:
         except NotARow as error:
             problems.add(f"{name} row {number}{error}")
     problems.raise_if_any()
-    return FileRows(rows, range(1, len(rows) + 1), count_kinds(rows))
+    return _numbered(name, rows, count_kinds(rows))
 
 
 FIELD = re.compile(r'"(?:[^"]|"")*"|[^,\r\n]*')
 
 
-def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
+def _read_csv(file: io.BufferedIOBase, name: str) -> Table:
     """Read CSV rows into an Arrow table: an empty cell is null if unquoted, and an empty text if quoted."""
     import pyarrow as pa
 
@@ -273,18 +267,18 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
     record: list[str] = []
 
     def lines() -> Iterator[str]:
-        for _, _, line in _lines(file, name):
+        for _, _, line in _lines(file, name, unit="line"):
             record.append(line)
             yield line
 
     reader = csv.reader(lines(), strict=True)
-    problems, kinds, numbers = Problems(), Kinds(), array("q")
-    number = 1
+    problems, kinds = Problems(), Kinds()
+    number = 0
 
     def batches(schema: Any) -> Iterator[Any]:
         nonlocal number
         rows: list[Row] = []
-        number = reader.line_num + 1
+        number = 1
         record.clear()
         for values in reader:
             if values and len(values) != len(schema.names):
@@ -294,24 +288,24 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> FileRows:
             elif values:
                 rows.append(dict(zip(schema.names, _with_nulls(values, record), strict=True)))
                 count_values(kinds, rows[-1])
-                numbers.append(number)
             if len(rows) == CHUNK:
                 yield pa.RecordBatch.from_pylist(rows, schema)
                 rows = []
-            number = reader.line_num + 1
+            number += bool(values)  # a blank line is no row
             record.clear()
         yield pa.RecordBatch.from_pylist(rows, schema)
 
     try:
         header = next(reader)
         if twice := sorted({column for column in header if header.count(column) > 1}):
-            raise InputError(f"{name} row 1 names a column twice: {', '.join(twice)}")
+            raise InputError(f"the header of {name} names a column twice: {', '.join(twice)}")
         schema = pa.schema([(column, pa.large_string()) for column in header])
         table = _table(schema, batches(schema), in_memory=isinstance(file, io.BytesIO))
     except csv.Error as error:
-        raise InputError(f"{name} row {number} is not CSV: {error}") from error
+        place = f"{name} row {number}" if number else f"the header of {name}"
+        raise InputError(f"{place} is not CSV: {error}") from error
     problems.raise_if_any()
-    return FileRows(table_rows(table), np.array(numbers, np.int64), kinds)
+    return _numbered(name, table_rows(table), kinds)
 
 
 def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
@@ -327,7 +321,7 @@ def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
     return found
 
 
-def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> FileRows:
+def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Table:
     """Read a Parquet or Arrow file as a table; a large one is mapped, Parquet from an uncompressed copy."""
     import pyarrow as pa
 
@@ -340,7 +334,7 @@ def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> FileRows:
                 count_values(kinds, row)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
         raise InputError(f"{name} is not a readable {kind} file: {error}") from error
-    return FileRows(rows, range(1, len(rows) + 1), kinds)
+    return _numbered(name, rows, kinds)
 
 
 def _parquet_table(file: io.BufferedIOBase) -> Any:
@@ -394,7 +388,7 @@ def array_records(path: Path, name: str) -> Any:
         raise InputError(f"{name} is not an ArrayRecord file: {library_words(error)}") from error
 
 
-def _read_array_record(path: Path, name: str) -> FileRows:
+def _read_array_record(path: Path, name: str) -> Table:
     """Check every record, the JSON of a row, and parse it again on access."""
     records, kinds, problems = array_records(path, name), Kinds(), Problems()
     for start in range(0, len(records), CHUNK):
@@ -410,10 +404,10 @@ def _read_array_record(path: Path, name: str) -> FileRows:
         found = zip(which, records.__getitems__(list(which)), strict=True)
         return [parse_line(record, "jsonl", f"{name} row {i + 1}") for i, record in found]
 
-    return FileRows(View(len(records), take), range(1, len(records) + 1), kinds)
+    return _numbered(name, View(len(records), take), kinds)
 
 
-FORMATS: dict[str, Callable[[Any, str], FileRows]] = {
+FORMATS: dict[str, Callable[[Any, str], Table]] = {
     "jsonl": partial(_read_lines, parse=_json_row),
     "json": _read_json,
     "csv": _read_csv,
@@ -424,7 +418,7 @@ FORMATS: dict[str, Callable[[Any, str], FileRows]] = {
 }
 
 
-def table_rows(table: Any) -> View[Row]:
+def table_rows(table: Any) -> View:
     """View an Arrow table, or a `datasets.Dataset` in Arrow's format, as rows that are converted on access."""
 
     def take(which: Sequence[int]) -> list[Row]:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data.batch_order import batch_rows
-from rlhf_core.data.encoded import Pairs, Texts
-from rlhf_core.data.table import Records, Table, View, take
+from rlhf_core.data.examples import Examples
+from rlhf_core.data.table import Records, Table, View
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.packing.trees import Tree, Trees
 from rlhf_core.runtime.signals import stop_requested
@@ -100,10 +100,10 @@ class BlockEncoder:
 
     def __call__(self, block: Block) -> Encoded:
         rows = self.rows(Records(block.parts))
-        trees = rows.trees()
+        trees = rows if isinstance(rows, Examples) else rows.trees()
         by_place = sorted((int(block.order[row]), i) for i, row in enumerate(rows.rows))
-        row: Callable[[int], Mapping[str, Any]] = getattr(rows, "row", lambda i: {})
-        examples = [Example(rows.where(i), trees[i], row(i)) for _, i in by_place]
+        trained = isinstance(rows, Examples) and rows.branches > 0
+        examples = [Example(rows.where(i), trees[i], {} if trained else rows.row(i)) for _, i in by_place]
         return Encoded(examples, len(block.order) - len(examples))
 
 
@@ -119,7 +119,7 @@ class LazyRows:
     """Training data that are encoded while updates use them."""
 
     sample: Any
-    """The first rows in the order of training, encoded: `Pairs`, `Texts`, or of a stream also prompts."""
+    """The first rows in the order of training, encoded: `Examples`, or of a stream also rows of episodes."""
     report: str
     """What is known of the rows: counts of all, and what became of the sample."""
     encoder: BlockEncoder
@@ -138,7 +138,7 @@ class LazyRows:
 
     def trees(self) -> Trees:
         """Return the trees of the sample."""
-        return self.sample.trees()
+        return self.sample
 
     def summary(self, dropped: int) -> str | None:
         """Say what became of the rows, after the last update; None: all were used. dropped: of those that were met."""
@@ -156,7 +156,7 @@ class LazyRecords(LazyRows):
         self,
         records: Records,
         usable: Callable[[Table], NDArray[np.bool_]],
-        encode: partial[Pairs | Texts],
+        encode: partial[Examples],
         tokenizer: Any,
         *,
         seed: int,
@@ -174,7 +174,7 @@ class LazyRecords(LazyRows):
         self.report = f"{len(records):,} rows, {len(self):,} of them with something to learn"
         self.report += f"; of the first {len(first):,} in the order of training: {self.sample.report}"
         self.encoder = BlockEncoder(encode, tokenizer)
-        self._whole: Pairs | Texts | None = None
+        self._whole: Examples | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -203,18 +203,13 @@ class LazyRecords(LazyRows):
         which = self.used[which]
         at = np.minimum(np.searchsorted(self._whole.rows, which), max(len(self._whole) - 1, 0))
         found = at[self._whole.rows[at] == which].tolist() if len(self._whole) else []
-        trees = self._trees
-        return Encoded([Example(self._whole.where(i), trees[i]) for i in found], len(which) - len(found))
+        whole = self._whole
+        return Encoded([Example(whole.where(i), whole[i]) for i in found], len(which) - len(found))
 
     def summary(self, dropped: int) -> str | None:
         if self._whole is None or not dropped:
             return super().summary(dropped)
         return "; ".join(self._whole.report.lines())
-
-    @cached_property
-    def _trees(self) -> Trees:
-        assert self._whole is not None
-        return self._whole.trees()
 
     def cache(self) -> None:
         """Start to encode all rows for the token cache."""
@@ -227,7 +222,7 @@ class LazyRecords(LazyRows):
         def rows_of(rows: Sequence[Any], which: Sequence[int]) -> list[Any]:
             if self._stop.is_set():
                 raise Stopped("the stage has ended")
-            return take(rows, which)
+            return View.of(rows).take(which)
 
         tables = [
             replace(table, rows=View(len(table.rows), partial(rows_of, table.rows)), known_kinds=table.kinds)

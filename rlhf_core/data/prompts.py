@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -13,73 +14,23 @@ from numpy.typing import NDArray
 
 import rlhf_core.data.columns as columns
 from rlhf_core.contracts import REWARD
-from rlhf_core.data.cache import Arrays, Ragged, TokenCache, flatten
-from rlhf_core.data.encoded import Limit, Notes, RowForm, require_vocabulary, select
+from rlhf_core.data.cache import Arrays, flatten
+from rlhf_core.data.examples import Examples, Limit, RowKind, encode, require_vocabulary
 from rlhf_core.data.lazy import Encoding, Example, ExampleReader
+from rlhf_core.data.parts import Notes, Parts, for_each, parse_rows, raise_problems
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.table import Places, Records, Table, cells, mapped
+from rlhf_core.data.table import Records, Table, View
 from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import Tree
-from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
+from rlhf_core.tokenizer.encoding import Encoder, TextOptions
 
 if TYPE_CHECKING:
     from rlhf_core.data.streams import LazyStreams
 
-NOTES = ("left_out",)
 FORMATS = (("prompt",), ("messages",))
 ACCEPTED = (
     "prompt, as text or a conversation, or messages; every other column is passed to the reward functions"
 )
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Encoded prompts; their texts and other columns are read on access."""
-
-    ids: Ragged
-    """int32 [n] each: the tokens that a completion continues."""
-    raw: Sequence[Turns]
-    """Each prompt as in the data: a text, or a list of messages."""
-    chat: bool
-    """Whether the prompts are conversations; reward functions then get completions as messages."""
-    columns: dict[str, Sequence[Any]]
-    """The other columns, one value per prompt, None where a row lacks it."""
-    digests: NDArray[np.uint64]
-    """[prompts, 1]: digest of each prompt's tokens."""
-    report: Report
-    places: Places
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def where(self, i: int) -> str:
-        """Name the row of prompt `i`, such as "prompts.jsonl row 17"."""
-        return self.places[i]
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """int64 [prompts]: tokens of each prompt."""
-        return np.asarray(self.ids.lengths, np.int64)
-
-    def row(self, i: int) -> Mapping[str, Any]:
-        """Return the row of prompt `i`, as in the data."""
-        row: Mapping[str, Any] = self.places.records[int(self.rows[i])]
-        return row
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """int64 [prompts]: index of each prompt's row in the records."""
-        return self.places.rows
-
-    def trees(self) -> list[Tree]:
-        """Return each prompt as a tree without branches."""
-        return [Tree(ids, ()) for ids in self.ids]
-
-    @staticmethod
-    def raw_of(row: Mapping[str, Any]) -> Turns:
-        """Return the prompt of a row, as in the data."""
-        prompt: Turns = row["prompt"]
-        return prompt
 
 
 def encode_prompts(
@@ -91,13 +42,13 @@ def encode_prompts(
     truncation_mode: str = "keep_end",
     chat_template: str | TextOptions | None = None,
     part: bool = False,
-) -> Prompts:
+) -> Examples:
     """Tokenise prompts; conversations end with an open assistant turn.
 
     Of rows with `messages` alone, the prompt is the conversation without the replies at its end, see `as_prompts`.
     chat_template: as in `template_text`, or all options as `TextOptions`.
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
-    part: as in `select`.
+    part: as in `examples.encode`.
     Raises InputError naming file and row of the first few problems, and if no prompt is left.
     """
     records = as_prompts(records)
@@ -112,46 +63,43 @@ def encode_prompts(
         raise InputError(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
-    encode = partial(_encode, encoder=encoder, chat=chat[0])
-    form = RowForm(
-        "prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda table: ("prompt",)
-    )
     limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
-    chosen = select(records, TokenCache("prompts", encoder), form, limit, part=part)
-    rows = chosen.places.rows
-    return Prompts(
-        chosen.sequences("ids"),
-        cells(records, rows, "prompt"),
-        chat[0],
-        {name: cells(records, rows, name) for name in records.columns if name != "prompt"},
-        chosen.digests,
-        chosen.report,
-        chosen.places,
+    kind = RowKind(
+        "prompts",
+        "prompts",
+        ("ids",),
+        0,
+        ("left_out",),
+        partial(_encode, encoder=encoder, chat=chat[0]),
+        used_columns,
+        passes_others=True,
     )
+    return encode(records, encoder, kind, limit, part=part)
 
 
-def _encode(table: Table, encoder: Encoder, chat: bool) -> Arrays:
+def used_columns(table: Table) -> tuple[str, ...]:
+    """List the columns that prompts are made of."""
+    return ("prompt", *columns.FOR_TEMPLATES) if columns.is_chat(table, "prompt") else ("prompt",)
+
+
+def _encode(table: Table, notes: Notes, problems: Problems, *, encoder: Encoder, chat: bool) -> Arrays:
     """Tokenise every row; an empty text has no ids if the tokenizer adds no special tokens."""
     if "prompt" not in table.columns:
         raise columns.missing_columns(table, ("prompt",), ACCEPTED, *FORMATS)
-    if chat:
-        columns.require_template(table, encoder)
-    problems = Problems()
     texts: list[tuple[str, bool]] = []
-    notes = Notes(NOTES)
-    for i, row in enumerate(table.rows):
-        if problem := columns.cell_problem(row, "prompt", chat):
-            problems.add(f"{table.where(i)}: {problem}")
-            continue
-        try:
-            tools, kwargs = columns.tools_of(row), columns.kwargs_of(row)
-            texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools, kwargs=kwargs))
-            if chat:
-                notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs)
-        except InputError as error:
-            problems.add(f"{table.where(i)}: {error}")
-    problems.raise_if_any()
-    return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays()}
+
+    def parse(row: Mapping[str, Any]) -> Parts:
+        raise_problems([columns.cell_problem(row, "prompt", chat)])
+        return Parts(row["prompt"], ()).with_template_values(row)
+
+    def write(i: int, parts: Parts) -> None:
+        prompt: Any = parts.prompt
+        texts.append(encoder.text(prompt, open_turn=True, tools=parts.tools, kwargs=parts.kwargs))
+        if chat:
+            notes.add_unwritten(i, encoder, prompt, texts[-1][0], parts)
+
+    for_each(table, parse_rows(table, parse, problems), encoder, write)
+    return flatten("ids", encoder.tokenize_open(texts))
 
 
 def as_prompts(records: Records) -> Records:
@@ -168,17 +116,15 @@ def _add_prompts(table: Table) -> Table:
     problems = Problems()
     for i, row in enumerate(table.rows):
         problem = columns.cell_problem(row, "messages", chat=True)
-        if problem or not _without_last_replies(row):
+        if problem or not without_last_replies(row["messages"]):
             wrong = problem or "'messages' has no turn to reply to"
             problems.add(f"{table.where(i)}: {wrong}")
     problems.raise_if_any()
-    rows = mapped(table.rows, lambda row: {**row, "prompt": _without_last_replies(row)})
-    return table.derived(rows, "messages", {**table.kinds, "prompt": table.kind("messages")})
-
-
-def _without_last_replies(row: Mapping[str, Any]) -> list[Any]:
-    """Return the row's conversation without the assistant turns at its end."""
-    return without_last_replies(row["messages"])
+    return table.changed(
+        lambda row: {**row, "prompt": without_last_replies(row["messages"])},
+        "messages",
+        {**table.kinds, "prompt": table.kind("messages")},
+    )
 
 
 def without_last_replies(messages: Sequence[Any]) -> list[Any]:
@@ -191,7 +137,7 @@ def without_last_replies(messages: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Rows of a dataset in the place of `Prompts`: an environment makes each prompt when its episode begins.
+    """Rows of a dataset in the place of encoded prompts: an environment makes each prompt when its episode begins.
 
     max_prompt_length: tokens; no prompt is longer.
     """
@@ -202,13 +148,9 @@ class EpisodeRows:
     def __len__(self) -> int:
         return len(self.records)
 
-    @cached_property
-    def places(self) -> Places:
-        return Places(self.records, np.arange(len(self)))
-
     def where(self, i: int) -> str:
         """Name row `i`, such as "tasks.jsonl row 17"."""
-        return self.places[i]
+        return self.records.where(i)
 
     def row(self, i: int) -> Mapping[str, Any]:
         """Return row `i` as in the data."""
@@ -218,7 +160,7 @@ class EpisodeRows:
     @property
     def rows(self) -> NDArray[np.int64]:
         """int64 [rows]: index of each row in the records."""
-        return self.places.rows
+        return np.arange(len(self))
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -231,7 +173,7 @@ class EpisodeRows:
         `environment_rewards`, all None before the episodes.
         """
         names = [name for name in self.records.columns if name != "prompt"]
-        columns: dict[str, Sequence[Any]] = {name: cells(self.records, self.rows, name) for name in names}
+        columns: dict[str, Sequence[Any]] = {name: self.records.column(name) for name in names}
         return {**columns, "environment_rewards": [None] * len(self)}
 
     chat = True
@@ -240,7 +182,7 @@ class EpisodeRows:
     @property
     def raw(self) -> Sequence[Any]:
         """Each row's prompt as messages, as an environment may begin with it."""
-        return mapped(self.records, self.raw_of)
+        return View.of(self.records).changed(self.raw_of)
 
     @staticmethod
     def raw_of(row: Mapping[str, Any]) -> Any:
@@ -306,11 +248,11 @@ class UntokenizedPrompts:
 
     def _cells(self, name: str) -> Sequence[Any]:
         assert self.records is not None
-        return cells(self.records, np.arange(len(self.records)), name)
+        return self.records.column(name)
 
 
 class PromptStream:
-    """Prompts, or rows of episodes, that are read in order, in the place of `Prompts` or `EpisodeRows`.
+    """Prompts, or rows of episodes, that are read in order, in the place of encoded prompts or `EpisodeRows`.
 
     Row i is the i-th of the stream that is used. Those of the sample stay in memory, and are counted and iterated; of
     later ones those from the newest `begin` on.
@@ -319,7 +261,7 @@ class PromptStream:
     def __init__(self, rows: LazyStreams, max_prompt_length: int, workers: int) -> None:
         """workers: processes that tokenise; 0: a thread does."""
         self._stream, self._workers, self.max_prompt_length = rows, workers, max_prompt_length
-        self.sample: Prompts | EpisodeRows = rows.sample
+        self.sample: Examples | EpisodeRows = rows.sample
         self.chat = self.sample.chat
         self.vocabulary: int | None = None
         """Embeddings of the model, which later prompts are compared with."""
@@ -331,7 +273,8 @@ class PromptStream:
         """Positions with the rows after them, from row `_first` on."""
         self._lock = threading.RLock()  # rollouts that are sampled ahead read in threads of their own
         self.ids = _OfRows(self, lambda example: example.tree.prefix)
-        self.raw = _OfRows(self, lambda example: self.sample.raw_of(example.row))
+        raw_of = EpisodeRows.raw_of if isinstance(self.sample, EpisodeRows) else itemgetter("prompt")
+        self.raw = _OfRows(self, lambda example: raw_of(example.row))
         self.columns = {name: _OfRows(self, partial(_cell, name)) for name in self.sample.columns}
 
     def __len__(self) -> int:
@@ -360,7 +303,7 @@ class PromptStream:
         """Return row `i`, reading as far as it; one before the newest `begin` must be of the sample."""
         if i < len(self.sample):
             at = int(self._stream.sample_order[i])
-            ids = self.sample.ids[at] if isinstance(self.sample, Prompts) else np.zeros(0, np.int32)
+            ids = self.sample.ids[at] if isinstance(self.sample, Examples) else np.zeros(0, np.int32)
             return Example(self.sample.where(at), Tree(ids, ()), self.sample.row(at))
         with self._lock:
             if self._reading is None:
@@ -418,4 +361,4 @@ def _cell(name: str, example: Example) -> Any:
     return example.row.get(name)
 
 
-AnyPrompts: TypeAlias = Prompts | EpisodeRows | PromptStream
+AnyPrompts: TypeAlias = Examples | EpisodeRows | PromptStream

@@ -16,7 +16,7 @@ from rlhf_core.contracts import DATASET
 from rlhf_core.data.columns import normalise_conversations, rename_columns, require_text
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
-from rlhf_core.data.table import Kinds, Records, Table, count_values, digest, json_text, mapped
+from rlhf_core.data.table import Kinds, Records, Table, count_values, digest, json_text
 from rlhf_core.errors import InputError, library_words, reading, suggest
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def drop_columns(records: Records, names: Sequence[str]) -> Records:
     """Leave out columns by name; those that a table lacks are no error."""
 
     def without(table: Table) -> Table:
-        rows = mapped(table.rows, lambda row: {k: v for k, v in row.items() if k not in names})
         kinds = {name: kind for name, kind in table.kinds.items() if name not in names}
-        return table.derived(rows, "\0".join(["drop", *sorted(names)]), kinds)
+        how = "\0".join(["drop", *sorted(names)])
+        return table.changed(lambda row: {k: v for k, v in row.items() if k not in names}, how, kinds)
 
     return Records([without(table) for table in records.tables])
 
@@ -261,8 +261,7 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
             f"{name}: '{path.suffix}' is not a supported format ({', '.join(FORMATS)}); rename it, or in a "
             f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
-    read = read_file(path, name, kind)
-    table = Table(name, read.rows, read.numbers, read.fingerprint, read.kinds)
+    table = read_file(path, name, kind)
     if (field := options.get("field")) is not None:
         table = _rows_in_field(table, field)
     return table if split is None else _part(table, split)

@@ -68,15 +68,18 @@ class Report:
     """The same tokens; repeats caused by `weight` do not count."""
     read_as: list[str] = field(default_factory=list)
     """Descriptions of columns that are renamed or converted on reading."""
+    columns: str = ""
+    """The columns that are read, with the rows that have them."""
     not_read: list[str] = field(default_factory=list)
     """A line that lists the columns that are not read; empty if all are."""
     field_counts: dict[str, int] = field(default_factory=dict)
     """{field of messages: rows} of `ignored_fields`."""
 
-    def add_ignored_field(self, place: str, name: str) -> None:
-        """Count a row with a field of messages that the chat template does not write."""
-        self.field_counts[name] = self.field_counts.get(name, 0) + 1
-        if place not in self.ignored_fields[-1:]:
+    def add_ignored_fields(self, place: str, names: Sequence[str]) -> None:
+        """Count a row with these fields of messages that the chat template does not write, if there are any."""
+        for name in names:
+            self.field_counts[name] = self.field_counts.get(name, 0) + 1
+        if names:
             self.ignored_fields.append(place)
 
     def __str__(self) -> str:

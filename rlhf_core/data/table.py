@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +30,16 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     """Read on access, unless they are a list."""
     numbers: Sequence[int] | NDArray[np.int64]
-    """1-based number of each row in the file; repeated rows repeat their number."""
+    """From 1, of each row: its line in jsonl and txt files, else its place among the rows, after the header of a csv;
+    repeated rows repeat their number."""
     fingerprint: str
     """Hash of the content; empty: not known, and token ids are not cached."""
     known_kinds: Kinds | None = None
     """`kinds`, if they are known already."""
     remarks: tuple[str, ...] = field(default=())
     """Descriptions of columns that are renamed or converted on reading."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """{column: what the data call it}, of columns that are renamed."""
     origin: str = ""
     """Fingerprint of the data that these rows were derived from; empty if they are the original."""
 
@@ -67,7 +70,14 @@ class Table:
         which = np.asarray(indices, np.int64)
         has_all = len(np.unique(which)) == len(self.rows)
         numbers = np.asarray(self.numbers, np.int64)[which]
-        return self.derived(subset(self.rows, which), how, self.kinds if has_all else None, numbers)
+        kinds = self.kinds if has_all else None
+        return self.derived(View.of(self.rows).chosen(which), how, kinds, numbers)
+
+    def changed(
+        self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], how: str, kinds: Kinds
+    ) -> Table:
+        """Change every row by a function on access. how: as of `derived`. kinds: of the changed rows."""
+        return self.derived(View.of(self.rows).changed(change), how, kinds)
 
     def part(self, start: int, stop: int) -> Table:
         """Read a range of rows into memory; the part keeps the columns of the whole table."""
@@ -141,9 +151,24 @@ class Records(Sequence[Mapping[str, Any]]):
         table, k = self.find(range(len(self))[i])
         return table.where(k)
 
+    def column(self, name: str, rows: NDArray[np.int64] | None = None) -> View:
+        """View a column, read on access; None where a row lacks it. rows: int64 [n], indices; None: all rows."""
+        cells = View(len(self), lambda which: [self[i].get(name) for i in which])
+        return cells if rows is None else cells.chosen(rows)
+
     def offsets(self) -> list[int]:
         """Return the index of each table's first row."""
         return [0, *self._ends[:-1]]
+
+    def identities(self) -> NDArray[np.int64]:
+        """Give each row a number that is the same for the same name, int64 [rows]."""
+        names: dict[str, int] = {}
+        numbers = [
+            np.asarray(table.numbers, np.int64) + (names.setdefault(table.name, len(names)) << 40)
+            for table in self.tables
+        ]
+        whole: NDArray[np.int64] = np.concatenate(numbers)
+        return whole
 
     def find(self, i: int) -> tuple[Table, int]:
         """Return the table of row `i`, and the row's index there."""
@@ -165,15 +190,16 @@ def _number_same_names(tables: Sequence[Table]) -> Iterator[Table]:
         )
 
 
-T = TypeVar("T")
-
-
-class View(Sequence[T]):
+class View(Sequence[Any]):
     """A sequence whose items are made on access."""
 
-    def __init__(self, size: int, take: Callable[[Sequence[int]], list[T]]) -> None:
+    def __init__(self, size: int, take: Callable[[Sequence[int]], list[Any]]) -> None:
         """take: makes the items at some indices, a range or a list of them."""
         self.size, self.take = size, take
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> View:
+        return rows if isinstance(rows, View) else cls(len(rows), lambda which: [rows[i] for i in which])
 
     def __len__(self) -> int:
         return self.size
@@ -185,46 +211,13 @@ class View(Sequence[T]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
+    def changed(self, change: Callable[[Any], Any]) -> View:
+        """View the items with each changed by a function on access."""
+        return View(len(self), lambda which: [change(item) for item in self.take(which)])
 
-def take(rows: Sequence[T], which: Sequence[int]) -> list[T]:
-    """Select items of a sequence. which: indices, a range or a list of them."""
-    if isinstance(rows, View):
-        return rows.take(which)
-    return [rows[i] for i in which]
-
-
-def mapped(rows: Sequence[Any], change: Callable[[Any], T]) -> View[T]:
-    """View a sequence with each item changed by a function on access."""
-    return View(len(rows), lambda which: [change(row) for row in take(rows, which)])
-
-
-def subset(rows: Sequence[T], chosen: NDArray[np.int64]) -> View[T]:
-    """View some items of a sequence, in any order and with repeats."""
-    return View(len(chosen), lambda which: take(rows, chosen[which].tolist()))
-
-
-def cells(records: Records, rows: NDArray[np.int64], column: str) -> View[Any]:
-    """View a column of some rows, read on access; None where a row lacks it. rows: int64 [n], indices."""
-    return View(len(rows), lambda which: [records[i].get(column) for i in rows[which].tolist()])
-
-
-class Places(View[str]):
-    """The names of rows, such as "prefs.jsonl row 17"."""
-
-    def __init__(self, records: Records, rows: NDArray[np.int64]) -> None:
-        """rows: int64 [n], indices into the records."""
-        super().__init__(len(rows), lambda which: [records.where(i) for i in rows[which].tolist()])
-        self.records, self.rows = records, rows
-
-    def identities(self) -> NDArray[np.int64]:
-        """Give each row a number that is the same for the same name, int64 [n]."""
-        names: dict[str, int] = {}
-        numbers = [
-            np.asarray(table.numbers, np.int64) + (names.setdefault(table.name, len(names)) << 40)
-            for table in self.records.tables
-        ]
-        whole: NDArray[np.int64] = np.concatenate(numbers)
-        return whole[self.rows]
+    def chosen(self, indices: NDArray[np.int64]) -> View:
+        """View some of the items, in any order and with repeats."""
+        return View(len(indices), lambda which: self.take(indices[which].tolist()))
 
 
 def digest(*parts: str) -> str:

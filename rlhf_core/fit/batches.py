@@ -46,7 +46,7 @@ class Update(NamedTuple):
 
 
 class EncodedRows(Protocol):
-    """Training data as token ids: `Texts`, `Pairs` or `Prompts`, or a trainer's own."""
+    """Training data as token ids: `Examples`, or a trainer's own."""
 
     def __len__(self) -> int: ...
 

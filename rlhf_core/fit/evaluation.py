@@ -83,7 +83,7 @@ class EvaluationMetrics(dict[str, float]):
         values: Mapping[str, Any],
         extra: Mapping[str, Any] | None = None,
     ) -> EvaluationMetrics:
-        """Attach values to the first rows of the data. where: names row i, as `Pairs.where` does.
+        """Attach values to the first rows of the data. where: names row i, as `Examples.where` does.
 
         values: float [rows] by name; what is not finite is None. Rows of several files also have a `file`.
         """

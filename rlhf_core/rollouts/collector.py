@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
-from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, Prompts, PromptStream
+from rlhf_core.data.examples import Examples
+from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream
 from rlhf_core.environments import CallParser, ConversationEncoder, Episode, Episodes
 from rlhf_core.errors import InputError, RunError, SequenceError, warn
 from rlhf_core.rewards.reward import OF_EPISODES, Reward, as_settled, logged_metrics, score
@@ -288,7 +289,7 @@ def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
 
 
 def reward_inputs(
-    prompts: Prompts | PromptStream,
+    prompts: Examples | PromptStream,
     chosen: Sequence[int],
     samples: Rollouts,
     tokenizer: Any,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import data
 from rlhf_core.config import Component
 from rlhf_core.contracts import SAMPLER
+from rlhf_core.data.examples import Examples
 from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream, UntokenizedPrompts
 from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
@@ -71,7 +72,7 @@ class PlannedRollouts:
         kept = f"the journal takes at most {format_bytes(journal)}, and what the prompts' columns take"
         if options.journal == "until_checkpoint":
             kept += ", less with checkpoints"
-        lines = [self._report, rollout, updates, tokens, kept]
+        lines = [self._report, *self._columns, rollout, updates, tokens, kept]
         if options.ahead:
             lines.append(
                 f"rollouts are sampled {options.ahead} ahead: a policy {options.ahead * serves} to "
@@ -107,6 +108,15 @@ class PlannedRollouts:
         if self.options.environment is not None or isinstance(self.prompts, UntokenizedPrompts | EpisodeRows):
             return self.options.max_prompt_length
         return max(map(len, self.prompts.ids))
+
+    @property
+    def _columns(self) -> list[str]:
+        """Which columns of encoded prompts are read."""
+        prompts = self.prompts.sample if isinstance(self.prompts, PromptStream) else self.prompts
+        if not isinstance(prompts, Examples):
+            return []
+        of = " of the first rows" if isinstance(self.prompts, PromptStream) else ""
+        return [f"columns{of}: {prompts.report.columns}"]
 
     @property
     def _report(self) -> str:

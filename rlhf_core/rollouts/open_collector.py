@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Forecast, SamplerInputs
-from rlhf_core.data import require_vocabulary
+from rlhf_core.data import Examples, require_vocabulary
 from rlhf_core.data.prompts import (
     AnyPrompts,
     EpisodeRows,
-    Prompts,
     PromptStream,
     UntokenizedPrompts,
     encode_prompts,
@@ -148,7 +147,7 @@ def open_prompts(
     if context.tokenizer is None:
         return UntokenizedPrompts(records)
     with error_context(context.stage, field):
-        prompts: Prompts = encode(records, context.tokenizer)
+        prompts: Examples = encode(records, context.tokenizer)
     say_report(context, prompts.report, field)
     warn_of_idle_workers(context, field)
     return prompts
@@ -191,7 +190,7 @@ def _know_vocabulary(context: Context, prompts: AnyPrompts, model: Model, field:
     """Raise InputError for tokens that the model has no embedding for; later ones of a stream are compared as read."""
     if isinstance(prompts, PromptStream):
         prompts.vocabulary = model.definition.vocab_size
-    elif isinstance(prompts, Prompts):
+    elif isinstance(prompts, Examples):
         with error_context(context.stage, field):
             require_vocabulary(prompts.ids, prompts.where, model.definition.vocab_size)
 
@@ -280,7 +279,7 @@ def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOption
     Raises InputError where not even the shortest prompt leaves a position for a completion.
     """
     positions, prompt, shortest = model.max_positions, int(prompts.sizes.max()), int(prompts.sizes.min())
-    known = isinstance(prompts, Prompts)  # of a stream and of episodes, sizes are limits
+    known = isinstance(prompts, Examples)  # of a stream and of episodes, sizes are limits
     if known and isinstance(positions, int) and shortest >= positions:
         raise InputError(
             f"stage '{stage}'.train_data: the shortest prompt has {shortest} tokens, and the model's context is "

@@ -22,7 +22,7 @@ from rlhf_core.training.starting_model import error_context, require_stop_token
 
 if TYPE_CHECKING:
     from rlhf_core.config.trainer import PreviewOptions
-    from rlhf_core.data import Prompts
+    from rlhf_core.data import Examples
     from rlhf_core.fit import Build
     from rlhf_core.training.context import Context
 
@@ -85,7 +85,7 @@ def _policy_of(build: Build) -> tuple[str | None, Model | None]:
     return None, None
 
 
-def _open_prompts(options: PreviewOptions, context: Context) -> Prompts:
+def _open_prompts(options: PreviewOptions, context: Context) -> Examples:
     """Encode the given prompts, then those of the data. A text among conversations is a user's message."""
     prompts: list[Any] = list(options.prompts)
     if options.from_data or (options.from_data is None and not prompts):

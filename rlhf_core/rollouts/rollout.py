@@ -243,7 +243,7 @@ class Rollout:
     ) -> list[Tree]:
         """Make trees of the groups from `start` to `stop`: the prompt once, its completions as branches.
 
-        prompts: the `Prompts` that were completed, for a rollout without `prompt_ids`.
+        prompts: the prompts that were completed, for a rollout without `prompt_ids`.
         mask: bool [N, C], the tokens to train on; None: those that the policy wrote. Branches carry, per token, the
         sampler's log-probabilities as `sampling_logps`, the advantages, if there are any, and all token values; and
         `index`, the completion's number in the rollout, and `reward`, its total, 0 where it has none.

@@ -11,7 +11,7 @@ import jax
 
 from rlhf_core import data
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.data import Pairs, Texts
+from rlhf_core.data import Examples
 from rlhf_core.data.lazy import LazyRows
 from rlhf_core.errors import InputError, warn
 from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
@@ -112,7 +112,7 @@ class Context(OpensRows):
     def updates(
         self,
         model: Model,
-        rows: Texts | Pairs | LazyRows,
+        rows: Examples | LazyRows,
         trees: Trees | None = None,
         *,
         reads_tokens: bool,
@@ -121,11 +121,13 @@ class Context(OpensRows):
     ) -> tuple[Model, Any]:
         """Draw updates from rows; return the model with the attention that suits them, and the source of updates.
 
-        trees: of the rows, one each; None: `rows.trees()`. reads_tokens: whether the objective reads values of trained
-        tokens. sequence_names: values of the trees that micro-batches carry. group: branches that stay in one row.
+        trees: of the rows, one each, with further values; None: as they are. reads_tokens: whether the objective reads
+        values of trained tokens. sequence_names: values of the trees that micro-batches carry. group: branches that
+        stay in one row.
         Raises InputError naming the rows with tokens that the model has no embedding for.
         """
-        trees = rows.trees() if trees is None else trees
+        if trees is None:
+            trees = rows.trees() if isinstance(rows, LazyRows) else rows
         with error_context(self.stage, "model"):
             data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
         if len(rows):
@@ -158,11 +160,9 @@ class Context(OpensRows):
             group=group,
         )
 
-    def held_out(
-        self, model: Model, rows: Texts | Pairs, trees: Trees | None = None, **options: Any
-    ) -> HeldOut:
+    def held_out(self, model: Model, rows: Examples, trees: Trees | None = None, **options: Any) -> HeldOut:
         """Hold the rows of `eval_data` for evaluations, packed once. options: of `HeldOut`."""
-        return HeldOut(self, model, rows, rows.trees() if trees is None else trees, **options)
+        return HeldOut(self, model, rows, rows if trees is None else trees, **options)
 
     def evaluations(self, make: Callable[[str], Evaluate | None]) -> list[Action]:
         """Make the evaluation on `eval_data`, or on each of its sets, whose metrics begin with the set's name.

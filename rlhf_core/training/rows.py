@@ -141,7 +141,7 @@ class OpensRows(ABC):
         return is_stream(self._spec(field))
 
     def texts(self, field: str, *, whole: bool = False, values: Sequence[str] = ()) -> Any:
-        """Tokenise the demonstrations of `train_data`, `Texts`, or of `eval_data`, which may not be given: None.
+        """Tokenise the demonstrations of `train_data`, `Examples`, or of `eval_data`, which may not be given: None.
 
         Training data of many rows, and streams, are tokenised while updates use them: `updates` takes them as well, and
         `trees` are those of the first rows. whole: tokenise all now, for a trainer that reads the texts itself. values:
@@ -162,7 +162,7 @@ class OpensRows(ABC):
         completions: bool = False,
         margins: bool = True,
     ) -> Any:
-        """Tokenise the preference pairs of `train_data`, `Pairs`, or of `eval_data`, which may not be given: None.
+        """Tokenise the preference pairs of `train_data`, `Examples`, or of `eval_data`, which may not be given: None.
 
         whole: tokenise all now, which is otherwise done as for `texts`, for a trainer that reads the pairs itself.
         read_at: where conversations end: "eos", after the stop token that follows the last reply; "template", where the
@@ -244,7 +244,7 @@ def open_stream(
         window = config.shuffle_buffer if config.shuffle_train_dataset else 1
         rows = LazyStreams(streams, encode, context.tokenizer, seed=order_seed(context), window=window)
         if config.system_prompt is not None and not episodes:
-            require_conversations(rows.sample.places.records.tables)
+            require_conversations(rows.sample.records.tables)
     return rows
 
 
@@ -314,7 +314,7 @@ class Describes(Protocol):
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Rows that are trained on: `Texts`, `Pairs`, or rows that are encoded while updates use them.
+    """Rows that are trained on: `Examples`, or rows that are encoded while updates use them.
 
     unit: what they are, "pairs".
     """
@@ -323,13 +323,16 @@ class TrainedRows:
     rows: Any
 
     def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
-        trees, size = self.rows.trees(), context.config.total_batch_size
+        size = context.config.total_batch_size
+        trees = self.rows.trees() if isinstance(self.rows, LazyRows) else self.rows
         sizes = sizes_of(trees)
         mean = int(sizes.sum()) / len(sizes)
         updates, total, drawn = _updates(context.config, self.unit, len(self.rows))
         report = "".join([str(self.rows.report), *_positions(trees, models)])
         tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
-        lines = [report, updates, tokens]
+        read = (self.rows.sample if isinstance(self.rows, LazyRows) else self.rows).report.columns
+        columns = f"columns: {read}" if len(self.rows) else f"columns of the first rows: {read}"
+        lines = [report, columns, updates, tokens]
         return Description(lines, total, round(mean * size), int(sizes.max()), examples=min(size, drawn))
 
     def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:

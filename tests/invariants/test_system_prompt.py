@@ -48,8 +48,10 @@ def test_every_kind_of_data_begins_with_it_unless_it_has_one() -> None:
             records, tokenizer, max_length=None, chat_template=options, completions=True
         )
         texts = data.encode_texts(records, tokenizer, max_length=None, chat_template=options)
-        pair = pairs.pairs[0]
-        found = [prompts.ids[0], pair.chosen, pair.rejected, pair.starts, texts.tokens[0], texts.learned[0]]
+        assert pairs.starts is not None
+        assert texts.learned is not None
+        sequences = {**pairs.sequences, **texts.sequences}
+        found = [prompts.ids[0], *(ids[0] for ids in sequences.values()), pairs.starts[0], texts.learned[0]]
         return [np.asarray(each).tolist() for each in found]
 
     row = {"chosen": [REPLY], "rejected": [chat.assistant("b")]}

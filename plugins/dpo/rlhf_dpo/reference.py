@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core import TrainState
-    from rlhf_core.data import Pairs
+    from rlhf_core.data import Examples
     from rlhf_core.fit import Update
     from rlhf_core.models import Definition, Model
     from rlhf_core.packing import Layout, Packed, Tree, Trees
@@ -37,27 +37,25 @@ class PairSet:
     trees: Trees
     """With the values `tokens` and `reference` per sequence, which are rows of the arrays below."""
     digests: NDArray[np.uint64]
-    """uint64 [pairs]: see `Pairs.row_digests`."""
+    """uint64 [pairs]: see `Examples.digests`."""
     reference: NDArray[np.float32]
     """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where not computed yet."""
     tokens: NDArray[np.float32]
     """float32 [pairs, 2]: tokens of each completion."""
 
     @classmethod
-    def of(cls, pairs: Pairs) -> PairSet:
+    def of(cls, pairs: Examples) -> PairSet:
         """Make the trees of pairs that were encoded with their completions."""
-        trees = pairs.trees()
         assert pairs.starts is not None
-        lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)
-        untrained = np.maximum(pairs.starts, trees.prefixes[:, None])
-        tokens = np.maximum(lengths - untrained, 0).astype(np.float32)
-        reference = np.full((len(trees), 2), np.nan, np.float32)
+        untrained = np.maximum(pairs.starts, pairs.prefixes[:, None])
+        tokens = np.maximum(pairs.sequence_lengths - untrained, 0).astype(np.float32)
+        reference = np.full((len(pairs), 2), np.nan, np.float32)
 
         def with_values(i: int, tree: Tree) -> Tree:
             # Views, so that packing sees references that are computed later.
             return tree._replace(sequence_values={"reference": reference[i], "tokens": tokens[i]})
 
-        return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens)
+        return cls(pairs.changed(with_values), pairs.digests, reference, tokens)
 
 
 class PairReader:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.data import Pairs
+from rlhf_core.data import Examples
 from rlhf_core.fit import EvaluationMetrics
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
@@ -51,7 +51,7 @@ def build(config: DPOConfig, context: Context) -> Build:
     train = context.pairs("train_data", whole=whole, **PAIRS)
     readers: dict[str, PairReader] = {}
     start = None
-    if isinstance(train, Pairs):
+    if isinstance(train, Examples):
         pairs = PairSet.of(train)
         model, updates = context.updates(model, train, pairs.trees, **ROWS)
         reached = updates.rows_reached()

@@ -18,7 +18,7 @@ from rlhf_core.errors import InputError, NonFiniteError, RunError, counted, warn
 from rlhf_core.runtime.flags import Base, Plugins, Quantize, takes
 
 if TYPE_CHECKING:
-    from rlhf_core.data import Prompts, Records
+    from rlhf_core.data import Examples, Records
     from rlhf_core.models import Model
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.sampling import Sampler
@@ -242,7 +242,7 @@ def _open(given: Generation, registry: Registry) -> Model:
     return dataclasses.replace(model, tokenizer=tokenizer)
 
 
-def _encode(given: Generation, records: Records, model: Model) -> Prompts:
+def _encode(given: Generation, records: Records, model: Model) -> Examples:
     """Encode the prompts; texts of --prompt are a user's messages if the model has a chat template."""
     from rlhf_core import artifacts, data
     from rlhf_core.data.columns import require_conversations
@@ -301,7 +301,7 @@ def _sampler(given: Generation, model: Model, prompts: int, longest: int) -> Sam
 
 
 def _fit(
-    encoded: Prompts, limit: int | None, longest: int, positions: int | None
+    encoded: Examples, limit: int | None, longest: int, positions: int | None
 ) -> tuple[list[Ints], list[int]]:
     """Return the prompts' ids, cut to their last `limit` tokens, and how many tokens each lost; warn if any did.
 

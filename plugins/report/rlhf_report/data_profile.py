@@ -62,36 +62,35 @@ def profile(
     Raises InputError if no trainer reads the columns, and naming the file and row of the first few problems.
     """
     kind = _kind(records)
-    pretokenised = kind == "pairs" and all(_family(table) for table in records.tables)
+    pretokenised = kind == "pairs" and all(map(preferences.id_columns, records.tables))
     unit = "characters" if tokenizer is None and not pretokenised else "tokens"
     if unit == "characters":
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
         tokenizer, chat_template = Characters(), chat_template or "plain"
     # Trainers refuse files whose completions repeat their prompts; here they are only counted.
     options = TextOptions(chat_template, prompt_repeated=False)
-    report, places, lengths, facts = _MEASURES[kind](records, tokenizer, options, unit)
+    examples, lengths, facts = _MEASURES[kind](records, tokenizer, options, unit)
     if unit == "characters":
-        report.untemplated.clear()  # the model is unknown
+        examples.report.untemplated.clear()  # the model is unknown
     columns = {} if kind == "pairs" else _as_pairs(records)
     if columns:
         facts["preferences?"] = f"columns = {to_value(columns)} reads them as pairs"
     limit = LIMITS[kind] if max_length is None else max_length
     longest = list(lengths.values())[-1]
-    over = [places[i] for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
+    over = [examples.where(i) for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
     formats = dict.fromkeys(_format(table, kind) for table in records.tables)
     return Profile(
-        records.name, "; ".join(formats), records.columns, unit, report, lengths, limit, over, facts
+        records.name, "; ".join(formats), records.columns, unit, examples.report, lengths, limit, over, facts
     )
 
 
-Measured = tuple[Report, Sequence[str], dict[str, NDArray[np.int64]], dict[str, str]]
+Measured = tuple[data.Examples, dict[str, NDArray[np.int64]], dict[str, str]]
 
 
 def _measure_pairs(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
     pairs = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
-    trees = pairs.trees()
-    start = trees.prefixes
-    chosen, rejected = pairs.chosen.lengths - start, pairs.rejected.lengths - start
+    start = pairs.prefixes
+    chosen, rejected = (pairs.sequence_lengths - start[:, None]).T
     longer, ties = float(np.mean(chosen > rejected)), float(np.mean(chosen == rejected))
     apart = int((2 * start + chosen + rejected).sum())
     facts = {
@@ -99,7 +98,7 @@ def _measure_pairs(records: Records, tokenizer: Any, template: TextOptions, unit
         "shared start": f"{apart:,} {unit} as two sequences per pair, {apart - int(start.sum()):,} with the start "
         f"they share once: {percent(start.sum() / apart)} saved",
     }
-    margins = pairs.margins
+    margins = pairs.values["margin"]
     if margins.any():
         facts["margin"] = (
             f"{margins.min():g} to {margins.max():g}, 0 in {int((margins == 0).sum()):,} of {len(margins):,} pairs"
@@ -110,24 +109,24 @@ def _measure_pairs(records: Records, tokenizer: Any, template: TextOptions, unit
         "rejected, after it": rejected,
         "longer of the two": start + np.maximum(chosen, rejected),
     }
-    return pairs.report, pairs.places, lengths, facts
+    return pairs, lengths, facts
 
 
 def _measure_texts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
     demonstrations = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
-    whole = demonstrations.tokens.lengths
-    learned = np.array([np.count_nonzero(mask) for mask in demonstrations.learned])
+    whole = demonstrations.lengths
+    learned = np.array([np.count_nonzero(mask) for mask in demonstrations.learned or ()])
     facts = {
         "learned": f"{learned.sum():,} of {whole.sum():,} {unit}, {percent(learned.sum() / whole.sum())}"
     }
     lengths = {"learned": learned, "whole": whole}
-    return demonstrations.report, demonstrations.places, lengths, facts
+    return demonstrations, lengths, facts
 
 
 def _measure_prompts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
     encoded = data.encode_prompts(records, tokenizer, max_prompt_length=None, chat_template=template)
     names = ", ".join(encoded.columns) or "no other column"
-    return encoded.report, encoded.places, {"prompt": encoded.ids.lengths}, {"for rewards": names}
+    return encoded, {"prompt": encoded.lengths}, {"for rewards": names}
 
 
 def percent(share: float) -> str:
@@ -139,7 +138,7 @@ _MEASURES = {"pairs": _measure_pairs, "texts": _measure_texts, "prompts": _measu
 
 def _kind(records: Records) -> str:
     columns = set(records.columns)
-    if {"chosen", "rejected"} <= columns or any(_family(table) for table in records.tables):
+    if {"chosen", "rejected"} <= columns or any(map(preferences.id_columns, records.tables)):
         return "pairs"
     if columns & {"text", "messages", "completion"}:
         return "texts"
@@ -173,12 +172,8 @@ def _as_pairs(records: Records) -> dict[str, str | list[str]]:
     return columns
 
 
-def _family(table: Table) -> tuple[str, str] | None:
-    return next((family for family in preferences.FAMILIES if set(family) <= set(table.columns)), None)
-
-
 def _format(table: Table, kind: str) -> str:
-    if kind == "pairs" and (family := _family(table)):
+    if kind == "pairs" and (family := preferences.id_columns(table)):
         return f"preferences: {' + '.join(family)}, token ids"
     what = {"pairs": "preferences", "texts": "demonstrations", "prompts": "prompts"}[kind]
     wanted = texts.read_columns(table) if kind == "texts" else ("prompt", "chosen", "rejected")

@@ -23,7 +23,7 @@ from rlhf_reward.metrics import calibration_bins, histograms, measures
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
-    from rlhf_core.data import Pairs
+    from rlhf_core.data import Examples
     from rlhf_core.models import Model
     from rlhf_core.training import Context, HeldOut
     from rlhf_reward.objective import Measure
@@ -38,7 +38,7 @@ class ScoreEvaluation:
 
     def __init__(
         self,
-        pairs: Pairs,
+        pairs: Examples,
         held_out: HeldOut,
         model: Model,
         measure: Measure,
@@ -51,9 +51,8 @@ class ScoreEvaluation:
         self.own_metrics = own_metrics
         count = len(held_out.trees)
         self.pairs, self.stored = pairs, model.as_stored
-        self.margins = pairs.margins[:count].astype(np.float32)
-        lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)[:count]
-        self.lengths = lengths - held_out.trees.prefixes[:, None]
+        self.margins = pairs.values["margin"][:count].astype(np.float32)
+        self.lengths = pairs.sequence_lengths[:count] - held_out.trees.prefixes[:, None]
         self.subsets = [None if x is None or x == "" else str(x) for x in pairs.column("subset")[:count]]
         self._score = held_out.reader(partial(sequence_scores, model.definition))
         self._measure = jax.jit(measure)
@@ -125,8 +124,8 @@ class Preview:
         return EvaluationMetrics(found, found.rows, _summary(scores))
 
     def _texts(self, i: int, tokenizer: Any) -> dict[str, str]:
-        pair = self.evaluate.pairs.pairs[i]
-        chosen, rejected = (tokenizer.decode(ids.tolist()) for ids in (pair.chosen, pair.rejected))
+        sequences = self.evaluate.pairs.sequences
+        chosen, rejected = (tokenizer.decode(sequences[side][i].tolist()) for side in ("chosen", "rejected"))
         alike = (a == b for a, b in zip(chosen, rejected, strict=False))
         shared = sum(1 for _ in takewhile(bool, alike))
         return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
+from rlhf_core.data import Examples
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
 from rlhf_core.scoring import Scorer
@@ -34,8 +35,7 @@ def build(config: RewardConfig, context: Context) -> Build:
 
     model = context.model("score")
     train = context.pairs("train_data", read_at=config.read_at)
-    trees = train.trees()
-    model, updates = context.updates(model, train, trees, **ROWS)
+    model, updates = context.updates(model, train, **ROWS)
     held_out: list[ScoreEvaluation] = []
 
     def evaluation(field: str) -> Evaluate | None:
@@ -55,7 +55,8 @@ def build(config: RewardConfig, context: Context) -> Build:
             score = partial(sequence_scores, model.definition)
             layout = updates.layout.largest()  # a single program to compile
             reader = TreeReader(score, layout, context.mesh, per="sequence")
-            found = reader(model.as_stored(state.params), trees[:STATISTICS_PAIRS], group=2)
+            first = (train if isinstance(train, Examples) else train.sample)[:STATISTICS_PAIRS]
+            found = reader(model.as_stored(state.params), first, group=2)
             metrics = None
         else:
             found, metrics = held_out[0].scores(state), finite(held_out[0].known(state))

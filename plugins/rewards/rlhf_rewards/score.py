@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.data.table import Table, mapped
+from rlhf_core.data.table import Table
 from rlhf_core.errors import UNREADABLE, InputError, read_limited
 from rlhf_core.runtime.files import attempt, flush, make_directory, seal, unseal
 from rlhf_core.runtime.terminal import number
@@ -55,7 +55,7 @@ def prompts_as_turns(table: Table) -> Table:
         return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else row
 
     kinds = {**table.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)}
-    return table.derived(mapped(table.rows, as_turn), "prompts as turns", kinds)
+    return table.changed(as_turn, "prompts as turns", kinds)
 
 
 class Unfinished:

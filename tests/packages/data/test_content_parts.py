@@ -72,9 +72,9 @@ def test_parts_are_read_wherever_messages_are(tokenizer: Any) -> None:
     def ids(records: data.Records, kind: str) -> Any:
         if kind == "pairs":
             pairs = data.encode_pairs(records, tokenizer, max_length=None, completions=True)
-            return [pairs.chosen[0].tolist(), pairs.rejected[0].tolist(), pairs.starts]
+            return [*(ids[0].tolist() for ids in pairs.sequences.values()), pairs.starts]
         if kind == "texts":
-            return data.encode_texts(records, tokenizer, max_length=None).tokens[0].tolist()
+            return data.encode_texts(records, tokenizer, max_length=None).sequences["tokens"][0].tolist()
         if kind == "prompts":
             return data.encode_prompts(records, tokenizer, max_prompt_length=None).ids[0].tolist()
         [whole] = data.whole_parts(records, Encoder(tokenizer))

@@ -43,6 +43,8 @@ def plain(value):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, tuple | list):
         return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in vars(value).values()] if hasattr(value, "__dict__") else value
 
 
@@ -55,7 +57,7 @@ def test_from_the_disk_is_as_without_it(kind, tokenizer, monkeypatch, directory)
         wanted = [encode(data.load(rows), tokenizer, **way) for way in ways]
     assert not directory.exists()
     first = encode(data.load(rows), tokenizer, **ways[0])
-    monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr(module, "_encode", lambda *_, **__: pytest.fail("encoded again"))
     again = [encode(data.load(rows), tokenizer, **way) for way in ways]
     assert plain([first, *again]) == plain([wanted[0], *wanted])
     assert first.digests.tolist() == again[0].digests.tolist() == wanted[0].digests.tolist()
@@ -107,14 +109,14 @@ def test_wrong_rows_are_reported_every_time(tokenizer, directory):
 
 def build():
     """Yield two parts, with three rows and one row."""
-    yield {**cache.flatten("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
-    yield {**cache.flatten("ids", [np.arange(3)]), "odd_rows": np.array([0])}
+    yield {**cache.flatten("ids", [np.arange(4), None, np.arange(2)]), "odd": np.array([False, False, True])}
+    yield {**cache.flatten("ids", [np.arange(3)]), "odd": np.array([True])}
 
 
 WHOLE = {
     "ids": np.array([0, 1, 2, 3, 0, 1, 0, 1, 2]),
     "ids_ends": np.array([4, 4, 6, 9]),
-    "odd_rows": np.array([2, 3]),
+    "odd": np.array([False, False, True, True]),
 }
 
 

@@ -40,8 +40,8 @@ def pairs(rows, tokenizer, **options):
 
 def completions(encoded, tokenizer):
     return [
-        tuple(tokenizer.decode(ids[start:]) for ids, start in zip(pair[:2], pair.starts, strict=True))
-        for pair in encoded.pairs
+        tuple(tokenizer.decode(ids[start:]) for ids, start in zip(pair, starts, strict=True))
+        for *pair, starts in zip(*encoded.sequences.values(), encoded.starts, strict=True)
     ]
 
 
@@ -73,34 +73,34 @@ def test_a_completion_starts_after_its_prompt(row, expected, tokenizer):
 
 def test_nothing_but_completions_is_trained_of_token_ids_too(tokenizer):
     rows = [{"chosen_ids": [5, 6, 7, 8], "rejected_ids": [5, 6, 9]}]
-    assert pairs(rows, None).pairs[0].starts == (2, 2)
+    assert pairs(rows, None).starts.tolist() == [[2, 2]]
     given = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [7, 9]}]
-    assert pairs(given, None).pairs[0].starts == (2, 2)
+    assert pairs(given, None).starts.tolist() == [[2, 2]]
     both = [*given, {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": []}]
     encoded = pairs(both, None)
     assert (len(encoded), encoded.report.empty) == (1, ["dataset row 2"])
 
-    (tree,) = pairs([{"prompt": "ask ", "chosen": "yes", "rejected": "yet"}], tokenizer).trees()
+    (tree,) = pairs([{"prompt": "ask ", "chosen": "yes", "rejected": "yet"}], tokenizer)
     assert tokenizer.decode(tree.prefix) == "ask "
     assert [tokenizer.decode(own) for own in tree.branches] == ["yes</s>", "yet</s>"]
     assert [w.tolist() for w in tree.weights] == [[1] * 4, [1] * 4]
     plain = data.encode_pairs(
         data.load([{"prompt": "a", "chosen": "b", "rejected": "c"}]), tokenizer, max_length=9
     )
-    assert plain.pairs[0].starts is None
-    assert plain.trees()[0].weights is None
+    assert plain.starts is None
+    assert plain[0].weights is None
 
 
 def test_cut_pairs(tokenizer):
     rows = [{"prompt": "ask ", "chosen": "yes", "rejected": "never"}]
     end = pairs(rows, tokenizer, max_length=7, overlong="truncate")
-    assert [len(ids) for ids in end.pairs[0][:2]] == [7, 7]
-    assert end.pairs[0].starts == (3, 1)  # after "sk " and " "
+    assert end.sequence_lengths.tolist() == [[7, 7]]
+    assert end.starts.tolist() == [[3, 1]]  # after "sk " and " "
     assert completions(end, tokenizer) == [("yes</s>", "never</s>")]
     start = pairs(rows, tokenizer, max_length=6, overlong="truncate", truncation_mode="keep_start")
     assert completions(start, tokenizer) == [("ye", "ne")]
     rows.append({"prompt": "a question ", "chosen": "b", "rejected": "c"})
     kept = pairs(rows, tokenizer, max_length=6, overlong="truncate", truncation_mode="keep_start")
     assert (len(kept), kept.report.filtered) == (1, ["dataset row 2"])  # its completions are cut away
-    digests = [each.row_digests().tolist() for each in (kept, start, end)]
+    digests = [each.digests.tolist() for each in (kept, start, end)]
     assert digests[0] == digests[1] != digests[2]

@@ -42,7 +42,7 @@ def test_a_missing_cell_of_csv_is_null_and_a_quoted_one_is_empty(place):
         {"prompt": "d\ne", "answer": "  ", "more": "f"},
         {"prompt": None, "answer": "g", "more": ""},
     ]
-    assert [records.where(i).rpartition(" ")[2] for i in range(4)] == ["2", "3", "4", "7"]
+    assert [records.where(i).rpartition(" ")[2] for i in range(4)] == ["1", "2", "3", "4"]
     assert records[2] == list(records)[2]
 
 
@@ -145,7 +145,7 @@ def test_sharegpt_and_conversations_as_json_are_read_and_said(place, tokenizer, 
     wanted = data.encode_texts(
         data.load([{"messages": TALK}]), tokenizer, max_length=None, chat_template="plain"
     )
-    assert encoded.texts[0].tokens.tolist() == wanted.texts[0].tokens.tolist()
+    assert encoded.sequences["tokens"][0].tolist() == wanted.sequences["tokens"][0].tolist()
     assert wanted.report.read_as == []
     said = "\n".join(encoded.report.lines())
     assert "a.jsonl: reading column 'conversations' as 'messages'" in said

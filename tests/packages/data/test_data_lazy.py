@@ -53,23 +53,22 @@ def same(trees):
 @pytest.mark.parametrize("completions", [False, True])
 def test_arrays_of_pairs_say_what_their_trees_are(tiny, tokenizer, way, completions):
     rows = [*tiny.pairs(60), {"chosen": "a b c", "rejected": "a c c"}, {"chosen": "a", "rejected": "a b"}]
-    same(data.encode_pairs(data.load(rows[:60]), tokenizer, completions=completions, **way).trees())
-    same(data.encode_pairs(data.load(rows[60:] * 5), tokenizer, **way).trees())
+    same(data.encode_pairs(data.load(rows[:60]), tokenizer, completions=completions, **way))
+    same(data.encode_pairs(data.load(rows[60:] * 5), tokenizer, **way))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_arrays_of_texts_say_what_their_trees_are(tiny, tokenizer, way):
-    same(data.encode_texts(data.load(tiny.texts(60)), tokenizer, **way).trees())
+    same(data.encode_texts(data.load(tiny.texts(60)), tokenizer, **way))
 
 
 def plain(encoded):
     """Convert all contents of an encoded data set to Python objects."""
-    rows = getattr(encoded, "pairs", None) or getattr(encoded, "texts", None) or encoded.ids
-    said = [
-        [np.asarray(x).tolist() for x in row if x is not None] if isinstance(row, tuple) else row.tolist()
-        for row in rows
-    ]
-    return said, encoded.report, list(encoded.places), encoded.digests.tolist()
+    sequences = [[ids.tolist() for ids in each] for each in encoded.sequences.values()]
+    learned = [mask.tolist() for mask in encoded.learned or ()]
+    values = [column.tolist() for column in encoded.values.values()]
+    places = [encoded.where(i) for i in range(len(encoded))]
+    return encoded.report, sequences, learned, values, places, encoded.digests.tolist()
 
 
 @pytest.mark.parametrize("kind", ["pairs", "texts", "prompts"])
@@ -98,8 +97,8 @@ def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer,
             patch.setattr(table.Table.parts, "__defaults__", (1000,))
             whole = plain(encode(data.load(spec), tokenizer, **way))
         assert first == again == whole
-        assert whole[1].duplicates
-        assert bool(whole[1].reversed) == (kind == "pairs")
+        assert whole[0].duplicates
+        assert bool(whole[0].reversed) == (kind == "pairs")
 
 
 def test_raw_columns_are_read_when_they_are_asked_for(tiny, tokenizer, disk):
@@ -132,9 +131,8 @@ def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, mo
 
     def start():
         pairs = data.encode_pairs(data.load(path), tokenizer, max_length=None)
-        trees = pairs.trees()
-        data.require_vocabulary(trees, pairs.where, 48)
-        return pairs, trees, [trees[i] for i in range(8)]
+        data.require_vocabulary(pairs, pairs.where, 48)
+        return pairs, [pairs[i] for i in range(8)]
 
     start()
     tracemalloc.start()

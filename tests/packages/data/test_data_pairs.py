@@ -27,7 +27,10 @@ def pairs(rows, tokenizer, **options):
 
 
 def decoded(encoded, tokenizer):
-    return [(tokenizer.decode(pair.chosen), tokenizer.decode(pair.rejected)) for pair in encoded.pairs]
+    return [
+        (tokenizer.decode(chosen), tokenizer.decode(rejected))
+        for chosen, rejected in zip(*encoded.sequences.values(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +47,10 @@ def test_text_layouts(row, tokenizer):
     repeated = TextOptions(prompt_repeated=row.get("prompt_repeated"))
     encoded = pairs([row], tokenizer, chat_template=repeated)
     assert decoded(encoded, tokenizer) == [("<s>ask good</s>", "<s>ask bad</s>")]
-    (tree,) = encoded.trees()
+    (tree,) = encoded
     assert tokenizer.decode(tree.prefix) == "<s>ask "
     assert [tokenizer.decode(branch) for branch in tree.branches] == ["good</s>", "bad</s>"]
-    assert encoded.pairs[0].chosen.dtype == np.int32
+    assert encoded.sequences["chosen"][0].dtype == np.int32
 
 
 def test_a_prompt_inside_a_longer_conversation(tokenizer):
@@ -70,18 +73,17 @@ def test_pretokenised_layouts(chosen, rejected, mask):
     row = {chosen: [5, 6, 7, 0], rejected: [0, 0, 5, 8], "margin": 0.5}
     masks = {mask.format("chosen"): [1, 1, 1, 0], mask.format("rejected"): [0, 0, 1, 1]}
     encoded = pairs([{**row, **masks}, {**row, **masks}], None)  # no tokenizer needed
-    assert [(p.chosen.tolist(), p.rejected.tolist(), p.margin) for p in encoded.pairs] == [
-        ([5, 6, 7], [5, 8], 0.5)
-    ] * 2
-    assert [p.chosen.tolist() for p in pairs([row], None).pairs] == [[5, 6, 7, 0]]
-    assert [p.rejected.tolist() for p in pairs([{**row, "prompt_input_ids": [9]}], None).pairs] == [
-        [9, 0, 0, 5, 8]
-    ]
+    assert [ids.tolist() for ids in encoded.sequences["chosen"]] == [[5, 6, 7]] * 2
+    assert [ids.tolist() for ids in encoded.sequences["rejected"]] == [[5, 8]] * 2
+    assert encoded.values["margin"].tolist() == [0.5] * 2
+    assert [ids.tolist() for ids in pairs([row], None).sequences["chosen"]] == [[5, 6, 7, 0]]
+    prompted = pairs([{**row, "prompt_input_ids": [9]}], None)
+    assert [ids.tolist() for ids in prompted.sequences["rejected"]] == [[9, 0, 0, 5, 8]]
 
 
 def test_margins_reach_both_sequences(tokenizer):
     rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (1.5, None, "2")]
-    values = [tree.sequence_values["margin"] for tree in pairs(rows, tokenizer).trees()]
+    values = [tree.sequence_values["margin"] for tree in pairs(rows, tokenizer)]
     assert [(v.dtype, v.tolist()) for v in values] == [(np.float32, [m, m]) for m in (1.5, 0.0, 2.0)]
 
 
@@ -124,10 +126,10 @@ def test_real_preferences(shared, name, folder, template):
     report = encoded.report
     assert report.total == len(records) == report.kept + len(report.filtered) + len(report.empty)
     assert report.kept == len(encoded) > 0.6 * len(records)
-    for tree in encoded.trees():  # the prompt is shared except perhaps its last tokens
+    for tree in encoded:  # the prompt is shared except perhaps its last tokens
         assert len(tree.prefix) >= 8
     row = int(encoded.where(7).rsplit(" ", 1)[1]) - 1
     alone = encode_full(tokenizer, records[row]["prompt"], records[row]["chosen"], chat_template=template)
-    assert alone.tolist() == encoded.pairs[7].chosen.tolist()
+    assert alone.tolist() == encoded.sequences["chosen"][7].tolist()
     opened = Encoder(tokenizer, template).prompts([records[row]["prompt"]])[0]
     assert alone[: len(opened)].tolist() == opened.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import datasets
@@ -75,8 +76,20 @@ def test_rows_are_numbered_as_in_their_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": "y"}\n')
     assert data.load(tmp_path / "a.jsonl").where(1) == f"{tmp_path / 'a.jsonl'} row 3"
     records = data.load(write(tmp_path / "b.csv"))
-    assert records.where(0).endswith("b.csv row 2")  # the header is row 1
-    assert records.where(1).endswith("b.csv row 4")  # the first record has two lines
+    assert records.where(0).endswith("b.csv row 1")  # the first after the header
+    assert records.where(1).endswith("b.csv row 2")  # the first has two lines
+    text = 'text,n\n"one\n\nline",1\n\n\ntwo,2\nthree,3\n'
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(text.encode()))
+    records = data.load(tmp_path / "c.csv.gz")
+    assert [row["text"] for row in records] == ["one\n\nline", "two", "three"]
+    assert [records.where(i).rpartition(" ")[2] for i in range(3)] == [
+        "1",
+        "2",
+        "3",
+    ]  # blank lines are no rows
+    (tmp_path / "d.csv").write_text(text + "four\n")
+    with pytest.raises(InputError, match=r"d\.csv row 4 has 1 fields, its header has 2"):
+        data.load(tmp_path / "d.csv")
 
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub" / "prefs.jsonl")

@@ -112,13 +112,13 @@ def test_tools_and_tool_calls_reach_the_template(tokenizer, tmp_path):
     wanted = tokenizer("f 2 g 1 user a assistant b h")["input_ids"] + [tokenizer.eos_token_id]
     pq.write_table(pa.Table.from_pylist([CALLS]), tmp_path / "calls.parquet")  # adds nulls to objects
     for rows in ([CALLS], [{**CALLS, "tools": json.dumps(TOOLS)}], str(tmp_path / "calls.parquet")):
-        assert pairs(rows, tokenizer, chat_template=TOOLED).pairs[0].chosen.tolist() == wanted
+        assert pairs(rows, tokenizer, chat_template=TOOLED).sequences["chosen"][0].tolist() == wanted
     bare = {name: CALLS[name] for name in ("chosen", "rejected")}
     for tools in ([], "", None):
-        shorter = pairs([{**bare, "tools": tools}], tokenizer, chat_template=TOOLED).pairs[0]
-        assert shorter.chosen.tolist() == wanted[4:]
+        shorter = pairs([{**bare, "tools": tools}], tokenizer, chat_template=TOOLED)
+        assert shorter.sequences["chosen"][0].tolist() == wanted[4:]
     texts = data.encode_texts(data.load([CALLS]), tokenizer, max_length=None, chat_template=TOOLED)
-    assert texts.texts[0].tokens.tolist() == wanted
+    assert texts.sequences["tokens"][0].tolist() == wanted
 
 
 def test_the_fingerprint_is_of_every_element_of_the_order_of_keys_and_of_how_it_was_read(tmp_path):
@@ -134,3 +134,27 @@ def test_the_fingerprint_is_of_every_element_of_the_order_of_keys_and_of_how_it_
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     specs = [{"name": kind, "path": str(tmp_path / "a.jsonl")} for kind in ("jsonl", "txt")]
     assert len({data.load(spec).fingerprint for spec in specs}) == 2
+
+
+def test_the_columns_that_are_read_are_listed_with_the_rows_that_have_them(tokenizer, tmp_path):
+    names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    rows = [{"question": "a", "good": " b", "bad": " c", "margin": 2, "source": "d"}] * 2
+    rows.append({"question": "a", "good": " c", "bad": " d", "margin": None, "source": None})
+    found = data.encode_pairs(data.load(rows, columns=names), tokenizer, max_length=None)
+    renamed = "prompt ← question, chosen ← good, rejected ← bad (3)"
+    assert found.report.columns == f"{renamed}, margin (2)"
+    assert found.report.not_read == ["unused columns: source (in 2)"]
+    unread = data.encode_pairs(data.load(rows, columns=names), tokenizer, max_length=None, margins=False)
+    assert (unread.report.columns, unread.report.unread) == (renamed, ["dataset row 1", "dataset row 2"])
+
+    turns = [{"role": "user", "content": "a"}]
+    answered = [*turns, {"role": "assistant", "content": "b"}]
+    chats, texts = [{"messages": answered}] * 2, [{"prompt": "a", "completion": "b", "tools": None}]
+    both = data.load([data.load(chats), data.load(texts)])
+    options = {"max_length": None, "chat_template": "plain"}
+    assert data.encode_texts(both, tokenizer, **options).report.columns == (
+        "messages (2 conversations), prompt, completion (1)"
+    )
+    prompts = data.load([{"prompt": turns, "answer": "2", "level": None}])
+    read = data.encode_prompts(prompts, tokenizer, max_prompt_length=None, chat_template="plain").report
+    assert read.columns == "prompt (1 conversation); for rewards: answer (1)"

@@ -23,14 +23,15 @@ def texts(rows, tokenizer, **options):
 
 
 def learned(encoded, tokenizer):
-    return [tokenizer.decode(tokens[weights == 1]) for tokens, weights in encoded.texts]
+    tokens, learned = encoded.sequences["tokens"], encoded.learned
+    return [tokenizer.decode(ids[mask]) for ids, mask in zip(tokens, learned, strict=True)]
 
 
 def test_texts_are_learned_whole(tokenizer):
     encoded = texts([{"text": "abc"}, {"text": " "}], tokenizer)
     assert learned(encoded, tokenizer) == ["<s>abc</s>"]
     assert encoded.report.empty == ["dataset row 2"]
-    (tree,) = encoded.trees()
+    (tree,) = encoded
     assert (len(tree.prefix), len(tree.branches), tree.weights[0].dtype) == (0, 1, np.float32)
 
 
@@ -51,7 +52,7 @@ def test_every_reply_of_a_conversation_is_learned(tokenizer):
     plain = texts(rows, tokenizer, chat_template="plain")
     assert learned(plain, tokenizer) == ["b</s>d</s>"]
     assert plain.report.empty == ["dataset row 2"]
-    assert "left out" not in tokenizer.decode(plain.texts[0].tokens)
+    assert "left out" not in tokenizer.decode(plain.sequences["tokens"][0])
     assert plain.report.after_reply == ["dataset row 1"]
     assert learned(texts(rows, tokenizer, chat_template=CHATML), tokenizer) == ["b</s>d</s>"]
 
@@ -71,7 +72,7 @@ def test_over_long_texts(tokenizer):
     assert texts(rows, tokenizer, max_length=10).report.filtered == ["dataset row 1"]
     cut = texts(rows, tokenizer, max_length=7, overlong="truncate")
     assert learned(cut, tokenizer) == ["good</s>", "x</s>"]
-    assert [len(t.tokens) for t in cut.texts] == [7, 4]
+    assert cut.lengths.tolist() == [7, 4]
     # A row cut down to its prompt has nothing left to learn.
     start = texts(rows, tokenizer, max_length=7, overlong="truncate", truncation_mode="keep_start")
     assert start.report.filtered == ["dataset row 1"]
@@ -94,3 +95,24 @@ def test_prompts_keep_the_other_columns(tokenizer):
     assert encoded.chat
     assert encoded.raw == [[user("ask")]]
     assert encoded.ids[0].tolist() == Encoder(tokenizer, "plain").prompts([[user("ask")]])[0].tolist()
+
+
+def test_prompts_are_trees_without_branches(tokenizer):
+    encoded = data.encode_prompts(
+        data.load([{"prompt": "ask"}, {"prompt": "b"}]), tokenizer, max_prompt_length=9
+    )
+    assert [(tokenizer.decode(tree.prefix), tree.branches) for tree in encoded] == [
+        ("<s>ask", ()),
+        ("<s>b", ()),
+    ]
+    lengths = encoded.sizes.tolist()
+    assert lengths == encoded.prefixes.tolist() == encoded.lengths.tolist() == list(map(len, encoded.ids))
+    assert encoded.trained.tolist() == [0, 0]
+    assert encoded.row(1) == {"prompt": "b"}
+
+
+def test_digests_tell_the_same_tokens_with_other_learned_ones_apart(tokenizer):
+    rows = [{"prompt": "a", "completion": "bc"}, {"prompt": "ab", "completion": "c"}]
+    first, second = texts(rows, tokenizer).digests.tolist()
+    assert first != second
+    assert texts(rows[1:], tokenizer).digests.tolist() == [second]

@@ -27,9 +27,10 @@ def test_values_stay_with_the_rows_that_are_kept_and_reach_the_batch(tiny: Modul
         row("c", " d", rating="-1.5"),
     ]
     found = encoded(tiny, rows, max_length=4)
-    assert found.values["rating"].dtype == np.float32
+    assert found.values["rating"].dtype == np.float64
+    assert found[0].sequence_values["rating"].dtype == np.float32
     np.testing.assert_array_equal(found.values["rating"], [0.25, -1.5])
-    trees = found.trees()
+    trees = found
     layout = choose_layout([tree.size for tree in trees], 1, hidden_size=8, max_tokens=32)
     (batch,) = pack(trees, layout, sequence_names=("rating",))
     assert sorted(batch.sequence_values["rating"][batch.last >= 0]) == [-1.5, 0.25]

@@ -134,8 +134,9 @@ def test_a_reply_with_weight_0_is_not_learned(template: str, tokenizer: Any) -> 
         if not any(weight != 0 for weight in weights):
             assert texts.report.empty == ["dataset row 1"]
             return []
-        tokens, mask = texts.texts[0]
-        words = tokenizer.convert_ids_to_tokens(tokens[mask != 0])
+        assert texts.learned is not None
+        tokens, mask = texts.sequences["tokens"][0], texts.learned[0]
+        words = tokenizer.convert_ids_to_tokens(tokens[mask])
         assert bool(mask[-1]) is (weights[-1] != 0)
         return [word for word in words if word in "cde"]
 

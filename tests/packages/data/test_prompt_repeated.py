@@ -24,9 +24,9 @@ def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool
         return whole.sequences
     if kind == "pairs":
         found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=options)
-        return [[pair.chosen, pair.rejected] for pair in found.pairs]
+        return list(map(list, zip(*found.sequences.values(), strict=True)))
     texts = data.encode_texts(records, tokenizer, max_length=None, chat_template=options)
-    return [[text.tokens] for text in texts.texts]
+    return [[ids] for ids in texts.sequences["tokens"]]
 
 
 @pytest.mark.parametrize(

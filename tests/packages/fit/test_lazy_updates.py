@@ -116,7 +116,7 @@ def test_without_drops_they_are_those_of_rows_encoded_before(
     made = updates(rows, tiny, names=names, num_train_epochs=2.5)
     whole = encode(loaded, tokenizer)
     of_whole = DatasetUpdates(
-        whole.trees(), made.config, made.layout, seed=3, data=whole, sequence_names=names, group=2
+        whole, made.config, made.layout, seed=3, data=whole, sequence_names=names, group=2
     )
     assert made.total == of_whole.total == 11
     for step in [7, 0, *range(11)]:

@@ -91,22 +91,33 @@ TURNS = [*chat.ASKED, chat.assistant(chat.REPLY), chat.user("ab"), chat.assistan
 FOLLOWED = [name for name, case in CASES.items() if case.template in HEADERS]
 
 
+def read(encoded):
+    """Return the tokens of the only text, and their weights."""
+    (tokens,) = encoded.sequences["tokens"]
+    return tokens.tolist(), encoded.weights(0)[0].tolist()
+
+
+def learned(case, encoded):
+    """Decode the learned tokens of the first text."""
+    return case.tokenizer.decode(encoded.sequences["tokens"][0][encoded.learned[0]])
+
+
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_every_reply_is_learned_and_nothing_else(name):
     case = CASES[name]
     turns = [chat.SYSTEM, *TURNS] if case.prompt[0]["role"] == "system" else TURNS
     ids, mask = expected(case, turns)
     encoded = texts(case, {"messages": turns})
-    assert encoded.texts[0].tokens.tolist() == ids
-    assert encoded.texts[0].weights.tolist() == mask
+    assert encoded.sequences["tokens"][0].tolist() == ids
+    assert encoded.weights(0)[0].tolist() == mask
     assert sum(mask) > 20
     report = encoded.report
     assert report.unlearned == report.unlike == report.left_out == []
     # A tokenizer without offsets gives nearly the same: a merge across a boundary counts as a whole.
     slow = dataclasses.replace(case, tokenizer=Slow(case.tokenizer))
-    (other,) = texts(slow, {"messages": turns}).texts
-    assert other.tokens.tolist() == ids
-    assert (other.weights != mask).sum() <= 2
+    other = texts(slow, {"messages": turns})
+    assert other.sequences["tokens"][0].tolist() == ids
+    assert (other.weights(0)[0] != mask).sum() <= 2
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -114,8 +125,7 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(name):
     case = CASES[name]
     ids, mask = expected(case, TURNS, first=1)
     for completion in (TURNS[3:], [*TURNS[3:], chat.user("b")]):
-        (text,) = texts(case, {"prompt": TURNS[:3], "completion": completion}).texts
-        assert (text.tokens.tolist(), text.weights.tolist()) == (ids, mask)
+        assert read(texts(case, {"prompt": TURNS[:3], "completion": completion})) == (ids, mask)
 
 
 class Slow:
@@ -184,10 +194,12 @@ def test_what_tools_answer_is_not_learned():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
     turns = [chat.user("ab?"), call, {"role": "tool", "content": "a result"}, chat.assistant("in")]
     for row in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
-        (text,) = texts(case, row).texts
-        assert (text.tokens.tolist(), text.weights.tolist()) == expected(case, turns)
-        said = case.tokenizer.decode(text.tokens[text.weights == 1])
-        assert said == '<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>in<|im_end|>'
+        encoded = texts(case, row)
+        assert read(encoded) == expected(case, turns)
+        assert (
+            learned(case, encoded)
+            == '<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>in<|im_end|>'
+        )
 
 
 def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
@@ -200,18 +212,15 @@ def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
         chat.assistant("<think>b</think>a"),
     ]
     encoded = texts(case, {"messages": turns})
-    (text,) = encoded.texts
-    assert case.tokenizer.decode(text.tokens[text.weights == 1]) == "<think>b</think>a<|im_end|>"
-    assert "in</think>" not in case.tokenizer.decode(text.tokens)
+    assert learned(case, encoded) == "<think>b</think>a<|im_end|>"
+    assert "in</think>" not in case.tokenizer.decode(encoded.sequences["tokens"][0])
     assert encoded.report.unlearned == encoded.report.left_out == ["dataset row 1"]
     assert "1 whose earlier replies are not all learned (dataset row 1)" in str(encoded.report)
     assert not encoded.report.all_as_given
     # A reply without a thought is rendered the same either way, so it is learned.
     turns[1] = chat.assistant("ab")
     encoded = texts(case, {"messages": turns})
-    assert case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1]) == (
-        "ab<|im_end|><think>b</think>a<|im_end|>"
-    )
+    assert learned(case, encoded) == ("ab<|im_end|><think>b</think>a<|im_end|>")
     assert encoded.report.all_as_given
 
 
@@ -219,16 +228,11 @@ def test_a_generation_prompt_that_replies_do_not_follow_is_reported():
     case = CASES["thinks"]
     encoded = texts(case, {"messages": chat.ASKED[:2]})
     assert encoded.report.unlike == ["dataset row 1"]
-    assert (
-        case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1]) == " ab ab\n<|im_end|>"
-    )
+    assert learned(case, encoded) == " ab ab\n<|im_end|>"
     row = {"messages": [chat.ASKED[0], chat.assistant("<think>\nin</think>b")]}
     encoded = texts(case, row)
     assert encoded.report.all_as_given
-    assert (
-        case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1])
-        == "in</think>b<|im_end|>"
-    )
+    assert learned(case, encoded) == "in</think>b<|im_end|>"
 
 
 def test_messages_and_tools_that_a_template_leaves_out_are_reported():

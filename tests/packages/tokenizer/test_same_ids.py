@@ -73,12 +73,12 @@ def options(case):
 def of_pairs(case, change):
     (row,) = rows(case)
     pairs = data.encode_pairs(data.load([change(row)]), case.tokenizer, **options(case))
-    return pairs.pairs[0].chosen
+    return pairs.sequences["chosen"][0]
 
 
 def of_texts(case, change):
     (row,) = rows(case)
-    return data.encode_texts(data.load([change(row)]), case.tokenizer, **options(case)).texts[0].tokens
+    return data.encode_texts(data.load([change(row)]), case.tokenizer, **options(case)).sequences["tokens"][0]
 
 
 def whole(row, side="chosen"):
@@ -213,7 +213,7 @@ def test_special_tokens_that_are_typed_are_special_tokens_and_come_once():
     for written in ("<s>ab", "ab"):
         assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).prompts([written])[0]) == ["<s>", "ab"]
         row = [{"text": written}]
-        tokens = data.encode_texts(data.load(row), tokenizer, max_length=None).texts[0].tokens
+        tokens = data.encode_texts(data.load(row), tokenizer, max_length=None).sequences["tokens"][0]
         assert tokenizer.convert_ids_to_tokens(tokens) == ["<s>", "ab", "</s>"]
         assert encode_full(tokenizer, written[:-1], "b").tolist() == tokens.tolist()
 
@@ -243,7 +243,9 @@ def test_what_stands_after_the_last_reply_is_read_nowhere(scorer):
     pairs = data.encode_pairs(records, case.tokenizer, max_length=None)
     texts = data.encode_texts(data.load([{"messages": longer}]), case.tokenizer, max_length=None)
     assert read == [wanted] * 2
-    assert [ids.tolist() for ids in (pairs.pairs[0].chosen, texts.texts[0].tokens)] == [wanted] * 2
+    assert [ids.tolist() for ids in (pairs.sequences["chosen"][0], texts.sequences["tokens"][0])] == [
+        wanted
+    ] * 2
     assert pairs.report.after_reply == texts.report.after_reply == ["dataset row 1"]
 
 

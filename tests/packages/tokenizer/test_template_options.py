@@ -64,8 +64,8 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
     pairs = data.encode_pairs(
         data.load([pair]), tokenizer, max_length=None, chat_template=options, completions=True
     )
-    assert pairs.pairs[0].chosen.tolist() == whole
-    assert pairs.pairs[0].starts is not None
+    assert pairs.sequences["chosen"][0].tolist() == whole
+    assert pairs.starts is not None
     for rows in ({"messages": [*PROMPT, *REPLY]}, {"prompt": PROMPT, "completion": REPLY}):
         [part] = data.whole_parts(data.load([{**rows, **row}]), Encoder(tokenizer, options))
         [read] = part.sequences
@@ -74,9 +74,9 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
         # Learned tokens end with the stop token after the reply, wherever the score is read.
         text = data.encode_texts(
             data.load([{**rows, **row}]), tokenizer, max_length=None, chat_template=options
-        ).texts[0]
+        ).sequences["tokens"][0]
         assert (
-            text.tokens.tolist()[: len(written(tokenizer, PROMPT))]
+            text.tolist()[: len(written(tokenizer, PROMPT))]
             == written(tokenizer, PROMPT)[:-2]
             + whole[len(written(tokenizer, PROMPT)) - 2 : len(written(tokenizer, PROMPT))]
         )

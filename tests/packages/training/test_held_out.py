@@ -26,7 +26,7 @@ def model(tiny: ModuleType) -> Model:
 
 
 @pytest.fixture(scope="module")
-def pairs(tiny: ModuleType) -> data.Pairs:
+def pairs(tiny: ModuleType) -> data.Examples:
     return data.encode_pairs(data.load(tiny.pairs(13)), tiny.make_tokenizer(), max_length=64)
 
 
@@ -35,11 +35,10 @@ def context(config: TrainerConfig, mesh: Any) -> Any:
 
 
 @pytest.fixture
-def make(tiny: ModuleType, model: Model, pairs: data.Pairs) -> Make:
+def make(tiny: ModuleType, model: Model, pairs: data.Examples) -> Make:
     def make(**fields: Any) -> HeldOut:
         config = TrainerConfig(eval_batch_size=5, **fields)
-        rows = pairs.trees()
-        return HeldOut(context(config, tiny.one_device()), model, pairs, rows, reads_tokens=False, group=2)
+        return HeldOut(context(config, tiny.one_device()), model, pairs, pairs, reads_tokens=False, group=2)
 
     return make
 
@@ -57,17 +56,16 @@ def test_ids_that_the_model_lacks_name_their_row(tiny: ModuleType, model: Model)
     rows = [{"chosen_ids": [3, 4], "rejected_ids": [3, n]} for n in (5, 900)]
     pairs = data.encode_pairs(data.load(rows), None, max_length=64)
     with pytest.raises(InputError, match=r"dataset row 2: token id 900 is out of range"):
-        HeldOut(context(TrainerConfig(), tiny.one_device()), model, pairs, pairs.trees(), reads_tokens=False)
+        HeldOut(context(TrainerConfig(), tiny.one_device()), model, pairs, pairs, reads_tokens=False)
 
 
 @pytest.mark.parametrize("limits", [{"max_training_steps": 2}, {"num_train_epochs": 0.5}, {}], ids=str)
 def test_rows_that_updates_reach(
-    tiny: ModuleType, model: Model, pairs: data.Pairs, limits: dict[str, Any]
+    tiny: ModuleType, model: Model, pairs: data.Examples, limits: dict[str, Any]
 ) -> None:
     config = TrainerConfig(total_batch_size=4, **limits)
-    trees = pairs.trees()
-    layout = choose_row_layout(trees, config, tiny.one_device(), 16, reads_tokens=False)
-    updates = DatasetUpdates(trees, config, layout, seed=3, data=pairs)
+    layout = choose_row_layout(pairs, config, tiny.one_device(), 16, reads_tokens=False)
+    updates = DatasetUpdates(pairs, config, layout, seed=3, data=pairs)
     names = [
         update.where(i)
         for update in map(updates.update, range(updates.total))

@@ -304,8 +304,9 @@ def test_rollouts_that_a_checkpoint_holds_keep_the_prompts_that_they_had(make):
     expected = [first.update(n, state(n)) for n in range(3, 8)]
     again = make(place=first.stage.dir, **options)
     again.stage.specification = lambda: recorded_as({**RECORD, "seed": 6})
-    ids = [again.prompts.ids[i][::-1] for i in range(8)]
-    again.prompts = again.steps.prompts = replace(again.prompts, ids=ids)
+    ids = again.prompts.ids
+    other = type(ids)([each[::-1] for each in ids], np.arange(8), np.zeros(8, int), ids.lengths)
+    again.prompts = again.steps.prompts = replace(again.prompts, sequences={"ids": other})
     again.collector = replace(again.collector, prompts=again.prompts)
     again.restore(3, host, arrays)
     for n in range(3, 8):

@@ -118,7 +118,7 @@ def scores(model, pairs):
         padded, mask = (np.pad(x, (0, 20 - len(ids)))[None] for x in (ids, np.ones_like(ids)))
         return float(model.scores(padded, mask)[0])
 
-    each = [[score(ids) for ids in p[:2]] for p in pairs.pairs]
+    each = [[score(ids) for ids in p] for p in zip(*pairs.sequences.values(), strict=True)]
     return np.array(each, np.float32)
 
 
@@ -140,18 +140,19 @@ def train(tiny, model, tmp_path):
 
 def own_lengths(pair):
     """Tokens of both replies after what they share, at least one each."""
-    shortest = min(len(pair.chosen), len(pair.rejected))
+    chosen, rejected = pair
+    shortest = min(len(chosen), len(rejected))
     shared = 0
-    while shared < shortest - 1 and pair.chosen[shared] == pair.rejected[shared]:
+    while shared < shortest - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    return [len(pair.chosen) - shared, len(pair.rejected) - shared]
+    return [len(chosen) - shared, len(rejected) - shared]
 
 
 def expected(pairs, scores, subsets, count):
     chosen, rejected = scores[:count].T
-    margins = np.array([pair.margin for pair in pairs.pairs[:count]])
+    margins = pairs.values["margin"][:count]
     loss, metrics = pairwise_loss(chosen, rejected, margins, center_rewards_coefficient=0.1)
-    lengths = np.array([own_lengths(pair) for pair in pairs.pairs[:count]])
+    lengths = np.array([own_lengths(pair) for pair in zip(*pairs.sequences.values(), strict=True)][:count])
     over_all = measures(chosen, rejected, lengths, subsets[:count])
     return {"loss": float(loss), **{k: float(v) for k, v in metrics.items()}, **over_all}
 
