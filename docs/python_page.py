@@ -86,7 +86,7 @@ TASKS = (
         "Run the loop",
         "",
         "Trainer TrainerConfig define_trainer Build Action Context Evaluate Forecast Stage fit UpdateSource "
-        "DatasetUpdates Update empty_batches HeldOut EvaluationMetrics "
+        "ExampleUpdates Update empty_batches HeldOut EvaluationMetrics "
         "make_optimizer TrainState create_state Reference put_rows over_pieces PaddedObjective "
         "padded_rows training_step evaluation_step grpo_step",
     ),

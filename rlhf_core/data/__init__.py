@@ -15,13 +15,15 @@ from rlhf_core.data.batch_order import visited_rows as visited_rows
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.encoded import require_vocabulary as require_vocabulary
-from rlhf_core.data.lazy import LazyRecords as LazyRecords
-from rlhf_core.data.lazy import LazyRows as LazyRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.preferences import usable_pairs as usable_pairs
 from rlhf_core.data.records import drop_columns as drop_columns
 from rlhf_core.data.records import load as load
 from rlhf_core.data.report import Report as Report
+from rlhf_core.data.source import Dropped as Dropped
+from rlhf_core.data.source import Example as Example
+from rlhf_core.data.source import Source as Source
+from rlhf_core.data.source import with_values as with_values
 from rlhf_core.data.table import Records as Records
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.texts import usable_texts as usable_texts

@@ -100,7 +100,7 @@ def test_rollouts_take_the_next_prompts_of_a_stream(
         monkeypatch.setattr(Sampler, "published", lambda self, version: version, raising=False)
         monkeypatch.setattr(Sampler, "__call__", sample)
     monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 4)
-    monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 3)
+    monkeypatch.setattr("rlhf_core.data.source.BLOCK", 3)
     letters = [f"{a} {b}" for a in "abcdefgh" for b in "abcdefg"]
 
     def rows() -> Iterator[dict[str, Any]]:

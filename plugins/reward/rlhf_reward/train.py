@@ -34,8 +34,7 @@ def build(config: RewardConfig, context: Context) -> Build:
 
     model = context.model("score")
     train = context.pairs("train_data", read_at=config.read_at)
-    trees = train.trees()
-    model, updates = context.updates(model, train, trees, **ROWS)
+    model, updates = context.updates(model, train, **ROWS)
     held_out: list[ScoreEvaluation] = []
 
     def evaluation(field: str) -> Evaluate | None:
@@ -43,7 +42,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             return None
         rows = context.held_out(model, pairs, reads_tokens=False, group=2)
         own_metrics = context.own_metrics(len(rows.trees))
-        held_out.append(ScoreEvaluation(pairs, rows, model, measure, own_metrics))
+        held_out.append(ScoreEvaluation(pairs.sample, rows, model, measure, own_metrics))
         if len(held_out) > 1:
             return held_out[-1]  # pairs of the first set are shown
         return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
@@ -55,7 +54,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             score = partial(sequence_scores, model.definition)
             layout = updates.layout.largest()  # a single program to compile
             reader = TreeReader(score, layout, context.mesh, per="sequence")
-            found = reader(model.as_stored(state.params), trees[:STATISTICS_PAIRS], group=2)
+            found = reader(model.as_stored(state.params), train.trees[:STATISTICS_PAIRS], group=2)
             metrics = None
         else:
             found, metrics = held_out[0].scores(state), finite(held_out[0].known(state))
