@@ -53,7 +53,7 @@ TASKS = (
     Task(
         "Make rows",
         "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
-        "Pairs Tree Trees pack Packed Layout",
+        "Source Example Dropped with_values Pairs Tree Trees pack Packed Layout",
     ),
     Task(
         "Collect completions",

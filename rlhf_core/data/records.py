@@ -133,19 +133,21 @@ def wrong_set_names(data: Any) -> list[Any]:
     return [name for name in data if not is_right(name)] if holds_rows(data) else []
 
 
-def require_rows(data: Any, prefix: str = "") -> None:
+def require_rows(data: Any, prefix: str = "", *, streams: bool = False) -> None:
     """Raise InputError for an object in memory that holds splits, or whose rows have no end.
 
     To be called before any row is read, since the rows of an object without end would be read for ever. prefix: of the
-    message.
+    message. streams: whether a dataset of grain may repeat without end.
     """
     if isinstance(data, list | tuple):
         for each in data:
-            require_rows(each, prefix)
+            require_rows(each, prefix, streams=streams)
     elif isinstance(data, Mapping):
         if data and all(hasattr(value, "column_names") for value in data.values()):
             splits = ", ".join(map(str, data))
             raise InputError(f"{prefix}the data has several splits ({splits}): give one of them")
+    elif streams and is_endless(data):
+        return
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) >= ENDLESS:
         raise InputError(
             f"{prefix}{type(data).__name__} of {len(data):,} rows repeats without end: give it without .repeat(None); "
