@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.prompts import without_last_replies as without_last_replies
     from rlhf_core.data.whole_sequences import whole_parts as whole_parts
 
-__all__ = ["Pairs"]
+__all__ = ["Dropped", "Example", "Pairs", "Source", "with_values"]
 _PROMPTS = "EpisodeRows Prompts PromptStream UntokenizedPrompts encode_prompts without_last_replies"
 _HOMES = {**dict.fromkeys(_PROMPTS.split(), "prompts"), "whole_parts": "whole_sequences"}
 

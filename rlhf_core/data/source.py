@@ -396,6 +396,10 @@ class Source:
         """Return the rows of an epoch; 0: unknown."""
         return len(self.order)
 
+    def __bool__(self) -> bool:
+        """Return True: a source whose length is not known is not an empty one."""
+        return True
+
     def where(self, row: int) -> str:
         """Name a row by its number, `Example.row`."""
         return self.order.where(row)

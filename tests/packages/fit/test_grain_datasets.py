@@ -1,4 +1,4 @@
-"""Datasets of grain: finite ones are read in any order, others by their own iterators, which continue where they were."""
+"""Datasets of grain: finite ones are read in any order, others by their own iterators, which continue."""
 
 from __future__ import annotations
 
@@ -84,7 +84,11 @@ def iterated(rows: Rows) -> grain.IterDataset[Any]:
 
 def loader(rows: Rows) -> grain.DataLoader:
     sampler = grain.samplers.IndexSampler(
-        num_records=len(rows), shuffle=True, seed=3, num_epochs=None, shard_options=grain.sharding.NoSharding()
+        num_records=len(rows),
+        shuffle=True,
+        seed=3,
+        num_epochs=None,
+        shard_options=grain.sharding.NoSharding(),
     )
     return grain.DataLoader(data_source=rows, sampler=sampler)
 
