@@ -53,7 +53,7 @@ TASKS = (
     Task(
         "Make rows",
         "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
-        "Examples Tree Trees pack Packed Layout",
+        "Source Example Dropped with_values Examples Tree Trees pack Packed Layout",
     ),
     Task(
         "Collect completions",
@@ -86,7 +86,7 @@ TASKS = (
         "Run the loop",
         "",
         "Trainer TrainerConfig define_trainer Build Action Context Evaluate Forecast Stage fit UpdateSource "
-        "DatasetUpdates Update empty_batches HeldOut EvaluationMetrics "
+        "ExampleUpdates Update empty_batches HeldOut EvaluationMetrics "
         "make_optimizer TrainState create_state Reference put_rows over_pieces PaddedObjective "
         "padded_rows training_step evaluation_step grpo_step",
     ),

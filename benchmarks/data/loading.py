@@ -97,22 +97,23 @@ def train(source: str, tokenizer: str, directory: str, options: str) -> None:
 def open_updates(source: Any, tokenizer: Any, workers: int, **options: Any) -> Any:
     """Make what a reward trainer draws updates from, without a model."""
     from rlhf_core import TrainerConfig, data
-    from rlhf_core.data.lazy import LazyRecords
     from rlhf_core.data.preferences import usable_pairs
-    from rlhf_core.data.streams import LazyStreams, open_streams
-    from rlhf_core.fit.batches import LazyUpdates, choose_row_layout
+    from rlhf_core.data.source import open_files
+    from rlhf_core.data.streams import open_source, open_streams
+    from rlhf_core.fit.batches import ExampleUpdates, choose_row_layout
     from rlhf_core.mesh import make_mesh
     from rlhf_core.tokenizer import TextOptions
 
     encode = partial(data.encode_pairs, max_length=1024, chat_template=TextOptions())
     if isinstance(source, str):
         usable = partial(usable_pairs, options=TextOptions())
-        rows: Any = LazyRecords(data.load(source), usable, encode, tokenizer, seed=0, shuffle=True)
+        loaded = data.load(source)
+        rows = open_files(loaded, usable, encode, tokenizer, seed=0, shuffle=True, workers=workers)
     else:
-        rows = LazyStreams(open_streams(source), encode, tokenizer, seed=0, window=4096)
-    config = TrainerConfig(dataloader_num_workers=workers, **options)
-    layout = choose_row_layout(rows.trees(), config, make_mesh(), 512, reads_tokens=False)
-    return LazyUpdates(rows, config, layout, vocabulary=2000, say=print, sequence_names=("margin",), group=2)
+        rows = open_source(open_streams(source), encode, tokenizer, seed=0, window=4096, workers=workers)
+    config = TrainerConfig(**options)
+    layout = choose_row_layout(rows.trees, config, make_mesh(), 512, reads_tokens=False)
+    return ExampleUpdates(rows, config, layout, vocabulary=2000, sequence_names=("margin",), group=2)
 
 
 def host(kind: str, source: str, tokenizer: str, workers: str) -> None:

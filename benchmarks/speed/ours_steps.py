@@ -36,9 +36,10 @@ from rlhf_core import (
     plugins,
 )
 from rlhf_core.config import TrainerConfig
+from rlhf_core.data import Source
 from rlhf_core.fit.batches import (
     KNOWN_UPDATES,
-    DatasetUpdates,
+    ExampleUpdates,
     UpdateSource,
     choose_row_layout,
     expected_calls,
@@ -143,15 +144,8 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     ]
     layout = choose_row_layout(trees, config, stage.devices(), task.model.hidden, reads_tokens=False)
     model = choose_attention(model, config, stage, trees, layout, group=2)
-    updates = DatasetUpdates(
-        trees,
-        config,
-        layout,
-        seed=stage.seed,
-        data=NoRows(),
-        sequence_names=("margin",),
-        group=2,
-    )
+    source = Source.of(NoRows(), trees, seed=stage.seed)
+    updates = ExampleUpdates(source, config, layout, sequence_names=("margin",), group=2)
     loss = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
     tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
@@ -303,7 +297,7 @@ def run_log_probs(task: works.Task) -> Row:
     sequences = works.token_ids(works.SEQUENCES, works.LENGTH, task.model.vocab)
     trees = [tree([ids]) for ids in sequences]
     layout = choose_row_layout(trees, config, model.mesh, task.model.hidden, reads_tokens=True)
-    updates = DatasetUpdates(trees, config, layout, seed=works.SEED, data=NoRows())
+    updates = ExampleUpdates(Source.of(NoRows(), trees, seed=works.SEED), config, layout)
 
     def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
         logps, _ = trained_logps(model.definition, params, batch)

@@ -14,13 +14,15 @@ from rlhf_core.data.batch_order import count_updates as count_updates
 from rlhf_core.data.batch_order import visited_rows as visited_rows
 from rlhf_core.data.examples import Examples as Examples
 from rlhf_core.data.examples import require_vocabulary as require_vocabulary
-from rlhf_core.data.lazy import LazyRecords as LazyRecords
-from rlhf_core.data.lazy import LazyRows as LazyRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.preferences import usable_pairs as usable_pairs
 from rlhf_core.data.records import drop_columns as drop_columns
 from rlhf_core.data.records import load as load
 from rlhf_core.data.report import Report as Report
+from rlhf_core.data.source import Dropped as Dropped
+from rlhf_core.data.source import Example as Example
+from rlhf_core.data.source import Source as Source
+from rlhf_core.data.source import with_values as with_values
 from rlhf_core.data.table import Records as Records
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.texts import usable_texts as usable_texts
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.prompts import without_last_replies as without_last_replies
     from rlhf_core.data.whole_sequences import whole_parts as whole_parts
 
-__all__ = ["Examples"]
+__all__ = ["Dropped", "Example", "Examples", "Source", "with_values"]
 _PROMPTS = "EpisodeRows PromptStream UntokenizedPrompts encode_prompts without_last_replies"
 _HOMES = {**dict.fromkeys(_PROMPTS.split(), "prompts"), "whole_parts": "whole_sequences"}
 

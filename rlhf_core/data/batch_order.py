@@ -67,14 +67,14 @@ def batch_rows(
     first = start * batch_size
     while total is None or first < total:
         last = first + batch_size if total is None else min(first + batch_size, total)
-        yield _rows(size, seed if shuffle else None, first, last)
+        yield rows_at(size, first, last, seed=seed, shuffle=shuffle)
         first = last
 
 
-def _rows(size: int, seed: int | None, first: int, last: int) -> NDArray[np.int64]:
-    """Return the rows at positions `first` to `last` − 1 of the endless epochs, int64; without a seed in order."""
+def rows_at(size: int, first: int, last: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return the rows at positions `first` to `last` − 1 of the endless epochs, int64."""
     positions = np.arange(first, last)
-    if seed is None:
+    if not shuffle:
         return positions % size
     if size > FEW_ROWS:
         examples = _examples(size, seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,13 @@ import rlhf_core.data.columns as columns
 from rlhf_core.contracts import REWARD
 from rlhf_core.data.cache import Arrays, flatten
 from rlhf_core.data.examples import Examples, Limit, RowKind, encode, require_vocabulary
-from rlhf_core.data.lazy import Encoding, Example, ExampleReader
 from rlhf_core.data.parts import Notes, Parts, for_each, parse_rows, raise_problems
 from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.source import Example, Source, State
 from rlhf_core.data.table import Records, Table, View
 from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import Tree
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions
-
-if TYPE_CHECKING:
-    from rlhf_core.data.streams import LazyStreams
 
 FORMATS = (("prompt",), ("messages",))
 ACCEPTED = (
@@ -258,23 +255,21 @@ class PromptStream:
     later ones those from the newest `begin` on.
     """
 
-    def __init__(self, rows: LazyStreams, max_prompt_length: int, workers: int) -> None:
-        """workers: processes that tokenise; 0: a thread does."""
-        self._stream, self._workers, self.max_prompt_length = rows, workers, max_prompt_length
-        self.sample: Examples | EpisodeRows = rows.sample
+    def __init__(self, source: Source, max_prompt_length: int) -> None:
+        self._source, self.max_prompt_length = source, max_prompt_length
+        self.sample: Examples | EpisodeRows = source.sample
+        self._sampled = [each for each in source.first() if isinstance(each, Example)]
         self.chat = self.sample.chat
         self.vocabulary: int | None = None
         """Embeddings of the model, which later prompts are compared with."""
-        self._start: tuple[int, Any] = 0, None
+        self._start: tuple[int, State] = 0, source.state
         """A row, and the position of the stream before it."""
-        self._reading: ExampleReader | None = None
-        self._first = 0
-        self._read: list[tuple[Any, Example]] = []
-        """Positions with the rows after them, from row `_first` on."""
+        self._read: list[tuple[State, Example]] = []
+        """Positions with the rows after them, from the newest `begin` on."""
         self._lock = threading.RLock()  # rollouts that are sampled ahead read in threads of their own
         self.ids = _OfRows(self, lambda example: example.tree.prefix)
         raw_of = EpisodeRows.raw_of if isinstance(self.sample, EpisodeRows) else itemgetter("prompt")
-        self.raw = _OfRows(self, lambda example: raw_of(example.row))
+        self.raw = _OfRows(self, lambda example: raw_of(example.columns))
         self.columns = {name: _OfRows(self, partial(_cell, name)) for name in self.sample.columns}
 
     def __len__(self) -> int:
@@ -284,7 +279,7 @@ class PromptStream:
     @property
     def report(self) -> str:
         """What is known of the rows."""
-        return self._stream.report
+        return str(self._source.report)
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -297,21 +292,18 @@ class PromptStream:
 
     def row(self, i: int) -> Mapping[str, Any]:
         """Return row `i` as in the data."""
-        return self.example(i).row
+        return self.example(i).columns
 
     def example(self, i: int) -> Example:
         """Return row `i`, reading as far as it; one before the newest `begin` must be of the sample."""
         if i < len(self.sample):
-            at = int(self._stream.sample_order[i])
-            ids = self.sample.ids[at] if isinstance(self.sample, Examples) else np.zeros(0, np.int32)
-            return Example(self.sample.where(at), Tree(ids, ()), self.sample.row(at))
+            return self._sampled[i]
         with self._lock:
-            if self._reading is None:
-                self._first, position = self._start
-                self._reading = ExampleReader(self._stream, self._encoding, position)
-            while self._first + len(self._read) <= i:
-                self._read.append((self._reading.state, next(self._reading)))
-            example = self._read[i - self._first][1]
+            first = self._start[0]
+            while first + len(self._read) <= i:
+                state = self._source.state
+                self._read += [(state, example) for example in self._source.next(1)]
+            example = self._read[i - first][1]
         if self.vocabulary is not None:
             require_vocabulary([example.tree], lambda _: example.where, self.vocabulary)
         return example
@@ -322,8 +314,8 @@ class PromptStream:
             return
         with self._lock:
             self.example(i)
-            self._read = self._read[i - self._first :]
-            self._first, self._start = i, (i, self._read[0][0])
+            self._read = self._read[i - self._start[0] :]
+            self._start = i, self._read[0][0]
 
     def snapshot(self) -> list[Any]:
         """Return the newest `begin`, with the position of the stream there, as JSON."""
@@ -332,11 +324,8 @@ class PromptStream:
     def restore(self, saved: Sequence[Any]) -> None:
         """Continue from a `snapshot`."""
         row, position = saved
-        self._start, self._reading, self._read = (row, position), None, []
-
-    @cached_property
-    def _encoding(self) -> Encoding:
-        return Encoding(self._stream.encoder, self._workers)
+        self._source.restore(position or {"at": {}})  # none in an earlier version, at the start
+        self._start, self._read = (row, self._source.state), []
 
 
 class _OfRows(Sequence[Any]):
@@ -358,7 +347,7 @@ class _OfRows(Sequence[Any]):
 
 
 def _cell(name: str, example: Example) -> Any:
-    return example.row.get(name)
+    return example.columns.get(name)
 
 
 AnyPrompts: TypeAlias = Examples | EpisodeRows | PromptStream

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from rlhf_core.contracts import DATASET
 from rlhf_core.data.columns import normalise_conversations, rename_columns, require_text
 from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
-from rlhf_core.data.table import Kinds, Records, Table, count_values, digest, json_text
+from rlhf_core.data.table import Kinds, Records, Table, View, count_values, digest, json_text
 from rlhf_core.errors import InputError, library_words, reading, suggest
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ DATA_COLUMNS = {
 FILE_OPTIONS = ("split", "field")
 HUB_OPTIONS = ("split", "subset", "revision", "data_files")
 PREFIXES = ("input_ids_", "chosen_", "rejected_")
+KEPT = 16_384
+"""Rows of a `grain.MapDataset` that are kept in memory; of more, each is read when it is needed."""
 ENDLESS = 2**40
 """Rows that no data in memory have; those of grain that repeat without end give the largest integer as their length."""
 
@@ -131,19 +133,21 @@ def wrong_set_names(data: Any) -> list[Any]:
     return [name for name in data if not is_right(name)] if holds_rows(data) else []
 
 
-def require_rows(data: Any, prefix: str = "") -> None:
+def require_rows(data: Any, prefix: str = "", *, streams: bool = False) -> None:
     """Raise InputError for an object in memory that holds splits, or whose rows have no end.
 
     To be called before any row is read, since the rows of an object without end would be read for ever. prefix: of the
-    message.
+    message. streams: whether a dataset of grain may repeat without end.
     """
     if isinstance(data, list | tuple):
         for each in data:
-            require_rows(each, prefix)
+            require_rows(each, prefix, streams=streams)
     elif isinstance(data, Mapping):
         if data and all(hasattr(value, "column_names") for value in data.values()):
             splits = ", ".join(map(str, data))
             raise InputError(f"{prefix}the data has several splits ({splits}): give one of them")
+    elif streams and is_endless(data):
+        return
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) >= ENDLESS:
         raise InputError(
             f"{prefix}{type(data).__name__} of {len(data):,} rows repeats without end: give it without .repeat(None); "
@@ -156,13 +160,21 @@ def _is_columns(data: Mapping[str, Any]) -> bool:
 
 
 def is_stream(data: Any) -> bool:
-    """Whether data, or one of a list, are a function, iterated and of no known length, or a table with `streaming`."""
+    """Whether data, or one of a list, are read in order: a function, rows of no known length, rows that repeat without
+    end, or a table with `streaming`.
+    """
     if isinstance(data, list | tuple):
         return not all(map(_is_row, data)) and any(map(is_stream, data))
     if isinstance(data, Mapping):
         return data.get("streaming") is True and bool({"name", "path"} & set(data))
     iterated = hasattr(data, "__iter__") and not hasattr(data, "__len__")
-    return inspect.isfunction(data) or inspect.ismethod(data) or (iterated and not isinstance(data, type))
+    is_function = inspect.isfunction(data) or inspect.ismethod(data)
+    return is_function or is_endless(data) or (iterated and not isinstance(data, type))
+
+
+def is_endless(data: Any) -> bool:
+    """Whether data are a `grain.MapDataset` that repeats without end."""
+    return _is_grain(data) and len(data) >= ENDLESS
 
 
 def _is_row(item: Any) -> bool:
@@ -366,21 +378,20 @@ def hub_dataset(
 def from_memory(data: Any, name: str = "dataset") -> Table:
     """Read rows from a list, a `datasets.Dataset`, a data frame, or an object with `__len__` and `__getitem__`.
 
-    Rows that a filter of grain left out, which are None, are passed over; the others keep their numbers.
+    Rows that a filter of grain left out are passed over; the others keep their numbers.
     """
     if isinstance(data, Records) and len(data.tables) == 1:
         return data.tables[0]  # a registered dataset that reads a file keeps the file's name and row numbers
     require_rows(data)
-    rows = _rows_of(data, name)
-    numbers: Sequence[int] = range(1, len(rows) + 1)
     if _is_grain(data):
-        numbers = [number for number, row in enumerate(rows, 1) if row is not None]
-        rows = [rows[number - 1] for number in numbers]
-    if not len(rows):
-        raise InputError(f"{name} has no rows")
+        grained = _GrainRows(data)
+        chunks: Iterable[Sequence[tuple[int, Any]]] = grained.chunks()
+    else:
+        given = _rows_of(data, name)
+        chunks = (list(enumerate(chunk, start + 1)) for start, chunk in Table.chunks(given))
     content, kinds, problems = hashlib.sha256(), Kinds(), Problems()
-    for start, chunk in Table.chunks(rows):
-        for number, row in zip(numbers[start:], chunk, strict=False):
+    for chunk in chunks:
+        for number, row in chunk:
             if not isinstance(row, Mapping):
                 raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
             try:
@@ -395,8 +406,38 @@ def from_memory(data: Any, name: str = "dataset") -> Table:
                 continue
             content.update(text.encode())
             count_values(kinds, row)
+    rows, numbers = (grained.rows, grained.numbers) if _is_grain(data) else (given, range(1, len(given) + 1))
+    if not len(rows):
+        raise InputError(f"{name} has no rows")
     problems.raise_if_any()
     return Table(name, rows, numbers, content.hexdigest(), kinds)
+
+
+class _GrainRows:
+    """The rows of a `grain.MapDataset` but those that a filter left out, which are None."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self.numbers: list[int] = []
+        self._kept: list[Any] = []
+
+    def chunks(self) -> Iterator[list[tuple[int, Any]]]:
+        """Read all rows once, each with its number; those of small data are kept."""
+        for _, which in Table.chunks(range(len(self._data))):
+            read = [(i + 1, self._data[i]) for i in which]
+            chunk = [(number, row) for number, row in read if row is not None]
+            self.numbers += [number for number, _ in chunk]
+            if len(self.numbers) <= KEPT:
+                self._kept += [row for _, row in chunk]
+            yield chunk
+
+    @property
+    def rows(self) -> Sequence[Any]:
+        """The rows; those of large data are read on access."""
+        if len(self.numbers) <= KEPT:
+            return self._kept
+        self._kept = []
+        return View(len(self.numbers), lambda which: [self._data[self.numbers[i] - 1] for i in which])
 
 
 def _is_grain(data: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections import deque
@@ -17,15 +18,25 @@ import numpy as np
 
 from rlhf_core.contracts import DATASET
 from rlhf_core.data.files import COMPRESSIONS, FORMATS, array_records, format_of, limited_rows, parse_line
-from rlhf_core.data.lazy import BLOCK, SAMPLE, Block, BlockEncoder, LazyRows, State
 from rlhf_core.data.records import (
     drop_columns,
     hub_dataset,
+    is_endless,
     is_stream,
     load,
     missing_file,
     resolve,
     with_columns,
+)
+from rlhf_core.data.source import (
+    SAMPLE,
+    Block,
+    BlockEncoder,
+    Row,
+    Source,
+    State,
+    Taken,
+    outcomes,
 )
 from rlhf_core.data.table import Records, Table
 from rlhf_core.errors import InputError, RunError, error_line, reading
@@ -38,8 +49,10 @@ HEAD = 1000
 LINES = ("jsonl", "txt")
 """Formats that are read line by line here; `datasets` streams the others."""
 
-Row = tuple[int, Mapping[str, Any]]
+Numbered = tuple[int, Mapping[str, Any]]
 """A row and its number, from 1."""
+STREAM_BITS = 40
+"""A row of several streams has the number of its stream above its own in the stream."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Stream:
 
     name: str
     """What messages call it."""
-    start: Callable[[State], Iterator[tuple[Row, State]]]
+    start: Callable[[State], Iterator[tuple[Numbered, State]]]
     """Iterates from a state, {} at the start; each row comes with the state after it."""
     head: Table
     """Its first rows, as the stream has them."""
@@ -58,6 +71,8 @@ class Stream:
     """As of `load`."""
     drop: tuple[str, ...] = ()
     """Columns to leave out."""
+    ordered: bool = False
+    """Whether its rows keep their order: whoever made it shuffles them."""
 
     @property
     def columns_read(self) -> tuple[str, ...]:
@@ -92,6 +107,8 @@ def open_streams(
             raise InputError(f"weight of {options.get('name')} is {weight!r}: give a number above 0")
         if options.pop("streaming", False):
             name, start = _of_table(options, registry)
+        elif is_endless(item) or isinstance(item, grain.IterDataset | grain.DataLoader):
+            name, start = "dataset", _of_grain(item, "dataset")
         elif is_stream(item):
             name, start = "dataset", _of_iterable(item, "dataset")
         else:
@@ -104,19 +121,20 @@ def open_streams(
             raise InputError(f"{name} has no rows")
         table = Table(name, [row for _, row in head], [number for number, _ in head], "")
         with_columns(table, mine)  # raises where its columns cannot be read
-        streams.append(Stream(name, start, table, weight, mine, tuple(drop or ())))
+        ordered = isinstance(item, grain.MapDataset | grain.IterDataset | grain.DataLoader)
+        streams.append(Stream(name, start, table, weight, mine, tuple(drop or ()), ordered))
     return streams
 
 
 def _of_source(table: Table, weight: float) -> Stream:
-    def start(state: State) -> Iterator[tuple[Row, State]]:
+    def start(state: State) -> Iterator[tuple[Numbered, State]]:
         for i in range(state.get("rows", 0), len(table.rows)):
             yield (int(table.numbers[i]), table.rows[i]), {"rows": i + 1}
 
     return Stream(table.name, start, table, weight)
 
 
-def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Row, State]]]:
+def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
     """Read what a function yields, or what is iterated; to continue, rows that were read are passed over."""
     if isinstance(data, Iterator):
         raise InputError(
@@ -124,7 +142,7 @@ def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Row, 
             "function that makes it"
         )
 
-    def start(state: State) -> Iterator[tuple[Row, State]]:
+    def start(state: State) -> Iterator[tuple[Numbered, State]]:
         number = done = state.get("rows", 0)
         try:
             if done and hasattr(data, "skip"):
@@ -143,9 +161,39 @@ def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Row, 
     return start
 
 
+def _of_grain(data: Any, name: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+    """Read a dataset or a loader of grain, whose own iterator says where it is after each row."""
+
+    def start(state: State) -> Iterator[tuple[Numbered, State]]:
+        number = done = state.get("rows", 0)
+        try:
+            rows = iter(data)
+            if "grain" in state:
+                rows.set_state(_unpacked(state["grain"]))
+            for number, row in enumerate(rows, done + 1):
+                if not isinstance(row, Mapping):
+                    raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
+                yield (number, row), {"rows": number, "grain": _packed(rows.get_state())}
+        except (InputError, RunError):
+            raise
+        except Exception as error:  # the author's code
+            raise RunError(f"{name}, after row {number}: {error_line(error, __file__)}") from error
+
+    return start
+
+
+def _packed(state: Any) -> Any:
+    """Make a position of grain JSON: a loader's is the bytes of a text."""
+    return {"text": state.decode()} if isinstance(state, bytes) else state
+
+
+def _unpacked(state: Any) -> Any:
+    return state["text"].encode() if isinstance(state, dict) and set(state) == {"text"} else state
+
+
 def _of_table(
     options: dict[str, Any], registry: Registry | None
-) -> tuple[str, Callable[[State], Iterator[tuple[Row, State]]]]:
+) -> tuple[str, Callable[[State], Iterator[tuple[Numbered, State]]]]:
     name, path = options.pop("name", None), options.pop("path", None)
     if registry is not None and name in registry.names(DATASET) and name not in FORMATS:
         given = options if path is None else {**options, "path": path}
@@ -171,8 +219,8 @@ def _of_table(
     return str(path), _of_iterable(data, str(path))
 
 
-def _of_array_record(path: Path, name: str) -> Callable[[State], Iterator[tuple[Row, State]]]:
-    def start(state: State) -> Iterator[tuple[Row, State]]:
+def _of_array_record(path: Path, name: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+    def start(state: State) -> Iterator[tuple[Numbered, State]]:
         records = array_records(path, name)
         for i in range(state.get("rows", 0), len(records)):
             yield (i + 1, parse_line(records[i], "jsonl", f"{name} row {i + 1}")), {"rows": i + 1}
@@ -180,8 +228,8 @@ def _of_array_record(path: Path, name: str) -> Callable[[State], Iterator[tuple[
     return start
 
 
-def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tuple[Row, State]]]:
-    def start(state: State) -> Iterator[tuple[Row, State]]:
+def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+    def start(state: State) -> Iterator[tuple[Numbered, State]]:
         with reading(name), _open(path) as lines:
             at, number = state.get("offset", 0), state.get("line", 0)
             if lines.seekable():
@@ -221,9 +269,9 @@ class _RowIterator(grain.DatasetIterator[Any]):
     def __init__(self, rows: _Rows) -> None:
         super().__init__()
         self._source, self._state = rows, State()
-        self._rows: Iterator[tuple[Row, State]] | None = None
+        self._rows: Iterator[tuple[Numbered, State]] | None = None
 
-    def __next__(self) -> tuple[int, Row]:
+    def __next__(self) -> tuple[int, Numbered]:
         for _ in range(2):
             if self._rows is None:
                 self._rows = self._source.stream.start(self._state)
@@ -257,10 +305,10 @@ class _ShuffledIterator(grain.DatasetIterator[Any]):
     def __init__(self, rows: _Shuffled, parent: _RowIterator) -> None:
         super().__init__(parent)
         self._rows = rows
-        self._window: list[tuple[int, Row]] = []
+        self._window: list[tuple[int, Numbered]] = []
         self._start, self._number, self._used = parent.get_state(), -1, 0
 
-    def __next__(self) -> tuple[int, Row]:
+    def __next__(self) -> tuple[int, Numbered]:
         if self._used == len(self._window):
             self._start, self._number, self._used = self._parent.get_state(), self._number + 1, 0
             self._fill()
@@ -287,15 +335,20 @@ def _mixed(streams: list[Stream], window: int, seed: int) -> Any:
     """Mix streams by their weights, each shuffled by a window: (number of the stream, row), without end."""
     datasets: list[Any] = [_Rows(number, stream) for number, stream in enumerate(streams)]
     if window > 1:
-        datasets = [_Shuffled(rows, window, seed) for rows in datasets]
+        datasets = [rows if rows.stream.ordered else _Shuffled(rows, window, seed) for rows in datasets]
     if len(streams) == 1:
         return datasets[0]
     return grain.IterDataset.mix(datasets, [stream.weight for stream in streams])
 
 
-def _block(streams: list[Stream], rows: list[tuple[int, Row]]) -> Block:
+def _block(streams: list[Stream], rows: list[tuple[int, Numbered]]) -> Block:
     """Make a block of (number of the stream, row)."""
-    block = Block.of([(streams[stream].head, number, row) for stream, (number, row) in rows])
+    block = Block.of(
+        [
+            Row(streams[stream].head, number, row, (stream << STREAM_BITS) + number - 1)
+            for stream, (number, row) in rows
+        ]
+    )
     finished = [streams[stream].finished for stream in dict.fromkeys(stream for stream, _ in rows)]
     return block._replace(parts=[finish(part) for finish, part in zip(finished, block.parts, strict=True)])
 
@@ -311,47 +364,57 @@ def first_rows(streams: list[Stream], count: int) -> Records:
     return Records(_block(streams, rows).parts)
 
 
-class LazyStreams(LazyRows):
-    """Streams, each shuffled by a window, mixed by their weights."""
+class StreamRows:
+    """Rows of streams, each shuffled by a window, mixed by their weights.
 
-    def __init__(
-        self,
-        streams: list[Stream],
-        encode: partial[Any],
-        tokenizer: Any,
-        *,
-        seed: int,
-        window: int,
-    ) -> None:
-        """window: rows of each stream that are shuffled together; 1: they keep their order.
+    A window is shuffled whole, and the next one begins after its last row: grain's `WindowShuffleIterDataset` has
+    another order.
+    """
 
-        Raises InputError naming file and row of the first few problems of the first rows.
-        """
-        self.streams, self.encoder = streams, BlockEncoder(encode, tokenizer)
+    def __init__(self, streams: list[Stream], *, seed: int, window: int) -> None:
+        """window: rows of each stream that are shuffled together; 1: they keep their order."""
+        self.streams = streams
         self._dataset = _mixed(streams, window, seed)
-        sample = _block(streams, list(islice(self._dataset, SAMPLE)))
-        self.sample = encode(Records(sample.parts), tokenizer)
-        self.sample_order = np.argsort(sample.order[self.sample.rows])
-        """int64 [rows of the sample]: their indices, in the order of the stream."""
-        names = ", ".join(dict.fromkeys(stream.name for stream in streams))
-        self.report = f"{names}: of the first {SAMPLE:,} rows of the stream: {self.sample.report}"
+        self._rows = iter(self._dataset)
 
     def __len__(self) -> int:
         return 0
 
-    def blocks(self) -> _StreamBlocks:
-        return _StreamBlocks(self, iter(self._dataset.batch(BLOCK, batch_fn=list)))
+    @property
+    def name(self) -> str:
+        return ", ".join(dict.fromkeys(stream.name for stream in self.streams))
+
+    def where(self, row: int) -> str:
+        stream, number = row >> STREAM_BITS, row & ((1 << STREAM_BITS) - 1)
+        return f"{self.streams[stream].name} row {number + 1}"
+
+    def seek(self, state: State) -> None:
+        self._rows = iter(self._dataset)
+        if state:
+            self._rows.set_state(state)
+
+    def take(self, count: int) -> Taken:
+        rows: list[tuple[int, Numbered]] = []
+        after: list[State] = []
+        for _ in range(count):
+            rows.append(next(self._rows))
+            after.append(copy.deepcopy(self._rows.get_state()))
+        return Taken(after, _block(self.streams, rows))
 
 
-class _StreamBlocks:
-    def __init__(self, streams: LazyStreams, rows: grain.DatasetIterator[Any]) -> None:
-        self._streams, self._rows = streams, rows
+def open_source(
+    streams: list[Stream], encode: partial[Any], tokenizer: Any, *, seed: int, window: int, workers: int = 0
+) -> Source:
+    """Make the source of streams. window: as of `StreamRows`.
 
-    def __next__(self) -> Block:
-        return _block(self._streams.streams, next(self._rows))
-
-    def get_state(self) -> State:
-        return dict(self._rows.get_state())
-
-    def set_state(self, state: State) -> None:
-        self._rows.set_state(state)
+    Raises InputError naming file and row of the first few problems of the first rows.
+    """
+    order = StreamRows(streams, seed=seed, window=window)
+    block = order.take(SAMPLE).block
+    assert block is not None
+    records = Records(block.parts)
+    sample = encode(records, tokenizer)
+    report = f"{order.name}: of the first {SAMPLE:,} rows of the stream: {sample.report}"
+    source = Source(order, sample, report, encoder=BlockEncoder(encode, tokenizer), workers=workers)
+    source.first = partial(outcomes, block, records, sample)
+    return source

@@ -19,13 +19,12 @@ from rlhf_core.errors import InputError, RunError, Stopped, warn
 from rlhf_core.fit.actions import ORDER, UNTIMED, Action, Moment, Place
 from rlhf_core.fit.batches import (
     KNOWN_UPDATES,
-    DatasetUpdates,
+    ExampleUpdates,
     Update,
     UpdateSource,
     expected_calls,
     uses_several_batches,
 )
-from rlhf_core.fit.batches import LazyUpdates as LazyUpdates
 from rlhf_core.fit.batches import attention_skips_blocks as attention_skips_blocks
 from rlhf_core.fit.batches import choose_row_layout as choose_row_layout
 from rlhf_core.fit.evaluation import EVALUATION
@@ -58,8 +57,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Action",
     "Build",
-    "DatasetUpdates",
     "EvaluationMetrics",
+    "ExampleUpdates",
     "TreeReader",
     "Update",
     "UpdateSource",

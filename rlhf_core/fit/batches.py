@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import batch_rows, count_examples, count_updates, require_vocabulary, visited_rows
-from rlhf_core.data.lazy import Encoding, ExampleReader, LazyRecords, LazyRows, State
+from rlhf_core.data import Source, count_examples, count_updates, require_vocabulary
+from rlhf_core.data.source import Example, State
 from rlhf_core.errors import warn
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
@@ -46,7 +45,7 @@ class Update(NamedTuple):
 
 
 class EncodedRows(Protocol):
-    """Training data as token ids: `Examples`, or a trainer's own."""
+    """Training data as token ids: a `Source`, `Examples`, or a trainer's own."""
 
     def __len__(self) -> int: ...
 
@@ -172,91 +171,35 @@ def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
     return name == "pallas" or (mesh.size == 1 and on_one) or mesh.shape["context"] > 1
 
 
-class DatasetUpdates:
-    """Draw `total_batch_size` trees per update from shuffled epochs; batches run across the ends of epochs.
+class ComputesValues(Protocol):
+    """Values that models give the examples of updates, see `with_values`."""
 
-    Update `n` is a function of the trees, the seed and `n`, so that checkpoints hold no state of it.
-    """
+    @property
+    def names(self) -> Mapping[str, str]:
+        """{name: "sequence" or "token"}."""
+        ...
 
-    def __init__(
-        self,
-        trees: Sequence[Tree],
-        config: TrainerConfig,
-        layout: Layout,
-        *,
-        seed: int,
-        data: EncodedRows,
-        sequence_names: Sequence[str] = (),
-        group: int = 1,
-    ) -> None:
-        self.trees, self.config, self.layout = trees, config, layout
-        self.data = data
-        self.sequence_names, self.group = sequence_names, group
-        self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
-        self.total = count_updates(
-            len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
-        )
-        self._order: Iterator[np.ndarray] | None = None
-        self._next = -1
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """Parameters that are in memory besides those of the models, by name."""
+        ...
 
-    def shapes(self) -> list[Packed]:
-        return empty_batches(self.layout, sequence_names=self.sequence_names)
+    @property
+    def needs_state(self) -> bool:
+        """Whether the next `add` reads the state."""
+        ...
 
-    def needs_state(self, step: int) -> bool:
-        return False
+    def add(self, trees: Sequence[Tree], rows: NDArray[np.int64], state: TrainState | None) -> list[Tree]:
+        """Return the trees of an update with their values. rows: `Example.row` of each."""
+        ...
 
-    def update(self, step: int, state: TrainState | None = None) -> Update:
-        if self._order is None or step != self._next:
-            self._order = batch_rows(
-                len(self.trees),
-                self.config.total_batch_size,
-                seed=self.seed,
-                shuffle=self.config.shuffle_train_dataset,
-                epochs=None if self.config.max_training_steps else self.config.num_train_epochs,
-                start=step,
-            )
-        chosen = next(self._order)
-        self._next = step + 1
-        trees = [self.trees[i] for i in chosen]
-        batches = pack(trees, self.layout, sequence_names=self.sequence_names, group=self.group)
-        return Update(
-            batches,
-            sum(tree.size for tree in trees),
-            lambda example: self.data.where(int(chosen[example])),
-            numbers=lambda batch: np.where(batch.example < 0, -1, chosen[batch.example]),
-        )
+    def snapshot(self) -> dict[str, np.ndarray]: ...
 
-    def epochs(self, step: int) -> float:
-        return self._examples(step) / len(self.trees)
-
-    def rows_reached(self) -> NDArray[np.int64]:
-        """Return the rows that the run's updates use, ascending: not all where it ends within the first epoch."""
-        count, shuffle = self._examples(self.total), self.config.shuffle_train_dataset
-        return visited_rows(len(self.trees), count, seed=self.seed, shuffle=shuffle)
-
-    def _examples(self, step: int) -> int:
-        """Count the examples of the first `step` updates: the last update of the epochs takes what is left."""
-        config = self.config
-        every = count_examples(
-            len(self.trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
-        )
-        return min(step * config.total_batch_size, every)
-
-    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {"examples": self._examples(step)}, {}
-
-    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Warn where an extended run differs from one that had this length from the start; restore nothing."""
-        missing = self._examples(step) - host["examples"]
-        if missing > 0:
-            warn(
-                f"update {step} was the last and took what was left of the epoch; a run of this length from "
-                f"the start would have given it {missing} more examples, which are skipped now"
-            )
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 
 
-class LazyUpdates:
-    """Draw `total_batch_size` examples per update from rows that are encoded while updates use them.
+class ExampleUpdates:
+    """Draw `total_batch_size` examples per update from a source; batches run across the ends of epochs.
 
     An update is a function of the data, the seed and `n`: it begins where the one before ended, and a row that is
     dropped makes room for the next. Checkpoints hold the position.
@@ -264,85 +207,137 @@ class LazyUpdates:
 
     def __init__(
         self,
-        rows: LazyRows,
+        source: Source,
         config: TrainerConfig,
         layout: Layout,
         *,
-        vocabulary: int,
-        say: Callable[[str], None],
+        vocabulary: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        values: ComputesValues | None = None,
         sequence_names: Sequence[str] = (),
         group: int = 1,
     ) -> None:
-        """vocabulary: embeddings of the model. say: prints which rows were dropped, after the last update."""
-        self.data = rows
+        """vocabulary: embeddings of the model, which examples are compared with that are encoded on the way.
+
+        say: prints which rows were dropped, after the last update. values: what models add to the examples.
+        """
+        self.data = source.copy()
         self.config, self.layout, self._vocabulary, self._say = config, layout, vocabulary, say
-        self._names, self._group = sequence_names, group
+        added = {} if values is None else values.names
+        self.values, self.group = values, group
+        self.sequence_names = (*sequence_names, *(name for name, per in added.items() if per == "sequence"))
+        self._token_names = tuple(name for name, per in added.items() if per == "token")
         limits = (config.total_batch_size, config.num_train_epochs, config.max_training_steps)
-        self.total = count_updates(len(rows), *limits)
-        self._examples = count_examples(len(rows), *limits)
-        self._positions: dict[int, State | None] = {0: None}
-        self._made: dict[int, tuple[list[Tree], list[str]]] = {}
-        self._reading: ExampleReader | None = None
+        self.total = count_updates(len(source), *limits)
+        self._every = count_examples(len(source), *limits)
+        self._positions: dict[int, State] = {0: self.data.state}
+        self._drawn: dict[int, list[Example]] = {}
         self._next = 0
 
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """Parameters that are in memory for the values of examples, by name."""
+        return {} if self.values is None else self.values.held
+
     def shapes(self) -> list[Packed]:
-        return empty_batches(self.layout, sequence_names=self._names)
+        return empty_batches(self.layout, sequence_names=self.sequence_names, token_names=self._token_names)
 
     def needs_state(self, step: int) -> bool:
-        return False
+        return self.values is not None and self.values.needs_state
 
     def update(self, step: int, state: TrainState | None = None) -> Update:
-        return self.pack(*self.examples(step))
+        examples = self._examples(step)
+        trees = [example.tree for example in examples]
+        rows = np.array([example.row for example in examples], np.int64)
+        names = [example.where for example in examples]
+        if self.values is not None:
+            trees = self.values.add(trees, rows, state)
+        # A layout that was chosen from all examples has room for each.
+        layout = self.layout if self.data.complete else with_room(self.layout, trees, self.group)
+        batches = pack(
+            trees,
+            layout,
+            sequence_names=self.sequence_names,
+            token_names=self._token_names,
+            group=self.group,
+        )
+        limit = None if self.data.complete else self._vocabulary
+        if limit is not None and any(int(batch.rows.tokens.max()) >= limit for batch in batches):
+            require_vocabulary(trees, names.__getitem__, limit)
+        return Update(
+            batches,
+            sum(tree.size for tree in trees),
+            names.__getitem__,
+            numbers=lambda batch: np.where(batch.example < 0, -1, rows[batch.example]),
+        )
 
-    def pack(self, trees: Sequence[Tree], places: Sequence[str]) -> Update:
-        """Make an update of `examples`, whose trees may have got further values."""
-        layout = with_room(self.layout, trees, self._group)
-        batches = pack(trees, layout, sequence_names=self._names, group=self._group)
-        if any(int(batch.rows.tokens.max()) >= self._vocabulary for batch in batches):
-            require_vocabulary(trees, places.__getitem__, self._vocabulary)
-        return Update(batches, sum(tree.size for tree in trees), places.__getitem__)
-
-    def examples(self, step: int) -> tuple[list[Tree], list[str]]:
-        """Read the examples of an update, with their names, from the nearest position before it that is known."""
-        if step in self._made:
-            return self._made[step]
-        if self._reading is None or self._next != step:
-            self._next = max(known for known in self._positions if known <= step)
-            self._reading = ExampleReader(self.data, self._encoding, self._positions[self._next])
+    def _examples(self, step: int) -> list[Example]:
+        """Draw the examples of an update, from the nearest position before it that is known."""
+        if step in self._drawn:
+            return self._drawn[step]
+        if self._next != step:
+            self._go_to(step)
+        if not self._drawn:
+            self.data.begin(self._every)
         while self._next <= step:
-            size, first = self.config.total_batch_size, self._next * self.config.total_batch_size
-            examples = [next(self._reading) for _ in range(min(size, self._examples - first))]
-            self._made[self._next] = [each.tree for each in examples], [each.where for each in examples]
+            first = self._next * self.config.total_batch_size
+            count = min(self.config.total_batch_size, self._every - first)
+            self._drawn[self._next] = self.data.next(count)
             self._next += 1
-            self._positions[self._next] = self._reading.state
+            self._positions[self._next] = self.data.state
+        self._forget(step)
+        if step == self.total - 1 and (said := self.data.end()):
+            self._say(said)
+        return self._drawn[step]
+
+    def _go_to(self, step: int) -> None:
+        position = self.data.position(step * self.config.total_batch_size)
+        self._next = step
+        if position is None:
+            self._next = max(known for known in self._positions if known <= step)
+            position = self._positions[self._next]
+        self.data.restore(position)
+
+    def _forget(self, step: int) -> None:
+        """Keep the updates that the loop may ask for again; of a complete source any is drawn again."""
+        if self.data.complete:
+            self._drawn = {step: self._drawn[step]}
+            self._positions = {}
+            return
         recent = -KNOWN_UPDATES - FIRST_UPDATES
-        for old in sorted(self._made)[:recent]:
-            del self._made[old]
+        for old in sorted(self._drawn)[:recent]:
+            del self._drawn[old]
         for old in sorted(self._positions)[1:recent]:
             del self._positions[old]
-        if step == self.total - 1:
-            self._end()
-        return self._made[step]
-
-    @cached_property
-    def _encoding(self) -> Encoding:
-        if isinstance(self.data, LazyRecords) and self._examples >= len(self.data):
-            self.data.cache()
-        return Encoding(self.data.encoder, self.config.workers)
-
-    def _end(self) -> None:
-        if isinstance(self.data, LazyRecords):
-            self.data.wait()
-        if self._reading is not None and (said := self.data.summary(self._reading.dropped)):
-            self._say(said)
 
     def epochs(self, step: int) -> float:
         """Return the passes over the data; of a stream, whose length is not known, the share of the run."""
-        done = min(step * self.config.total_batch_size, self._examples)
-        return done / (len(self.data) or self._examples)
+        return self._count(step) / (len(self.data) or self._every)
+
+    def rows_reached(self) -> NDArray[np.int64]:
+        """Return which examples of a complete source the run uses, ascending: not all where it ends within an epoch."""
+        return self.data.rows_reached(self._every)
+
+    def _count(self, step: int) -> int:
+        """Count the examples of the first `step` updates: the last update of the epochs takes what is left."""
+        return min(step * self.config.total_batch_size, self._every)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {"position": self._positions[step]}, {}
+        arrays = {} if self.values is None else self.values.snapshot()
+        if self.data.complete:
+            return {"examples": self._count(step)}, arrays
+        return {"position": self._positions[step]}, arrays
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self._positions[step] = host["position"]
+        """Continue from a position; warn where an extended run differs from one of this length from the start."""
+        if self.values is not None:
+            self.values.restore(arrays)
+        if "position" in host:
+            self._positions[step] = host["position"]
+            return
+        missing = self._count(step) - host["examples"]
+        if missing > 0:
+            warn(
+                f"update {step} was the last and took what was left of the epoch; a run of this length from "
+                f"the start would have given it {missing} more examples, which are skipped now"
+            )

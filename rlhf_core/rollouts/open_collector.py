@@ -137,10 +137,10 @@ def open_prompts(
         return UntokenizedPrompts(None)
     encode: partial[Any] = partial(encode_prompts, max_prompt_length=length, **encoding(context))
     if stream:
-        rows = open_stream(context, encode, "prompts")
-        if not rows.sample.report.all_as_given:
-            context.not_as_given(field, rows.report)
-        return PromptStream(rows, length, context.config.workers)
+        source = open_stream(context, encode, "prompts")
+        if not source.sample.report.all_as_given:
+            context.not_as_given(field, source.report)
+        return PromptStream(source, length)
     records = context.records(field)
     if records is None:
         return None
@@ -159,8 +159,7 @@ def _open_episode_rows(
     if stream:
         template = context.text_options()
         encode = partial(episode_rows, max_prompt_length=length, chat_template=template)
-        rows = open_stream(context, encode, "rows", episodes=True)
-        return PromptStream(rows, length, context.config.workers)
+        return PromptStream(open_stream(context, encode, "rows", episodes=True), length)
     records = context.records(field, episodes=True)
     return None if records is None else EpisodeRows(records, length)
 

@@ -149,8 +149,9 @@ def _check_datasets(trained: Any, held_out: Any) -> None:
             f"eval_dataset: {', '.join(map(repr, wrong))} cannot begin the name of a metric, eval_NAME_loss: "
             "name sets by texts without spaces at the ends and line breaks"
         )
-    require_rows(trained, "train_dataset: ")
-    require_rows(list(held_out.values()) if isinstance(held_out, Mapping) else held_out, "eval_dataset: ")
+    require_rows(trained, "train_dataset: ", streams=True)
+    evaluated = list(held_out.values()) if isinstance(held_out, Mapping) else held_out
+    require_rows(evaluated, "eval_dataset: ", streams=True)
 
 
 def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -> str:

@@ -11,16 +11,16 @@ import jax
 
 from rlhf_core import data
 from rlhf_core.config.warnings import batch_warnings
-from rlhf_core.data import Examples
-from rlhf_core.data.lazy import LazyRows
+from rlhf_core.data import Source
 from rlhf_core.errors import InputError, warn
-from rlhf_core.fit.batches import DatasetUpdates, LazyUpdates, choose_row_layout
+from rlhf_core.fit.batches import ExampleUpdates, choose_row_layout
 from rlhf_core.fit.evaluation import EvaluationMetrics, evaluation
 from rlhf_core.models import Head, Model, load_model
 from rlhf_core.plugins.component import load_function
 from rlhf_core.training.choose_attention import choose_attention
 from rlhf_core.training.compute_metrics import OwnMetrics
 from rlhf_core.training.held_out import HeldOut
+from rlhf_core.training.model_values import FrozenValues, ModelValues
 from rlhf_core.training.rows import OpensRows
 from rlhf_core.training.starting_model import default_warnings, error_context, open_model
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data.report import Report
     from rlhf_core.fit.actions import Action
-    from rlhf_core.packing.trees import Trees
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.training.rows import Describes
@@ -63,6 +62,8 @@ class Context(OpensRows):
         self.mesh, self.unmade = mesh, dict(unmade or {})
         self.reads_metrics = False
         """Whether the build calls `own_metrics`."""
+        self.frozen = FrozenValues(self)
+        """Values of examples under the model that training starts from."""
 
     @abstractmethod
     def model(self, head: Head) -> Model:
@@ -112,26 +113,24 @@ class Context(OpensRows):
     def updates(
         self,
         model: Model,
-        rows: Examples | LazyRows,
-        trees: Trees | None = None,
+        source: Source,
         *,
         reads_tokens: bool,
         sequence_names: Sequence[str] = (),
         group: int = 1,
-    ) -> tuple[Model, Any]:
-        """Draw updates from rows; return the model with the attention that suits them, and the source of updates.
+    ) -> tuple[Model, ExampleUpdates]:
+        """Draw updates from a source; return the model with the attention that suits it, and the source of updates.
 
-        trees: of the rows, one each, with further values; None: as they are. reads_tokens: whether the objective reads
-        values of trained tokens. sequence_names: values of the trees that micro-batches carry. group: branches that
-        stay in one row.
+        reads_tokens: whether the objective reads values of trained tokens. sequence_names: values of the trees that
+        micro-batches carry, besides those of `with_values`. group: branches that stay in one row.
         Raises InputError naming the rows with tokens that the model has no embedding for.
         """
-        if trees is None:
-            trees = rows.trees() if isinstance(rows, LazyRows) else rows
+        trees = source.trees
+        vocabulary = model.definition.vocab_size
         with error_context(self.stage, "model"):
-            data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
-        if len(rows):
-            self.warn(*batch_warnings(self.config, len(rows)))
+            data.require_vocabulary(trees, source.sample.where, vocabulary)
+        if len(source):
+            self.warn(*batch_warnings(self.config, len(source)))
 
         def choose() -> tuple[Model, Any]:
             width = model.definition.hidden_size
@@ -140,29 +139,32 @@ class Context(OpensRows):
             return chosen, layout
 
         model, layout = self.on_mesh(choose, otherwise=(model, None))
-        if isinstance(rows, LazyRows):
-            return model, LazyUpdates(
-                rows,
-                self.config,
-                layout,
-                vocabulary=model.definition.vocab_size,
-                say=lambda line: self.say(f"train_data: {line}"),
-                sequence_names=sequence_names,
-                group=group,
-            )
-        return model, DatasetUpdates(
-            trees,
+        values = None
+        if source.values:
+            reached = source.rows_reached(self._examples(source)) if source.complete else None
+            values = ModelValues(self, source, model, layout, group=group, which=reached)
+        updates = ExampleUpdates(
+            source,
             self.config,
             layout,
-            seed=self.seed,
-            data=rows,
+            vocabulary=vocabulary,
+            say=lambda line: self.say(f"train_data: {line}"),
+            values=values,
             sequence_names=sequence_names,
             group=group,
         )
+        return model, updates
 
-    def held_out(self, model: Model, rows: Examples, trees: Trees | None = None, **options: Any) -> HeldOut:
+    def _examples(self, source: Source) -> int:
+        """Count the examples that updates draw from a source."""
+        config = self.config
+        return data.count_examples(
+            len(source), config.total_batch_size, config.num_train_epochs, config.max_training_steps
+        )
+
+    def held_out(self, model: Model, source: Source, **options: Any) -> HeldOut:
         """Hold the rows of `eval_data` for evaluations, packed once. options: of `HeldOut`."""
-        return HeldOut(self, model, rows, rows if trees is None else trees, **options)
+        return HeldOut(self, model, source, **options)
 
     def evaluations(self, make: Callable[[str], Evaluate | None]) -> list[Action]:
         """Make the evaluation on `eval_data`, or on each of its sets, whose metrics begin with the set's name.

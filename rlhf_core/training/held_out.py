@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from rlhf_core import data
 from rlhf_core.fit.batches import choose_row_layout
 from rlhf_core.fit.evaluation import EvaluationMetrics, evaluator
 from rlhf_core.reading import TreeReader, pack_numbered
+from rlhf_core.training.model_values import ModelValues, StoredValues
 
 if TYPE_CHECKING:
     import jax
     from numpy.typing import NDArray
 
-    from rlhf_core.fit.batches import EncodedRows
+    from rlhf_core.data import Source
     from rlhf_core.models import Model
     from rlhf_core.packing.rows import Packed
-    from rlhf_core.packing.trees import Trees
+    from rlhf_core.packing.trees import Tree
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
     from rlhf_core.training.context import Context
@@ -27,15 +30,14 @@ if TYPE_CHECKING:
 class HeldOut:
     """Evaluate on the first `max_evaluation_steps` batches of `eval_batch_size` rows, or on all.
 
-    trees: of these rows alone. layout: the rows that they are packed in.
+    trees: of these rows alone. layout: the rows that they are packed in. values: {name: those of `with_values`}.
     """
 
     def __init__(
         self,
         context: Context,
         model: Model,
-        rows: EncodedRows,
-        trees: Trees,
+        source: Source,
         *,
         reads_tokens: bool,
         sequence_names: Sequence[str] = (),
@@ -48,7 +50,9 @@ class HeldOut:
         Raises InputError naming the rows with tokens that the model has no embedding for.
         """
         config = context.config
-        data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
+        trees = source.trees
+        self.where: Callable[[int], str] = source.sample.where
+        data.require_vocabulary(trees, self.where, model.definition.vocab_size)
         self._batch_size = config.eval_batch_size or config.total_batch_size
         if config.max_evaluation_steps is not None:
             trees = trees[: self._batch_size * config.max_evaluation_steps]
@@ -58,8 +62,18 @@ class HeldOut:
             partial(choose_row_layout, trees, config, context.mesh, width, reads_tokens=reads_tokens)
         )
         self._sequence_names, self._group = sequence_names, group
-        self.where = rows.where
         self._stored, self._say = stored or model.as_stored, context.say
+        self._rows = source.numbers[: len(trees)]
+        self._packed: list[Packed] | None = None
+        self._values: ModelValues | None = None
+        if source.values:
+            which = np.arange(len(trees))
+            self._values = ModelValues(context, source, model, self.layout, group=group, which=which)
+
+    @property
+    def values(self) -> Mapping[str, StoredValues]:
+        """The frozen values of `with_values`, by name."""
+        return {} if self._values is None else self._values.stored
 
     def evaluator(
         self, objective: Objective, values: Mapping[str, Literal["token", "sequence"]] | None = None
@@ -71,9 +85,10 @@ class HeldOut:
         """
 
         def batches() -> list[Packed]:
-            return self._batches  # packed when they are first read: a build computes nothing
+            assert self._packed is not None
+            return self._packed
 
-        return evaluator(
+        evaluate = evaluator(
             objective,
             self._mesh,
             batches,
@@ -83,15 +98,44 @@ class HeldOut:
             say=self._say,
         )
 
+        def evaluate_packed(state: TrainState) -> EvaluationMetrics:
+            self._pack(state)
+            return evaluate(state)
+
+        return evaluate_packed
+
     def reader(self, function: Callable[[Any, Packed], jax.Array]) -> Callable[[Any], NDArray[Any]]:
         """Make the function from parameters to a value per sequence of `trees`, [branches]; see `TreeReader`."""
         reader = TreeReader(function, self.layout, self._mesh, per="sequence", say=self._say)
-        return lambda params: reader.read(params, self._batches)
+
+        def read(params: Any) -> NDArray[Any]:
+            found: NDArray[Any] = reader.read(params, self._plain)
+            return found
+
+        return read
+
+    def _pack(self, state: TrainState) -> None:
+        """Pack the rows before the first evaluation: a build computes nothing; with values of each state again."""
+        if self._values is None:
+            self._packed = self._plain
+        elif self._packed is None or self._values.live:
+            trees = self._values.add(self.trees, self._rows, state)
+            self._packed = self._batches(trees, self._values.names)
 
     @cached_property
-    def _batches(self) -> list[Packed]:
-        names, group = self._sequence_names, self._group
+    def _plain(self) -> list[Packed]:
+        """The rows without values of models."""
+        return self._batches(self.trees, {})
+
+    def _batches(self, trees: Sequence[Tree], added: Mapping[str, str]) -> list[Packed]:
+        """Pack trees. added: {name: "sequence" or "token"} of values that they carry besides those of their data."""
+        of_sequences = [name for name, per in added.items() if per == "sequence"]
         packed = pack_numbered(
-            self.trees, self.layout, chunk=self._batch_size, sequence_names=names, group=group
+            trees,
+            self.layout,
+            chunk=self._batch_size,
+            sequence_names=(*self._sequence_names, *of_sequences),
+            token_names=[name for name, per in added.items() if per == "token"],
+            group=self._group,
         )
         return list(packed)

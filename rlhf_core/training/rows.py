@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_core import data
 from rlhf_core.data.columns import require_conversations
-from rlhf_core.data.lazy import WHOLE, LazyRecords, LazyRows
 from rlhf_core.data.preferences import usable_pairs
 from rlhf_core.data.records import is_stream, named_sets
 from rlhf_core.data.report import first_columns
-from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
+from rlhf_core.data.source import WHOLE, Source, open_files
+from rlhf_core.data.streams import first_rows, open_source, open_streams
 from rlhf_core.data.texts import usable_texts
 from rlhf_core.errors import InputError, counted, suggest
-from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage.text_settings import read_at_of, text_options
 from rlhf_core.training.starting_model import error_context, stop_warnings
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data.report import Report
     from rlhf_core.models import Definition, Model
-    from rlhf_core.packing.trees import Trees
     from rlhf_core.stage import Stage
     from rlhf_core.tokenizer.options import ReadAt, TextOptions
     from rlhf_core.training.on_shapes import OnShapes
@@ -141,17 +142,18 @@ class OpensRows(ABC):
         return is_stream(self._spec(field))
 
     def texts(self, field: str, *, whole: bool = False, values: Sequence[str] = ()) -> Any:
-        """Tokenise the demonstrations of `train_data`, `Examples`, or of `eval_data`, which may not be given: None.
+        """Tokenise the demonstrations of `train_data`, or of `eval_data`, where it is given: a `Source`, or None.
 
-        Training data of many rows, and streams, are tokenised while updates use them: `updates` takes them as well, and
-        `trees` are those of the first rows. whole: tokenise all now, for a trainer that reads the texts itself. values:
-        columns of numbers, which an objective reads as `batch.sequence_values[column]`. Raises InputError for rows that
-        are not demonstrations, and for those without these numbers.
+        Training data of many rows, and streams, are tokenised while updates use them: `sample` and `trees` are then
+        those of the first rows. whole: tokenise all now, for a trainer that reads the texts itself. values: columns of
+        numbers, which an objective reads as `batch.sequence_values[column]`. Raises InputError for rows that are not
+        demonstrations, and for those without these numbers.
         """
         length = self.config.max_sequence_length
         encode = partial(data.encode_texts, max_length=length, values=values, **encoding(self))
-        usable = None if whole else partial(usable_texts, values=values)
-        return self._rows(field, "demonstrations", encode, usable)
+        return self._source(
+            field, "demonstrations", encode, None if whole else partial(usable_texts, values=values)
+        )
 
     def pairs(
         self,
@@ -162,7 +164,7 @@ class OpensRows(ABC):
         completions: bool = False,
         margins: bool = True,
     ) -> Any:
-        """Tokenise the preference pairs of `train_data`, `Examples`, or of `eval_data`, which may not be given: None.
+        """Tokenise the preference pairs of `train_data`, or of `eval_data`, where it is given: a `Source`, or None.
 
         whole: tokenise all now, which is otherwise done as for `texts`, for a trainer that reads the pairs itself.
         read_at: where conversations end: "eos", after the stop token that follows the last reply; "template", where the
@@ -172,40 +174,44 @@ class OpensRows(ABC):
         """
         options = {**encoding(self, read_at), "completions": completions, "margins": margins}
         options["max_length"] = self.config.max_sequence_length
-        usable = None if whole else usable_pairs
-        return self._rows(field, "pairs", partial(data.encode_pairs, **options), usable)
+        return self._source(
+            field, "pairs", partial(data.encode_pairs, **options), None if whole else usable_pairs
+        )
 
-    def _rows(self, field: str, unit: str, encode: partial[Any], usable: Callable[..., Any] | None) -> Any:
-        """Encode rows. usable: as of `LazyRecords`, for training data that may be encoded later; None: all are now."""
-        needed = field == "train_data"
+    def _source(
+        self, field: str, unit: str, encode: partial[Any], usable: Callable[..., Any] | None
+    ) -> Source | None:
+        """Open examples. usable: as of `open_files`, for training data that may be encoded later; None: all are now."""
+        needed, config = field == "train_data", self.config
         if needed and usable is not None and is_stream(self._spec(field)):
-            return self._lazy(open_stream(self, encode, unit), unit)
+            source = open_stream(self, encode, unit)
+            return self._trained(source, unit)
         records = self.records(field)
         if records is None:
             return None
         if self.tokenizer is None:
-            self.trains_on(UntokenizedRows(unit, len(records)))
+            self.trains_on(TrainedRows(unit, len(records)))
+        order: dict[str, Any] = {"seed": order_seed(self), "shuffle": config.shuffle_train_dataset}
         with error_context(self.stage, field):
             if needed and usable is not None and len(records) > WHOLE:
                 usable = partial(usable, options=encode.keywords["chat_template"])
-                seed, shuffle = order_seed(self), self.config.shuffle_train_dataset
-                lazy = LazyRecords(records, usable, encode, self.tokenizer, seed=seed, shuffle=shuffle)
-                return self._lazy(lazy, unit)
+                source = open_files(records, usable, encode, self.tokenizer, workers=config.workers, **order)
+                return self._trained(source, unit)
             rows = encode(records, self.tokenizer)
         say_report(self, rows.report, field)
         warn_of_idle_workers(self, field)
-        if needed:
-            self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
-            self.trains_on(TrainedRows(unit, rows))
-        return rows
+        source = Source.of(rows, **order)
+        source.unit, source.field = unit, field
+        return self._trained(source, unit) if needed else source
 
-    def _lazy(self, rows: LazyRows, unit: str) -> LazyRows:
-        """Say what is known of training data that are encoded while updates use them."""
-        if not rows.sample.report.all_as_given:
-            self.not_as_given("train_data", rows.report)
+    def _trained(self, source: Source, unit: str) -> Source:
+        """Say what is known of training data."""
+        source.unit = unit
+        if not source.complete and not source.sample.report.all_as_given:
+            self.not_as_given("train_data", source.report)
         self.warn(*(f"model: {line}" for line in stop_warnings(self.config, self.tokenizer)))
-        self.trains_on(TrainedRows(unit, rows))
-        return rows
+        self.trains_on(TrainedRows(unit, len(source), source))
+        return source
 
     def text_options(self, read_at: ReadAt | None = "eos") -> TextOptions:
         """Collect how the stage's texts are read. read_at: as for `pairs`."""
@@ -222,9 +228,7 @@ def encoding(context: OpensRows, read_at: ReadAt | None = "eos") -> dict[str, An
     }
 
 
-def open_stream(
-    context: OpensRows, encode: partial[Any], unit: str, *, episodes: bool = False
-) -> LazyStreams:
+def open_stream(context: OpensRows, encode: partial[Any], unit: str, *, episodes: bool = False) -> Source:
     """Open the streams of `train_data`. episodes: whether an environment makes the conversations."""
     config = context.config
     if config.max_training_steps is None:
@@ -232,7 +236,7 @@ def open_stream(
             f"stage '{context.name}'.max_training_steps: missing; train_data is a stream, whose length is not known"
         )
     if context.tokenizer is None:
-        context.trains_on(UntokenizedRows(unit, None))
+        context.trains_on(TrainedRows(unit, 0))
     with error_context(context.stage, "train_data"):
         streams = open_streams(
             context._spec("train_data"),
@@ -241,11 +245,17 @@ def open_stream(
             drop=config.drop_columns,
         )
         warn_of_absent(context, "train_data", [name for stream in streams for name in stream.columns_read])
-        window = config.shuffle_buffer if config.shuffle_train_dataset else 1
-        rows = LazyStreams(streams, encode, context.tokenizer, seed=order_seed(context), window=window)
+        source = open_source(
+            streams,
+            encode,
+            context.tokenizer,
+            seed=order_seed(context),
+            window=config.shuffle_buffer if config.shuffle_train_dataset else 1,
+            workers=config.workers,
+        )
         if config.system_prompt is not None and not episodes:
-            require_conversations(rows.sample.records.tables)
-    return rows
+            require_conversations(source.sample.records.tables)
+    return source
 
 
 def warn_of_absent(context: OpensRows, field: str, columns: Sequence[str]) -> None:
@@ -314,53 +324,36 @@ class Describes(Protocol):
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Rows that are trained on: `Examples`, or rows that are encoded while updates use them.
+    """Rows that are trained on.
 
-    unit: what they are, "pairs".
+    unit: what they are, "pairs". count: of an epoch; 0: of a stream. source: None where this machine has no tokenizer
+    for them yet.
     """
 
     unit: str
-    rows: Any
+    count: int
+    source: Source | None = None
 
     def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
         size = context.config.total_batch_size
-        trees = self.rows.trees() if isinstance(self.rows, LazyRows) else self.rows
-        sizes = sizes_of(trees)
-        mean = int(sizes.sum()) / len(sizes)
-        updates, total, drawn = _updates(context.config, self.unit, len(self.rows))
-        report = "".join([str(self.rows.report), *_positions(trees, models)])
-        tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
-        read = (self.rows.sample if isinstance(self.rows, LazyRows) else self.rows).report.columns
-        columns = f"columns: {read}" if len(self.rows) else f"columns of the first rows: {read}"
-        lines = [report, columns, updates, tokens]
-        return Description(lines, total, round(mean * size), int(sizes.max()), examples=min(size, drawn))
-
-    def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:
-        return {}
-
-
-@dataclass(frozen=True)
-class UntokenizedRows:
-    """Rows that are trained on, where this machine has no tokenizer for them yet.
-
-    unit: what they are, "pairs". count: None: of a stream.
-    """
-
-    unit: str
-    count: int | None
-
-    def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
-        longest, size = context.config.max_sequence_length, context.config.total_batch_size
-        updates, total, drawn = _updates(context.config, self.unit, self.count or 0)
-        report = f"a stream of {self.unit}"
-        if self.count is not None:
-            report = f"{counted(self.count, self.unit)} before length limits"
-        tokens = "tokens unknown: there is no limit"
-        if longest is not None:
-            tokens = f"at most {drawn * longest:,} tokens"
-        longest = longest or 0
+        updates, total, drawn = _updates(context.config, self.unit, self.count)
+        if self.source is None:
+            longest = context.config.max_sequence_length or 0
+            report = f"a stream of {self.unit}"
+            if self.count:
+                report = f"{counted(self.count, self.unit)} before length limits"
+            tokens = "tokens unknown: there is no limit"
+            if longest:
+                tokens = f"at most {drawn * longest:,} tokens"
+            per_update = size * longest
+        else:
+            known = self.source.describe()
+            longest, mean = int(known.sizes.max()), int(known.sizes.sum()) / len(known.sizes)
+            report = "".join([known.report, *_positions(known.lengths, models)])
+            tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
+            per_update = round(mean * size)
         lines = [report, updates, tokens]
-        return Description(lines, total, size * longest, longest, examples=min(size, drawn))
+        return Description(lines, total, per_update, longest, examples=min(size, drawn))
 
     def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:
         return {}
@@ -376,9 +369,8 @@ def _updates(config: TrainerConfig, unit: str, count: int) -> tuple[str, int, in
     return f"{total:,} update{'s'[: total > 1]} of {each} {unit}{epochs}", total, drawn
 
 
-def _positions(trees: Trees, models: Sequence[Model]) -> list[str]:
-    """Say which examples are longer than the models' positions."""
-    lengths = lengths_of(trees)
+def _positions(lengths: NDArray[np.int64], models: Sequence[Model]) -> list[str]:
+    """Say which examples are longer than the models' positions. lengths: of their longest sequences."""
     longest = int(lengths.max())
     limits = dict.fromkeys(model.max_positions for model in models)
     return [

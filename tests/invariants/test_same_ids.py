@@ -40,13 +40,13 @@ def tokenizer():
 
 
 def trained_on(monkeypatch):
-    seen, inner = [], batches.DatasetUpdates.__init__
+    seen, inner = [], batches.ExampleUpdates.__init__
 
-    def spy(self, trees, *arguments, **options):
-        seen.extend(trees)
-        inner(self, trees, *arguments, **options)
+    def spy(self, source, *arguments, **options):
+        seen.extend(source.trees)
+        inner(self, source, *arguments, **options)
 
-    monkeypatch.setattr(batches.DatasetUpdates, "__init__", spy)
+    monkeypatch.setattr(batches.ExampleUpdates, "__init__", spy)
     return seen
 
 

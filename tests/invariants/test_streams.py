@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import datasets
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from rlhf_dpo import DPOConfig
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig, RewardTrainer
-from rlhf_sft import SFTConfig
+from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import InputError, load_model
 from rlhf_core.sampling import Sampler
@@ -100,7 +102,7 @@ def test_rollouts_take_the_next_prompts_of_a_stream(
         monkeypatch.setattr(Sampler, "published", lambda self, version: version, raising=False)
         monkeypatch.setattr(Sampler, "__call__", sample)
     monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 4)
-    monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 3)
+    monkeypatch.setattr("rlhf_core.data.source.BLOCK", 3)
     letters = [f"{a} {b}" for a in "abcdefgh" for b in "abcdefg"]
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -163,3 +165,29 @@ def test_a_check_tells_what_is_known_of_a_stream(place: Any, rlhf: Callable[...,
     text = " ".join(told.out.split())
     assert "of the first 4,096 rows of the stream: 4,096 prompts: 4,096 kept" in text
     assert "2 updates of 4 completions; 1 update per rollout; the length of the data is not known" in text
+
+
+def test_a_dataset_of_grain_ends_as_one_that_was_not_interrupted(tiny: ModuleType, tmp_path: Path) -> None:
+    def run(at: str, *listeners: Any) -> dict[str, Any]:
+        rows = grain.MapDataset.source(tiny.texts(24)).seed(3).shuffle().repeat(None)
+        config = SFTConfig(max_training_steps=6, **SETTINGS)
+        given = {"train_dataset": rows, "listeners": listeners}
+        found = tiny.run("sft", config, tmp_path / at, model=tiny.make_model(), **given)
+        return dict(tiny.leaves(load_model(found.path).params))
+
+    straight = run("straight")
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", interrupt(3))
+    parts = run("parts")
+    assert all(np.array_equal(parts[name], straight[name]) for name in straight)
+
+
+def test_splits_are_sets_to_evaluate_and_not_rows_to_train_on(tiny: ModuleType, tmp_path: Path) -> None:
+    easy, hard = (datasets.Dataset.from_list(tiny.texts(5, seed=seed)) for seed in (1, 2))
+    splits = datasets.DatasetDict({"easy": easy, "hard": hard})
+    config = SFTConfig(max_training_steps=1, save_directory=tmp_path, **SETTINGS)
+    given = {"model": tiny.make_model(), "eval_dataset": splits}
+    found = SFTTrainer(config, train_dataset=tiny.texts(8), **given).train()
+    assert {"eval_easy_loss", "eval_hard_loss"} <= set(found.metrics)
+    with pytest.raises(InputError, match=r"several splits \(easy, hard\): give one of them"):
+        SFTTrainer(config, model=tiny.make_model(), train_dataset=splits).train()

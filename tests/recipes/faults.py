@@ -701,9 +701,9 @@ FAULTS = (
     Fault(
         "dpo-resumes-with-itself",
         "a run that goes on takes the policy of its checkpoint for the reference",
-        DPO + "reference.py",
-        "                references[missing] = reader(self.start, missing)\n        self.known = True",
-        "                references[missing] = reader(self.start, missing)\n        self.known = False",
+        CORE + "training/model_values.py",
+        "                each.compute(self.start, missing)\n        self.known = True",
+        "                each.compute(self.start, missing)\n        self.known = False",
         (),
         ("tests/plugins/dpo/test_trainer.py",),
     ),

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.data import Examples
+from rlhf_core.data import with_values
 from rlhf_core.fit import EvaluationMetrics
 from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.contract import DPO_LOSS, DPOInputs
-from rlhf_dpo.objective import inputs_of, objective, pair_loss
-from rlhf_dpo.reference import PairReader, PairSet, PairUpdates, ReferenceLogps, StartingModel
+from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from rlhf_core import TrainState
+    from rlhf_core.packing import Tree
+    from rlhf_core.training import HeldOut
     from rlhf_dpo.objective import Measure
 
-ROWS: dict[str, Any] = {
-    "reads_tokens": True,
-    "sequence_names": ("reference", "tokens"),
-    "group": 2,
-}
+ROWS: dict[str, Any] = {"reads_tokens": True, "sequence_names": ("tokens",), "group": 2}
 """How pairs lie in rows."""
-PAIRS: dict[str, Any] = {"completions": True, "margins": False}
-"""How pairs are encoded."""
 
 
 def build(config: DPOConfig, context: Context) -> Build:
@@ -46,44 +43,39 @@ def build(config: DPOConfig, context: Context) -> Build:
         )
 
     model = context.model("lm")
-    # With adapters the starting model is in memory anyway.
+    # With adapters the starting model is in memory anyway, so that its values need not be computed first.
     whole = config.lora is None and not context.is_stream("train_data")
-    train = context.pairs("train_data", whole=whole, **PAIRS)
-    readers: dict[str, PairReader] = {}
-    start = None
-    if isinstance(train, Examples):
-        pairs = PairSet.of(train)
-        model, updates = context.updates(model, train, pairs.trees, **ROWS)
-        reached = updates.rows_reached()
-        readers["train_data"] = PairReader(model.definition, context.mesh, pairs, updates.layout, reached)
-    else:
-        model, updates = context.updates(model, train, **ROWS)
-        start = StartingModel(context, model, updates.layout)
-    reference = ReferenceLogps(context, readers, model.params)
+    model, updates = context.updates(model, pairs_of(context, "train_data", whole=whole), **ROWS)
 
     def evaluation(field: str) -> Evaluate | None:
-        if (given := context.pairs(field, **PAIRS)) is None:
+        pairs = pairs_of(context, field)
+        if pairs is None:
             return None
-        pairs = PairSet.of(given)
-        rows = context.held_out(model, given, pairs.trees, reads_tokens=True, group=2)
-        every = np.arange(len(rows.trees))
-        readers[field] = PairReader(model.definition, context.mesh, pairs, rows.layout, every)
+        rows = context.held_out(model, pairs, **ROWS)
         own_metrics = context.own_metrics(len(rows.trees))
         return PairEvaluation(
-            readers[field],
-            reference,
-            measure,
-            beta=config.beta,
-            where=given.where,
-            stored=model.as_stored,
-            own_metrics=own_metrics,
+            rows, measure, beta=config.beta, stored=model.as_stored, own_metrics=own_metrics
         )
 
-    actions = context.evaluations(evaluation)
     loss = partial(objective, model.definition, measure, beta=config.beta)
-    held = {} if start is None else {"starting model": start.copied}
-    source = PairUpdates(updates, reference, start)
-    return Build(model, source, loss, actions, held=held)
+    return Build(model, updates, loss, context.evaluations(evaluation), held=updates.held)
+
+
+def pairs_of(context: Context, field: str, **options: Any) -> Any:
+    """Open the pairs of a field, with their reference log-probabilities and the tokens of their completions."""
+    pairs = context.pairs(field, completions=True, margins=False, **options)
+    if pairs is None:
+        return None
+    return with_values(
+        pairs.map(count_tokens), "reference", sequence_logps, reads="frozen", what="log-probabilities"
+    )
+
+
+def count_tokens(tree: Tree) -> Tree:
+    """Give both completions of a pair their number of tokens, as the sequence value `tokens`."""
+    assert tree.weights is not None
+    tokens = np.array([np.count_nonzero(weight) for weight in tree.weights], np.float32)
+    return tree._replace(sequence_values={"tokens": tokens})
 
 
 class PairEvaluation:
@@ -95,32 +87,34 @@ class PairEvaluation:
 
     def __init__(
         self,
-        reader: PairReader,
-        reference: ReferenceLogps,
+        rows: HeldOut,
         measure: Measure,
         *,
         beta: float,
-        where: Callable[[int], str],
         stored: Callable[[Any], Any] = lambda params: params,
         own_metrics: Callable[..., dict[str, float]] = lambda rewards, others: {},
     ) -> None:
-        """where: names a pair's row. stored: converts parameters to those that are saved, such as `Model.as_stored`.
+        """rows: the held-out pairs. stored: converts parameters to those that are saved, such as `Model.as_stored`.
 
         own_metrics: further metrics of the implicit rewards, float32 [pairs, 2]; it is also given the other metrics.
         """
-        self.beta, self.own_metrics, self.where = beta, own_metrics, where
-        self.reader, self.reference, self.stored = reader, reference, stored
+        self.rows, self.beta, self.own_metrics, self.stored = rows, beta, own_metrics, stored
+        self.reference = rows.values["reference"]
         self._measure = jax.jit(partial(_measure_pairs, measure, beta))
 
+    @cached_property
+    def _tokens(self) -> NDArray[np.float32]:
+        """float32 [pairs, 2]: tokens of each completion."""
+        return np.stack([tree.sequence_values["tokens"] for tree in self.rows.trees])
+
     def __call__(self, state: TrainState) -> EvaluationMetrics:
-        self.reference.ensure(state)
-        pairs, which = self.reader.pairs, self.reader.which
-        logps = self.reader(self.stored(state.params))
-        loss, metrics = self._measure(logps, pairs.reference[which], pairs.tokens[which])
-        rewards = self.beta * (logps - pairs.reference[which])
+        reference = self.reference.of(state)
+        logps = self.reference.read(self.stored(state.params))
+        loss, metrics = self._measure(logps, reference, self._tokens)
+        rewards = self.beta * (logps - reference)
         found = fetch_metrics({**metrics, "loss": loss})
         values = {"chosen": rewards[:, 0], "rejected": rewards[:, 1]}
-        return EvaluationMetrics.of(found | self.own_metrics(rewards, found), self.where, values)
+        return EvaluationMetrics.of(found | self.own_metrics(rewards, found), self.rows.where, values)
 
 
 def _measure_pairs(

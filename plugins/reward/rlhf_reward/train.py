@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, TrainState
 from rlhf_core.artifacts import save_model
-from rlhf_core.data import Examples
 from rlhf_core.fit import TreeReader
 from rlhf_core.objective import sequence_scores
 from rlhf_core.scoring import Scorer
@@ -43,7 +42,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             return None
         rows = context.held_out(model, pairs, reads_tokens=False, group=2)
         own_metrics = context.own_metrics(len(rows.trees))
-        held_out.append(ScoreEvaluation(pairs, rows, model, measure, own_metrics))
+        held_out.append(ScoreEvaluation(pairs.sample, rows, model, measure, own_metrics))
         if len(held_out) > 1:
             return held_out[-1]  # pairs of the first set are shown
         return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
@@ -55,8 +54,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             score = partial(sequence_scores, model.definition)
             layout = updates.layout.largest()  # a single program to compile
             reader = TreeReader(score, layout, context.mesh, per="sequence")
-            first = (train if isinstance(train, Examples) else train.sample)[:STATISTICS_PAIRS]
-            found = reader(model.as_stored(state.params), first, group=2)
+            found = reader(model.as_stored(state.params), train.trees[:STATISTICS_PAIRS], group=2)
             metrics = None
         else:
             found, metrics = held_out[0].scores(state), finite(held_out[0].known(state))

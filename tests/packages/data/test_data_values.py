@@ -15,7 +15,7 @@ def row(prompt: str, completion: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion, **columns}
 
 
-def encoded(tiny: ModuleType, rows: list[dict[str, Any]], **options: Any) -> data.Texts:
+def encoded(tiny: ModuleType, rows: list[dict[str, Any]], **options: Any) -> data.Examples:
     return data.encode_texts(data.load(rows), tiny.make_tokenizer(), values=("rating",), **options)
 
 

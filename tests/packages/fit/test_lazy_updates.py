@@ -18,17 +18,11 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data import (
-    LazyRecords,
-    LazyRows,
-    cache,
-    lazy,
-    usable_pairs,
-    usable_texts,
-)
-from rlhf_core.data.streams import LazyStreams, first_rows, open_streams
+from rlhf_core.data import Source, cache, source, usable_pairs, usable_texts
+from rlhf_core.data.source import open_files
+from rlhf_core.data.streams import first_rows, open_source, open_streams
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.fit import DatasetUpdates, LazyUpdates, Update, choose_row_layout
+from rlhf_core.fit import ExampleUpdates, Update, choose_row_layout
 from rlhf_core.tokenizer import TextOptions
 
 LIMIT = 64
@@ -36,9 +30,8 @@ LIMIT = 64
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lazy, "BLOCK", 8)
-    monkeypatch.setattr(lazy, "SAMPLE", 16)
-    monkeypatch.setattr("rlhf_core.data.streams.BLOCK", 8)
+    monkeypatch.setattr(source, "BLOCK", 8)
+    monkeypatch.setattr(source, "SAMPLE", 16)
     monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 16)
     monkeypatch.setattr(cache, "SMALL", 1)
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
@@ -53,25 +46,25 @@ def encoding(limit: int = LIMIT) -> Any:
     return partial(data.encode_pairs, max_length=limit, chat_template=TextOptions())
 
 
-def records(rows: Any, tokenizer: Any, limit: int = LIMIT, seed: int = 3) -> LazyRecords:
+def records(rows: Any, tokenizer: Any, limit: int = LIMIT, seed: int = 3) -> Source:
     usable = partial(usable_pairs, options=TextOptions())
-    return LazyRecords(data.load(rows), usable, encoding(limit), tokenizer, seed=seed, shuffle=True)
+    return open_files(data.load(rows), usable, encoding(limit), tokenizer, seed=seed, shuffle=True)
 
 
-def streams(spec: Any, tokenizer: Any, window: int = 12, **options: Any) -> LazyStreams:
-    return LazyStreams(open_streams(spec, **options), encoding(), tokenizer, seed=3, window=window)
+def streams(spec: Any, tokenizer: Any, window: int = 12, workers: int = 0, **options: Any) -> Source:
+    opened = open_streams(spec, **options)
+    return open_source(opened, encoding(), tokenizer, seed=3, window=window, workers=workers)
 
 
-def updates(
-    rows: LazyRows, tiny: ModuleType, workers: int = 0, names: Any = ("margin",), **options: Any
-) -> LazyUpdates:
-    config = TrainerConfig(
-        total_batch_size=5, dataloader_num_workers=1, dataset_num_proc=workers or None, **options
-    )
-    assert config.workers == max(workers, 1)
-    config = config.replace(dataloader_num_workers=0)
-    layout = choose_row_layout(rows.trees(), config, tiny.one_device(), 16, reads_tokens=False)
-    return LazyUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=names, group=2)
+def updates(rows: Source, tiny: ModuleType, names: Any = ("margin",), **options: Any) -> ExampleUpdates:
+    config = TrainerConfig(total_batch_size=5, **options)
+    layout = choose_row_layout(rows.trees, config, tiny.one_device(), 16, reads_tokens=False)
+    return ExampleUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=names, group=2)
+
+
+def test_the_larger_number_of_workers_holds() -> None:
+    assert TrainerConfig(dataloader_num_workers=1).workers == 1
+    assert TrainerConfig(dataloader_num_workers=1, dataset_num_proc=2).workers == 2
 
 
 def names(update: Update) -> list[str]:
@@ -111,12 +104,12 @@ def test_without_drops_they_are_those_of_rows_encoded_before(
     loaded = data.load(make(tiny))
     encode = partial(encode, max_length=LIMIT, chat_template=options, **values)
     usable = partial(usable, options=options, **values)
-    rows = LazyRecords(loaded, usable, encode, tokenizer, seed=3, shuffle=True)
+    rows = open_files(loaded, usable, encode, tokenizer, seed=3, shuffle=True)
     names = values.get("values", ("margin",) if kind == "pairs" else ())
     made = updates(rows, tiny, names=names, num_train_epochs=2.5)
     whole = encode(loaded, tokenizer)
-    of_whole = DatasetUpdates(
-        whole, made.config, made.layout, seed=3, data=whole, sequence_names=names, group=2
+    of_whole = ExampleUpdates(
+        Source.of(whole, seed=3), made.config, made.layout, sequence_names=names, group=2
     )
     assert made.total == of_whole.total == 11
     for step in [7, 0, *range(11)]:
@@ -142,7 +135,7 @@ def test_a_row_that_is_dropped_makes_room_for_the_next(
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
     again = updates(records(rows, tokenizer), tiny, num_train_epochs=2)
     again.update(0)
-    again.data.wait()  # type: ignore[attr-defined]
+    again.data.order.wait()  # type: ignore[attr-defined]
     assert [names(again.update(step)) for step in range(made.total)] == found
 
 
@@ -190,7 +183,7 @@ def test_a_stream_continues_from_any_update(
         positions.append(json.loads(json.dumps(whole.snapshot(step)[0])))
         expected.append(contents(whole.update(step)))
     for killed, workers in [(1, 0), (4, 2 if kind == "function" else 0), (7, 0), (11, 0)]:
-        rest = updates(streams(spec, tokenizer), tiny, workers, max_training_steps=12)
+        rest = updates(streams(spec, tokenizer, workers=workers), tiny, max_training_steps=12)
         rest.restore(killed, positions[killed], {})
         assert contents(rest.update(0)) == expected[0]  # the loop looks at the first ones again
         assert [contents(rest.update(step)) for step in range(killed, 12)] == expected[killed:]
@@ -261,7 +254,7 @@ def test_what_cannot_be_streamed_says_why(tiny: ModuleType, tmp_path: Path) -> N
 def test_a_longer_example_gets_a_longer_row(tiny: ModuleType, tokenizer: Any) -> None:
     rows = tiny.pairs(60)
     lazily = records(rows, tokenizer)
-    first = {int(name.split()[-1]) for name in map(lazily.where, range(16))}
+    first = {int(name.split()[-1]) for name in map(lazily.sample.where, range(16))}
     late = next(i for i in range(1, 61) if i not in first)
     rows[late - 1]["chosen"] = " ".join(["word"] * 50)
     made = updates(records(rows, tokenizer), tiny, num_train_epochs=1)

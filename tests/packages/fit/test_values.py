@@ -102,7 +102,7 @@ def test_values_are_those_of_the_rows(
         seen += found.numbers.tolist()
         for i, row in enumerate(found.numbers.tolist()):
             assert found.where[i] == texts.where(row)
-            tree = texts[row]
+            tree = texts.trees[row]
             ids = np.concatenate([tree.prefix, *tree.branches])
             completion = ids[len(ids) - len(found.arrays["tokens"][i]) :]
             np.testing.assert_array_equal(found.arrays["tokens"][i], completion)

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core import TrainerConfig, data
 from rlhf_core.errors import InputError
-from rlhf_core.fit import DatasetUpdates, choose_row_layout
+from rlhf_core.fit import ExampleUpdates, choose_row_layout
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.training import HeldOut
@@ -38,7 +38,8 @@ def context(config: TrainerConfig, mesh: Any) -> Any:
 def make(tiny: ModuleType, model: Model, pairs: data.Examples) -> Make:
     def make(**fields: Any) -> HeldOut:
         config = TrainerConfig(eval_batch_size=5, **fields)
-        return HeldOut(context(config, tiny.one_device()), model, pairs, pairs, reads_tokens=False, group=2)
+        rows = data.Source.of(pairs)
+        return HeldOut(context(config, tiny.one_device()), model, rows, reads_tokens=False, group=2)
 
     return make
 
@@ -56,7 +57,7 @@ def test_ids_that_the_model_lacks_name_their_row(tiny: ModuleType, model: Model)
     rows = [{"chosen_ids": [3, 4], "rejected_ids": [3, n]} for n in (5, 900)]
     pairs = data.encode_pairs(data.load(rows), None, max_length=64)
     with pytest.raises(InputError, match=r"dataset row 2: token id 900 is out of range"):
-        HeldOut(context(TrainerConfig(), tiny.one_device()), model, pairs, pairs, reads_tokens=False)
+        HeldOut(context(TrainerConfig(), tiny.one_device()), model, data.Source.of(pairs), reads_tokens=False)
 
 
 @pytest.mark.parametrize("limits", [{"max_training_steps": 2}, {"num_train_epochs": 0.5}, {}], ids=str)
@@ -65,7 +66,7 @@ def test_rows_that_updates_reach(
 ) -> None:
     config = TrainerConfig(total_batch_size=4, **limits)
     layout = choose_row_layout(pairs, config, tiny.one_device(), 16, reads_tokens=False)
-    updates = DatasetUpdates(pairs, config, layout, seed=3, data=pairs)
+    updates = ExampleUpdates(data.Source.of(pairs, seed=3), config, layout)
     names = [
         update.where(i)
         for update in map(updates.update, range(updates.total))

@@ -112,17 +112,17 @@ class Trained:
 @pytest.fixture(scope="module", params=CASES)
 def trained(request, tiny, tmp_path_factory):
     case, seen = CASES[request.param], []
-    inner = batches.DatasetUpdates.__init__
+    inner = batches.ExampleUpdates.__init__
 
-    def spy(self, trees, *arguments, **options):
-        seen.extend(trees)
-        inner(self, trees, *arguments, **options)
+    def spy(self, source, *arguments, **options):
+        seen.extend(source.trees)
+        inner(self, source, *arguments, **options)
 
     model = tiny.make_model("score", scale=6.0, vocab_size=64)
     config = RewardConfig(learning_rate=1e-3, max_training_steps=1, total_batch_size=4, **case.options)
     inputs = {"model": model, "tokenizer": case.tokenizer, "train_dataset": case.rows}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches.DatasetUpdates, "__init__", spy)
+        patch.setattr(batches.ExampleUpdates, "__init__", spy)
         path = tiny.run("reward", config, tmp_path_factory.mktemp("rm"), **inputs).path
     ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
     judge = load_model(path, head="score", mesh=tiny.one_device())
