@@ -337,6 +337,7 @@ class TrainedRows:
     def describe(self, context: OnShapes, models: Sequence[Model]) -> Description:
         size = context.config.total_batch_size
         updates, total, drawn = _updates(context.config, self.unit, self.count)
+        columns: list[str] = []
         if self.source is None:
             longest = context.config.max_sequence_length or 0
             report = f"a stream of {self.unit}"
@@ -349,10 +350,12 @@ class TrainedRows:
         else:
             known = self.source.describe()
             longest, mean = int(known.sizes.max()), int(known.sizes.sum()) / len(known.sizes)
+            read = self.source.sample.report.columns
+            columns = [f"columns: {read}" if self.count else f"columns of the first rows: {read}"]
             report = "".join([known.report, *_positions(known.lengths, models)])
             tokens = f"about {round(drawn * mean):,} tokens, shared prompts once"
             per_update = round(mean * size)
-        lines = [report, updates, tokens]
+        lines = [report, *columns, updates, tokens]
         return Description(lines, total, per_update, longest, examples=min(size, drawn))
 
     def held(self, context: OnShapes, definition: Definition, parameters: int) -> Mapping[str, int]:
