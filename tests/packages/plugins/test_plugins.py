@@ -300,6 +300,7 @@ def test_a_wrong_entry_point_is_a_warning(losses: World, text: str, cause: str) 
     assert said == [infos["wrong"].error]
     assert said[0].startswith(f"plugin 'wrong' (from rlhf-wrong 1.0) failed to load: {cause}")
     assert said[0].endswith("Uninstall it or set RLHF_DISABLE_PLUGINS=wrong.")
+    assert ("A package names a kind of its own in the group 'rlhf.kind'." in said[0]) == ("no kind" in cause)
     with pytest.raises(InputError, match=r"no reward named 'r'.*plugin 'wrong'"):
         host.registry.get(REWARD, "r")
 
