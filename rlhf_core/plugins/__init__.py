@@ -208,7 +208,7 @@ def _add_component(registry: Registry, point: EntryPoint, kinds: Collection[str]
     if kind not in kinds:
         raise InputError(
             f"it has entry points '{point.group}', and no kind is called '{kind}'.{suggest(kind, kinds)} "
-            f"Kinds: {', '.join(sorted(kinds))}"
+            f"Kinds: {', '.join(sorted(kinds))}. A package names a kind of its own in the group '{KIND}'"
         )
     registry.add_named(kind, point.name, point.value)
 

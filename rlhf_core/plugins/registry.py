@@ -134,14 +134,15 @@ class Registry:
     def declare(self, kind: str, text: str) -> None:
         """Say which object the kind of that name is, "package.module:KIND"; it is imported where the kind is needed.
 
-        Raises InputError if a kind has this name already, and if the text names none.
+        Raises InputError if core or another distribution has a kind of this name, and if the text names none.
         """
         named = self._named(f"kind '{kind}'", text)
         known = self._kinds.get(kind)
-        if known is not None:
+        if known in KINDS or isinstance(known, NamedComponent):
             of = f" of {known.owner}" if isinstance(known, NamedComponent) else ""
             raise InputError(f"another kind{of} is called '{kind}' too; rename one of the kinds")
-        self._kinds[kind] = named
+        # Where a hook that was called before has added to the kind, its name is there already.
+        self._kinds.setdefault(kind, named)
 
     def _named(self, what: str, text: str) -> NamedComponent:
         home, _, attribute = text.partition(":")

@@ -101,6 +101,7 @@ def test_the_properties_are_the_kits(page: str, heading: str, repository: Path) 
         "docs/reference/components.md",
         "docs/how-to/write_a_loss.md",
         "docs/how-to/write_a_trainer.md",
+        "docs/how-to/write_a_reward.md",
     ],
 )
 def test_entry_points_of_pages_are_of_kinds(page: str, repository: Path) -> None:

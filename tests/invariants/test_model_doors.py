@@ -58,7 +58,7 @@ def installed(made: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     info = plugin.parent / "strange-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nstrange = {plugin.stem}\n")
+    (info / "entry_points.txt").write_text(f"[rlhf]\nstrange = {plugin.stem}\n")
     monkeypatch.syspath_prepend(plugin.parent)
     monkeypatch.setenv(plugins.DISABLE, " ")  # asks for them again
     yield

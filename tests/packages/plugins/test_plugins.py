@@ -21,8 +21,8 @@ from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
 from rlhf_core.runtime import distributions
 from rlhf_core.runtime.caches import forget
 
-REGISTER = """
-from rlhf_core import hookimpl, POLICY_LOSS, ADVANTAGE
+ADDS = """
+from rlhf_core import hookimpl
 
 def loss(inputs, *, epsilon: float = 0.2): ...
 
@@ -30,6 +30,8 @@ def loss(inputs, *, epsilon: float = 0.2): ...
 def rlhf_register(registry):
     registry.add(POLICY_LOSS, "{name}", loss)
 """
+
+REGISTER = f"from rlhf_core import POLICY_LOSS{ADDS}"
 
 
 class World:
@@ -300,6 +302,7 @@ def test_a_wrong_entry_point_is_a_warning(losses: World, text: str, cause: str) 
     assert said == [infos["wrong"].error]
     assert said[0].startswith(f"plugin 'wrong' (from rlhf-wrong 1.0) failed to load: {cause}")
     assert said[0].endswith("Uninstall it or set RLHF_DISABLE_PLUGINS=wrong.")
+    assert ("A package names a kind of its own in the group 'rlhf.kind'." in said[0]) == ("no kind" in cause)
     with pytest.raises(InputError, match=r"no reward named 'r'.*plugin 'wrong'"):
         host.registry.get(REWARD, "r")
 
@@ -364,6 +367,26 @@ def test_a_kind_of_a_distribution(losses: World) -> None:
             ask(OTHER)
     with pytest.raises(InputError, match="another kind is called 'value loss' too"):
         host.registry.add(OTHER, "huber", lambda inputs: inputs)
+
+
+def test_a_hook_may_add_to_a_kind_before_that_is_declared(losses: World) -> None:
+    losses.install("huber", "from made_up_losses import VALUE_LOSS as POLICY_LOSS\n" + ADDS.format(name="x"))
+    declared = points("rlhf.kind", "value_loss = made_up_losses:VALUE_LOSS")
+    losses.install_points("rlhf-values", declared + points("rlhf.value_loss", "mse = made_up_losses:loss"))
+    host, infos, said = losses.load()
+    assert infos["huber"].components == {"value loss": ["x"]}
+    assert infos["values"].components == {"value loss": ["mse"]}
+    assert host.registry.names(sys.modules["made_up_losses"].VALUE_LOSS) == ["mse", "x"]
+    assert said == []
+
+
+def test_two_distributions_of_one_kind(losses: World) -> None:
+    declared = points("rlhf.kind", "value_loss = made_up_losses:VALUE_LOSS")
+    losses.install_points("rlhf-a", declared)
+    losses.install_points("rlhf-b", declared)
+    _, infos, said = losses.load()
+    assert (infos["a"].state, infos["b"].state, len(said)) == ("loaded", "failed", 1)
+    assert "from rlhf-b 1.0) failed to load: another kind of rlhf-a 1.0 is called 'value loss' too" in said[0]
 
 
 def test_a_kind_that_is_none(losses: World) -> None:
