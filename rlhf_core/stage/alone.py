@@ -132,7 +132,7 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
     held_out = inputs.get("eval_dataset")
     evaluated = list(held_out.values()) if isinstance(held_out, Mapping) else held_out
     for name, data in {"train_dataset": inputs.get("train_dataset"), "eval_dataset": evaluated}.items():
-        require_rows(data, f"{name}: ", streams=True)
+        require_rows(data, f"{name}: ", streams=name == "train_dataset")
     if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
         inputs["rewards"] = [inputs["rewards"]]
     for number, reward in enumerate(inputs.get("rewards") or ()):
