@@ -151,7 +151,7 @@ def _check_datasets(trained: Any, held_out: Any) -> None:
         )
     require_rows(trained, "train_dataset: ", streams=True)
     evaluated = list(held_out.values()) if isinstance(held_out, Mapping) else held_out
-    require_rows(evaluated, "eval_dataset: ", streams=True)
+    require_rows(evaluated, "eval_dataset: ")
 
 
 def _hint(name: str, value: Any, cls: type[TrainerConfig], registry: Registry) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.errors import InputError
-from rlhf_core.packing.trees import Tree, trained_of, trained_per_branch
+from rlhf_core.packing.trees import Tree, Trees, trained_of, trained_per_branch
 from rlhf_core.reading import TreeReader
 from rlhf_core.training.reference import Reference
 
@@ -41,6 +41,8 @@ class _Reader:
         """Count the values of each tree: those of its sequences, or of their trained tokens."""
         if self.added.per == "token":
             return trained_of(trees)
+        if isinstance(trees, Trees):
+            return np.full(len(trees), trees.branches, np.int64)
         return np.array([len(tree.branches) for tree in trees], np.int64)
 
     def attach(self, trees: Sequence[Tree], values: Sequence[NDArray[np.float32]]) -> list[Tree]:
@@ -84,6 +86,10 @@ class StoredValues:
         self._ends = np.cumsum(self._counts)
         self._flat = np.full(int(self._counts.sum()), np.nan, np.float32)
 
+    @cached_property
+    def _digests(self) -> NDArray[np.uint64]:
+        return self.source.digests()
+
     def read(self, params: Any) -> NDArray[np.float32]:
         """Return the values under other parameters, [examples, sequences of an example]; of tokens in one array."""
         return self._shaped(self.reader(params, self.trees[self.which]))
@@ -116,7 +122,7 @@ class StoredValues:
         """Return digests of the examples and their values, for a checkpoint."""
         name, field = self.reader.added.name, self.source.field
         arrays: dict[str, NDArray[Any]] = {
-            f"digests/{field}": self.source.digests(),
+            f"digests/{field}": self._digests,
             f"{name}/{field}": self._shaped(self._flat),
         }
         if self.reader.added.per == "token":
@@ -129,11 +135,12 @@ class StoredValues:
         digests = arrays.get(f"digests/{field}", np.zeros(0, np.uint64))
         saved = arrays.get(f"{name}/{field}")
         if saved is not None and len(digests) == len(self._counts):
-            same = digests == self.source.digests()
+            same = digests == self._digests
             counts = arrays.get(f"counts/{field}", self._counts)
             self._flat[self._places(np.flatnonzero(same))] = saved.reshape(-1)[np.repeat(same, counts)]
-        missing = [i for i in self.which.tolist() if np.isnan(self._flat[self._places(np.array([i]))]).any()]
-        return np.array(missing, np.int64)
+        owner = np.repeat(np.arange(len(self._counts)), self._counts)
+        unknown = np.bincount(owner, np.isnan(self._flat), len(self._counts)) > 0
+        return self.which[unknown[self.which]]
 
 
 class FrozenValues:

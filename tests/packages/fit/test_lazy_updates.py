@@ -269,3 +269,82 @@ def test_ids_that_the_model_lacks_name_their_row(tiny: ModuleType) -> None:
     made = updates(records(rows, None), tiny, num_train_epochs=1)
     with pytest.raises(InputError, match="dataset row 21: token id 2000 is out of range"):
         list(itertools.starmap(made.update, ((step,) for step in range(8))))
+
+
+def numbered(update: Update) -> dict[str, int]:
+    """{name of a row: its number}."""
+    found: dict[str, int] = {}
+    for batch in update.batches:
+        used = batch.example >= 0
+        pairs = zip(batch.example[used].tolist(), update.numbers(batch)[used].tolist(), strict=True)
+        found |= {update.where(i): number for i, number in pairs}
+        assert set(update.numbers(batch)[~used].tolist()) <= {-1}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "large", "stream", "streams"])
+def test_numbers_count_all_rows_of_the_data(
+    kind: str, tiny: ModuleType, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = tiny.pairs(40)
+    for row in rows[::4]:
+        row["chosen"] = row["rejected"]
+    path = tiny.write_rows(tmp_path / "b.jsonl", tiny.pairs(20))
+    spec: Any = {"whole": rows, "large": rows, "stream": lambda: iter(rows)}.get(kind)
+    if kind == "whole":
+        opened = Source.of(encoding()(data.load(rows), tokenizer), seed=3)
+    elif kind == "large":
+        opened = records(rows, tokenizer)
+    else:
+        opened = streams(spec or [lambda: iter(rows), str(path)], tokenizer)
+    made = updates(opened, tiny, max_training_steps=6)
+    for step in range(6):
+        for name, number in numbered(made.update(step)).items():
+            stream = 1 << 40 if "b.jsonl" in name else 0
+            assert number == stream + int(name.split()[-1]) - 1
+            assert made.data.where(number) == name
+
+
+@pytest.mark.parametrize("kind", ["large", "stream"])
+def test_positions_of_earlier_versions_are_known(kind: str, tiny: ModuleType, tokenizer: Any) -> None:
+    """They are a block, and how many of its examples were used."""
+    rows = tiny.pairs(40)
+    rows[9]["chosen"] = " ".join(["word"] * 80)
+
+    def opened() -> Source:
+        return records(rows, tokenizer) if kind == "large" else streams(lambda: iter(rows), tokenizer)
+
+    names = [example.where for example in opened().next(30)]
+    second: dict[str, Any] = {"block": 1} if kind == "large" else opened().order.take(8).after[-1]
+    dropped = sum(isinstance(each, data.Dropped) for each in opened_outcomes(opened(), 8))
+    old = opened()
+    old.restore({"at": second, "used": 3, "dropped": dropped})
+    assert [example.where for example in old.next(10)] == names[11 - dropped : 21 - dropped]
+    made = updates(opened(), tiny, max_training_steps=6)
+    made.restore(4, {"position": {"at": second, "used": 3, "dropped": 0}}, {})
+    assert names_of(made.update(4)) == sorted(names[11 - dropped : 16 - dropped])
+
+
+def opened_outcomes(opened: Source, count: int) -> list[Any]:
+    block = opened.order.take(count).block
+    assert block is not None
+    found = list[Any]()
+    assert opened._encoder is not None
+    found += opened._encoder(block)
+    return found
+
+
+def names_of(update: Update) -> list[str]:
+    return sorted(names(update))
+
+
+def test_rows_that_are_dropped_are_counted_by_reason(tiny: ModuleType, tokenizer: Any) -> None:
+    rows = tiny.pairs(40)
+    rows[4]["chosen"] = " ".join(["word"] * 80)
+    rows[6]["chosen"] = rows[6]["rejected"]
+    rows[9]["chosen"] = rows[9]["rejected"]
+    opened = streams(lambda: iter(rows), tokenizer, window=1)
+    kept = [example.where for example in opened.next(37)]
+    assert kept == [f"dataset row {n}" for n in range(1, 41) if n not in (5, 7, 10)]
+    assert opened.dropped == {"too long": 1, "both completions are the same": 2}
+    assert opened.state["dropped"] == opened.dropped
