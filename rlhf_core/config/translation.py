@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhf_core.contracts import Kind
+from rlhf_core.runtime.distributions import REGISTRY, find_points
 
 INSTALL = "Names of TRL and EasyDeL come with `pip install rlhf-compat`"
 """What a message on an unknown field says where nothing that is installed translates names."""
@@ -77,5 +77,7 @@ class Names(Protocol):
 
 
 def installed() -> Names:
-    """Return the registry of everything that is installed, which lies above."""
-    return importlib.import_module("rlhf_core.plugins").installed_registry()
+    """Return the registry of everything that is installed, which lies above: an entry point of rlhf-core opens it."""
+    (point,) = find_points(REGISTRY)
+    registry: Names = point.load()()
+    return registry

@@ -2,7 +2,7 @@
 
 The group `rlhf` has modules with hooks, `rlhf.KIND` the components of a kind, such as `rlhf.policy_loss`, and
 `rlhf.kind` kinds that a distribution declares; `rlhf.commands` has commands, `rlhf.urls` functions for models behind
-a URL.
+a URL, and `rlhf.registry` rlhf-core's own function that opens the registry.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlhf_core.runtime.caches import cached
 HOOKS = "rlhf"
 COMMANDS = "rlhf.commands"
 URLS = "rlhf.urls"
+REGISTRY = "rlhf.registry"
 
 
 class Installed(NamedTuple):
@@ -35,7 +36,7 @@ def find_points(group: str) -> list[EntryPoint]:
 def plugin_points() -> Iterator[EntryPoint]:
     """Yield the entry points that a plugin consists of: those of hooks, components and kinds."""
     for point in _points(tuple(sys.path)):
-        if point.group not in (COMMANDS, URLS):
+        if point.group not in (COMMANDS, URLS, REGISTRY):
             yield point
 
 
