@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import atexit, importlib, importlib.metadata, json, logging, os, pkgutil, signal, sys, threading, warnings
+import atexit, importlib, json, logging, os, pkgutil, signal, sys, threading, warnings
 
 # What other libraries change when they are imported is not this library's.
 THIRD_PARTY = "jax", "wandb", "orbax.checkpoint.v1", "datasets", "transformers", "bokeh.plotting", "math_verify"
@@ -39,7 +39,9 @@ for name in THIRD_PARTY:
     except ImportError:
         pass
 before = state()
-points = [*importlib.metadata.entry_points(group="rlhf")]
+from rlhf_core.runtime.distributions import plugin_points
+points = [*plugin_points()]
+assert len(points) > 50
 for package in sorted({point.module.partition(".")[0] for point in points}):
     module = importlib.import_module(package)
     for found in pkgutil.walk_packages(getattr(module, "__path__", ()), package + "."):
