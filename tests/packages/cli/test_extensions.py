@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.runtime.caches import forget
+from tests.shared import site as sites
 
 COMMANDS = """
 import typer
@@ -33,11 +33,7 @@ def push() -> None:
 
 
 def install(site: Path, distribution: str, points: str) -> None:
-    info = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[rlhf.commands]\n{points}\n")
-    forget()
+    sites.install(site, distribution, f"[rlhf.commands]\n{points}\n")
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return EntryPoints([*found, *(point for point in others if point.group != "rlhf.commands")])
 
     monkeypatch.setattr("rlhf_core.runtime.distributions.entry_points", entry_points)
-    forget()
+    sites.forget()
     monkeypatch.delitem(sys.modules, "added_commands", raising=False)
     (tmp_path / "added_commands.py").write_text(COMMANDS)
     return tmp_path

@@ -19,7 +19,7 @@ from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD, Kind
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
 from rlhf_core.runtime import distributions
-from rlhf_core.runtime.caches import forget
+from tests.shared.site import forget, install
 
 ADDS = """
 from rlhf_core import hookimpl
@@ -53,14 +53,7 @@ class World:
         self, distribution: str, points: str, *, version: str = "1.0", requires: str = ""
     ) -> None:
         """Install the metadata of a distribution. points: its entry_points.txt."""
-        info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        needs = f"Requires-Dist: {requires}\n" if requires else ""
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
-        )
-        (info / "entry_points.txt").write_text(points)
-        forget()
+        install(self.site, distribution, points, version=version, requires=requires)
 
     def load(self, **arguments: Any) -> tuple[plugins.Host, dict[str, PluginInfo], list[str]]:
         with warnings.catch_warnings(record=True) as caught:

@@ -16,8 +16,8 @@ import rlhf_kernels
 from rlhf_core import ATTENTION, EXPERTS, InputError, installed_registry, plugins
 from rlhf_core.models import attend, find_kernels
 from rlhf_core.models.experts import expert_product
-from rlhf_core.runtime.caches import forget
 from tests.shared.plans import planned_for
+from tests.shared.site import forget
 from tests.walk.source import files, private_imports
 
 ROOT = Path(__file__).parents[3]
