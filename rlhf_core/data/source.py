@@ -72,7 +72,7 @@ def dropped_rows(report: Report) -> dict[str, str]:
     return {place: why for name, why in REASONS.items() for place in getattr(report, name)}
 
 
-class Row(NamedTuple):
+class NumberedRow(NamedTuple):
     """A row as it is read."""
 
     table: Table
@@ -93,7 +93,7 @@ class Block(NamedTuple):
     """By place: `Example.row`."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Block:
+    def of(cls, rows: Sequence[NumberedRow]) -> Block:
         places: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             places.setdefault(id(row.table), []).append(place)
@@ -120,7 +120,7 @@ class Taken(NamedTuple):
     outcomes: Sequence[Outcome] = ()
 
 
-class Order(Protocol):
+class RowOrder(Protocol):
     """Rows in the order of training, without end."""
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class FileRows:
         found = []
         for row in rows.tolist():
             table, k = self.records.find(row)
-            found.append(Row(table, int(table.numbers[k]), table.rows[k], row))
+            found.append(NumberedRow(table, int(table.numbers[k]), table.rows[k], row))
         return Block.of(found)
 
     def known(self, rows: NDArray[np.int64]) -> list[Outcome]:
@@ -313,7 +313,7 @@ class FileRows:
         return None if self._whole is None else "; ".join(self._whole.report.lines())
 
 
-class Description(NamedTuple):
+class SourceDescription(NamedTuple):
     """What a source says of itself before the first example."""
 
     report: str
@@ -350,7 +350,7 @@ class Source:
 
     def __init__(
         self,
-        order: Order,
+        order: RowOrder,
         sample: Any,
         report: Any,
         *,
@@ -429,9 +429,9 @@ class Source:
             tree = change(tree)
         return tree
 
-    def describe(self) -> Description:
+    def describe(self) -> SourceDescription:
         trees = self.trees
-        return Description(str(self.report), len(self), sizes_of(trees), lengths_of(trees))
+        return SourceDescription(str(self.report), len(self), sizes_of(trees), lengths_of(trees))
 
     @property
     def state(self) -> State:

@@ -32,7 +32,7 @@ from rlhf_core.data.source import (
     SAMPLE,
     Block,
     BlockEncoder,
-    Row,
+    NumberedRow,
     Source,
     State,
     Taken,
@@ -345,7 +345,7 @@ def _block(streams: list[Stream], rows: list[tuple[int, Numbered]]) -> Block:
     """Make a block of (number of the stream, row)."""
     block = Block.of(
         [
-            Row(streams[stream].head, number, row, (stream << STREAM_BITS) + number - 1)
+            NumberedRow(streams[stream].head, number, row, (stream << STREAM_BITS) + number - 1)
             for stream, (number, row) in rows
         ]
     )
