@@ -38,6 +38,7 @@ from rlhf_core import (
     create_state,
 )
 from rlhf_core.config import TrainerConfig
+from rlhf_core.data import Source
 from rlhf_core.fit import TreeReader, empty_batches
 from rlhf_core.mesh import put_rows, replicated_sharding, with_shardings
 from rlhf_core.models import Model, find_family
@@ -153,7 +154,7 @@ def _training(
     **rows: Any,
 ) -> Training:
     stage = bench.stage("accelerator")
-    model, updates = OnDevices(config, stage).updates(model, NoRows(), trees, **rows)
+    model, updates = OnDevices(config, stage).updates(model, Source.of(NoRows(), trees), **rows)
     tx, _ = make_optimizer(config, bench.registry, MANY)
     # An update of all trees; drawing them in an order would take a package more.
     values = {name: rows[name] for name in ("sequence_names", "group") if name in rows}
