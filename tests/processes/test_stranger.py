@@ -70,7 +70,7 @@ def test_the_working_package_works_beside_the_broken_one(installed: Path) -> Non
     assert {name for name, state in states.items() if state != "loaded"} == {"brk"}
     assert {"core", "sft", "reward", "grpo"} <= states.keys()
     working = ["rlhf-tanh-loss", "0.1.0", "loaded", None, {"policy loss": ["tanh"]}]
-    assert found["plugins"]["tanh"] == working
+    assert found["plugins"]["tanh-loss"] == working
     distribution, version, state, error, components = found["plugins"]["brk"]
     assert (distribution, version, state, components) == ("rlhf-broken", "0.3.0", "failed", {})
     for part in (
@@ -103,8 +103,8 @@ def test_a_version_outside_the_pin_fails_alone(installed: Path, tmp_path: Path) 
     metadata.write_text(text.replace("rlhf-core<0.2,>=0.1", "rlhf-core<9,>=8"))
     found = json.loads(python(LIST, site, RLHF_DISABLE_PLUGINS="brk"))
     assert found["plugins"]["brk"][2:] == ["disabled", None, {}]
-    assert found["plugins"]["tanh"][2] == "failed"
-    assert "it needs rlhf-core <9,>=8, and 0.1.0 is installed" in found["plugins"]["tanh"][3]
+    assert found["plugins"]["tanh-loss"][2] == "failed"
+    assert "it needs rlhf-core <9,>=8, and 0.1.0 is installed" in found["plugins"]["tanh-loss"][3]
     assert found["plugins"]["sft"][2] == "loaded"
 
 
