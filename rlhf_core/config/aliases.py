@@ -71,7 +71,7 @@ def _translate(
 ) -> tuple[dict[str, list[Typed]], list[Problem]]:
     """Ask plugins for keys that `cls` does not know; return what they stand for, and what is said of them."""
     registry = installed() if registry is None else registry
-    answers = registry.translate(cls, unknown, known, base)
+    answers = None if registry is None else registry.translate(cls, unknown, known, base)
     typed: dict[str, list[Typed]] = {}
     problems = []
     for key, answer in (answers or {}).items():

@@ -76,8 +76,12 @@ class Names(Protocol):
         ...
 
 
-def installed() -> Names:
-    """Return the registry of everything that is installed, which lies above: an entry point of rlhf-core opens it."""
-    (point,) = find_points(REGISTRY)
-    registry: Names = point.load()()
-    return registry
+def installed() -> Names | None:
+    """Open the registry of everything that is installed, which lies above; None where rlhf-core itself is not.
+
+    An entry point of rlhf-core opens it.
+    """
+    for point in find_points(REGISTRY):
+        registry: Names = point.load()()
+        return registry
+    return None

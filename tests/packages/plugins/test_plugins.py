@@ -15,6 +15,7 @@ import pytest
 
 from rlhf_core import plugins
 from rlhf_core.artifacts import versions
+from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD, Kind
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, Registry, hookimpl
@@ -491,3 +492,9 @@ def test_the_plugins_of_the_suite_are_listed_without_importing_them() -> None:
     suite = {name.partition(".")[0] for name in modules if name.startswith("rlhf_")}
     assert suite == {"rlhf_core", "rlhf_compat", "rlhf_topologies"}
     assert not {"rlhf_core.models", "rlhf_core.data", "jax", "flax", "optax"} & {*modules}
+
+
+def test_a_config_without_any_distribution_names_a_typo(world: World) -> None:
+    """As where the source is on the path and nothing is installed."""
+    with pytest.raises(InputError, match="Did you mean 'learning_rate'"):
+        TrainerConfig(lerning_rate=1e-3)
