@@ -56,7 +56,7 @@ WORDS: dict[str, frozenset[str]] = {
         {"rejected", "dispreferred", "declined", "negative", "bad", "worse", "worst", "loser"}
     ),
 }
-"""{column: words of which one is in a name for it, such as "good_answer"}."""
+"""{column: words that mark other names for it, as "good" does in "good_answer"}."""
 
 
 def mapping_hint(table: Table, *formats: tuple[str, ...]) -> str:
@@ -64,7 +64,8 @@ def mapping_hint(table: Table, *formats: tuple[str, ...]) -> str:
 
     formats: the columns that each needs. Conversations are found by their form; Alpaca's `input` joins its instruction.
     """
-    if field := _wrapped_rows(table):
+    field = _wrapped_rows(table)
+    if field is not None:
         rows = table.rows[0][field]
         inner = propose_columns(Table(table.name, rows, range(len(rows)), ""), *formats)
         where = f'path = {json.dumps(table.name)}, field = "{field}"'
@@ -74,7 +75,8 @@ def mapping_hint(table: Table, *formats: tuple[str, ...]) -> str:
     if not mapping:
         return ""
     hint = f" In a stage write columns = {to_value(mapping)}."
-    if answers := _two_answers(table, mapping):
+    answers = _two_answers(table, mapping)
+    if answers:
         prompt = mapping if "prompt" in mapping else {}
         pairs = [
             to_value({**prompt, "chosen": one, "rejected": other}) for one, other in (answers, answers[::-1])

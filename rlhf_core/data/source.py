@@ -19,7 +19,7 @@ from rlhf_core.data.batch_order import rows_at, visited_rows
 from rlhf_core.data.examples import Examples
 from rlhf_core.data.report import Report
 from rlhf_core.data.table import Records, Table, View
-from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.errors import InputError, RunError, Stopped, counted
 from rlhf_core.packing.trees import Tree, Trees, lengths_of, sizes_of
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.tokenizer.encoding import Encoder
@@ -176,7 +176,8 @@ def outcomes(block: Block, records: Records, encoded: Any) -> list[Outcome]:
     found: list[Any] = [None] * len(block.order)
     for k, place in enumerate(block.order.tolist()):
         where = records.where(k)
-        if (i := used.get(k)) is None:
+        i = used.get(k)
+        if i is None:
             found[place] = Dropped(where, why.get(where, REASONS["empty"]))
         else:
             found[place] = Example(trees[i], where, block.rows[place], {} if trained else encoded.row(i))
@@ -542,10 +543,16 @@ class Source:
         if isinstance(self.order, FileRows):
             self.order.wait()
             summary = self.order.summary()
-        count = self.dropped.total()
-        if not count:
+        if not self.dropped:
             return None
-        return summary or f"{count:,} rows were passed over: nothing to learn, or too long"
+        if summary is not None:
+            return summary
+        # Checkpoints of earlier versions counted without reasons.
+        reasons = [
+            f"{why or 'for reasons that were not recorded'} ({count:,})"
+            for why, count in self.dropped.most_common()
+        ]
+        return f"{counted(self.dropped.total(), 'rows')} passed over: {', '.join(reasons)}"
 
 
 def open_files(

@@ -286,8 +286,10 @@ class ExampleUpdates:
             self._next += 1
             self._positions[self._next] = self.data.state
         self._forget(step)
-        if step == self.total - 1 and (said := self.data.end()):
-            self._say(said)
+        if step == self.total - 1:
+            passed_over = self.data.end()
+            if passed_over:
+                self._say(passed_over)
         return self._drawn[step]
 
     def _go_to(self, step: int) -> None:

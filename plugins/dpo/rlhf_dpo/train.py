@@ -72,7 +72,7 @@ def pairs_of(context: Context, field: str, **options: Any) -> Any:
 
 
 def count_tokens(tree: Tree) -> Tree:
-    """Give both completions of a pair their number of tokens, as the sequence value `tokens`."""
+    """Add the number of tokens of each completion to a pair's tree, as the sequence value `tokens`."""
     assert tree.weights is not None
     tokens = np.array([np.count_nonzero(weight) for weight in tree.weights], np.float32)
     return tree._replace(sequence_values={"tokens": tokens})

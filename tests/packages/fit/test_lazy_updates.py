@@ -348,3 +348,4 @@ def test_rows_that_are_dropped_are_counted_by_reason(tiny: ModuleType, tokenizer
     assert kept == [f"dataset row {n}" for n in range(1, 41) if n not in (5, 7, 10)]
     assert opened.dropped == {"too long": 1, "both completions are the same": 2}
     assert opened.state["dropped"] == opened.dropped
+    assert opened.end() == "3 rows passed over: both completions are the same (2), too long (1)"
