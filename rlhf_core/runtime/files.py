@@ -34,6 +34,7 @@ def attempt(
 ) -> T:
     """Call `write`; if it fails, delete `leftover`, and raise RunError if the file system is to blame.
 
+    A RunError of `write` itself names what failed inside it, and passes unchanged.
     then: the last sentence of the message: what state the failure leaves, and what to do.
     """
     try:
@@ -45,7 +46,7 @@ def attempt(
         if leftover is not None:
             with suppress(OSError):  # what stopped the write may stop the deletion
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        if reason is None:
+        if reason is None or isinstance(error, RunError):
             raise
         raise RunError(f"{what} could not be written to {path}: {reason}. {then}") from error
 

@@ -284,6 +284,22 @@ def test_a_flush_that_fails_names_what_it_flushed(tmp_path: Path, monkeypatch: p
     assert raised.value.filename == str(tmp_path)
 
 
+def test_what_failed_within_a_save_is_named_and_not_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    lines, partial = tmp_path / "metrics.jsonl", tmp_path / "partial"
+    lines.write_text("{}")
+    partial.mkdir()
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RunError) as raised:
+        files.attempt(lambda: files.flush_lines(lines), "the checkpoint", tmp_path / "4", leftover=partial)
+    assert str(raised.value).startswith(f"metrics.jsonl could not be written to {lines}: Input/output error.")
+    assert not partial.exists()
+
+
 def test_a_flush_leaves_no_descriptor_open(tmp_path: Path) -> None:
     def lowest_free() -> int:
         descriptor = os.dup(0)
