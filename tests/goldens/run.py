@@ -214,9 +214,10 @@ def _tensors(path: Path) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, tolerance: float = 0.0, where: str = "") -> Iterator[str]:
-    """Yield where two results differ: numbers by more than `tolerance`, relative to the larger of them and 0.1.
+    """Yield where two results differ: numbers by more than `tolerance`, relative to the larger of them and 0.5.
 
-    Below 0.1 the rounding of float32 sums counts, of about 1e-7, and not the size of the number. With a tolerance,
+    Below 0.5 the rounding of float32 sums counts and not the size of the number: a reward of DPO is the difference of
+    sums of tens of nats, and processors differ by up to 2e-6 there. With a tolerance,
     hashes are not compared, nor how far two programs' log-probabilities differ, which is rounding itself.
     """
     if isinstance(one, dict) and isinstance(other, dict):
@@ -235,7 +236,7 @@ def differences(one: Any, other: Any, tolerance: float = 0.0, where: str = "") -
     elif isinstance(one, str) and isinstance(other, str) and tolerance:
         yield from _text_differences(one, other, tolerance, where)
     elif _are_numbers(one, other):
-        if abs(one - other) > tolerance * max(abs(one), abs(other), 0.1) and one == one:
+        if abs(one - other) > tolerance * max(abs(one), abs(other), 0.5) and one == one:
             yield f"{where}: {one!r} and {other!r}"
     elif one != other:
         yield f"{where}: {one!r} and {other!r}"
