@@ -44,8 +44,7 @@ class Kind(Generic[T]):
         """
         values = self.attributes[name]
         value = _value(component, name, values[0])
-        # 1 equals True, and an array with == has no truth value.
-        if any(isinstance(value, type(allowed)) and value == allowed for allowed in values):
+        if isinstance(value, str | bool) and value in values:
             return value
         known = [str(allowed) for allowed in values]
         raise InputError(
