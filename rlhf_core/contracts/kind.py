@@ -34,21 +34,22 @@ class Kind(Generic[T]):
     arguments: tuple[str, ...] = ()
     factory: bool = False
     constant: bool = False
-    attributes: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    attributes: Mapping[str, Sequence[str | bool]] = field(default_factory=dict, hash=False)
     by_path: bool = False
 
-    def attribute(self, component: Any, name: str) -> str:
+    def attribute(self, component: Any, name: str) -> Any:
         """Read a declared attribute from an option, a class or a function; return the default where it is absent.
 
         Raises InputError, which names the nearest declared value, for a value that is not declared.
         """
         values = self.attributes[name]
         value = _value(component, name, values[0])
-        if isinstance(value, str) and value in values:
+        if isinstance(value, str | bool) and value in values:
             return value
+        known = [str(allowed) for allowed in values]
         raise InputError(
-            f"{name} of {self.name} {_called(component)} is {value!r}; it is one of {', '.join(values)}."
-            f"{suggest(value, values) if isinstance(value, str) else ''}".rstrip(".")
+            f"{name} of {self.name} {_called(component)} is {value!r}; it is one of {', '.join(known)}."
+            f"{suggest(value, known) if isinstance(value, str) else ''}".rstrip(".")
         )
 
     def attribute_problems(self, thing: Any, options: Collection[str]) -> Iterator[str]:
@@ -74,7 +75,7 @@ class Kind(Generic[T]):
                 yield str(error)
 
 
-def _value(component: Any, name: str, default: str) -> Any:
+def _value(component: Any, name: str, default: str | bool) -> Any:
     """Read an attribute; for a function with options, the chosen value, else the parameter's default."""
     chosen: dict[str, Any] = {}
     while isinstance(component, partial):

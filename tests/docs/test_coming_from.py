@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rlhf_compat import FIELDS, HERE, NOTHING, RULES
+from rlhf_dpo import DPO_LOSS, DPOConfig
 from rlhf_grpo import GRPOConfig, grpo_step
 from rlhf_reward import RewardConfig, evaluation_step, training_step
 
@@ -75,6 +76,7 @@ def grouped(table: list[tuple[str, ...]]) -> dict[str, str]:
 DONE, NOT_DONE = "done anyway", "not done"
 EASYDEL_WORKS = [row for row in EASYDEL if row[1] not in (DONE, NOT_DONE)]
 TRL_SHARED, TRL_GRPO, TRL_MORE, TRL_REFUSED = tables("TRL's RewardConfig")
+TRL_LOSSES, TRL_CPO = tables("TRL's CPOConfig and ORPOConfig")
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,7 @@ def test_a_field_of_easydel_is_ours_or_another_name_of_one(field: str) -> None:
 
 def test_every_name_of_trl_is_there_once() -> None:
     shared, grpo, refused = rows(TRL_SHARED), rows(TRL_GRPO), grouped(TRL_REFUSED)
+    grpo |= rows(TRL_CPO)
     more = {field: ours.strip("`") for field, ours in grouped(TRL_MORE).items()}
     assert len({*shared, *grpo, *more, *refused}) == len(shared) + len(grpo) + len(more) + len(refused)
     taken = {field for field in shared if field in RewardConfig.model_fields or field in TAKEN}
@@ -121,6 +124,7 @@ def test_every_name_of_trl_is_there_once() -> None:
     ("config", "field", "ours"),
     [(RewardConfig, field, ours) for field, (ours, _) in rows(TRL_SHARED).items()]
     + [(GRPOConfig, field, ours) for field, (ours, _) in rows(TRL_GRPO).items()]
+    + [(DPOConfig, field, ours) for field, (ours, _) in rows(TRL_CPO).items()]
     + [(GRPOConfig, field, ours.strip("`")) for field, ours in grouped(TRL_MORE).items()],
 )
 def test_what_trl_s_names_point_to_exists(
@@ -129,7 +133,8 @@ def test_what_trl_s_names_point_to_exists(
     top, _, key = ours.partition(".")
     assert top in config.model_fields, field
     if key and top in KINDS:
-        options = [registry._entry(KINDS[top], each).options or {} for each in registry.names(KINDS[top])]
+        kind = DPO_LOSS if (config, top) == (DPOConfig, "loss") else KINDS[top]
+        options = [registry._entry(kind, each).options or {} for each in registry.names(kind)]
         assert any(key in each for each in options)
     elif key:
         with pytest.raises(Exception, match=rf"{top}\.{key}: expected"):
@@ -144,6 +149,12 @@ ALL = [
     ),
     *((GRPOConfig, f, told) for f, (_, told) in rows(TRL_GRPO).items()),
 ]
+
+
+def test_the_losses_of_cpo_and_orpo_are_written_so(registry: Registry) -> None:
+    shown = {theirs: tomllib.loads(ours.strip("`")) for theirs, ours in TRL_LOSSES}
+    losses = [build(DPOConfig, table, registry=registry).loss.name for table in shown.values()]
+    assert losses == ["cpo", "simpo", "orpo"]
 
 
 def value(text: str) -> Any:

@@ -150,6 +150,18 @@ max_sequence_length = 24
 """,
         )
     ),
+    "simpo": Golden(
+        pipeline(
+            f"""policy dpo
+{LLAMA}
+train_data = "pairs.jsonl"
+eval_data = "pairs.heldout.jsonl"
+{STEPS}loss = {{ name = "simpo", gamma = 0.5 }}
+evaluation_steps = 2
+max_sequence_length = 24
+"""
+        )
+    ),
     "grpo": Golden(
         pipeline(
             f"""policy grpo

@@ -56,11 +56,12 @@ def test_an_interrupted_stage_ends_as_one_that_was_not(
     assert "eval_loss" in steps[-1]
 
 
-def test_dpo_on_a_stream_is_dpo_on_the_rows(tiny: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("simpo", marks=pytest.mark.long)])
+def test_dpo_on_a_stream_is_dpo_on_the_rows(loss: str, tiny: ModuleType, tmp_path: Path) -> None:
     """The references of an update are computed when it is made, under the model that training started from."""
     path = tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(13))
     held_out = {"eval_data": str(tiny.write_rows(tmp_path / "eval.jsonl", tiny.pairs(5, seed=3)))}
-    options = {"max_training_steps": 5, "shuffle_train_dataset": False}
+    options = {"max_training_steps": 5, "shuffle_train_dataset": False, "loss": loss}
 
     tiny.make_model(scale=4.0).save(tmp_path / "model")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import optax
@@ -84,6 +84,16 @@ class Loose:
         return LossOutput(-self.weight * inputs.ratio_chosen)
 
 
+@dataclass(frozen=True)
+class Unsure:
+    """A loss that does not say whether it reads the reference."""
+
+    reads_reference: ClassVar[str] = "no"
+
+    def __call__(self, inputs: Any) -> LossOutput:
+        return LossOutput(-inputs.logps_chosen)
+
+
 HIDDEN, KERNEL, WIDE = np.ones((2, 3, 4)), np.ones((4, 5)), np.ones((6, 5))
 ADVANTAGES = [
     of_groups("5 rewards, num_generations=2", np.ones(5), num_generations=2),
@@ -130,6 +140,11 @@ PREFERENCES = [
     of_references("a smoothing of 0.5", {"name": "robust", "label_smoothing": 0.5}),
     of_references("smoothing=0.1", {"name": "sigmoid", "smoothing": 0.1}),
     call("registry.add(DPO_LOSS, …) of a class", lambda place: Registry().add(DPO_LOSS, "loose", Loose)),
+    call(
+        'registry.add(DPO_LOSS, …), reads_reference = "no"',
+        lambda place: Registry().add(DPO_LOSS, "unsure", Unsure),
+    ),
+    call("dpo_loss without a reference", lambda place: dpo_loss(ONES[:, 0], ONES[:, 0])),
     call(
         "DPO's training_step of 8 pairs, gradient_accumulation_steps=3",
         lambda place: dpo_update(state(), padded("completion_mask"), gradient_accumulation_steps=3),

@@ -245,6 +245,14 @@ HERE: Mapping[str, str] = {
     "use_weighting": _ONE_LOSS,
     "desirable_weight": _ONE_LOSS,
     "undesirable_weight": _ONE_LOSS,
+    # CPOConfig, ORPOConfig.
+    "cpo_alpha": "loss.alpha",
+    "simpo_gamma": "loss.gamma",
+    "generate_during_eval": "previews",
+    "max_completion_length": "max_sequence_length",
+    "alpha": "AlphaPO is not here; `loss.alpha` is the weight of CPO's likelihood, `lora.alpha` the scale of adapters",
+    "is_encoder_decoder": "models are decoders",
+    "padding_value": _PAD,
     # GRPOConfig.
     "reward_funcs": "rewards",
     "environment_factory": "environment",

@@ -18,9 +18,9 @@ class DPOInputs:
     """One element per preference pair, float32 [pairs]. Log-probabilities are sums over a completion's tokens, nats.
 
     logps_chosen, logps_rejected: under the policy; differentiable.
-    ref_logps_chosen, ref_logps_rejected: under the reference; no gradient.
+    ref_logps_chosen, ref_logps_rejected: under the reference; no gradient. 0 for a loss that does not read it.
     tokens_chosen, tokens_rejected: tokens of the completion, at least 1.
-    beta: β, above 0: how strongly the policy is held to the reference.
+    beta: β, above 0: scales the implicit rewards.
     """
 
     logps_chosen: jax.Array
@@ -43,9 +43,15 @@ class DPOInputs:
 
 
 class DPOLoss(Protocol):
-    """Compute a value per pair, and metrics per pair, which are averaged and logged under the loss's name."""
+    """Compute a value per pair, and metrics per pair, which are averaged and logged under the loss's name.
+
+    A public class attribute `reads_reference = False` says that it compares with no reference: none is then computed or
+    kept, and the implicit reward is β log π.
+    """
 
     def __call__(self, inputs: DPOInputs, /) -> LossOutput: ...
 
 
-DPO_LOSS: Kind[DPOLoss] = Kind("dpo loss", ("inputs",), constant=True)
+DPO_LOSS: Kind[DPOLoss] = Kind(
+    "dpo loss", ("inputs",), constant=True, attributes={"reads_reference": (True, False)}
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.training import PaddedObjective, named_loss, padded_rows
+from rlhf_dpo.config import BETA, BETAS
 from rlhf_dpo.contract import DPO_LOSS
 from rlhf_dpo.objective import inputs_of, objective, pair_loss, sequence_logps
 
@@ -32,35 +33,37 @@ _named = partial(named_loss, DPO_LOSS)
 def dpo_loss(
     logps_chosen: jax.Array,
     logps_rejected: jax.Array,
-    ref_logps_chosen: jax.Array,
-    ref_logps_rejected: jax.Array,
+    ref_logps_chosen: jax.Array | None = None,
+    ref_logps_rejected: jax.Array | None = None,
     *,
     tokens_chosen: jax.Array | None = None,
     tokens_rejected: jax.Array | None = None,
-    beta: float = 0.1,
+    beta: float | None = None,
     loss_type: Loss = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute a DPO loss over log-probabilities, differentiable in those of the policy.
 
-    logps_…, ref_logps_…: float32 [pairs], nats, sums over a completion's tokens. tokens_…: their number, [pairs]; None:
-    1, so that losses which divide by it use the sums. loss_type: a registered name, a table of the name and its
-    options as in a file, {"name": "ipo", "mean": False}, or a component. label_smoothing: for losses that have it,
+    logps_…, ref_logps_…: float32 [pairs], nats, sums over a completion's tokens. A loss that compares with no reference
+    does not read the latter, and they may be left out. tokens_…: their number, [pairs]; None: 1, so that losses which
+    divide by it use the sums. beta: None: 0.1, and simpo's 2.0. loss_type: a registered name, a table of the name and
+    its options as in a file, {"name": "ipo", "mean": False}, or a component. label_smoothing: for losses that have it,
     named without a table.
     Returns the mean loss, float32 [], and the metrics rewards/chosen, rewards/rejected, rewards/accuracies (strict),
-    rewards/margins, logps/chosen and logps/rejected, float32 [] each.
+    rewards/margins, logps/chosen and logps/rejected, float32 [] each, with those of the loss.
+    Raises ValueError where the loss reads a reference that is not given.
     """
+    name, component = _named(loss_type, label_smoothing=label_smoothing)
     present = jnp.ones(jnp.shape(logps_chosen), bool)
     inputs = inputs_of(
         _both(logps_chosen, logps_rejected),
-        _both(ref_logps_chosen, ref_logps_rejected),
+        _reference(name, component, ref_logps_chosen, ref_logps_rejected),
         _both(
             present if tokens_chosen is None else tokens_chosen,
             present if tokens_rejected is None else tokens_rejected,
         ),
-        float(beta),
+        _beta(name, beta),
     )
-    name, component = _named(loss_type, label_smoothing=label_smoothing)
     value, metrics = pair_loss(component, inputs, present, name=name)
     return value.result(), {k: metric.result() for k, metric in metrics.items()}
 
@@ -78,7 +81,7 @@ def training_step(
     state: TrainState,
     batch: Mapping[str, Any],
     *,
-    beta: float = 0.1,
+    beta: float | None = None,
     loss_type: Loss = "sigmoid",
     gradient_accumulation_steps: int = 1,
     label_smoothing: float = 0.0,
@@ -86,15 +89,15 @@ def training_step(
     """Update the state from a padded batch; nothing is donated.
 
     batch: input_ids_chosen, attention_mask_chosen, completion_mask_chosen and the same of rejected, int [pairs, T]
-    (chosen and rejected may differ in T; padding on either side), ref_logps_chosen and ref_logps_rejected, float
-    [pairs], nats. A completion's log-probability is the sum over the tokens of its mask, each predicted from all before
-    it; losses that divide by its length count the tokens of its mask.
+    (chosen and rejected may differ in T; padding on either side), and, where the loss reads them, ref_logps_chosen and
+    ref_logps_rejected, float [pairs], nats. A completion's log-probability is the sum over the tokens of its mask, each
+    predicted from all before it; losses that divide by its length count the tokens of its mask.
     The batch is processed in `gradient_accumulation_steps` equal parts; the result does not depend on them.
-    loss_type, label_smoothing: as for `dpo_loss`.
+    beta, loss_type, label_smoothing: as for `dpo_loss`.
     Returns the next state and the metrics of `dpo_loss`, with `loss` and `grad_norm` (before the optimizer).
     Raises ValueError where the parts do not divide the batch, or an array is missing.
     """
-    padded = _PaddedDPO(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    padded = _padded(_named(loss_type, label_smoothing=label_smoothing), beta)
     return padded.update(state, batch, gradient_accumulation_steps)
 
 
@@ -102,12 +105,12 @@ def evaluation_step(
     state: TrainState,
     batch: Mapping[str, Any],
     *,
-    beta: float = 0.1,
+    beta: float | None = None,
     loss_type: Loss = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
-    padded = _PaddedDPO(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    padded = _padded(_named(loss_type, label_smoothing=label_smoothing), beta)
     return padded.evaluate(state, batch)
 
 
@@ -121,7 +124,7 @@ class _PaddedDPO(PaddedObjective):
     """The trainer's objective of a padded batch."""
 
     ids = tuple(f"{part}_{side}" for side in SIDES for part in PARTS)
-    numbers = ("ref_logps_chosen", "ref_logps_rejected")
+    numbers: ClassVar[tuple[str, ...]] = ("ref_logps_chosen", "ref_logps_rejected")
     loss: tuple[str, DPOLoss]
     beta: float
 
@@ -129,13 +132,45 @@ class _PaddedDPO(PaddedObjective):
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Mean, Mapping[str, Metric]]:
         sides = [[batch[f"{part}_{side}"] for part in PARTS] for side in SIDES]
-        values = {
-            "reference": _both(*(batch[name].reshape(-1) for name in self.numbers)),
-            "tokens": _both(*((completion != 0).sum(1) for *_, completion in sides)),
-        }
+        values = {"tokens": _both(*((completion != 0).sum(1) for *_, completion in sides))}
+        if self.numbers:
+            values["reference"] = _both(*(batch[name].reshape(-1) for name in self.numbers))
         name, component = self.loss
         measure = partial(pair_loss, component, name=name)
         return objective(model, measure, params, _rows(*sides, sequence_values=values), beta=self.beta)
+
+
+@dataclass(frozen=True)
+class _PaddedWithoutReference(_PaddedDPO):
+    """The same of a loss that compares with no reference."""
+
+    numbers = ()
+
+
+def _padded(loss: tuple[str, DPOLoss], beta: float | None) -> _PaddedDPO:
+    name, component = loss
+    made = _PaddedDPO if _reads_reference(component) else _PaddedWithoutReference
+    return made(loss, _beta(name, beta))
+
+
+def _reads_reference(component: DPOLoss) -> bool:
+    reads: bool = DPO_LOSS.attribute(component, "reads_reference")
+    return reads
+
+
+def _beta(name: str, given: float | None) -> float:
+    return BETAS.get(name, BETA) if given is None else float(given)
+
+
+def _reference(name: str, component: DPOLoss, chosen: Any, rejected: Any) -> jax.Array | None:
+    """Join the log-probabilities under the reference; None where the loss does not read them."""
+    if not _reads_reference(component):
+        return None
+    if chosen is None or rejected is None:
+        raise ValueError(
+            f"dpo loss '{name}' compares with a reference: give ref_logps_chosen and ref_logps_rejected"
+        )
+    return _both(chosen, rejected)
 
 
 def _rows(*sides: Sequence[jax.Array], **values: Any) -> Packed:

@@ -1,13 +1,14 @@
 """DPO losses: a value per pair.
 
 With h = β [(log π − log π_ref)(chosen) − (log π − log π_ref)(rejected)], log-probabilities summed over a completion.
-Each is finite, and so is its gradient, for every finite h.
+Each is finite, and so is its gradient, for every finite h. Losses with `reads_reference = False` compare with no
+reference: π_ref is 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from rlhf_dpo.contract import DPOInputs
 
 if TYPE_CHECKING:
     import jax
+
+NEAREST_TO_ONE = -(2.0**-23)
+"""The log-probability, nats, nearest to 0 at which odds are taken: 1 − p is then the precision of float32."""
 
 
 def difference(inputs: DPOInputs) -> jax.Array:
@@ -103,3 +107,72 @@ class Robust:
         h, e = difference(inputs), self.label_smoothing
         value = -(1 - e) * jax.nn.log_sigmoid(h) + e * jax.nn.log_sigmoid(-h)
         return LossOutput(value / (1 - 2 * e))
+
+
+def likelihood_loss(inputs: DPOInputs) -> jax.Array:
+    """Compute the mean negative log-likelihood per token of the chosen completion, float32 [pairs], nats."""
+    return -inputs.logps_chosen / inputs.tokens_chosen
+
+
+def log_odds(mean_logps: jax.Array) -> jax.Array:
+    """Compute log(p / (1 − p)) with p = exp(mean_logps), the mean log-probability of a completion's tokens, nats.
+
+    Value and gradient are finite where p rounds to 1.
+    """
+    logps = jnp.minimum(mean_logps, NEAREST_TO_ONE)
+    return logps - jnp.log(-jnp.expm1(logps))
+
+
+@dataclass(frozen=True)
+class Simpo:
+    """−log σ(β (m(chosen) − m(rejected)) − γ), m the mean log-probability of a completion's tokens (SimPO, Meng et al.
+    2024): the implicit reward is β m, as completions are sampled, and long ones do not count more.
+
+    gamma: γ, the margin by which the reward of the chosen completion should be the higher one, in units of β m.
+    """
+
+    reads_reference: ClassVar[bool] = False
+
+    gamma: Annotated[float, Field(ge=0)] = 1.0
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        margins = inputs.beta * mean_difference(inputs)
+        metrics = {"margins": margins, "accuracies": (margins > 0).astype(jnp.float32)}
+        return LossOutput(-jax.nn.log_sigmoid(margins - self.gamma), metrics)
+
+
+@dataclass(frozen=True)
+class Orpo:
+    """The mean negative log-likelihood per token of the chosen completion, less weight × log σ(log odds(chosen) −
+    log odds(rejected)), odds p / (1 − p) with p = exp(mean log-probability of the tokens) (ORPO, Hong et al. 2024):
+    SFT and preferences in one stage. β has no part in it.
+
+    weight: λ, that of the odds ratio.
+    """
+
+    reads_reference: ClassVar[bool] = False
+
+    weight: Annotated[float, Field(ge=0)] = 0.1
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        nll = likelihood_loss(inputs)
+        ratio = log_odds(-nll) - log_odds(inputs.logps_rejected / inputs.tokens_rejected)
+        metrics = {"nll": nll, "accuracies": (ratio > 0).astype(jnp.float32)}
+        return LossOutput(nll - self.weight * jax.nn.log_sigmoid(ratio), metrics)
+
+
+@dataclass(frozen=True)
+class Cpo:
+    """−log σ(β (log π(chosen) − log π(rejected))) plus alpha × the mean negative log-likelihood per token of the chosen
+    completion (CPO, Xu et al. 2024): DPO with a uniform reference, held to what was chosen.
+
+    alpha: weight of the likelihood.
+    """
+
+    reads_reference: ClassVar[bool] = False
+
+    alpha: Annotated[float, Field(ge=0)] = 1.0
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        nll = likelihood_loss(inputs)
+        return LossOutput(self.alpha * nll - jax.nn.log_sigmoid(difference(inputs)), {"nll": nll})

@@ -51,7 +51,11 @@ def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
 
 
 def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs:
-    """Make the inputs of a loss from arrays float32 [..., 2 pairs], chosen and rejected in turn."""
+    """Make the inputs of a loss from arrays float32 [..., 2 pairs], chosen and rejected in turn.
+
+    reference: None for a loss that does not read it: 0.
+    """
+    reference = jnp.zeros_like(logps) if reference is None else reference
     arrays = (jnp.asarray(x) for x in (logps, reference, tokens))
     (a, b), (ref_a, ref_b), (n, m) = ((x[..., 0::2].reshape(-1), x[..., 1::2].reshape(-1)) for x in arrays)
     return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), beta)
@@ -62,9 +66,10 @@ def objective(
 ) -> tuple[Mean, Mapping[str, Metric]]:
     """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair.
 
-    Sequences carry the values `reference`, their log-probability under the reference, and `tokens`, their number.
+    Sequences carry the values `tokens`, their number, and `reference`, their log-probability under the reference, where
+    the loss reads it.
     """
     values = batch.sequence_values
     logps = sequence_logps(model, params, batch)
-    pairs = inputs_of(logps, values["reference"], values["tokens"], beta)
+    pairs = inputs_of(logps, values.get("reference"), values["tokens"], beta)
     return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))

@@ -79,6 +79,20 @@ def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) 
         assert parts["rollout cache"] == pytest.approx(whole["rollout cache"] / 2, rel=0.01)
 
 
+def test_a_loss_without_a_reference_takes_the_memory_of_sft(place: Any, rlhf: Any) -> None:
+    """Of a stream, whose references are computed for each update, so that the starting model stays in memory."""
+    stream = DPO.replace('"pairs.jsonl"', '{ path = "pairs.jsonl", streaming = true }')
+    place.write("sft.toml", stream.replace('"dpo"', '"sft"'))
+    place.write("sigmoid.toml", stream)
+    place.write("simpo.toml", f'{stream}loss = "simpo"\n')
+    sft, sigmoid, simpo = (memory(rlhf, f"{name}.toml")[1] for name in ("sft", "sigmoid", "simpo"))
+    assert sigmoid["starting model"] == sigmoid["parameters"]
+    assert set(simpo) == set(sft)
+    for part in set(sft) - {"activations", "process"}:  # a row of theirs holds one completion
+        assert simpo[part] == sft[part], part
+        assert sigmoid[part] == sft[part], part
+
+
 def test_no_device_is_touched(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("devices were asked for")

@@ -61,6 +61,11 @@ def trees(pairs, *, shared=True):
 def expected(params, pairs, kind):
     values = []
     for start, sides, near in pairs:
+        if kind == "orpo":
+            logps = [reference.logps(params, CONFIG, ids)[start - 1 :].mean() for ids in sides]
+            chosen, rejected = (m - np.log(-np.expm1(m)) for m in logps)
+            values.append(-logps[0] + 0.1 * np.logaddexp(0, rejected - chosen))
+            continue
         ratios = [
             reference.logps(params, CONFIG, ids)[start - 1 :].sum() - float(ref)
             for ids, ref in zip(sides, near, strict=True)
@@ -84,7 +89,8 @@ def gradient(params, laid, layout, kind, *, devices=1):
     measure = partial(pair_loss, installed_registry().get(DPO_LOSS, kind), name=kind)
     step = jax.jit(partial(accumulate, partial(objective, MODEL, measure, beta=BETA)))
     done = None
-    for batch in pack(laid, layout, sequence_names=("reference", "tokens"), group=2):
+    names = ("tokens",) if kind == "orpo" else ("reference", "tokens")
+    for batch in pack(laid, layout, sequence_names=names, group=2):
         done = step(params, put_rows(mesh, batch), done)
     mean = jax.tree.map(lambda g: np.asarray(g) / float(done.loss.count), done.grads)
     return float(done.loss.result()), mean
@@ -96,7 +102,7 @@ def packed(params, pairs):
     return cache(lambda kind: gradient(params, trees(pairs), ONE, kind))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=pytest.mark.long), "ipo"])
+@pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=pytest.mark.long), "ipo", "orpo"])
 def test_value_and_gradient_equal_float64(params, pairs, packed, kind):
     loss, grads = packed(kind)
     exact = reference.as_float64(jax.device_get(params))
@@ -110,16 +116,20 @@ def test_value_and_gradient_equal_float64(params, pairs, packed, kind):
 
 
 @pytest.mark.parametrize(
-    ("layout", "shared", "reverse", "devices"),
+    ("kind", "layout", "shared", "reverse", "devices"),
     [
-        pytest.param(SHORT, True, True, 1, marks=pytest.mark.long, id="packed otherwise, reversed"),
-        pytest.param(PADDED, False, False, 8, id="8 devices, padded"),
+        pytest.param(
+            "ipo", SHORT, True, True, 1, marks=pytest.mark.long, id="ipo packed otherwise, reversed"
+        ),
+        pytest.param("orpo", SHORT, True, True, 1, id="orpo packed otherwise, reversed"),
+        pytest.param("ipo", PADDED, False, False, 8, id="ipo on 8 devices, padded"),
+        pytest.param("orpo", PADDED, False, False, 8, marks=pytest.mark.long, id="orpo on 8 devices, padded"),
     ],
 )
-def test_the_layout_changes_nothing(params, pairs, packed, layout, shared, reverse, devices):
-    loss, grads = packed("ipo")
+def test_the_layout_changes_nothing(params, pairs, packed, kind, layout, shared, reverse, devices):
+    loss, grads = packed(kind)
     laid = trees(pairs[::-1] if reverse else pairs, shared=shared)
-    other, others = gradient(params, laid, layout, "ipo", devices=devices)
+    other, others = gradient(params, laid, layout, kind, devices=devices)
     assert other == pytest.approx(loss, rel=3e-6)
     size = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads)))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):

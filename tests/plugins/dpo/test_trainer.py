@@ -57,9 +57,9 @@ def numbers(metrics):
     return {name: float(x) for name, x in metrics.items()}
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=pytest.mark.long)])
-def test_the_trainer_reports_what_the_functions_compute(tiny, tmp_path, loss):
-    """Held-out metrics before and after, against `evaluation_step` with the starting model as reference."""
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=pytest.mark.long), "simpo"])
+def test_the_trainer_reports_what_the_functions_compute(tiny, tmp_path, loss, capsys):
+    """Held-out metrics before and after, against `evaluation_step` with the starting model as reference, if any."""
     model, held_out = tiny.make_model(scale=4.0), tiny.pairs(7, seed=5)
     config = DPOConfig(
         **SHORT, loss=loss, save_directory=tmp_path, eval_on_start=True, evaluation_steps=3, eval_batch_size=3
@@ -69,8 +69,12 @@ def test_the_trainer_reports_what_the_functions_compute(tiny, tmp_path, loss):
     rows = tiny.read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 3, 6]
     assert set(result.metrics) >= NAMES | {f"eval_{name}" for name in NAMES} | {"grad_norm", "num_tokens"}
-    assert all(rows[0][f"eval_{name}"] == 0 for name in REWARDS)  # the policy is its own reference
-    batch = referenced(model, padded(model.tokenizer, held_out))
+    batch = padded(model.tokenizer, held_out)
+    if loss == "simpo":
+        assert "reading the log-probabilities" not in capsys.readouterr().err
+    else:
+        assert all(rows[0][f"eval_{name}"] == 0 for name in REWARDS)  # the policy is its own reference
+        batch = referenced(model, batch)
     trained = load_model(result.artifact.path, mesh=tiny.one_device())
     state = create_state(trained, optimizers.optax.identity())
     expected = numbers(evaluation_step(state, batch, beta=0.5, loss_type=loss))
@@ -147,6 +151,13 @@ def test_config_names():
         0,
         1e-6,
     )
+    simpo = DPOConfig(loss_type="simpo")
+    assert (DPOConfig().beta, simpo.beta, DPOConfig(loss="simpo", beta=0.1).beta) == (0.1, 2.0, 0.1)
+    assert (simpo.replace(loss="cpo").beta, simpo.replace(loss={"name": "simpo", "gamma": 0.5}).beta) == (
+        0.1,
+        2.0,
+    )
+    assert DPOConfig.from_json(simpo.to_json()) == simpo
 
 
 def test_a_check_tells_that_robust_needs_the_share_of_flipped_labels(place, rlhf):
@@ -161,3 +172,19 @@ def test_a_check_tells_that_robust_needs_the_share_of_flipped_labels(place, rlhf
             "flipped labels" in said
         )
     assert told == [False, True, False]
+
+
+def test_a_check_tells_what_is_not_read(place, rlhf):
+    told = []
+    for lines in ('loss = "orpo"', 'loss = "orpo"\nbeta = 0.2', 'loss = "sigmoid"\nbeta = 0.2'):
+        place.settings("dpo.toml", lines)
+        ended = rlhf("check", "dpo.toml")
+        said = " ".join((ended.out + ended.warned).split())
+        told.append(
+            (
+                "no reference: 'orpo' compares with none, and none is computed or kept" in said,
+                "beta=0.2: 'orpo' does not read it; the weight of the odds ratio, which TRL calls beta, is loss.weight"
+                in said,
+            )
+        )
+    assert told == [(True, False), (True, True), (False, False)]

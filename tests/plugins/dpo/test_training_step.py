@@ -66,6 +66,11 @@ def expected_logps(model, params, rows):
 
 
 def expected_loss(model, params, sequences, batch, kind, beta):
+    if kind == "orpo":
+        logps = {side: expected_logps(model, params, sequences[side]) for side in SIDES}
+        means = {side: logps[side] / [len(ids) - start for ids, start in sequences[side]] for side in SIDES}
+        odds = {side: mean - np.log(-np.expm1(mean)) for side, mean in means.items()}
+        return (-means["chosen"] + 0.1 * np.logaddexp(0, odds["rejected"] - odds["chosen"])).mean()
     ratio = {
         side: expected_logps(model, params, sequences[side]) - batch[f"ref_logps_{side}"].astype(np.float64)
         for side in SIDES
@@ -119,6 +124,22 @@ def test_other_losses_equal_the_definition(model, sequences, kind):
     batch, state = make_batch(sequences), make_state(model)
     found = float(evaluation_step(state, batch, beta=BETA, loss_type=kind)["loss"])
     assert found == pytest.approx(expected_loss(model, state.params, sequences, batch, kind, BETA), rel=1e-5)
+
+
+def test_a_loss_without_a_reference_takes_none_and_does_not_depend_on_the_splits(tiny, model, sequences):
+    batch, state = make_batch(sequences), make_state(model)
+    batch = {name: x for name, x in batch.items() if not name.startswith("ref")}
+    whole, metrics = training_step(state, batch, loss_type="orpo")
+    split, again = training_step(state, batch, loss_type="orpo", gradient_accumulation_steps=4)
+    assert set(metrics) == METRICS | {"grad_norm", "orpo/nll", "orpo/accuracies"}
+    expected = expected_loss(model, state.params, sequences, batch, "orpo", BETA)
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert numbers(again) == pytest.approx(numbers(metrics), rel=1e-5)
+    others = tiny.leaves(split.params)
+    for name, leaf in tiny.leaves(whole.params).items():
+        np.testing.assert_allclose(others[name], leaf, atol=1e-6, err_msg=name)
+    with pytest.raises(ValueError, match="batch lacks ref_logps_chosen, ref_logps_rejected"):
+        training_step(state, batch, loss_type="sigmoid")
 
 
 def test_the_reference_is_read_by_the_same_rule(model, sequences):

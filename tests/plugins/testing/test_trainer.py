@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import Field
+from rlhf_dpo import DPOConfig
 from rlhf_grpo import GRPOConfig
 from rlhf_sft import SFTConfig
 from safetensors.numpy import save_file
@@ -188,10 +189,11 @@ OURS: dict[str, dict[str, Any]] = {
         "rows": prompts(),
         "rewards": [early],
     },
+    "dpo": {"config": DPOConfig(loss="simpo"), "rows": pairs()},
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "reward", "grpo", "dpo"])
 def test_built_in_components_pass(name: str) -> None:
     check_trainer(name, **OURS[name])
