@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.packing import Tree
     from rlhf_core.training import HeldOut
+    from rlhf_dpo.contract import DPOLoss
     from rlhf_dpo.objective import Measure
 
 ROWS: dict[str, Any] = {"reads_tokens": True, "sequence_names": ("tokens",), "group": 2}
 """How pairs lie in rows."""
 
 
-def build(config: DPOConfig, context: Context) -> Build:
-    """Train on the pairs of `config.train_data`, compared with the model that training starts from."""
+def open_loss(config: DPOConfig, context: Context) -> tuple[DPOLoss, Measure]:
+    """Make the config's loss, and what measures pairs with it. Raises InputError where it fails."""
     component = context.registry.get(DPO_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, component, name=config.loss.name)
     logps = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -41,7 +42,12 @@ def build(config: DPOConfig, context: Context) -> Build:
             "loss.label_smoothing is 0, which makes 'robust' the same as 'sigmoid'; set it to the share "
             "of flipped labels"
         )
+    return component, measure
 
+
+def build(config: DPOConfig, context: Context) -> Build:
+    """Train on the pairs of `config.train_data`, compared with the model that training starts from."""
+    _, measure = open_loss(config, context)
     model = context.model("lm")
     # With adapters the starting model is in memory anyway, so that its values need not be computed first.
     whole = config.lora is None and not context.is_stream("train_data")
