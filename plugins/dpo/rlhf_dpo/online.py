@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition, Model
     from rlhf_core.rollouts import Reward, RolloutCollector
 
+REFERENCE = "ref_logps"
+"""The token value of a rollout that has the log-probabilities under the reference."""
+
 
 def build(config: OnlineDPOConfig, context: Context) -> Build:
     """Improve `config.model` on the prompts of `config.train_data` by pairs of its own completions."""
@@ -48,12 +51,11 @@ def build(config: OnlineDPOConfig, context: Context) -> Build:
     assert collector is not None
     held_out = _held_out(config, context, policy, rewards, options)
     model, layout = choose_pair_rows(config, context, policy, collector)
-    reference = _open_reference(config, context, policy) if getattr(loss, "reads_reference", True) else None
-    reader = TreeReader(partial(_token_logps, model.definition), layout, context.mesh, per="token")
-    steps = OnlineDPOSteps(collector.prompts, layout, config.steps_per_generation, reference, reader)
-    if reference is not None:
-        context.ahead(reader.compile, reference.params)
-    updates = RolloutUpdates(context, collector, layout, steps, reading=steps.reading)
+    reference = reading = None
+    if getattr(loss, "reads_reference", True):
+        reference, reading = _open_reference(config, context, policy, model, layout)
+    steps = OnlineDPOSteps(collector.prompts, layout, config.steps_per_generation, reading)
+    updates = RolloutUpdates(context, collector, layout, steps, reading=reading)
     for fixed in held_out.values():
         context.ahead(fixed.warm_up, policy)
     own = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, policy.as_stored)
@@ -107,74 +109,73 @@ def choose_pair_rows(
     return model, layout
 
 
-def _open_reference(config: OnlineDPOConfig, context: Context, policy: Model) -> Reference:
-    return Reference(
-        policy.params,
-        config.frozen_parameters,
-        context.mesh,
-        offload="reference" in config.offload,
-        definition=policy.definition,
+def _open_reference(
+    config: OnlineDPOConfig, context: Context, policy: Model, model: Model, layout: Layout
+) -> tuple[Reference, Reading]:
+    """Keep the model that training starts from; return it, and what reads pairs with it.
+
+    model: the policy with the attention that suits the rows of `layout`.
+    """
+    offload = "reference" in config.offload
+    reference = Reference(
+        policy.params, config.frozen_parameters, context.mesh, offload=offload, definition=policy.definition
     )
+    reader = TreeReader(partial(_token_logps, model.definition), layout, context.mesh, per="token")
+    context.ahead(reader.compile, reference.params)
+    # A reference shares the frozen parameters.
+    return reference, Reading(reader, lambda params: reference.params, ("reference", "frozen parameters"))
 
 
 def _token_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
     return trained_logps(model, params, batch)[0]
 
 
+@dataclass(frozen=True)
 class OnlineDPOSteps:
-    """Makes pairs of a rollout's completions, and cuts them into minibatches."""
+    """Makes pairs of a rollout's completions, and cuts them into minibatches.
 
+    reading: of the log-probabilities under the reference; None: the loss reads none, and they are 0.
+    """
+
+    prompts: Any
+    layout: Layout
+    count: int
+    """Of minibatches."""
+    reading: Reading | None
     token_names = ()
     sequence_names = ("index", "reference", "tokens")
-
-    def __init__(
-        self, prompts: Any, layout: Layout, minibatches: int, reference: Reference | None, reader: TreeReader
-    ) -> None:
-        """reference: None where the loss reads none; its log-probabilities are then 0."""
-        self.prompts, self.layout, self.count = prompts, layout, minibatches
-        self.reference, self.reader = reference, reader
-
-    @property
-    def reading(self) -> Reading | None:
-        """What a compiler needs to know of the pass over every rollout; a reference shares the frozen parameters."""
-        reference = self.reference
-        if reference is None:
-            return None
-        return Reading(self.reader, lambda params: reference.params, ("reference", "frozen parameters"))
 
     def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         """Give chosen completions the advantage 1 and rejected ones −1, and read both with the reference."""
         total = rollout.total.reshape(-1, rollout.group)
         marks = choose_pairs(total)
         compared = (~np.isnan(total)).sum(1) > 1
-        metrics = {
-            **rollout.metrics,
-            "frac_tied": float((compared & ~marks.any(1)).mean()),
-            "frac_unscored": float((~compared).mean()),
-        }
+        shares = {"frac_tied": compared & ~marks.any(1), "frac_unscored": ~compared}
+        metrics = {**rollout.metrics, **{name: float(share.mean()) for name, share in shares.items()}}
         rollout = replace(rollout, advantages=marks.reshape(-1), metrics=metrics)
-        if self.reference is None:
+        if self.reading is None:
             return rollout
         trees = [tree for _, tree in pair_trees(rollout, self.prompts)]
+        read = self.reading.reader(self.reading.params(state.params), trees)
         numbers = [int(i) for tree in trees for i in tree.sequence_values["index"]]
         logps = np.zeros(rollout.samples.tokens.shape, np.float32)
-        for i, values in zip(numbers, self.reader(self.reference.params, trees), strict=True):
+        for i, values in zip(numbers, read, strict=True):
             logps[i, : len(values)] = values
-        return replace(rollout, token_values={"ref_logps": logps})
+        return replace(rollout, token_values={REFERENCE: logps})
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         size = len(rollout.prompts) // self.count
-        return [self._packed(rollout, at, at + size) for at in range(0, len(rollout.prompts), size)]
+        return [
+            self._pack(pair_trees(rollout, self.prompts, at, at + size))
+            for at in range(0, len(rollout.prompts), size)
+        ]
 
-    def _packed(self, rollout: Rollout, start: int, stop: int) -> list[Packed]:
-        """Pack the pairs of the groups from `start` to `stop`; without any, a batch of every shape is empty."""
-        pairs = pair_trees(rollout, self.prompts, start, stop)
+    def _pack(self, pairs: Sequence[tuple[int, Tree]]) -> list[Packed]:
         if not pairs:
             return empty_batches(self.layout, sequence_names=self.sequence_names)
-        trees = [_with_sums(tree) for _, tree in pairs]
-        packed = pack(trees, self.layout, sequence_names=self.sequence_names, group=2)
-        # Batches number trees, and groups without a pair have none.
+        # Batches number the trees that they are made of, and a group without a pair has none.
         groups = np.array([group for group, _ in pairs], np.int32)
+        packed = pack([tree for _, tree in pairs], self.layout, sequence_names=self.sequence_names, group=2)
         return [
             batch._replace(example=np.where(batch.example < 0, -1, groups[batch.example])) for batch in packed
         ]
@@ -187,47 +188,41 @@ def choose_pairs(total: NDArray[np.float64]) -> NDArray[np.float32]:
     Where all rewards are equal up to rounding, or fewer than two are known, none is marked.
     """
     scored = ~np.isnan(total)
-    best, worst = np.where(scored, total, -np.inf).argmax(1), np.where(scored, total, np.inf).argmin(1)
+    best = np.where(scored, total, -np.inf).argmax(1)
+    worst = np.where(scored, total, np.inf).argmin(1)
     differ = np.flatnonzero(~AdvantageInputs.all_equal(total))
     marks = np.zeros(total.shape, np.float32)
-    marks[differ, best[differ]], marks[differ, worst[differ]] = 1.0, -1.0
+    marks[differ, best[differ]] = 1.0
+    marks[differ, worst[differ]] = -1.0
     return marks
 
 
-def pair_trees(rollout: Rollout, prompts: Any, start: int = 0, stop: int | None = None) -> list[tuple[int, Tree]]:
+def pair_trees(
+    rollout: Rollout, prompts: Any, start: int = 0, stop: int | None = None
+) -> list[tuple[int, Tree]]:
     """Return (number of the group from `start` on, its pair, chosen first) for the groups from `start` to `stop` that
     have one. prompts: as for `Rollout.trees`.
     """
     marks = rollout.advantages.reshape(-1, rollout.group)[start:stop]
     groups = zip(rollout.trees(prompts, start, stop), marks, strict=True)
-    return [(i, _pair(tree, [own.argmax(), own.argmin()])) for i, (tree, own) in enumerate(groups) if own.any()]
+    return [
+        (i, _pair(tree, [own.argmax(), own.argmin()])) for i, (tree, own) in enumerate(groups) if own.any()
+    ]
 
 
-def _pair(tree: Tree, places: Sequence[int]) -> Tree:
-    """Take these branches of a group, in this order."""
-    assert tree.weights is not None
-
-    def of(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[i] for i in places)
-
-    return Tree(
-        tree.prefix,
-        of(tree.branches),
-        of(tree.weights),
-        {name: of(values) for name, values in tree.token_values.items()},
-        {name: values[places] for name, values in tree.sequence_values.items()},
-    )
-
-
-def _with_sums(tree: Tree) -> Tree:
-    """Add the sequence values that the objective reads: `tokens`, and `reference`, a log-probability in nats."""
-    assert tree.weights is not None
-    reference = tree.token_values.get("ref_logps", [np.zeros(1)] * len(tree.branches))
+def _pair(group: Tree, places: Sequence[int]) -> Tree:
+    """Take two branches of a group, with what the objective reads of each: `reference`, nats, and `tokens`."""
+    assert group.weights is not None
+    branches = tuple(group.branches[i] for i in places)
+    weights = tuple(group.weights[i] for i in places)
+    values = {name: tuple(each[i] for i in places) for name, each in group.token_values.items()}
+    reference = values.get(REFERENCE, (np.zeros(1), np.zeros(1)))
     sums = {
+        "index": group.sequence_values["index"][places],
         "reference": np.array([logps.sum(dtype=np.float64) for logps in reference], np.float32),
-        "tokens": np.array([np.count_nonzero(weight) for weight in tree.weights], np.float32),
+        "tokens": np.array([np.count_nonzero(weight) for weight in weights], np.float32),
     }
-    return tree._replace(sequence_values={**tree.sequence_values, **sums})
+    return Tree(group.prefix, branches, weights, values, sums)
 
 
 trainer = define_trainer(OnlineDPOConfig, {"model": "language_model"}, build)

@@ -55,9 +55,7 @@ class OnlineDPOConfig(DPOConfig, RolloutConfig):
     def _has_no_episodes(cls, given: Any) -> Any:
         for name in ("environment", "tools"):
             if name in given:
-                raise ValueError(
-                    f"{name}: completions of online_dpo have one turn; with an environment or tools, train with grpo"
-                )
+                raise ValueError(f"{name}: completions of online_dpo have one turn; train episodes with grpo")
         return given
 
     @model_validator(mode="after")
