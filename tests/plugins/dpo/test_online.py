@@ -222,20 +222,3 @@ def test_a_minibatch_has_its_prompts_pairs(minibatches, reading):
     alike = replace(rollout, total=np.ones(12))
     for batches in steps.minibatches(steps.prepare(alike, SimpleNamespace(params=None))):
         assert [(batch.last >= 0).any() for batch in batches] == [False]
-
-
-def test_a_loss_that_reads_no_reference_keeps_none(place, rlhf):
-    place.write(
-        "plain.py",
-        "from rlhf_core import LossOutput, hookimpl\nfrom rlhf_dpo import DPO_LOSS\n\n"
-        "def plain(inputs):\n    return LossOutput(-inputs.logps_chosen)\n\n"
-        "plain.reads_reference = False\n\n"
-        "@hookimpl\ndef rlhf_register(registry):\n    registry.add(DPO_LOSS, 'plain', plain)\n",
-    )
-    held = []
-    for loss in ("sigmoid", "plain"):
-        place.settings("online.toml", f'loss = "{loss}"')
-        told = rlhf("check", "online.toml", "--plugin", "plain.py")
-        assert told.code == 0, told
-        held.append(", reference " in " ".join(told.out.split()))
-    assert held == [True, False]
