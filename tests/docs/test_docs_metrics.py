@@ -34,7 +34,9 @@ def tables(repository: Path) -> dict[str, dict[str, Row]]:
     """{trainer, or EVERY: {name: row}}."""
     reference = repository / "docs/reference"
     pages = {EVERY: reference / "config.md"}
-    pages |= {name: reference / f"trainers/{name}.md" for name in ("sft", "reward", "grpo", "dpo", "online_dpo")}
+    pages |= {
+        name: reference / f"trainers/{name}.md" for name in ("sft", "reward", "grpo", "dpo", "online_dpo")
+    }
     found = {}
     for heading, page in pages.items():
         section = page.read_text(encoding="utf-8").partition("\n## Metrics\n")[2].partition("\n## ")[0]
