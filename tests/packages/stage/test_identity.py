@@ -259,8 +259,8 @@ def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytes
 def test_a_trainers_code_counts(name: str) -> None:
     from rlhf_core import TRAINER, installed_registry
 
-    package = sys.modules[f"rlhf_{name.removeprefix('online_')}"]
     trainer = installed_registry().get(TRAINER, name)
+    package = sys.modules[f"rlhf_{name.removeprefix('online_')}"]
     assert identity.of_component(trainer) == identity.of_component(trainer.build) is not None
     assert Path(package.__file__ or "").parent.name == package.__name__
 
