@@ -52,6 +52,7 @@ def build(config: OnlineDPOConfig, context: Context) -> Build:
     held_out = _held_out(config, context, policy, rewards, options)
     model, layout = choose_pair_rows(config, context, policy, collector)
     reference = reading = None
+    # For a loss that declares that it reads none, there is no second model.
     if getattr(loss, "reads_reference", True):
         reference, reading = _open_reference(config, context, policy, model, layout)
     steps = OnlineDPOSteps(collector.prompts, layout, config.steps_per_generation, reading)
