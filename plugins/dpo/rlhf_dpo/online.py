@@ -99,9 +99,7 @@ def choose_pair_rows(
     them, too. Without devices the layout is None.
     """
     # To a row, a pair is one completion of twice the length that is two sequences.
-    sampling = config.sampling.model_copy(
-        update={"max_completion_length": 2 * config.sampling.max_completion_length}
-    )
+    sampling = config.sampling.replace(max_completion_length=2 * config.sampling.max_completion_length)
     pairs = replace(collector, options=replace(collector.options, num_generations=1, sampling=sampling))
     per_update = config.replace(total_batch_size=config.total_batch_size // config.num_generations)
     model, layout = choose_rollout_rows(context.by(per_update), model, pairs)
