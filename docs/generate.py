@@ -47,7 +47,8 @@ MARKS = ("<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->
 KINDS = {
     "trainer": "what a stage's `trainer` names: a `Trainer`, its configuration and a function that runs it",
     "pairwise loss": "a value per pair, from the scores of chosen and rejected replies: `loss` of a reward stage",
-    "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO stage",
+    "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO or "
+    "online DPO stage",
     "divergence": "a term per vocabulary id, from the log-probabilities of student and teacher: `divergence` of a "
     "distillation stage",
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
@@ -56,8 +57,8 @@ KINDS = {
     "attention": "attention within rows: `attention` of any stage",
     "experts": "how accelerators compute the products of a mixture of experts: no field, `pallas` is taken where it is "
     "installed",
-    "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
-    "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
+    "sampler": "what samples completions: `sampler` of a GRPO, online DPO or distillation stage",
+    "reward": "a number per completion: an entry of `rewards` of a GRPO or online DPO stage",
     "environment": "what a policy talks with over several turns, an object per episode: `environment` of a GRPO stage",
     "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`, whose models subclass "
     "`Definition`; `rlhf_families.nnx_family` makes one of a [flax module](../../examples/flax/README.md)",

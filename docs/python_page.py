@@ -100,7 +100,7 @@ TASKS = (
         "Run trainers and pipelines from Python",
         "",
         "run_pipeline python_trainer SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
-        "GRPOTrainer DPOConfig DPOTrainer DistillConfig DistillTrainer",
+        "GRPOTrainer DPOConfig DPOTrainer OnlineDPOConfig OnlineDPOTrainer DistillConfig DistillTrainer",
     ),
     Task(
         "Test your plugin",

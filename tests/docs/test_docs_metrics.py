@@ -34,7 +34,9 @@ def tables(repository: Path) -> dict[str, dict[str, Row]]:
     """{trainer, or EVERY: {name: row}}."""
     reference = repository / "docs/reference"
     pages = {EVERY: reference / "config.md"}
-    pages |= {name: reference / f"trainers/{name}.md" for name in ("sft", "reward", "grpo", "dpo")}
+    pages |= {
+        name: reference / f"trainers/{name}.md" for name in ("sft", "reward", "grpo", "dpo", "online_dpo")
+    }
     found = {}
     for heading, page in pages.items():
         section = page.read_text(encoding="utf-8").partition("\n## Metrics\n")[2].partition("\n## ")[0]
@@ -100,8 +102,15 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
     if trainer == "reward":
         given["inputs"] = {"eval_dataset": [{**row, "subset": "short"} for row in held_out]}
         given["loss"] = "told"
-    if trainer == "dpo":
+    if trainer in ("dpo", "online_dpo"):
         given["loss"] = "told"
+    if trainer == "online_dpo":
+        given |= {
+            "rollouts_ahead": 1,
+            "sampling": {"max_completion_length": 6, "stop_token_ids": list(range(5, 15))},
+            "rewards": [{"name": "length", "on_error": "skip", "target": 4}],
+        }
+        given["inputs"]["rewards"] = [sized]
     if trainer == "grpo":
         given |= {
             "loss": "told",
@@ -121,7 +130,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:2 rounds of")
 @pytest.mark.long
-@pytest.mark.parametrize("trainer", ["grpo", "sft", "reward", "dpo"])
+@pytest.mark.parametrize("trainer", ["grpo", "sft", "reward", "dpo", "online_dpo"])
 def test_what_is_logged_is_in_the_table_and_the_other_way_round(
     trainer: str, short: Any, tables: dict[str, dict[str, Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

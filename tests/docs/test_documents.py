@@ -186,6 +186,15 @@ def test_the_page_on_dpo_can_be_followed(workplace: Path, tiny: ModuleType) -> N
 
 
 @pytest.mark.long
+def test_the_page_on_online_dpo_can_be_followed(workplace: Path, tiny: ModuleType) -> None:
+    tiny.make_model(scale=4.0).save("base")
+    tiny.write_rows(Path("heldout.jsonl"), tiny.prompts(6, seed=1))
+    documents.follow(REPOSITORY / "docs/reference/trainers/online_dpo.md", edit=str)
+    rows = tiny.read_rows(Path("runs/ipo/policy/metrics.jsonl"))
+    assert [row["step"] for row in rows if "eval_reward" in row] == [2, 4]
+
+
+@pytest.mark.long
 def test_the_readme_of_dpo_runs(workplace: Path, tiny: ModuleType) -> None:
     documents.write_what_pages_name(tiny)
     page = REPOSITORY / "plugins/dpo/README.md"

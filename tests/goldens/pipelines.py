@@ -179,6 +179,20 @@ save_steps = 3
 """
         )
     ),
+    "online_dpo": Golden(
+        pipeline(
+            BASE,
+            f"""policy online_dpo
+model = "base.model"
+train_data = "prompts.jsonl"
+eval_data = "prompts.heldout.jsonl"
+rewards = ["rewards.py:brevity", {{ name = "rewards.py:sometimes", weight = 0.5 }}]
+{rollouts().replace("max_evaluation_steps = 0", "evaluation_steps = 2")}beta = 0.3
+loss = {{ name = "sigmoid", label_smoothing = 0.1 }}
+num_iterations = 2
+""",
+        )
+    ),
     "distill": Golden(
         pipeline(
             BASE,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pydantic
 import pytest
-from rlhf_dpo import DPOConfig, DPOTrainer
+from rlhf_dpo import DPOConfig, DPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
@@ -26,6 +26,7 @@ CLASSES_OF: dict[str, tuple[type[TrainerConfig], Any]] = {
     "reward": (RewardConfig, RewardTrainer),
     "grpo": (GRPOConfig, GRPOTrainer),
     "dpo": (DPOConfig, DPOTrainer),
+    "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
 }
 CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (config, pydantic))
 
@@ -47,10 +48,8 @@ def recording(config: type[TrainerConfig], read: set[str]) -> type[TrainerConfig
 
 def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any]:
     """A config in which a field that matters only beside another has that other."""
-    model, rows = (
-        directory / "model",
-        {"sft": tiny.texts, "reward": tiny.pairs, "grpo": tiny.prompts, "dpo": tiny.pairs}[trainer],
-    )
+    model = directory / "model"
+    rows = {"sft": tiny.texts, "reward": tiny.pairs, "dpo": tiny.pairs}.get(trainer, tiny.prompts)
     tiny.make_model("score" if trainer == "reward" else "lm").save(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
@@ -65,13 +64,13 @@ def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any
         "load_best_model_at_end": True,
         "save_directory": directory / "run",
     }
-    grpo: dict[str, Any] = {
+    sampled: dict[str, Any] = {
         "rewards": [{"name": "length", "target": 4}],
         "num_generations": 2,
         "sampling": {"max_completion_length": 4},
-        "sync_ref_model": True,
     }
-    return given | (grpo if trainer == "grpo" else {})
+    given |= sampled if trainer in ("grpo", "online_dpo") else {}
+    return given | ({"sync_ref_model": True} if trainer == "grpo" else {})
 
 
 @pytest.mark.parametrize(

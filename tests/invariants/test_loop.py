@@ -31,11 +31,14 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
     ("trainer", "lora"),
     [
         ("grpo", None),
-        *(pytest.param(trainer, None, marks=pytest.mark.long) for trainer in ("sft", "reward", "dpo")),
+        *(
+            pytest.param(name, None, marks=pytest.mark.long)
+            for name in ("sft", "reward", "dpo", "online_dpo")
+        ),
         pytest.param("grpo", ADAPTERS, marks=pytest.mark.long),  # whose reference is the model without them
         *(
             pytest.param(trainer, ADAPTERS, marks=pytest.mark.exhaustive)
-            for trainer in ("sft", "reward", "dpo")
+            for trainer in ("sft", "reward", "dpo", "online_dpo")
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "adapters" if value else "all",
@@ -103,7 +106,7 @@ def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any) -> None
     "trainer",
     [
         "sft",
-        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("reward", "grpo")),
+        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("reward", "grpo", "online_dpo")),
         pytest.param("dpo", marks=pytest.mark.exhaustive),
     ],
 )
@@ -116,7 +119,7 @@ def test_accumulation_changes_nothing_but_rounding(
         fit, "put_rows", lambda mesh, batch: (put.append(len(batch.last)), plain(mesh, batch))[1]
     )
     changes = {"max_training_steps": 3, "total_batch_size": 11}
-    if trainer == "grpo":
+    if trainer in ("grpo", "online_dpo"):
         changes |= {"total_batch_size": 32}
     whole, one = short.train(trainer, at="1", **changes)
     micro_batches = len(put)

@@ -15,7 +15,7 @@ from rlhf_core.errors import InputError
 from tests.shared.interrupts import interrupt
 
 LORA = {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
-TRAINERS = ["sft", "reward", "grpo", "dpo"]
+TRAINERS = ["sft", "reward", "grpo", "dpo", "online_dpo"]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_adapters_learn_and_the_base_stays(
     [
         "reward",
         pytest.param("grpo", marks=pytest.mark.long),
-        *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
+        *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo", "online_dpo")),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(based: Any, tiny: ModuleType, trainer: str) -> None:

@@ -5,6 +5,7 @@ With the same number, to the same bits: `check_trainer`, and the updates' data i
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rlhf_dpo import OnlineDPOConfig
 from rlhf_grpo import GRPOConfig
 
 from rlhf_core import hookimpl, load_model
 from rlhf_core.errors import RunError
 from rlhf_core.mesh import make_mesh
 
-CONFIG: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "learning_rate": 1e-2,
     "total_batch_size": 8,
     "num_generations": 4,
@@ -26,12 +28,19 @@ CONFIG: dict[str, Any] = {
     "max_training_steps": 4,
     "steps_per_generation": 2,
     "num_iterations": 2,
-    "top_entropy_quantile": 0.5,
-    "entropy_coef": 0.01,
-    "kl": {"beta": 0.1, "place": "reward"},
     "log_steps": 1,
     "save_steps": 1,
     "num_preview_samples": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "grpo": GRPOConfig(
+        **SHARED, top_entropy_quantile=0.5, entropy_coef=0.01, kl={"beta": 0.1, "place": "reward"}
+    ),
+    "online_dpo": OnlineDPOConfig(**SHARED, beta=0.5),
+}
+COMPARED = {
+    "grpo": ("loss", "kl", "entropy", "reward"),
+    "online_dpo": ("loss", "rewards/margins", "frac_tied", "reward"),
 }
 
 
@@ -58,12 +67,18 @@ def early(completions: list[str]) -> list[float]:
 
 
 def trained(
-    tiny: ModuleType, model: Any, directory: Path, devices: int, stop: int | None = None, context: int = 1
+    tiny: ModuleType,
+    model: Any,
+    directory: Path,
+    trainer: str,
+    devices: int,
+    stop: int | None = None,
+    context: int = 1,
 ) -> tuple[dict[str, np.ndarray], dict[int, dict[str, float]]]:
     watch = StopsAt(stop or -1)
     inputs = {"model": model, "rewards": [early], "train_dataset": tiny.prompts(6)}
     mesh = make_mesh(context=context, devices=jax.devices()[:devices])
-    artifact = tiny.run("grpo", GRPOConfig(**CONFIG), directory, listeners=[watch], mesh=mesh, **inputs)
+    artifact = tiny.run(trainer, CONFIGS[trainer], directory, listeners=[watch], mesh=mesh, **inputs)
     return tiny.leaves(load_model(artifact.path, mesh=tiny.one_device()).params), watch.rows
 
 
@@ -74,24 +89,32 @@ def model(tiny: ModuleType) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trained(tiny, model, tmp_path_factory.mktemp("whole"), 1)
+    return cache(lambda trainer: trained(tiny, model, tmp_path_factory.mktemp("whole"), trainer, 1))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("first", "then", "context"), [(8, 1, 1), (1, 8, 1), (4, 4, 2)]
+    ("trainer", "first", "then", "context"),
+    [("grpo", 8, 1, 1), ("grpo", 1, 8, 1), ("grpo", 4, 4, 2), ("online_dpo", 1, 8, 1)],
 )  # 2: rows that are cut
 def test_a_run_resumes_within_a_rollout_on_another_mesh(
-    first: int, then: int, context: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
+    trainer: str,
+    first: int,
+    then: int,
+    context: int,
+    whole: Any,
+    tiny: ModuleType,
+    model: Any,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises((StopError, RunError)) as stopped:
-        trained(tiny, model, tmp_path, first, stop=2, context=context)
+        trained(tiny, model, tmp_path, trainer, first, stop=2, context=context)
     assert "StopError" in repr(stopped.getrepr())
     assert [path.name for path in (tmp_path / "checkpoints").glob("*1")]
-    params, rows = trained(tiny, model, tmp_path, then, context=context)
+    params, rows = trained(tiny, model, tmp_path, trainer, then, context=context)
     assert sorted(rows) == [2, 3, 4]
-    expected, logged = whole
-    for name in ("loss", "kl", "entropy", "reward"):
+    expected, logged = whole(trainer)
+    for name in COMPARED[trainer]:
         for step, row in rows.items():
             assert row[name] == pytest.approx(logged[step][name], abs=2e-5), (name, step)
     for name, leaf in params.items():

@@ -33,7 +33,7 @@ def of(pipeline: str) -> Callable[..., Mistake]:
     return mistake
 
 
-policy, dpo, distill = of("policy"), of("dpo"), of("distill")
+policy, dpo, online, distill = of("policy"), of("dpo"), of("online"), of("distill")
 
 
 def python(name: str, function: Callable[[], object]) -> Mistake:
@@ -105,6 +105,15 @@ PREFERENCES = [
         "check dpo.toml",
     ),
 ]
+ONLINE = [
+    online("num_generations = 1"),
+    online("num_generations = 3"),
+    online("rewards = []"),
+    online('environment = "world.py:World"'),
+    online('tools = ["tools.py:price"]'),
+    online("sampling = { temperature = 0.0 }"),
+    online("missing_eos_penalty = 1.0"),
+]
 STUDENTS = [
     distill("on_policy_fraction = 0.1"),
     distill("on_policy_fraction = 0.9"),
@@ -173,6 +182,7 @@ PYTHON = [
 SECTIONS = {
     "Settings of GRPO": POLICIES,
     "Settings and pairs of DPO": PREFERENCES,
+    "Settings of online DPO": ONLINE,
     "Settings and teachers of distillation": STUDENTS,
     "Trainers and models from Python": PYTHON,
 }

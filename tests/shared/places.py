@@ -33,6 +33,8 @@ STAGES = {
     "policy": 'trainer = "grpo"\nmodel = "model"\ntrain_data = "prompts.jsonl"\nmax_prompt_length = 16\n'
     'rewards = ["rewards.py:brevity"]\nnum_generations = 2\nsampling = { max_completion_length = 4 }\n',
     "dpo": 'trainer = "dpo"\nmodel = "model"\ntrain_data = "pairs.jsonl"\nmax_sequence_length = 32\n',
+    "online": 'trainer = "online_dpo"\nmodel = "model"\ntrain_data = "prompts.jsonl"\nmax_prompt_length = 16\n'
+    'rewards = ["rewards.py:brevity"]\nsampling = { max_completion_length = 4 }\n',
     "distill": 'trainer = "distill"\nmodel = "model"\nteacher_model = "model"\ntrain_data = "prompts.jsonl"\n'
     "max_prompt_length = 16\nsampling = { max_completion_length = 4 }\n",
 }

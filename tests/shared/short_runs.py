@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from rlhf_dpo import DPOConfig
+from rlhf_dpo import DPOConfig, OnlineDPOConfig
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
@@ -27,6 +27,7 @@ def note(event: str, seconds: float, **about: Any) -> None:
 
 jax.monitoring.register_event_duration_secs_listener(note)
 
+SAMPLING = ("grpo", "online_dpo")
 SHORT = {"learning_rate": 1e-2, "max_training_steps": 6, "log_steps": 1}
 CONFIGS: dict[str, Any] = {
     "sft": SFTConfig(total_batch_size=4, **SHORT),
@@ -42,6 +43,7 @@ CONFIGS: dict[str, Any] = {
         ref_model_sync_steps=2,
         **SHORT,
     ),
+    "online_dpo": OnlineDPOConfig(total_batch_size=8, num_iterations=2, max_completion_length=6, **SHORT),
 }
 
 
@@ -85,7 +87,8 @@ class Short:
             tiny,
             directory,
             models,
-            {"sft": tiny.texts(11), "reward": tiny.pairs(11), "dpo": tiny.pairs(11), "grpo": tiny.prompts(7)},
+            {"sft": tiny.texts(11), "reward": tiny.pairs(11), "dpo": tiny.pairs(11)}
+            | dict.fromkeys(SAMPLING, tiny.prompts(7)),
         )
 
     def train(
@@ -94,7 +97,7 @@ class Short:
         """(the parameters by path, what was logged) of a run in directory / at / trainer."""
         watch = Watch()
         given = {"model": self.models[trainer], "train_dataset": self.rows[trainer]}
-        given |= {"rewards": [early_letters]} if trainer == "grpo" else {}
+        given |= {"rewards": [early_letters]} if trainer in SAMPLING else {}
         artifact = self.tiny.run(
             trainer,
             CONFIGS[trainer].replace(**changes),

@@ -25,6 +25,7 @@ _ENTROPY = "the weight of the entropy is fixed: `entropy_coef`"
 _FORM = "completions are sampled from the whole distribution; `rewards` may judge their form"
 _LEARNED = "a row's layout decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
 _MEMORY = "activations that would take much memory are recomputed in the backward pass: `remat`"
+_JUDGED = "a judge gives each completion a number, and is an entry of `rewards`: the reward `judge`"
 _MESH = "`mesh` of the pipeline says how states are sharded"
 _NF4 = 'matrices in 4 bits are `lora = { base = "nf4" }`, without options'
 _ONE_LOSS = "a stage has one loss, `loss = { name = …, … }`; a plugin adds others"
@@ -296,6 +297,10 @@ HERE: Mapping[str, str] = {
     "vllm_importance_sampling_clip_min": "sampler_correction.min",
     "vllm_importance_sampling_correction": "sampler_correction",
     "vllm_importance_sampling_mode": "sampler_correction.mode",
+    # OnlineDPOConfig.
+    "judge": _JUDGED,
+    "missing_eos_penalty": "a reward function gets `completion_ids`, which end with a stop token or were cut",
+    "reward_model_path": "rewards",
     # What people type that is no name of another library's config.
     "batch_size": "total_batch_size",
     "epochs": "num_train_epochs",

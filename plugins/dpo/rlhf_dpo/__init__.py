@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from rlhf_dpo.functional import dpo_loss as dpo_loss
     from rlhf_dpo.functional import evaluation_step as evaluation_step
     from rlhf_dpo.functional import training_step as training_step
+    from rlhf_dpo.online import OnlineDPOTrainer as OnlineDPOTrainer
+    from rlhf_dpo.online_config import OnlineDPOConfig as OnlineDPOConfig
     from rlhf_dpo.train import DPOTrainer as DPOTrainer
 
 _HOMES = {
     "DPOConfig": "config",
     "DPOTrainer": "train",
+    "OnlineDPOConfig": "online_config",
+    "OnlineDPOTrainer": "online",
     "completion_logps": "functional",
     "dpo_loss": "functional",
     "evaluation_step": "functional",
@@ -29,6 +33,8 @@ __all__ = [
     "DPOConfig",
     "DPOInputs",
     "DPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
     "completion_logps",
     "dpo_loss",
     "evaluation_step",

@@ -32,21 +32,25 @@ ROWS: dict[str, Any] = {"reads_tokens": True, "sequence_names": ("tokens",), "gr
 """How pairs lie in rows."""
 
 
-def build(config: DPOConfig, context: Context) -> Build:
-    """Train on the pairs of `config.train_data`.
-
-    Most losses compare with the model that training starts from.
+def open_loss(config: DPOConfig, context: Context) -> tuple[Measure, bool]:
+    """Return what measures pairs with the config's loss, and whether it reads a reference. Raises InputError where the
+    loss fails.
     """
     component = context.registry.get(DPO_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, component, name=config.loss.name)
     logps = jax.ShapeDtypeStruct((2,), jnp.float32)
     context.try_loss(lambda x: measure(DPOInputs(x, x, x, x, x, x, config.beta), x > 0), logps)
     warn_of_unread_options(config, context)
-    reads_reference = DPO_LOSS.attribute(component, "reads_reference")
+    reads_reference: bool = DPO_LOSS.attribute(component, "reads_reference")
     if not reads_reference:
         line = f"no reference: '{config.loss.name}' compares with none, and none is computed or kept"
         context.check(Forecast, (line,))
+    return measure, reads_reference
 
+
+def build(config: DPOConfig, context: Context) -> Build:
+    """Train on the pairs of `config.train_data`, for most losses compared with the model that training starts from."""
+    measure, reads_reference = open_loss(config, context)
     model = context.model("lm")
     # With adapters the starting model is in memory anyway, so that its values need not be computed first.
     whole = reads_reference and config.lora is None and not context.is_stream("train_data")

@@ -66,6 +66,18 @@ def test_the_policy_is_trained_again_from_its_journal(
         replay(tmp_path / "run")
 
 
+@pytest.mark.long
+def test_pairs_of_completions_are_trained_on_again_from_the_journal(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.make_model().save(tmp_path / "lm")
+    tiny.write_rows(tmp_path / "prompts.jsonl", tiny.prompts(6))
+    (tmp_path / "p.toml").write_text(FILE.replace("grpo", "online_dpo"))
+    run_pipeline(tmp_path / "p.toml")
+    assert replay(tmp_path / "run") == Replayed("policy", 2, [], model=True)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -255,14 +255,14 @@ def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytes
     assert identity.of_component(identity.identify) is None  # rlhf-core is identified by its version
 
 
-@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "grpo", "distill"])
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "online_dpo", "grpo", "distill"])
 def test_a_trainers_code_counts(name: str) -> None:
     from rlhf_core import TRAINER, installed_registry
 
-    package = sys.modules[f"rlhf_{name}"]
     trainer = installed_registry().get(TRAINER, name)
+    package = sys.modules[f"rlhf_{name.removeprefix('online_')}"]
     assert identity.of_component(trainer) == identity.of_component(trainer.build) is not None
-    assert Path(package.__file__ or "").parent.name == f"rlhf_{name}"
+    assert Path(package.__file__ or "").parent.name == package.__name__
 
 
 def test_a_file_that_may_not_be_looked_at_is_left_out(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import Field
-from rlhf_dpo import DPOConfig
+from rlhf_dpo import DPOConfig, OnlineDPOConfig
 from rlhf_grpo import GRPOConfig
 from rlhf_sft import SFTConfig
 from safetensors.numpy import save_file
@@ -190,10 +190,18 @@ OURS: dict[str, dict[str, Any]] = {
         "rewards": [early],
     },
     "dpo": {"config": DPOConfig(loss="simpo"), "rows": pairs()},
+    "online_dpo": {
+        # An update is stopped in the middle of a rollout of four.
+        "config": OnlineDPOConfig(
+            total_batch_size=8, steps_per_generation=2, num_iterations=2, max_completion_length=6
+        ),
+        "rows": prompts(),
+        "rewards": [early],
+    },
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["sft", "reward", "grpo", "dpo"])
+@pytest.mark.parametrize("name", OURS)
 def test_built_in_components_pass(name: str) -> None:
     check_trainer(name, **OURS[name])
