@@ -29,6 +29,7 @@ REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "r
 FAMILIES = ("gemma4", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe")
 TRAINERS = ("sft", "reward", "grpo", "dpo", "distill")
 DISTRIBUTED: dict[tuple[Kind[Any], str], str] = {(TRAINER, name): f"rlhf-{name}" for name in TRAINERS}
+DISTRIBUTED |= {(TRAINER, "online_dpo"): "rlhf-dpo"}
 DISTRIBUTED |= {(REWARD, name): "rlhf-rewards" for name in REWARDS}
 DISTRIBUTED |= {(REWARD, name): "rlhf-remote" for name in ("http", "judge")}
 DISTRIBUTED |= {(kind, "pallas"): "rlhf-kernels" for kind in (ATTENTION, EXPERTS)}
