@@ -22,7 +22,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
 from rlhf_core.training import OnShapes, forecast
 from rlhf_testing.findings import Broken, Findings, make_component, require_finite
-from rlhf_testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
+from rlhf_testing.fixtures import CRASH_AT, SEED, STOP_AT, Case, Ran, clockless
 
 SMALL = {
     "total_batch_size": 4,
@@ -67,6 +67,7 @@ def check_trainer(
     make_component(findings, TRAINER, known)
     with tempfile.TemporaryDirectory() as directory:
         case = Case.of(known, config, rows, inputs, SMALL, Path(directory))
+        findings.always = {"seed": SEED, "config": case.config, "rows": list(rows)}
         _settings(findings, case)
         whole = None
         with warnings.catch_warnings(record=True) as said:
