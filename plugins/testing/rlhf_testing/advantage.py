@@ -47,6 +47,7 @@ def check_advantage(advantage: Any, *, values: tuple[float, float] | Set[float] 
     arrays: NumPy and jax arrays give the same. inputs: a call does not change them.
     repeatable: a second call gives the same.
     """
+    __tracebackhide__ = True
     findings = Findings("advantage", advantage)
     advantage = make_component(findings, ADVANTAGE, advantage)
     check_hash(findings, advantage)

@@ -83,6 +83,7 @@ def check_environment(
         `reset` returns within one group.
     odd completions: empty, very long and unusual texts, and calls with mistakes, have an answer, too.
     """
+    __tracebackhide__ = True
     findings = Findings("environment", environment)
     with findings.property("component"):
         calls = _open(environment, options, timeout)

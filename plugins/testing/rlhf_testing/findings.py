@@ -88,11 +88,13 @@ class Findings:
 
     def stop_if_broken(self) -> None:
         """Raise now if there are failures: further checks would depend on them."""
+        __tracebackhide__ = True
         if self.failures:
             self._raise("; the others were not checked")
 
     def end(self) -> None:
         """Raise AssertionError with every failure, if there are any."""
+        __tracebackhide__ = True
         if self.failures:
             self._raise("")
 
@@ -114,6 +116,8 @@ class Findings:
         return pasted(value)
 
     def _raise(self, rest: str) -> None:
+        # pytest leaves out frames with this name: what a kit says stands below the author's own line.
+        __tracebackhide__ = True
         count = f"{len(self.failures)} of the {len(self.tried)} properties checked{rest}"
         lines = [f"{self.kind} {self.what} breaks {count}:"]
         lines += [f"  {name}: {message}" for name, message in self.failures.items()]

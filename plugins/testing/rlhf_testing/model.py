@@ -46,6 +46,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     saving: `load` returns what `save` wrote, bit for bit.
     mesh: all available devices give the same.
     """
+    __tracebackhide__ = True
     findings = Findings("model family", family)
     make_component(findings, MODEL, family)
     config = dict(MODEL_TABLE | {"vocab_size": 36, "initializer_range": 0.3, "model_type": family.name[0]})

@@ -113,10 +113,10 @@ def write(
         written[f"the {values['kind']} '{values['name']}'"] = file
     if several:
         texts[source / "__init__.py"] = f'"""A package for rlhf-core: {_listed(filled)}."""\n'
-    usage = [
-        _filled(f"{each.folder}/usage.txt", values).rstrip()
+    usage = {
+        values["name"]: _filled(f"{each.folder}/usage.txt", values)
         for each, values in zip(components, filled, strict=True)
-    ]
+    }
     versions = pin(__version__)
     needed = dict.fromkeys(["rlhf-core", *(TEMPLATES[each.word].needs for each in components)])
     of_package = {
@@ -130,7 +130,7 @@ def write(
         if several
         else f"[src/{package}/\\_\\_init\\_\\_.py](src/{package}/__init__.py)",
         "tested": _tested(components),
-        "usage": "\n```\n\n```toml\n".join(usage),
+        "usage": _stages(usage),
     }
     texts[directory / "pyproject.toml"] = _filled("pyproject.toml.txt", of_package)
     texts[directory / "README.md"] = _filled("README.md.txt", of_package)
@@ -159,6 +159,18 @@ def _points(components: Sequence[Mapping[str, str]]) -> str:
     return "\n\n".join(
         "\n".join((f'[project.entry-points."rlhf.{group}"]', *points)) for group, points in tables.items()
     )
+
+
+def _stages(usage: Mapping[str, str]) -> str:
+    """Join the stages that use components, {name: TOML}: a trainer has one stage, with all that is for it."""
+    stages: dict[str, dict[str, str]] = {}
+    for name, text in usage.items():
+        lines = {line.partition(" = ")[0]: line for line in text.splitlines()}
+        stage = stages.setdefault(lines["trainer"], {})
+        for key, line in lines.items():
+            if key not in stage or f'"{name}"' in line:
+                stage[key] = line
+    return "\n```\n\n```toml\n".join("\n".join(stage.values()) for stage in stages.values())
 
 
 def _listed(components: Sequence[Mapping[str, str]]) -> str:

@@ -32,6 +32,7 @@ def check_pairwise_loss(loss: Any) -> None:
     pairs: a pair's value and gradient do not depend on other pairs, their order, or NaN in them.
     direction: at equal scores a step downhill raises the chosen score and lowers the rejected one.
     """
+    __tracebackhide__ = True
     findings = Findings("pairwise loss", loss)
     base = _pairs(CHOSEN, REJECTED, MARGIN)
     zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME

@@ -40,6 +40,7 @@ def check_policy_loss(loss: Any) -> None:
     direction: at ratio 1 a step downhill favours tokens with a positive advantage.
     optional inputs: `ref_logps`, `entropies` and `rewards` may be None, or an InputError says that the loss needs them.
     """
+    __tracebackhide__ = True
     findings = Findings("policy loss", loss)
     base = example()
     loss, run = check_loss(findings, TOKENS, loss, base, cases(base))

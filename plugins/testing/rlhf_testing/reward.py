@@ -51,6 +51,7 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
     odd completions: it also scores empty, very long and unusual text.
     inputs: a call does not change them. repeatable: a second call gives the same.
     """
+    __tracebackhide__ = True
     findings = Findings("reward", reward)
     reward = make_component(findings, REWARD, reward)
     rows = [{"completion_ids": [5 + i % 7, 4, 1], **row} for i, row in enumerate(rows)]

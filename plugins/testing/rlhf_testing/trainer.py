@@ -62,6 +62,7 @@ def check_trainer(
     resume: after an interruption it continues to bit-identical results.
     mesh: all available devices give the same up to rounding. Skipped with a warning if there is only one device.
     """
+    __tracebackhide__ = True
     findings = Findings("trainer", trainer)
     known = plugins.load().registry.get(TRAINER, trainer) if isinstance(trainer, str) else trainer
     make_component(findings, TRAINER, known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +120,10 @@ def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "test_tidy.py",
         "test_level.py",
     }
-    assert "the reward `tidy` and the advantage `level`" in (tmp_path / "rlhf-tidy/README.md").read_text()
+    readme = (tmp_path / "rlhf-tidy/README.md").read_text()
+    assert "the reward `tidy` and the advantage `level`" in readme
+    stage = tomllib.loads(readme.partition("```toml\n")[2].partition("```")[0])["stage"]
+    assert [(each["rewards"][0]["name"], each["advantage"]["name"]) for each in stage] == [("tidy", "level")]
 
 
 @pytest.mark.parametrize(
