@@ -80,7 +80,9 @@ def smaller(inputs: PolicyInputs) -> Iterator[PolicyInputs]:
     arrays = {name: np.asarray(x) for name, x in _arrays(inputs).items()}
     for rows, tokens in WINDOWS:
         for start in range(len(arrays["mask"]) - rows + 1):
-            part = {name: jnp.asarray(x[start : start + rows, :tokens]) for name, x in arrays.items()}
+            part: dict[str, Any] = {
+                name: jnp.asarray(x[start : start + rows, :tokens]) for name, x in arrays.items()
+            }
             if part["mask"].any():
                 yield PolicyInputs(**part)
 
