@@ -29,6 +29,9 @@ NEW = [
     typed("new logger grpo"),
     typed("new logger full", "a directory that is there", full),
     typed("new rewrad Über --dir pairs.jsonl"),
+    typed("new trainer mine --data pair"),
+    typed("new reward short --data pairs"),
+    typed("new dpo-loss ipo"),
 ]
 REPORTS = [
     typed("report nowhere"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,14 +25,16 @@ from rlhf_testing.findings import (
 NAN = np.nan
 FUNCTIONS = 2
 """Reward functions in an advantage's inputs."""
+ORDINARY = "ordinary values"
 REWARDS = ((0.1, 0.9, 0.4, 0.6), (1.0, 1.0, 0.0, 0.5), (-2.0, 0.3, 0.2, 1.5))
 
 
-def check_advantage(advantage: Any, *, values: tuple[float, float] | None = None) -> None:
+def check_advantage(advantage: Any, *, values: tuple[float, float] | Set[float] | None = None) -> None:
     """Raise AssertionError that lists every property that `advantage` breaks.
 
     advantage: the registered frozen dataclass or function, or an object of it with other options.
-    values: the least and the largest reward that it is made for, such as (0.0, 1.0); None: any number.
+    values: the rewards that it is made for: the least and the largest, such as (0.0, 1.0), or a set of all that occur,
+        such as {0, 1}; None: any number.
 
     component: it can be registered.
     hash: objects with equal options are equal.
@@ -44,58 +47,25 @@ def check_advantage(advantage: Any, *, values: tuple[float, float] | None = None
     arrays: NumPy and jax arrays give the same. inputs: a call does not change them.
     repeatable: a second call gives the same.
     """
+    __tracebackhide__ = True
     findings = Findings("advantage", advantage)
     advantage = make_component(findings, ADVANTAGE, advantage)
     check_hash(findings, advantage)
-    table = _within(REWARDS, values)
-    base = example(table)
-    with findings.property("output", base):
-        try:
-            out = advantage(example(table))
-        except (IndexError, ValueError, TypeError) as error:
-            raise Broken(
-                f"{error_line(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
-                f"{list(base.rewards_by_function.shape)}"
-            ) from error
-        shape, longest = base.rewards.shape, int(np.max(base.lengths))
-        by_token = np.ndim(out) == 3 and np.shape(out)[:2] == shape and np.shape(out)[2] >= longest
-        if np.shape(out) != shape and not by_token:
-            raise Broken(
-                f"shape {list(np.shape(out))}; return one per completion, {list(shape)}, or one per token, "
-                f"{[*shape, longest]}"
-            )
-        if np.asarray(out).dtype != np.float32:
-            raise Broken(f"it is {np.asarray(out).dtype}; return float32")
-    findings.stop_if_broken()
-    if by_token:
-        out, advantage = _mean_over_tokens(out, base.lengths), _by_completion(advantage)
     tables = {name: _within(each, values) for name, each in cases().items()}
-    for name, each in tables.items():
-        with findings.property("finite", example(each)):
-            require_finite(advantage(example(each)), name)
-    missing = tables["completions that were not scored"]
-    with findings.property("unscored", example(missing)):
-        found = np.asarray(advantage(example(missing)))
-        wrong = np.isnan(missing) & np.isfinite(found) & (found != 0)
-        if wrong.any():
-            raise Broken(
-                f"{wrong.sum()} completions with reward NaN have an advantage, the first {found[wrong][0]:.3g}; "
-                "return 0, so that nothing is learned from them"
-            )
-    _orders(findings, advantage, np.asarray(out), table)
-    with findings.property("direction", base):
-        _direction(np.asarray(out), table)
-    with findings.property("arrays", base):
-        rewards, by_function, weights, lengths = (jnp.asarray(x) for x in base[:4])
-        on_device = AdvantageInputs(rewards, by_function, weights, lengths, base.labels, base.columns)
-        require_close(advantage(on_device), out, "of jax arrays in place of NumPy's", rtol=1e-4)
-    with findings.property("inputs"):
-        given = example(table)
-        advantage(given)
-        for name, before, after in zip(AdvantageInputs._fields[:4], base[:4], given[:4], strict=True):
-            require_close(after, before, f"inputs.{name} is changed by the call; copy it first", rtol=0.0)
-    with findings.property("repeatable"):
-        require_close(advantage(example(table)), out, "called again with the same inputs", rtol=0.0)
+
+    def check(
+        name: str, require: Callable[[Any, NDArray[Any]], None], table: NDArray[Any], advantage: Any
+    ) -> None:
+        findings.check(name, partial(require, advantage), table, smaller(table), shown=example)
+
+    check("output", _require_output, tables[ORDINARY], advantage)
+    findings.stop_if_broken()
+    advantage = partial(_by_completion, advantage)
+    for name, table in tables.items():
+        check("finite", partial(_require_finite, name), table, advantage)
+    check("unscored", _require_zero, tables["completions that were not scored"], advantage)
+    for name, require in PROPERTIES.items():
+        check(name, require, tables[ORDINARY], advantage)
     findings.end()
 
 
@@ -110,13 +80,19 @@ def example(rewards: Any) -> AdvantageInputs:
     )
 
 
-def _by_completion(advantage: Any) -> Callable[[AdvantageInputs], NDArray[Any]]:
-    """Make an advantage per completion of one per token: its mean over the completion's tokens."""
-    return lambda inputs: _mean_over_tokens(advantage(inputs), inputs.lengths)
+def smaller(table: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield parts of a table of rewards: two and three completions of a prompt, then two of two prompts."""
+    for prompts, samples in ((1, 2), (1, 3), (2, 2)):
+        for prompt in range(len(table) - prompts + 1):
+            for sample in range(table.shape[1] - samples + 1):
+                yield table[prompt : prompt + prompts, sample : sample + samples]
 
 
-def _mean_over_tokens(values: Any, lengths: Any) -> NDArray[Any]:
-    values, lengths = np.asarray(values), np.asarray(lengths)
+def _by_completion(advantage: Any, inputs: AdvantageInputs) -> NDArray[Any]:
+    """Call an advantage; of one per token return the mean over the completion's tokens."""
+    values, lengths = np.asarray(advantage(inputs)), np.asarray(inputs.lengths)
+    if values.ndim == 2:
+        return values
     there = np.arange(values.shape[2]) < lengths[..., None]
     mean: NDArray[Any] = (np.where(there, values, 0).sum(2) / lengths).astype(values.dtype)
     return mean
@@ -125,7 +101,7 @@ def _mean_over_tokens(values: Any, lengths: Any) -> NDArray[Any]:
 def cases() -> dict[str, Any]:
     """Return rewards at which advantages must be finite: {words for messages: rewards}."""
     return {
-        "ordinary values": REWARDS,
+        ORDINARY: REWARDS,
         "equal rewards": [[0.3] * 4, [0.1] * 4],
         "huge rewards": [[1e6, -1e6, 0.0, 1e6], [1e6, 1e6, 1e6, 1e6]],
         "completions that were not scored": [
@@ -139,44 +115,116 @@ def cases() -> dict[str, Any]:
     }
 
 
-def _within(rewards: Any, values: tuple[float, float] | None) -> NDArray[np.float64]:
-    """Stretch a table of rewards to a range, its order kept; NaN stays."""
+def _within(rewards: Any, values: tuple[float, float] | Set[float] | None) -> NDArray[np.float64]:
+    """Move a table of rewards to a range or onto a set, its order kept, ties aside; NaN stays."""
     table = np.array(rewards, float)
-    if values is None:
-        return table
-    least, largest = values
-    low, high = np.nanmin(table), np.nanmax(table)
-    share = (table - low) / (high - low)
-    stretched: NDArray[np.float64] = least + share * (largest - least)
-    return stretched
+    scored = ~np.isnan(table)
+    if isinstance(values, Set):
+        allowed = np.sort(np.array([*values], float))
+        levels = np.unique(table[scored])
+        rank = np.searchsorted(levels, table[scored]) / (len(levels) - 1)
+        table[scored] = allowed[np.rint(rank * (len(allowed) - 1)).astype(int)]
+    elif values is not None:
+        least, largest = values
+        low, high = np.nanmin(table), np.nanmax(table)
+        table = least + (table - low) / (high - low) * (largest - least)
+    return table
 
 
-def _orders(findings: Findings, advantage: Any, out: NDArray[Any], table: NDArray[np.float64]) -> None:
-    with findings.property("order", example(table)):
-        moves: dict[str, Callable[[Any], Any]] = {
-            "prompts": lambda x: x[::-1],
-            "samples": lambda x: x[:, [2, 0, 3, 1]],
-        }
-        for what, move in moves.items():
-            base = example(table)
-            moved = AdvantageInputs(
-                move(base.rewards),
-                move(base.rewards_by_function),
-                base.weights,
-                move(base.lengths),
-                base.labels,
-                {name: move(np.reshape(x, (-1, 4))).ravel().tolist() for name, x in base.columns.items()},
-            )
-            require_close(advantage(moved), move(out), f"with the {what} in another order", rtol=1e-4)
+def _require_output(advantage: Any, table: NDArray[Any]) -> None:
+    inputs = example(table)
+    shape, longest = inputs.rewards.shape, int(np.max(inputs.lengths))
+    try:
+        out = advantage(example(table))
+    except (IndexError, ValueError, TypeError) as error:
+        raise Broken(
+            f"{error_line(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
+            f"{list(inputs.rewards_by_function.shape)}"
+        ) from error
+    by_token = np.ndim(out) == 3 and np.shape(out)[:2] == shape and np.shape(out)[2] >= longest
+    if np.shape(out) != shape and not by_token:
+        raise Broken(
+            f"shape {list(np.shape(out))}; return one per completion, {list(shape)}, or one per token, "
+            f"{[*shape, longest]}"
+        )
+    if np.asarray(out).dtype != np.float32:
+        raise Broken(f"it is {np.asarray(out).dtype}; return float32")
 
 
-def _direction(out: NDArray[Any], rewards: NDArray[np.float64]) -> None:
-    higher = rewards[:, :, None] > rewards[:, None, :]
+def _require_finite(what: str, advantage: Any, table: NDArray[Any]) -> None:
+    require_finite(advantage(example(table)), what)
+
+
+def _require_zero(advantage: Any, table: NDArray[Any]) -> None:
+    found = np.asarray(advantage(example(table)))
+    wrong = np.isnan(table) & np.isfinite(found) & (found != 0)
+    if wrong.any():
+        raise Broken(
+            f"{wrong.sum()} completions with reward NaN have an advantage, the first {found[wrong][0]:.3g}; "
+            "return 0, so that nothing is learned from them",
+            found=found,
+        )
+
+
+def _require_order(advantage: Any, table: NDArray[Any]) -> None:
+    inputs = example(table)
+    out = np.asarray(advantage(example(table)))
+    moves: dict[str, Callable[[Any], Any]] = {
+        "prompts": lambda x: x[::-1],
+        "samples": lambda x: np.roll(x, 1, axis=1),
+    }
+    for what, move in moves.items():
+        moved = AdvantageInputs(
+            move(inputs.rewards),
+            move(inputs.rewards_by_function),
+            inputs.weights,
+            move(inputs.lengths),
+            inputs.labels,
+            {name: move(np.reshape(x, table.shape)).ravel().tolist() for name, x in inputs.columns.items()},
+        )
+        what = f"with the {what} in another order"
+        require_close(advantage(moved), move(out), what, rtol=1e-4, changed=moved)
+
+
+def _require_direction(advantage: Any, table: NDArray[Any]) -> None:
+    out = np.asarray(advantage(example(table)))
+    higher = table[:, :, None] > table[:, None, :]
     rise = (out[:, :, None] - out[:, None, :])[higher]
     if (rise < -1e-6).any():
         raise Broken(
             f"of {higher.sum()} pairs of a group, {(rise < -1e-6).sum()} have the lower advantage for the higher "
-            "reward; advantages are maximised: flip the sign"
+            "reward; advantages are maximised: flip the sign",
+            found=out,
         )
-    if not (rise > 1e-6).any():
-        raise Broken("rewards that differ have equal advantages: nothing would be learned")
+    if higher.any() and not (rise > 1e-6).any():
+        raise Broken("rewards that differ have equal advantages: nothing would be learned", found=out)
+
+
+def _require_arrays(advantage: Any, table: NDArray[Any]) -> None:
+    inputs = example(table)
+    rewards, by_function, weights, lengths = (jnp.asarray(x) for x in inputs[:4])
+    on_device = AdvantageInputs(rewards, by_function, weights, lengths, inputs.labels, inputs.columns)
+    expected = advantage(example(table))
+    require_close(advantage(on_device), expected, "of jax arrays in place of NumPy's", rtol=1e-4)
+
+
+def _require_inputs(advantage: Any, table: NDArray[Any]) -> None:
+    inputs, given = example(table), example(table)
+    advantage(given)
+    for name, before, after in zip(AdvantageInputs._fields[:4], inputs[:4], given[:4], strict=True):
+        require_close(after, before, f"inputs.{name} is changed by the call; copy it first", rtol=0.0)
+
+
+def _require_repeatable(advantage: Any, table: NDArray[Any]) -> None:
+    before = advantage(example(table))
+    require_close(advantage(example(table)), before, "called again with the same inputs", rtol=0.0)
+
+
+PROPERTIES: Mapping[str, Callable[[Any, NDArray[Any]], None]] = {
+    "order": _require_order,
+    "direction": _require_direction,
+    "arrays": _require_arrays,
+    "inputs": _require_inputs,
+    "repeatable": _require_repeatable,
+}
+"""{property: raises Broken unless it holds of (advantage, rewards)}, all of ordinary rewards."""

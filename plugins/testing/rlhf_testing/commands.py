@@ -15,10 +15,19 @@ def new(
         typer.Argument(
             metavar="(KIND NAME)...",
             show_default=False,
-            help="Kinds are policy-loss, pairwise-loss, advantage, reward, environment, trainer, sampling-trainer and "
-            "logger; a name is such as my-loss, and the first is the package's, too.",
+            help="Kinds are policy-loss, pairwise-loss, dpo-loss, divergence, advantage, reward, environment, trainer, "
+            "sampling-trainer and logger; a name is such as my-loss, and the first is the package's, too.",
         ),
     ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="texts|pairs|prompts",
+            help="What a trainer trains on: texts, the default, pairs of completions, or prompts, whose completions it "
+            "samples.",
+        ),
+    ] = None,
     dir: Annotated[
         Path | None, typer.Option("--dir", help="A new directory; default: rlhf-NAME here.")
     ] = None,
@@ -31,7 +40,8 @@ def new(
 
     if len(words) % 2:
         raise InputError(f"rlhf new: '{words[-1]}' has no name after it: write KIND NAME for each component")
-    written = write(list(zip(words[::2], words[1::2], strict=True)), dir, plugins.load().registry)
+    asked = list(zip(words[::2], words[1::2], strict=True))
+    written = write(asked, dir, plugins.load().registry, data=data)
     places = "\n".join(
         f"{written.directory}: {what} is in {file}" for what, file in written.components.items()
     )

@@ -83,6 +83,7 @@ def check_environment(
         `reset` returns within one group.
     odd completions: empty, very long and unusual texts, and calls with mistakes, have an answer, too.
     """
+    __tracebackhide__ = True
     findings = Findings("environment", environment)
     with findings.property("component"):
         calls = _open(environment, options, timeout)
@@ -104,11 +105,14 @@ def check_environment(
             if not episode.over:
                 raise Broken(
                     f"the episode of row {number} is not over after {max_turns} turns; return Turn(done=True) in the "
-                    "end, or give the kit `completions` that end an episode"
+                    "end, or give the kit `completions` that end an episode",
+                    **episode.shown,
                 )
     with findings.property("inputs"):
-        if changed := dict.fromkeys(name for episode in held for name in episode.changed):
-            raise Broken(f"{' and '.join(changed)} it was given; copy what you change")
+        for episode in held:
+            if episode.changed:
+                changed = " and ".join(dict.fromkeys(episode.changed))
+                raise Broken(f"{changed} it was given; copy what you change", **episode.shown)
     if timeout is not None:
         _warn_unsendable(calls, held[0])
     _check_repetition(findings, calls, rows, held, lines)
@@ -186,23 +190,25 @@ class _Episode:
         self.changed: list[str] = []
         self.over = False
         self.row = dict(rows[number])
+        self.shown: dict[str, Any] = {"row": self.row, "seed": number, "completions": []}
         self.given = copy.deepcopy(self.row)
         messages = self._call("reset", f"row {number}", self.given, number)
         try:
             self.first = checked_messages(messages, "reset")
         except EpisodeError as error:
-            raise Broken(f"for row {number} it {error}") from error
+            raise Broken(f"for row {number} it {error}", **self.shown) from error
 
     def step(self, completion: Message) -> Turn:
         """Give the environment a completion. Raises Broken for what it raises, or returns that is no turn."""
         place, message = f"turn {len(self.turns) + 1}", copy.deepcopy(dict(completion))
+        self.shown["completions"].append(completion)
         value = self._call("step", place, message)
         if message != completion:
             self.changed.append("step changes the completion")
         try:
             turn = checked_turn(value)
         except EpisodeError as error:
-            raise Broken(f"in {place} it {error}") from error
+            raise Broken(f"in {place} it {error}", **self.shown) from error
         self.turns.append(turn)
         self.over = turn.done
         return turn
@@ -218,7 +224,7 @@ class _Episode:
             value = self.calls.wait_for(self.environment, method, *arguments)[1]
         except (EpisodeError, InputError) as error:
             what = str(error) if isinstance(error, EpisodeError) else error_line(error, KITS, CORE)
-            raise Broken(f"in {place} it {what}") from error
+            raise Broken(f"in {place} it {what}", **self.shown) from error
         if self.given != self.row and not self.changed:
             self.changed.append(f"{method} changes the row")
         return value
@@ -244,13 +250,14 @@ def _check_repetition(
             after = again(number)
         if difference := _difference(before, after, calls.deterministic):
             changed = _changed_names(shared, _shared_values(held[0].environment))
-            if changed:
-                findings.failures["apart"] = (
-                    f"an earlier episode affects the next one: {difference}; {' and '.join(changed)}, "
-                    "changed meanwhile: keep what belongs to an episode in `self`, set by __init__ or reset"
-                )
-            else:
-                findings.failures["repeatable"] = _unrepeatable(number, difference, calls.deterministic)
+            with findings.property("apart" if changed else "repeatable"):
+                if changed:
+                    raise Broken(
+                        f"an earlier episode affects the next one: {difference}; {' and '.join(changed)}, "
+                        "changed meanwhile: keep what belongs to an episode in `self`, set by __init__ or reset",
+                        **after.shown,
+                    )
+                raise Broken(_unrepeatable(number, difference, calls.deterministic), **after.shown)
             return
     if not calls.deterministic:
         return
@@ -259,7 +266,7 @@ def _check_repetition(
             with _moment(1):
                 after = again(number)
             if difference := _difference(before, after, True):
-                raise Broken(_unrepeatable(number, difference, True))
+                raise Broken(_unrepeatable(number, difference, True), **after.shown)
         if not calls.asynchronous:
             _require_same_elsewhere(calls, rows, held, lines)
     if "repeatable" in findings.failures:
@@ -277,7 +284,8 @@ def _check_repetition(
             which = f" ({' and '.join(changed)} changed)" if changed else ""
             raise Broken(
                 f"an episode changes while another one is open: {difference}. They share state{which} or global "
-                "random numbers; keep what belongs to an episode in `self`"
+                "random numbers; keep what belongs to an episode in `self`",
+                **first.shown,
             )
 
 
@@ -304,7 +312,8 @@ def _require_same_elsewhere(
         if difference := _first_difference(held[number].first, held[number].turns, first, turns):
             raise Broken(
                 f"in another process, {difference}; iterate over sorted(…) instead of a set, and use hashlib instead "
-                "of hash(): Python seeds them differently in each process"
+                "of hash(): Python seeds them differently in each process",
+                **held[number].shown,
             )
 
 
@@ -358,14 +367,16 @@ def _answer_odd_completions(calls: EnvironmentCalls, rows: Sequence[Mapping[str,
         mistakes[f"a call of {name} with an unknown argument"] = _call(name, {"qzx": None})
     for what, call in mistakes.items():
         odd[what] = {"role": "assistant", "content": "", "tool_calls": [call]}
-    problems = []
+    problems: dict[str, Broken] = {}
     for what, message in odd.items():
         try:
             _Episode(calls, rows, 0).step(message)
         except Broken as broken:
-            problems.append(f"{what}: {broken}")
+            problems[what] = broken
     if problems:
-        raise Broken(f"{'; '.join(problems)}. Answer it, or end the episode: an error leaves the episode out")
+        said = "; ".join(f"{what}: {broken}" for what, broken in problems.items())
+        first = next(iter(problems.values()))
+        raise Broken(f"{said}. Answer it, or end the episode: an error leaves the episode out", **first.shown)
 
 
 def _warn_unsendable(calls: EnvironmentCalls, episode: _Episode) -> None:

@@ -23,6 +23,8 @@ from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SEED = 0
+"""Of every stage that a kit runs."""
 SPECIAL = ("<pad>", "</s>", "<unk>")
 MODEL_TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -89,7 +91,7 @@ def a_stage(
     return Stage(
         name="kit",
         dir=directory,
-        seed=0,
+        seed=SEED,
         mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
         is_main=True,
         registry=host.registry,

@@ -35,6 +35,7 @@ def check_logger(logger: Any) -> None:
     failure: a stage may fail before its first step.
     inputs: it does not change the metrics.
     """
+    __tracebackhide__ = True
     findings = Findings("logger", logger)
     if inspect.isclass(logger) or inspect.isroutine(logger):
         make_component(findings, LOGGER, logger)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -32,7 +33,7 @@ class LossKind:
 
     element: what has a value of its own, "pair" or "token". varied: the inputs that gradients are taken of.
     split: returns {name: array} of inputs, and what jit takes as a constant. join: makes inputs of these two.
-    used: returns the elements that count, bool.
+    used: returns the elements that count, bool. smaller: yields parts of inputs, the smallest first.
     """
 
     kind: Kind[Any]
@@ -41,6 +42,7 @@ class LossKind:
     split: Callable[[Any], tuple[Mapping[str, Any], Any]]
     join: Callable[[Mapping[str, Any], Any], Any]
     used: Callable[[Any], Any]
+    smaller: Callable[[Any], Iterator[Any]]
 
 
 def check_loss(
@@ -55,19 +57,16 @@ def check_loss(
         for name in kind.kind.attributes:
             kind.kind.attribute(loss, name)
     check_hash(findings, loss)
-    used = np.asarray(kind.used(base))
-    with findings.property("output", base):
-        _require_output(loss(base), used.shape, kind.element)
-    findings.stop_if_broken()
-    _check_outputs(findings, loss, base, used, kind.element)
+    for name, require in OUTPUT.items():
+        findings.check(name, partial(require, kind, loss), base, kind.smaller(base))
+        if name == "output":
+            findings.stop_if_broken()
     run = _program(findings, kind, loss, base)
     for name, inputs in cases.items():
-        inside = np.asarray(kind.used(inputs))
-        value, *slopes = run(inputs)
-        with findings.property("finite value", inputs):
-            require_finite(value[inside], name)
-        with findings.property("finite gradient", inputs):
-            require_finite(np.concatenate([slope[inside] for slope in slopes]), name)
+        for what, part in (("finite value", slice(1)), ("finite gradient", slice(1, None))):
+            findings.check(
+                what, partial(_require_finite, kind, run, part, name), inputs, kind.smaller(inputs)
+            )
     return loss, run
 
 
@@ -84,8 +83,11 @@ def _program(findings: Findings, kind: LossKind, loss: Any, base: Any) -> Measur
         return values, gradients
 
     compiled = jax.jit(measure, static_argnums=1)
-    with findings.property("jit"):
-        require_close(compiled(*kind.split(base))[0], loss(base).loss, "under jax.jit")
+
+    def require_equal(inputs: Any) -> None:
+        require_close(compiled(*kind.split(inputs))[0], loss(inputs).loss, "under jax.jit")
+
+    findings.check("jit", require_equal, base, kind.smaller(base))
     if "jit" in findings.failures:
         findings.stop_if_broken()
 
@@ -97,32 +99,52 @@ def _program(findings: Findings, kind: LossKind, loss: Any, base: Any) -> Measur
     return run
 
 
-def _require_output(out: Any, shape: tuple[int, ...], element: str) -> None:
-    """Raise Broken unless `out` is a LossOutput with one value per element."""
+def _require_finite(kind: LossKind, run: Measured, part: slice, what: str, inputs: Any) -> None:
+    """Raise Broken unless the value, or the gradients, of the elements that count are finite."""
+    inside = np.asarray(kind.used(inputs))
+    require_finite(np.concatenate([x[inside] for x in run(inputs)[part]]), what)
+
+
+def _require_output(kind: LossKind, loss: Any, inputs: Any) -> None:
+    """Raise Broken unless the loss returns a LossOutput with one value per element."""
+    out, shape = loss(inputs), np.shape(kind.used(inputs))
     if not isinstance(out, LossOutput):
         raise Broken(f"it returned {type(out).__name__}; return LossOutput(values, {{name: metric}})")
     if jnp.shape(out.loss) != shape:
         raise Broken(
-            f"the loss has shape {list(jnp.shape(out.loss))}; return one value per {element}, {list(shape)}: the "
+            f"the loss has shape {list(jnp.shape(out.loss))}; return one value per {kind.element}, {list(shape)}: the "
             "trainer masks, weights and averages"
         )
     if not isinstance(out.metrics, Mapping):
         raise Broken(f"its metrics are a {type(out.metrics).__name__}; return a dict of names and arrays")
 
 
-def _check_outputs(findings: Findings, loss: Any, inputs: Any, used: Any, element: str) -> None:
-    """Check `dtype`, `metrics` and `repeatable` of a loss whose output has the right shape. used: bool, same shape."""
-    out = loss(inputs)
-    with findings.property("dtype"):
-        if out.loss.dtype != jnp.float32:
-            raise Broken(f"the loss is {out.loss.dtype}; return float32")
-    with findings.property("metrics"):
-        for name, x in out.metrics.items():
-            if jnp.shape(x) != used.shape:
-                raise Broken(
-                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per {element}, {list(used.shape)}; "
-                    "the trainer takes the mean"
-                )
-            require_finite(np.asarray(x, np.float32)[used], f"'{name}'")
-    with findings.property("repeatable"):
-        require_close(loss(inputs).loss, out.loss, "called again with the same inputs", rtol=0.0)
+def _require_float32(kind: LossKind, loss: Any, inputs: Any) -> None:
+    dtype = loss(inputs).loss.dtype
+    if dtype != jnp.float32:
+        raise Broken(f"the loss is {dtype}; return float32")
+
+
+def _require_metrics(kind: LossKind, loss: Any, inputs: Any) -> None:
+    used = np.asarray(kind.used(inputs))
+    for name, x in loss(inputs).metrics.items():
+        if jnp.shape(x) != used.shape:
+            raise Broken(
+                f"'{name}' has shape {list(jnp.shape(x))}; return one value per {kind.element}, {list(used.shape)}; "
+                "the trainer takes the mean"
+            )
+        require_finite(np.asarray(x, np.float32)[used], f"'{name}'")
+
+
+def _require_repeatable(kind: LossKind, loss: Any, inputs: Any) -> None:
+    before = loss(inputs).loss
+    require_close(loss(inputs).loss, before, "called again with the same inputs", rtol=0.0)
+
+
+OUTPUT: Mapping[str, Callable[[LossKind, Any, Any], None]] = {
+    "output": _require_output,
+    "dtype": _require_float32,
+    "metrics": _require_metrics,
+    "repeatable": _require_repeatable,
+}
+"""{property: raises Broken unless it holds of (kind, loss, inputs)}, of what a loss returns."""

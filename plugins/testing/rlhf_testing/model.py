@@ -23,6 +23,8 @@ from rlhf_testing.fixtures import MODEL_TABLE
 FIRST, SECOND = 7, 5
 """Tokens of the two sequences that all checks use."""
 SPARE = 3
+SEED = 1
+"""Of the parameters."""
 
 
 def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None) -> None:
@@ -44,6 +46,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     saving: `load` returns what `save` wrote, bit for bit.
     mesh: all available devices give the same.
     """
+    __tracebackhide__ = True
     findings = Findings("model family", family)
     make_component(findings, MODEL, family)
     config = dict(MODEL_TABLE | {"vocab_size": 36, "initializer_range": 0.3, "model_type": family.name[0]})
@@ -53,6 +56,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     findings.stop_if_broken()
     draw = np.random.default_rng(0)
     tokens = draw.integers(3, definition.vocab_size, FIRST + SECOND).astype(np.int32)
+    findings.always = {"hf_config": config, "seed": SEED, "tokens": tokens}
     hidden = jax.jit(definition.hidden)
     with findings.property("finite"):
         first, second = (_alone(hidden, params, part) for part in (tokens[:FIRST], tokens[FIRST:]))
@@ -106,7 +110,7 @@ def _alone(hidden: Any, params: Any, tokens: Any) -> Any:
 def _parameters(findings: Findings, definition: Definition) -> Any:
     params = None
     with findings.property("parameters"):
-        params = jax.jit(definition.init)(jax.random.key(1))
+        params = jax.jit(definition.init)(jax.random.key(SEED))
         described = {path: (x.shape, str(x.dtype)) for path, x in paths(definition.abstract_params())}
         drawn = {path: (x.shape, str(x.dtype)) for path, x in paths(params)}
         if drawn != described:

@@ -1,6 +1,6 @@
 """`rlhf new`: write a package for components, small examples that install and pass their tests.
 
-Each kind has a folder of templates with placeholders such as `{{name}}`.
+A component has a folder of templates with placeholders such as `{{name}}`.
 """
 
 from __future__ import annotations
@@ -12,37 +12,61 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
-from rlhf_core import __version__, contracts
-from rlhf_core.contracts import Kind
+from rlhf_core import __version__
+from rlhf_core.contracts import KINDS
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.registry import Registry
 from rlhf_core.runtime.files import fill_directory, write_atomic
 
-SUFFIXES = {
-    "policy-loss": "Loss",
-    "pairwise-loss": "Loss",
-    "advantage": "Advantage",
-    "reward": "",
-    "environment": "Environment",
-    "trainer": "",
-    "sampling-trainer": "",
-    "logger": "Logger",
+
+@dataclass(frozen=True)
+class Template:
+    """A component that can be written, by its word on the command line.
+
+    kind: the registry's name of its kind. suffix: of class names. entry: what its entry point names.
+    kit: what the kit for its kind checks; None: there is no kit. needs: the distribution that declares the kind, where
+    it is not core.
+    """
+
+    kind: str
+    suffix: str = ""
+    entry: str = "{class}"
+    kit: str | None = "what every trainer relies on"
+    needs: str | None = None
+
+
+OF_TRAINERS = Template("trainer", entry="trainer", kit="what a pipeline relies on")
+TEMPLATES: Mapping[str, Template] = {
+    "policy-loss": Template("policy loss", "Loss"),
+    "pairwise-loss": Template("pairwise loss", "Loss"),
+    "dpo-loss": Template("dpo loss", "Loss", kit=None, needs="rlhf-dpo"),
+    "divergence": Template("divergence", "Divergence", kit=None, needs="rlhf-distill"),
+    "advantage": Template("advantage", "Advantage"),
+    "reward": Template("reward", entry="{name}"),
+    "environment": Template(
+        "environment", "Environment", kit="that its episodes end, can be repeated and share nothing"
+    ),
+    "trainer": OF_TRAINERS,
+    "sampling-trainer": OF_TRAINERS,
+    "logger": Template("logger", "Logger", kit="that it handles every event of a stage"),
 }
-"""{kind on the command line: suffix of its class names}."""
-OBJECTS = {"reward": "{name}", "trainer": "trainer", "sampling-trainer": "trainer"}
-"""{kind on the command line: what its entry point names, where that is not the class}."""
-CHECKED = {
-    "trainer": "what a pipeline relies on",
-    "sampling-trainer": "what a pipeline relies on",
-    "environment": "that its episodes end, can be repeated and share nothing",
-    "logger": "that it handles every event of a stage",
-}
-"""{kind on the command line: what its kit checks}, where it is not what every trainer relies on."""
-KINDS: Mapping[str, Kind[object]] = {
-    name: getattr(contracts, name.removeprefix("sampling-").replace("-", "_").upper()) for name in SUFFIXES
-}
+DATA = {"texts": "trainer", "pairs": "pairs-trainer", "prompts": "sampling-trainer"}
+"""{`--data` of a trainer: its folder of templates}; the folders of others are called as their words are."""
 NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+
+
+class Component(NamedTuple):
+    """A component to write: its word, such as "policy-loss", its name with hyphens, and its folder of templates."""
+
+    word: str
+    name: str
+    folder: str
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -53,25 +77,24 @@ class WrittenPackage:
     components: Mapping[str, Path]
 
 
-def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Registry) -> WrittenPackage:
+def write(
+    asked: Sequence[tuple[str, str]], directory: Path | None, registry: Registry, *, data: str | None = None
+) -> WrittenPackage:
     """Write a package for components into `directory`, by default ./rlhf-NAME, of the first one's name.
 
     asked: (kind, name) of each component. One alone is the package's `__init__.py`; several are modules of it.
-    registry: the installed plugins' names, which are taken. Raises InputError, with every problem, for an unknown
-    kind, a name that a package, class or component cannot have, and a directory that is not empty.
+    registry: the installed plugins' names, which are taken. data: what its trainers train on, one of `DATA`.
+    Raises InputError, with every problem, for an unknown kind or data, a name that a package, class or component cannot
+    have, and a directory that is not empty.
     """
-    pairs = [
-        (
-            kind.replace("_", "-").replace(" ", "-"),
-            name.removeprefix("rlhf-").removeprefix("rlhf_"),
-        )
-        for kind, name in asked
-    ]
-    first = pairs[0][1]
+    components = [_component(kind, name, data) for kind, name in asked]
+    first = components[0].name
     directory = Path(_distribution(first)) if directory is None else directory
-    problems = [problem for kind, words in pairs for problem in _wrong(kind, words, registry)]
-    modules = [words.replace("-", "_") for _, words in pairs]
+    problems = [problem for each in components for problem in _wrong(each, registry)]
+    modules = [each.module for each in components]
     problems += [f"two components are called '{name}'" for name in modules if modules.count(name) > 1]
+    if data is not None:
+        problems += _wrong_data(data, components)
     if _installed(_distribution(first)):
         problems.append(f"a distribution {_distribution(first)} is installed already; choose another name")
     problems += _occupied(directory)
@@ -79,34 +102,35 @@ def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Re
         raise InputError(*(f"rlhf new: {problem}" for problem in dict.fromkeys(problems)))
     package = f"rlhf_{modules[0]}"
     source = directory / "src" / package
-    several = len(pairs) > 1
+    several = len(components) > 1
     texts: dict[Path, str] = {}
-    components: dict[str, Path] = {}
-    filled = [
-        _values(kind, words, f"{package}.{module}" if several else package)
-        for (kind, words), module in zip(pairs, modules, strict=True)
-    ]
-    for (kind, _), values in zip(pairs, filled, strict=True):
-        file = source / (f"{values['name']}.py" if several else "__init__.py")
-        texts[file] = _filled(f"{kind}/component.py.txt", values)
-        texts[directory / "tests" / f"test_{values['name']}.py"] = _filled(f"{kind}/test.py.txt", values)
-        components[f"the {values['kind']} '{values['name']}'"] = file
+    written: dict[str, Path] = {}
+    filled = [_values(each, f"{package}.{each.module}" if several else package) for each in components]
+    for each, values in zip(components, filled, strict=True):
+        file = source / (f"{each.module}.py" if several else "__init__.py")
+        texts[file] = _filled(f"{each.folder}/component.py.txt", values)
+        texts[directory / "tests" / f"test_{each.module}.py"] = _filled(f"{each.folder}/test.py.txt", values)
+        written[f"the {values['kind']} '{values['name']}'"] = file
     if several:
         texts[source / "__init__.py"] = f'"""A package for rlhf-core: {_listed(filled)}."""\n'
+    usage = {
+        values["name"]: _filled(f"{each.folder}/usage.txt", values)
+        for each, values in zip(components, filled, strict=True)
+    }
+    versions = pin(__version__)
+    needed = dict.fromkeys(["rlhf-core", *(TEMPLATES[each.word].needs for each in components)])
     of_package = {
         "distribution": _distribution(first),
         "package": package,
         "points": _points(filled),
-        "pin": pin(__version__),
+        "pin": versions,
+        "dependencies": ", ".join(f'"{name}{versions}"' for name in needed if name),
         "components": _listed(filled),
         "place": f"[src/{package}](src/{package})"
         if several
         else f"[src/{package}/\\_\\_init\\_\\_.py](src/{package}/__init__.py)",
-        "checked": " and ".join(dict.fromkeys(each["checked"] for each in filled)),
-        "usage": "\n```\n\n```toml\n".join(
-            _filled(f"{kind}/usage.txt", values).rstrip()
-            for (kind, _), values in zip(pairs, filled, strict=True)
-        ),
+        "tested": _tested(components),
+        "usage": _stages(usage),
     }
     texts[directory / "pyproject.toml"] = _filled("pyproject.toml.txt", of_package)
     texts[directory / "README.md"] = _filled("README.md.txt", of_package)
@@ -116,7 +140,14 @@ def write(asked: Sequence[tuple[str, str]], directory: Path | None, registry: Re
             write_atomic(place / path.relative_to(directory), text)
 
     fill_directory(directory, write, f"the package {directory.name}")
-    return WrittenPackage(directory, components)
+    return WrittenPackage(directory, written)
+
+
+def _component(kind: str, name: str, data: str | None) -> Component:
+    """Return what words of the command line ask for; underscores, spaces and `rlhf-` in front are typed easily."""
+    word = kind.replace("_", "-").replace(" ", "-")
+    folder = DATA.get(data or "", word) if word == "trainer" else word
+    return Component(word, name.removeprefix("rlhf-").removeprefix("rlhf_"), folder)
 
 
 def _points(components: Sequence[Mapping[str, str]]) -> str:
@@ -130,17 +161,41 @@ def _points(components: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def _stages(usage: Mapping[str, str]) -> str:
+    """Join the stages that use components, {name: TOML}: a trainer has one stage, with all that is for it."""
+    stages: dict[str, dict[str, str]] = {}
+    for name, text in usage.items():
+        lines = {line.partition(" = ")[0]: line for line in text.splitlines()}
+        stage = stages.setdefault(lines["trainer"], {})
+        for key, line in lines.items():
+            if key not in stage or f'"{name}"' in line:
+                stage[key] = line
+    return "\n```\n\n```toml\n".join("\n".join(stage.values()) for stage in stages.values())
+
+
 def _listed(components: Sequence[Mapping[str, str]]) -> str:
     """Return "the reward `concise`, the advantage `steady` and the policy loss `soft`"."""
     named = [f"the {each['kind']} `{each['name']}`" for each in components]
     return " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
 
 
-def _wrong(kind: str, words: str, registry: Registry) -> list[str]:
+def _tested(components: Sequence[Component]) -> str:
+    """Return what the tests of a package do, as a README says it after "The tests"."""
+    kits = dict.fromkeys(TEMPLATES[each.word].kit for each in components)
+    checked = [kit for kit in kits if kit is not None]
+    if not checked:
+        return "compare with known values, and try that gradients stay finite"
+    return (
+        "compare with known values, and call the kit of `rlhf_core.testing` for the kind, which checks\n"
+        + " and ".join(checked)
+    )
+
+
+def _wrong(component: Component, registry: Registry) -> list[str]:
+    word, words, name = component.word, component.name, component.module
     problems = []
-    if kind not in KINDS:
-        problems.append(f"no kind '{kind}'.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}")
-    name = words.replace("-", "_")
+    if word not in TEMPLATES:
+        problems.append(f"no kind '{word}'.{suggest(word, TEMPLATES)} There are: {', '.join(TEMPLATES)}")
     if not NAME.fullmatch(words):
         problems.append(
             f"'{words}' cannot be a name: use lower-case letters, digits and single hyphens, starting with a letter, "
@@ -149,9 +204,24 @@ def _wrong(kind: str, words: str, registry: Registry) -> list[str]:
         return problems
     if keyword.iskeyword(name):
         problems.append(f"'{name}' is a keyword of Python; choose another")
-    if kind in KINDS and name in registry.names(KINDS[kind]):
-        owner = registry.owner(KINDS[kind], name)
-        problems.append(f"{KINDS[kind].name} '{name}' exists already, in {owner}; choose another name")
+    if word in TEMPLATES:
+        template = TEMPLATES[word]
+        kinds = {kind.name: kind for kind in (*KINDS, *registry.kinds())}
+        kind = kinds.get(template.kind)
+        if kind is None:
+            problems.append(f"'{word}' is a kind of {template.needs}; type: pip install {template.needs}")
+        elif name in registry.names(kind):
+            owner = registry.owner(kind, name)
+            problems.append(f"{kind.name} '{name}' exists already, in {owner}; choose another name")
+    return problems
+
+
+def _wrong_data(data: str, components: Sequence[Component]) -> list[str]:
+    problems = []
+    if data not in DATA:
+        problems.append(f"--data: no data '{data}'.{suggest(data, DATA)} There are: {', '.join(DATA)}")
+    if all(each.word != "trainer" for each in components):
+        problems.append("--data says what a trainer trains on: write it with trainer NAME")
     return problems
 
 
@@ -175,18 +245,17 @@ def _distribution(words: str) -> str:
     return f"rlhf-{words.replace('_', '-')}"
 
 
-def _values(kind: str, words: str, module: str) -> dict[str, str]:
+def _values(component: Component, module: str) -> dict[str, str]:
     """Return the values of a component's placeholders. module: that it is in."""
-    name = words.replace("-", "_")
+    template, name = TEMPLATES[component.word], component.module
     camel = "".join(word.capitalize() for word in name.split("_"))
-    class_name = camel.removesuffix(SUFFIXES[kind]) + SUFFIXES[kind]
+    class_name = camel.removesuffix(template.suffix) + template.suffix
     return {
-        "kind": KINDS[kind].name,
+        "kind": template.kind,
         "name": name,
         "module": module,
         "class": class_name,
-        "object": OBJECTS.get(kind, class_name).format(name=name),
-        "checked": CHECKED.get(kind, "what every trainer relies on"),
+        "object": template.entry.format(**{"name": name, "class": class_name}),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,15 +17,6 @@ CHOSEN = (0.3, -1.2, 2.0, 0.1, -0.4, 0.9)
 REJECTED = (0.1, 0.4, -1.0, 0.7, -0.9, 0.2)
 MARGIN = (0.0, 0.5, 0.0, 0.25, 1.0, 0.0)
 EXTREME = 1e4
-
-PAIRS = LossKind(
-    PAIRWISE_LOSS,
-    "pair",
-    ("chosen", "rejected"),
-    split=lambda pairs: (pairs._asdict(), None),
-    join=lambda arrays, _: PairInputs(**arrays),
-    used=lambda pairs: jnp.ones(pairs.chosen.shape, bool),
-)
 
 
 def check_pairwise_loss(loss: Any) -> None:
@@ -39,6 +32,7 @@ def check_pairwise_loss(loss: Any) -> None:
     pairs: a pair's value and gradient do not depend on other pairs, their order, or NaN in them.
     direction: at equal scores a step downhill raises the chosen score and lowers the rejected one.
     """
+    __tracebackhide__ = True
     findings = Findings("pairwise loss", loss)
     base = _pairs(CHOSEN, REJECTED, MARGIN)
     zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
@@ -49,29 +43,50 @@ def check_pairwise_loss(loss: Any) -> None:
         "one pair": _pairs([0.3], [0.1], [0.0]),
     }
     _, run = check_loss(findings, PAIRS, loss, base, cases)
-    with findings.property("pairs"):
-        _independent(run, base)
-    with findings.property("direction", cases["equal scores"]):
-        _, of_chosen, of_rejected = run(cases["equal scores"])
-        if not (of_chosen < 0).all() or not (of_rejected > 0).all():
-            raise Broken(
-                f"at equal scores the gradient is {of_chosen[0]:.3g} for the chosen score and {of_rejected[0]:.3g} for "
-                "the rejected one; losses are minimised, so the first must be negative and the second positive"
-            )
+    findings.check("pairs", partial(_require_independent, run), base, smaller(base))
+    equal = cases["equal scores"]
+    findings.check("direction", partial(_require_direction, run), equal, smaller(equal))
     findings.end()
+
+
+def smaller(inputs: PairInputs) -> Iterator[PairInputs]:
+    """Yield every pair of the inputs alone, then two in a row, then three."""
+    for count in (1, 2, 3):
+        for start in range(len(inputs.chosen) - count + 1):
+            yield PairInputs(*(x[start : start + count] for x in inputs))
+
+
+PAIRS = LossKind(
+    PAIRWISE_LOSS,
+    "pair",
+    ("chosen", "rejected"),
+    split=lambda pairs: (pairs._asdict(), None),
+    join=lambda arrays, _: PairInputs(**arrays),
+    used=lambda pairs: jnp.ones(pairs.chosen.shape, bool),
+    smaller=smaller,
+)
 
 
 def _pairs(chosen: Any, rejected: Any, margin: Any) -> PairInputs:
     return PairInputs(*(jnp.asarray(np.array(x), jnp.float32) for x in (chosen, rejected, margin)))
 
 
-def _independent(run: Measured, base: PairInputs) -> None:
-    whole = run(base)
+def _require_independent(run: Measured, inputs: PairInputs) -> None:
+    whole, count = run(inputs), len(inputs.chosen)
     parts = ("value", "gradient of the chosen score", "gradient of the rejected score")
-    for rows in ([5, 3, 1, 0, 2, 4], [2]):
-        taken = run(PairInputs(*(x[np.array(rows)] for x in base)))
-        for what, x, y in zip(parts, taken, whole, strict=True):
-            require_close(x, y[rows], f"of pairs {rows} alone, {what}")
-    poisoned = run(PairInputs(*(x.at[0].set(jnp.nan) for x in base)))
-    for what, x, y in zip(parts, poisoned, whole, strict=True):
-        require_close(x[1:], y[1:], f"with NaN in another pair, {what}")
+    for rows in ([*range(count)][::-1], [count // 2]):
+        changed = PairInputs(*(x[np.array(rows)] for x in inputs))
+        for what, x, y in zip(parts, run(changed), whole, strict=True):
+            require_close(x, y[rows], f"of pairs {rows} alone, {what}", changed=changed)
+    changed = PairInputs(*(x.at[0].set(jnp.nan) for x in inputs))
+    for what, x, y in zip(parts, run(changed), whole, strict=True):
+        require_close(x[1:], y[1:], f"with NaN in another pair, {what}", changed=changed)
+
+
+def _require_direction(run: Measured, inputs: PairInputs) -> None:
+    _, of_chosen, of_rejected = run(inputs)
+    if not (of_chosen < 0).all() or not (of_rejected > 0).all():
+        raise Broken(
+            f"at equal scores the gradient is {of_chosen[0]:.3g} for the chosen score and {of_rejected[0]:.3g} for "
+            "the rejected one; losses are minimised, so the first must be negative and the second positive"
+        )

@@ -8,6 +8,8 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from rlhf_testing.fixtures import a_stage
 
 ODD = ("", " ", "\n", "é 漢 🙂 \u200b", "a" * 5000, "{[(<\\", "1e999 -0 ½")
 """Unusual completions that models write sooner or later."""
+MOST = 8
+"""Groups of rows in which a failure is looked for."""
 ROWS = (
     {"prompt": "What is 2 + 2?", "completion": " 4"},
     {"prompt": "What is 2 + 2?", "completion": " It is five, I think."},
@@ -47,6 +51,7 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
     odd completions: it also scores empty, very long and unusual text.
     inputs: a call does not change them. repeatable: a second call gives the same.
     """
+    __tracebackhide__ = True
     findings = Findings("reward", reward)
     reward = make_component(findings, REWARD, reward)
     rows = [{"completion_ids": [5 + i % 7, 4, 1], **row} for i, row in enumerate(rows)]
@@ -56,38 +61,52 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
         _require_check(reward, rows)
     findings.stop_if_broken()
     with _ready(reward):
-        with findings.property("values", rows):
-            base = scores(reward, rows)
+        findings.check("values", partial(scores, reward), rows, _smaller(rows, group))
         findings.stop_if_broken()
-        with findings.property("order", rows):
-            turned = _groups(rows, group)[::-1]
-            expected = np.concatenate(_groups(base, group)[::-1])
-            require_close(
-                scores(reward, [row for part in turned for row in part]),
-                expected,
-                "with the rows in another order",
-                rtol=1e-4,
-            )
-        with findings.property("split", rows):
-            alone = [scores(reward, part) for part in _groups(rows, group)]
-            what = "with each completion alone" if group == 1 else f"with each {group} completions alone"
-            require_close(np.concatenate(alone), base, what, rtol=1e-4)
-        with findings.property("odd completions"):
-            if all(isinstance(row["completion"], str) for row in rows):
-                scores(reward, [{**rows[0], "completion": text} for text in ODD * group])
-        with findings.property("inputs"):
-            kept = copy.deepcopy(rows)
-            arguments = _arguments(reward, rows)
-            before = copy.deepcopy(arguments)
-            _call(reward, arguments, len(rows))
-            changed = [name for name in arguments if arguments[name] != before[name]] + (
-                ["rows"] if rows != kept else []
-            )
-            if changed:
-                raise Broken(f"the call changes {', '.join(changed)}; copy what you change")
-        with findings.property("repeatable", rows):
-            require_close(scores(reward, rows), base, "called again with the same completions", rtol=0.0)
+        for name, require in {"order": _require_order, "split": _require_split}.items():
+            findings.check(name, partial(require, reward, group), rows, _smaller(rows, group))
+        if all(isinstance(row["completion"], str) for row in rows):
+            for text in ODD:
+                odd = [{**rows[0], "completion": text}] * group
+                findings.check("odd completions", partial(scores, reward), odd)
+        findings.check("inputs", partial(_require_unchanged, reward), rows, _smaller(rows, group))
+        findings.check("repeatable", partial(_require_repeatable, reward), rows, _smaller(rows, group))
     findings.end()
+
+
+def _smaller(rows: Sequence[Mapping[str, Any]], group: int) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Yield each of the first groups of rows, then two in a row."""
+    parts = _groups(rows, group)[:MOST]
+    yield from parts
+    yield from ([*first, *second] for first, second in pairwise(parts))
+
+
+def _require_order(reward: Any, group: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    turned = [row for part in _groups(rows, group)[::-1] for row in part]
+    expected = np.concatenate(_groups(scores(reward, rows), group)[::-1])
+    require_close(scores(reward, turned), expected, "with the rows in another order", rtol=1e-4)
+
+
+def _require_split(reward: Any, group: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    alone = [scores(reward, part) for part in _groups(rows, group)]
+    what = "with each completion alone" if group == 1 else f"with each {group} completions alone"
+    require_close(np.concatenate(alone), scores(reward, rows), what, rtol=1e-4)
+
+
+def _require_unchanged(reward: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    given = copy.deepcopy(rows)
+    arguments = _arguments(reward, given)
+    before = copy.deepcopy(arguments)
+    _call(reward, arguments, len(given))
+    changed = [name for name in arguments if arguments[name] != before[name]]
+    changed += ["rows"] if given != rows else []
+    if changed:
+        raise Broken(f"the call changes {', '.join(changed)}; copy what you change")
+
+
+def _require_repeatable(reward: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    before = scores(reward, rows)
+    require_close(scores(reward, rows), before, "called again with the same completions", rtol=0.0)
 
 
 def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
 from rlhf_core.training import OnShapes, forecast
 from rlhf_testing.findings import Broken, Findings, make_component, require_finite
-from rlhf_testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
+from rlhf_testing.fixtures import CRASH_AT, SEED, STOP_AT, Case, Ran, clockless
 
 SMALL = {
     "total_batch_size": 4,
@@ -62,11 +62,13 @@ def check_trainer(
     resume: after an interruption it continues to bit-identical results.
     mesh: all available devices give the same up to rounding. Skipped with a warning if there is only one device.
     """
+    __tracebackhide__ = True
     findings = Findings("trainer", trainer)
     known = plugins.load().registry.get(TRAINER, trainer) if isinstance(trainer, str) else trainer
     make_component(findings, TRAINER, known)
     with tempfile.TemporaryDirectory() as directory:
         case = Case.of(known, config, rows, inputs, SMALL, Path(directory))
+        findings.always = {"seed": SEED, "config": case.config, "rows": list(rows)}
         _settings(findings, case)
         whole = None
         with warnings.catch_warnings(record=True) as said:

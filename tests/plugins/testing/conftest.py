@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def failures() -> Callable[..., dict[str, str]]:
-    """Call a kit: {broken property: message}, empty if all hold."""
+    """Call a kit: {broken property: message and what it was given}, empty if all hold."""
 
     def of(check: Callable[..., None], *given: Any, **options: Any) -> dict[str, str]:
         try:
@@ -21,6 +21,7 @@ def failures() -> Callable[..., dict[str, str]]:
         else:
             return {}
         assert re.search(r"breaks \d+ of the \d+ properties checked", first)
-        return dict(line.strip().split(": ", 1) for line in lines)
+        found = re.split(r"^  (?=[a-z])", "\n".join(lines), flags=re.MULTILINE)
+        return dict(each.strip().split(": ", 1) for each in found if each)
 
     return of

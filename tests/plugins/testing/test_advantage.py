@@ -130,8 +130,27 @@ def test_rewards_of_a_range_and_what_was_given_are_shown(failures: Any) -> None:
         return np.where(scored, level - mean, 0.0).astype(np.float32)
 
     with np.errstate(invalid="ignore"):
-        found = failures(check_advantage, of_logarithms)
-    assert "values are not finite" in found["finite"]
-    assert "; inputs: rewards=[[" in found["finite"]
-    assert "-2.0" in found["finite"]
+        found = failures(check_advantage, of_logarithms)["finite"]
+    assert "values are not finite" in found
+    assert "\n    inputs = AdvantageInputs(rewards=array([[-2., 0.3]], dtype=float32)" in found
+    assert "\n    found = array([[nan, nan]], dtype=float32)" in found
     assert failures(check_advantage, of_logarithms, values=(0.0, 5.0)) == {}
+
+
+def test_rewards_of_a_set(failures: Any) -> None:
+    """An advantage of right and wrong answers: (r − p) / √(p (1 − p)), p the share of right ones."""
+
+    def of_answers(inputs: AdvantageInputs) -> Any:
+        rewards = np.asarray(inputs.rewards)
+        scored = ~np.isnan(rewards)
+        if not np.isin(rewards[scored], (0, 1)).all():
+            raise ValueError("rewards are 0 or 1")
+        right = np.where(scored, rewards, 0).sum(1, keepdims=True) / np.maximum(
+            scored.sum(1, keepdims=True), 1
+        )
+        scale = np.sqrt(np.maximum(right * (1 - right), 1e-6))
+        return np.where(scored, (rewards - right) / scale, 0.0).astype(np.float32)
+
+    assert "rewards are 0 or 1" in failures(check_advantage, of_answers, values=(0.0, 1.0))["output"]
+    assert failures(check_advantage, of_answers, values={0, 1}) == {}
+    assert "flip the sign" in failures(check_advantage, lambda x: -of_answers(x), values={0, 1})["direction"]

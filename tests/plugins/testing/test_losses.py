@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -189,15 +190,36 @@ def test_several_defects_are_reported_at_once(failures: Any) -> None:
 
 def test_what_is_said_has_numbers_and_a_way_out(failures: Any) -> None:
     mutants = shared(POLICY)
-    assert failures(check_policy_loss, mutants["half"][1]) == {
-        "dtype": "the loss is bfloat16; return float32"
-    }
+    said = failures(check_policy_loss, mutants["half"][1])["dtype"]
+    assert said.startswith("the loss is bfloat16; return float32\n")
     said = failures(check_policy_loss, mean_of_the_row)["packing"]
-    assert "15 of 15 values change by up to " in said
+    assert "2 of 2 values change by up to " in said
     assert "inputs.sequence_mean" in said
     said = failures(check_policy_loss, mutants["branching"][1])["jit"]
     assert "TracerBoolConversionError" in said
     assert f"{__file__.rpartition('/')[2]} line " in said
+
+
+@pytest.mark.parametrize(
+    ("check", "loss", "name", "size"),
+    [
+        pytest.param(check_policy_loss, mean_of_the_row, "packing", 2, id="of a token each of two sequences"),
+        pytest.param(check_policy_loss, centred_tokens, "rows", 2, id="of two rows"),
+        pytest.param(check_pairwise_loss, centred_pairs, "pairs", 2, id="of two pairs"),
+    ],
+)
+def test_what_is_shown_can_be_pasted(
+    check: Callable[..., None], loss: Loss, name: str, size: int, failures: Any
+) -> None:
+    """The smallest inputs that fail, what they were changed to, and the loss of these."""
+    said, _, imports = failures(check, loss)[name].partition("\nTo paste a line into Python, type first: ")
+    python: dict[str, Any] = {}
+    exec(imports, python)
+    exec(textwrap.dedent(said.partition("\n")[2]), python)
+    assert loss(python["inputs"]).loss.size == size
+    found, again = np.ravel(python["found"]), np.ravel(loss(python["changed"]).loss)
+    assert np.isin(found.round(5), again.round(5)).all()
+    assert not np.isin(python["expected"].round(5), again.round(5)).all()
 
 
 def test_an_input_error_may_ask_for_an_option(failures: Any) -> None:

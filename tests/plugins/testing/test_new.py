@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -13,26 +14,27 @@ from typing import Any
 import pytest
 from rlhf_testing import new
 
-from rlhf_core.plugins import empty_host
+from rlhf_core.errors import InputError
+from rlhf_core.plugins import empty_host, load
 from tests.shared import packages
 
 LIST = "from rlhf_core.cli import main; import sys; sys.argv = ['rlhf', 'plugins', '--json']; main()"
 EXAMPLES = ("rlhf-spo",)
-SEVERAL = "several"
-"""The directory of a package with two components."""
-
-
-def name_of(kind: str) -> str:
-    return f"my-{kind}"
+ASKED: dict[str, tuple[list[tuple[str, str]], str | None]] = {
+    **{kind: ([(kind, f"my-{kind}")], None) for kind in new.TEMPLATES},
+    "trainer-pairs": ([("trainer", "calibrate")], "pairs"),
+    "two": ([("reward", "tidy"), ("advantage", "level")], None),
+    "two-requirements": ([("dpo_loss", "held"), ("divergence", "skew")], None),
+}
+"""{directory of a package: (its components, --data)}."""
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a new package of every kind into one directory."""
     directory = tmp_path_factory.mktemp("new")
-    for kind in new.KINDS:
-        new.write([(kind, name_of(kind))], directory / kind, empty_host().registry)
-    new.write([("reward", "tidy"), ("advantage", "level")], directory / SEVERAL, empty_host().registry)
+    for name, (components, data) in ASKED.items():
+        new.write(components, directory / name, load().registry, data=data)
     return directory
 
 
@@ -52,17 +54,18 @@ def listed(installed: Path) -> Mapping[str, Any]:
 
 @pytest.mark.long
 def test_scaffolds_and_examples_are_listed(listed: Mapping[str, Any]) -> None:
-    for kind in new.KINDS:
-        plugin = listed[name_of(kind)]
-        assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
-        assert plugin["components"] == {new.KINDS[kind].name: [name_of(kind).replace("-", "_")]}
-    assert listed["tidy"]["components"] == {"reward": ["tidy"], "advantage": ["level"]}
+    for components, _ in ASKED.values():
+        plugin = listed[components[0][1]]
+        assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{components[0][1]}", "loaded")
+        assert plugin["components"] == {
+            new.TEMPLATES[kind.replace("_", "-")].kind: [name.replace("-", "_")] for kind, name in components
+        }
     assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
 
 
 @pytest.mark.long
 def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> None:
-    tests = [sources / kind / "tests" for kind in [*new.KINDS, SEVERAL]]
+    tests = [sources / kind / "tests" for kind in ASKED]
     tests += [repository / "examples/plugins" / name / "tests" for name in EXAMPLES]
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir")
     said = packages.python(installed, *options, str(sources), *map(str, tests), JAX_NUM_CPU_DEVICES="8")
@@ -117,7 +120,36 @@ def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "test_tidy.py",
         "test_level.py",
     }
-    assert "the reward `tidy` and the advantage `level`" in (tmp_path / "rlhf-tidy/README.md").read_text()
+    readme = (tmp_path / "rlhf-tidy/README.md").read_text()
+    assert "the reward `tidy` and the advantage `level`" in readme
+    stage = tomllib.loads(readme.partition("```toml\n")[2].partition("```")[0])["stage"]
+    assert [(each["rewards"][0]["name"], each["advantage"]["name"]) for each in stage] == [("tidy", "level")]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("texts", "next-token training"),
+        ("pairs", "context.pairs("),
+        ("prompts", "open_collector("),
+    ],
+)
+def test_a_trainer_reads_its_data(
+    data: str, says: str, rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = rlhf("new", "trainer", "mine", "--data", data, "reward", "tidy")
+    assert "the trainer 'mine' is in rlhf-mine/src/rlhf_mine/mine.py" in done.out
+    assert says in (tmp_path / "rlhf-mine/src/rlhf_mine/mine.py").read_text()
+    assert f"{data}()" in (tmp_path / "rlhf-mine/tests/test_mine.py").read_text()
+
+
+def test_what_declares_the_kind_is_required(tmp_path: Path) -> None:
+    new.write([("reward", "tidy"), ("dpo loss", "held")], tmp_path / "both", load().registry)
+    text = (tmp_path / "both/pyproject.toml").read_text()
+    assert 'dependencies = ["rlhf-core>=0.1,<0.2", "rlhf-dpo>=0.1,<0.2"]' in text
+    with pytest.raises(InputError, match="'dpo-loss' is a kind of rlhf-dpo; type: pip install rlhf-dpo"):
+        new.write([("dpo-loss", "held")], tmp_path / "held", empty_host().registry)
 
 
 def test_a_mistake_leaves_nothing(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
