@@ -21,7 +21,7 @@ def loss_of_gain(inputs: KTOInputs, gain: jax.Array) -> LossOutput:
 @dataclass(frozen=True)
 class Kto:
     """1 − σ(β (r − z0)) of a desirable completion, 1 − σ(β (z0 − r)) of an undesirable one, z0 being the estimate of
-    the policy's KL to the reference (KTO, Ethayarajh et al. 2024, eq. 8).
+    the policy's KL to the reference (KTO, Ethayarajh et al. 2024, eq. 7).
     """
 
     def __call__(self, inputs: KTOInputs) -> LossOutput:
