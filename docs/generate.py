@@ -49,8 +49,8 @@ KINDS = {
     "trainer": "what a stage's `trainer` names: a `Trainer`, its configuration and a function that runs it",
     "pairwise loss": "a value per pair, from the scores of chosen and rejected replies: `loss` of a reward stage",
     "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO stage",
-    "kto loss": "a value per completion, from its log-probabilities, its label and the estimate of the KL: `loss` of a KTO "
-    "stage",
+    "kto loss": "a value per completion, from its log-probabilities, its label and an estimate of the KL: `loss` of a "
+    "KTO stage",
     "divergence": "a term per vocabulary id, from the log-probabilities of student and teacher: `divergence` of a "
     "distillation stage",
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",

@@ -2,8 +2,8 @@
 
     TORCH_PYTHON benchmarks/interop/kto.py tests/plugins/kto/trl.json
 
-TORCH_PYTHON: the interpreter of an environment with PyTorch and TRL, such as requirements-torch.txt and trl. The model is a
-tiny Llama whose weights are a formula, the tokenizer one of single letters; an update is one micro-batch of plain descent.
+TORCH_PYTHON: the interpreter of an environment with PyTorch, transformers, datasets and TRL. The model is a tiny Llama
+whose weights are a formula, the tokenizer one of single letters; an update is one micro-batch of plain descent.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
         return " ".join(draw.choices(LETTERS, k=draw.randint(low, high)))
 
     return [
-        {"prompt": words(2, 5), "completion": " " + words(1, 6), "label": i % 4 != 2}
-        for i in range(count)
+        {"prompt": words(2, 5), "completion": " " + words(1, 6), "label": i % 4 != 2} for i in range(count)
     ]
 
 

@@ -31,7 +31,7 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
     ("trainer", "lora"),
     [
         ("grpo", None),
-        *(pytest.param(trainer, None, marks=pytest.mark.long) for trainer in ("sft", "reward", "dpo")),
+        *(pytest.param(trainer, None, marks=pytest.mark.long) for trainer in ("sft", "reward", "dpo", "kto")),
         pytest.param("grpo", ADAPTERS, marks=pytest.mark.long),  # whose reference is the model without them
         *(
             pytest.param(trainer, ADAPTERS, marks=pytest.mark.exhaustive)
@@ -103,7 +103,7 @@ def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any) -> None
     "trainer",
     [
         "sft",
-        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("reward", "grpo")),
+        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("reward", "grpo", "kto")),
         pytest.param("dpo", marks=pytest.mark.exhaustive),
     ],
 )

@@ -78,6 +78,4 @@ class WithEstimate:
         assert state is not None
         kl = np.full(1, self._estimate(state.params, trees), np.float32)
         known = self._values.add(trees, rows, state)
-        return [
-            tree._replace(sequence_values={**tree.sequence_values, "kl": kl}) for tree in known
-        ]
+        return [tree._replace(sequence_values={**tree.sequence_values, "kl": kl}) for tree in known]

@@ -24,7 +24,7 @@ Measure: TypeAlias = Callable[[KTOInputs, Any], tuple[Mean, dict[str, Metric]]]
 def completion_loss(
     loss: KTOLoss, inputs: KTOInputs, present: jax.Array, *, name: str, weights: tuple[float, float]
 ) -> tuple[Mean, dict[str, Metric]]:
-    """Compute the mean over completions of weight · loss, and the metrics of the implicit rewards β (log π − log π_ref).
+    """Compute the mean over completions of weight · loss, and the metrics of the implicit rewards β log (π / π_ref).
 
     present: bool, False where there is no completion. name: prefix of the loss's own metrics. weights: of desirable
     and of undesirable completions. Metrics of one label are NaN where no completion has it.

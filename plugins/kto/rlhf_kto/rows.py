@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,8 @@ def label_rows(records: Records, where: str) -> Records:
             numbers = [number for number in numbers for _ in range(2)]
         labels = [LABELS.get(str(row.get("label")).strip().lower()) for row in rows]
         problems = [
-            f"{where}: {table.name} row {number}: 'label' is {row.get('label')!r}; give true or false, 1 or 0"
+            f"{where}: {table.name} row {number}: 'label' is {json.dumps(row.get('label'), default=str)}; give true or "
+            "false, 1 or 0"
             for number, row, label in zip(numbers, rows, labels, strict=True)
             if label is None
         ]
@@ -72,7 +74,7 @@ def balance_warnings(config: KTOConfig, desirable: int, undesirable: int) -> Ite
     elif not 1 <= good / bad <= 4 / 3:
         factor = 7 / 6 * bad / good  # to the middle
         yield (
-            f"desirable_weight: {desirable} desirable completions weigh {good / bad:.2g} times as much as {undesirable} "
-            f"undesirable ones; 1 to 1.33 times is advised: set desirable_weight = "
+            f"desirable_weight: {desirable} desirable completions weigh {good / bad:.2g} times as much as "
+            f"{undesirable} undesirable ones; 1 to 1.33 times is advised: set desirable_weight = "
             f"{config.desirable_weight * factor:.2g}, or undesirable_weight = {config.undesirable_weight / factor:.2g}"
         )

@@ -82,8 +82,8 @@ def require_partners(context: Context, rows: int) -> None:
         return
     fix = f"set max_training_steps = {count // size}" if count > size > 1 else "set 2 or more"
     raise InputError(
-        f"stage '{context.name}'.total_batch_size: {count} rows in updates of {size} give one of 1 row, and the estimate "
-        f"of the KL reads every prompt with another row's completion: {fix}, or another size"
+        f"stage '{context.name}'.total_batch_size: {count} rows in updates of {size} give one of 1 row, and the "
+        f"estimate of the KL reads every prompt with another row's completion: {fix}, or another size"
     )
 
 

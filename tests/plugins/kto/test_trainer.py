@@ -36,8 +36,12 @@ def test_held_out_metrics_equal_the_definition_whatever_the_batches_are(tiny, tm
     rows = labelled(tiny, 7, seed=5)
     results = {}
     for size in (2, 7):
-        config = KTOConfig(**SHORT, desirable_weight=0.4, eval_batch_size=size, save_directory=tmp_path / str(size))
-        good = [{**row, "label": i % 4 > 0} for i, row in enumerate(tiny.texts(12))]  # so that the KL is above 0
+        config = KTOConfig(
+            **SHORT, desirable_weight=0.4, eval_batch_size=size, save_directory=tmp_path / str(size)
+        )
+        good = [
+            {**row, "label": i % 4 > 0} for i, row in enumerate(tiny.texts(12))
+        ]  # so that the KL is above 0
         given = {"train_dataset": good, "eval_dataset": rows}
         results[size] = KTOTrainer(config, model=tiny.make_model(scale=4.0), **given).train()
     start = tiny.make_model(scale=4.0)
@@ -117,7 +121,7 @@ def test_rows_that_cannot_be_trained_on_are_named(tiny, tmp_path):
     wrong = [{**rows[0], "label": 0.5}, {name: rows[0][name] for name in ("prompt", "completion")}]
     said = error([*rows, *wrong]).splitlines()
     assert said[0].startswith("stage 'kto'.train_data: dataset row 10: 'label' is 0.5; give true or false")
-    assert said[1].startswith("stage 'kto'.train_data: dataset row 11: 'label' is None")
+    assert said[1].startswith("stage 'kto'.train_data: dataset row 11: 'label' is null")
     assert "'label' is 2" in error(rows, {"easy": rows, "hard": [{**rows[0], "label": 2}]})
     assert "eval_data: 1 row; the estimate" in error(rows, rows[:1])
     assert "total_batch_size: 4 rows in updates of 1" in error(rows, total_batch_size=1)
@@ -131,7 +135,10 @@ def test_labels_that_are_not_balanced_are_told(tiny, tmp_path):
     config = KTOConfig(**{**SHORT, "max_training_steps": 1}, loss="apo_zero_unpaired")
 
     def told(labels, at, **changes):
-        given = {"model": tiny.make_model(), "train_dataset": [{**r, "label": x} for r, x in zip(rows, labels, strict=True)]}
+        given = {
+            "model": tiny.make_model(),
+            "train_dataset": [{**r, "label": x} for r, x in zip(rows, labels, strict=True)],
+        }
         tiny.run("kto", config.replace(**changes), tmp_path / at, **given)
 
     with pytest.warns(UserWarning, match=r"6 desirable .* 3 times as much as 2 .*undesirable_weight = 2\.6"):

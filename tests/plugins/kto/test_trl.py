@@ -1,4 +1,4 @@
-"""Runs of TRL's KTOTrainer, recorded by benchmarks/interop/kto.py: loss, estimate, gradient and rewards of each update."""
+"""Runs of TRL's KTOTrainer, recorded by benchmarks/interop/kto.py: loss, estimate, gradient, rewards by update."""
 
 from __future__ import annotations
 
