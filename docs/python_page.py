@@ -79,8 +79,8 @@ TASKS = (
         "Write an objective",
         "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
         "Objective trained_weight trained_sequence sequence_sums loss_output LossOutput PolicyInputs PairInputs "
-        "DPOInputs KTOInputs PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss Mean Sum Max Min "
-        "Metric fetch_metrics",
+        "DPOInputs KTOInputs PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss kto_loss Mean Sum "
+        "Max Min Metric fetch_metrics",
     ),
     Task(
         "Run the loop",

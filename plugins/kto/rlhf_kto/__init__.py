@@ -10,10 +10,11 @@ from rlhf_kto.contract import KTOInputs as KTOInputs
 
 if TYPE_CHECKING:
     from rlhf_kto.config import KTOConfig as KTOConfig
+    from rlhf_kto.functional import kto_loss as kto_loss
     from rlhf_kto.train import KTOTrainer as KTOTrainer
 
-_HOMES = {"KTOConfig": "config", "KTOTrainer": "train"}
-__all__ = ["KTO_LOSS", "KTOConfig", "KTOInputs", "KTOTrainer"]
+_HOMES = {"KTOConfig": "config", "KTOTrainer": "train", "kto_loss": "functional"}
+__all__ = ["KTO_LOSS", "KTOConfig", "KTOInputs", "KTOTrainer", "kto_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,13 +27,9 @@ class KLEstimate:
 
     def __init__(self, context: Context, model: Model, layout: Layout) -> None:
         config, definition = context.config, model.definition
-        self.reference = Reference(
-            model.params,
-            config.frozen_parameters,
-            context.mesh,
-            offload="reference" in config.offload,
-            definition=definition,
-        )
+        given = (model.params, config.frozen_parameters, context.mesh)
+        offload = "reference" in config.offload
+        self.reference = Reference(*given, offload=offload, definition=definition)
         self._longest = config.max_sequence_length or model.max_positions
         read = partial(_log_ratios, definition)
         self._read = TreeReader(read, layout, context.mesh, per="sequence", say=context.say)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import InputError
-from rlhf_core.data import Records
 
 if TYPE_CHECKING:
     from rlhf_core.training import Context
@@ -35,8 +34,8 @@ def open_rows(context: Context, field: str) -> Any:
     return opened.texts(field, whole=True, values=("label",))
 
 
-def label_rows(records: Records, where: str) -> Records:
-    """Make labels numbers, and two rows of every preference. where: what messages begin with."""
+def label_rows(records: Any, where: str) -> Any:
+    """Make labels numbers, and two rows of every preference, of `Records`. where: what messages begin with."""
     tables = []
     for table in records.tables:
         columns, rows, numbers = set(table.columns), list(table.rows), list(table.numbers)
@@ -54,7 +53,7 @@ def label_rows(records: Records, where: str) -> Records:
             raise InputError(*problems[:5])
         rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
         tables.append(table.derived(rows, "labelled", None, numbers))
-    return Records(tables)
+    return type(records)(tables)
 
 
 def _halves(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

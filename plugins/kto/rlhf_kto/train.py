@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import InputError
-from rlhf_core.data import count_examples, with_values
+from rlhf_core.data import with_values
 from rlhf_core.fit import Action, EvaluationMetrics
 from rlhf_core.metrics import fetch_metrics
 from rlhf_core.training import Build, Context, Evaluate, define_trainer, python_trainer
@@ -23,6 +23,7 @@ from rlhf_kto.rows import balance_warnings, open_rows
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
+    from rlhf_core.fit import ExampleUpdates
     from rlhf_core.models import Model
     from rlhf_core.training import HeldOut
     from rlhf_kto.objective import Measure
@@ -44,7 +45,7 @@ def build(config: KTOConfig, context: Context) -> Build:
     model, updates = context.updates(model, rows, reads_tokens=True, sequence_names=names)
     estimate = KLEstimate(context, model, updates.layout) if reads_kl else None
     if estimate is not None:
-        require_partners(context, len(rows))
+        require_partners(context, updates)
         updates.values = WithEstimate(updates.values, estimate)
 
     def evaluation(field: str) -> Evaluate | None:
@@ -74,17 +75,17 @@ def margin(metrics: Mapping[str, float]) -> dict[str, float]:
     return {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
 
-def require_partners(context: Context, rows: int) -> None:
+def require_partners(context: Context, updates: ExampleUpdates) -> None:
     """Raise InputError where an update has 1 row, whose prompt would be read with its own completion."""
-    config, size = context.config, context.config.total_batch_size
-    count = count_examples(rows, size, config.num_train_epochs, config.max_training_steps)
-    if size > 1 and count % size != 1:
-        return
-    fix = f"set max_training_steps = {count // size}" if count > size > 1 else "set 2 or more"
-    raise InputError(
-        f"stage '{context.name}'.total_batch_size: {count} rows in updates of {size} give one of 1 row, and the "
-        f"estimate of the KL reads every prompt with another row's completion: {fix}, or another size"
-    )
+    size, count = context.config.total_batch_size, round(updates.epochs(updates.total) * len(updates.data))
+    where, needs = f"stage '{context.name}'.total_batch_size", "the estimate of the KL needs 2 or more"
+    if min(size, count) == 1:
+        raise InputError(f"{where}: updates of 1 row, and {needs}")
+    if count % size == 1:
+        raise InputError(
+            f"{where}: after {count // size} updates of {size} rows 1 is left for the last, and {needs}: set "
+            f"max_training_steps = {count // size}, or another size"
+        )
 
 
 class Evaluation:
@@ -101,13 +102,12 @@ class Evaluation:
 
     def __call__(self, state: TrainState) -> EvaluationMetrics:
         params, reference = self.model.as_stored(state.params), self.rows.values["reference"]
-        near, logps = reference.of(state)[:, 0], reference.read(params)[:, 0]
+        near, logps = (jnp.asarray(x[:, 0]) for x in (reference.of(state), reference.read(params)))
         kl = 0.0 if self.estimate is None else self.estimate(params, self.rows.trees)
-        arrays = (logps, near, self.labels > 0, np.full_like(logps, kl))
-        inputs = KTOInputs(*map(jnp.asarray, arrays), self.beta)
-        loss, metrics = self.measure(inputs, np.ones(len(logps), bool))
+        inputs = KTOInputs(logps, near, jnp.asarray(self.labels > 0), jnp.full_like(logps, kl), self.beta)
+        loss, metrics = self.measure(inputs, jnp.ones(len(logps), bool))
         found = fetch_metrics({**metrics, "loss": loss})
-        values = {"reward": self.beta * (logps - near), "label": self.labels}
+        values = {"reward": self.beta * inputs.ratio, "label": self.labels}
         return EvaluationMetrics.of(found | margin(found), self.rows.where, values)
 
 

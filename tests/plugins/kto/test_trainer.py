@@ -124,9 +124,9 @@ def test_rows_that_cannot_be_trained_on_are_named(tiny, tmp_path):
     assert said[1].startswith("stage 'kto'.train_data: dataset row 11: 'label' is null")
     assert "'label' is 2" in error(rows, {"easy": rows, "hard": [{**rows[0], "label": 2}]})
     assert "eval_data: 1 row; the estimate" in error(rows, rows[:1])
-    assert "total_batch_size: 4 rows in updates of 1" in error(rows, total_batch_size=1)
+    assert "total_batch_size: updates of 1 row, and the estimate" in error(rows, total_batch_size=1)
     given = {"max_training_steps": None, "num_train_epochs": 1}
-    assert "9 rows in updates of 4 give one of 1 row" in error(rows, **given)
+    assert "after 2 updates of 4 rows 1 is left for the last" in error(rows, **given)
     assert "set max_training_steps = 2" in error(rows, **given)
 
 
