@@ -20,6 +20,7 @@ from typing import Any, get_args
 import python_page
 import rlhf_distill
 import rlhf_dpo
+import rlhf_kto
 import typer
 from pydantic.fields import FieldInfo
 from python_page import WIDTH, joined, table
@@ -49,6 +50,8 @@ KINDS = {
     "pairwise loss": "a value per pair, from the scores of chosen and rejected replies: `loss` of a reward stage",
     "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO or "
     "online DPO stage",
+    "kto loss": "a value per completion, from its log-probabilities, its label and an estimate of the KL: `loss` of a "
+    "KTO stage",
     "divergence": "a term per vocabulary id, from the log-probabilities of student and teacher: `divergence` of a "
     "distillation stage",
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
@@ -258,7 +261,7 @@ def components_page(host: Host) -> str:
 
 def declared() -> dict[str, Kind[Any]]:
     """{constant: kind} of the contracts, and of the plugins that have kinds of their own."""
-    homes = (contracts, contracts, rlhf_dpo, rlhf_distill)
+    homes = (contracts, contracts, rlhf_dpo, rlhf_kto, rlhf_distill)
     return {name: value for home in homes for name, value in vars(home).items() if isinstance(value, Kind)}
 
 

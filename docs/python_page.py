@@ -38,7 +38,7 @@ TASKS = (
         "`registry.add` takes first: [components](components.md).",
         "hookimpl Registry installed_registry Kind Options Component InputError RunError ACTION ADVANTAGE ATTENTION "
         "DATASET ENVIRONMENT LAYER EXPERTS LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
-        "DPO_LOSS DIVERGENCE",
+        "DPO_LOSS KTO_LOSS DIVERGENCE",
     ),
     Task(
         "Translate names of other libraries",
@@ -79,8 +79,8 @@ TASKS = (
         "Write an objective",
         "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
         "Objective trained_weight trained_sequence sequence_sums loss_output LossOutput PolicyInputs PairInputs "
-        "DPOInputs PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric "
-        "fetch_metrics",
+        "DPOInputs KTOInputs PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss kto_loss Mean Sum "
+        "Max Min Metric fetch_metrics",
     ),
     Task(
         "Run the loop",
@@ -100,7 +100,8 @@ TASKS = (
         "Run trainers and pipelines from Python",
         "",
         "run_pipeline python_trainer SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
-        "GRPOTrainer DPOConfig DPOTrainer OnlineDPOConfig OnlineDPOTrainer DistillConfig DistillTrainer",
+        "GRPOTrainer DPOConfig DPOTrainer OnlineDPOConfig OnlineDPOTrainer KTOConfig KTOTrainer DistillConfig "
+        "DistillTrainer",
     ),
     Task(
         "Test your plugin",

@@ -27,7 +27,7 @@ from rlhf_core.plugins.component import (
 T = TypeVar("T")
 REWARDS = ("exact_match", "length", "math_verify", "numeric_answer", "regex", "repetition", "soft_overlong")
 FAMILIES = ("gemma4", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe")
-TRAINERS = ("sft", "reward", "grpo", "dpo", "distill")
+TRAINERS = ("sft", "reward", "grpo", "dpo", "kto", "distill")
 DISTRIBUTED: dict[tuple[Kind[Any], str], str] = {(TRAINER, name): f"rlhf-{name}" for name in TRAINERS}
 DISTRIBUTED |= {(TRAINER, "online_dpo"): "rlhf-dpo"}
 DISTRIBUTED |= {(REWARD, name): "rlhf-rewards" for name in REWARDS}

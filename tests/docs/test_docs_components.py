@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rlhf_distill import DIVERGENCE
 from rlhf_dpo import DPO_LOSS
+from rlhf_kto import KTO_LOSS
 
 from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, Registry, installed_registry, testing
 from rlhf_core.contracts import KINDS
@@ -35,8 +36,8 @@ def documented(text: str, kind: Any, registry: Registry) -> dict[str, re.Match[s
 
 @pytest.mark.parametrize(
     ("page", "kind"),
-    [("reward.md", PAIRWISE_LOSS), ("dpo.md", DPO_LOSS), ("distill.md", DIVERGENCE)],
-    ids=["reward", "dpo", "distill"],
+    [("reward.md", PAIRWISE_LOSS), ("dpo.md", DPO_LOSS), ("kto.md", KTO_LOSS), ("distill.md", DIVERGENCE)],
+    ids=["reward", "dpo", "kto", "distill"],
 )
 def test_the_options_of_a_table_are_those_of_the_code(
     page: str, kind: Any, repository: Path, registry: Registry
@@ -61,7 +62,9 @@ def test_policy_losses_have_a_row_a_section_and_settings(repository: Path, regis
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("dpo", DPO_LOSS), ("distill", DIVERGENCE)], ids=["dpo", "distill"]
+    ("name", "kind"),
+    [("dpo", DPO_LOSS), ("kto", KTO_LOSS), ("distill", DIVERGENCE)],
+    ids=["dpo", "kto", "distill"],
 )
 def test_a_readme_names_every_component(name: str, kind: Any, repository: Path, registry: Registry) -> None:
     text = (repository / "plugins" / name / "README.md").read_text(encoding="utf-8")

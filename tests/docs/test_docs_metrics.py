@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from rlhf_dpo import DPO_LOSS
+from rlhf_kto import KTO_LOSS
 
 from rlhf_core import ENVIRONMENT, PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, Turn, hookimpl
 from rlhf_core.runtime import machine
@@ -34,9 +35,8 @@ def tables(repository: Path) -> dict[str, dict[str, Row]]:
     """{trainer, or EVERY: {name: row}}."""
     reference = repository / "docs/reference"
     pages = {EVERY: reference / "config.md"}
-    pages |= {
-        name: reference / f"trainers/{name}.md" for name in ("sft", "reward", "grpo", "dpo", "online_dpo")
-    }
+    names = ("sft", "reward", "grpo", "dpo", "online_dpo", "kto")
+    pages |= {name: reference / f"trainers/{name}.md" for name in names}
     found = {}
     for heading, page in pages.items():
         section = page.read_text(encoding="utf-8").partition("\n## Metrics\n")[2].partition("\n## ")[0]
@@ -73,6 +73,7 @@ class Told:
         registry.add(PAIRWISE_LOSS, "told", self.pairwise)
         registry.add(POLICY_LOSS, "told", self.policy)
         registry.add(DPO_LOSS, "told", self.dpo)
+        registry.add(KTO_LOSS, "told", self.kto)
         registry.add(ENVIRONMENT, "told", Again)
 
     @staticmethod
@@ -82,6 +83,10 @@ class Told:
     @staticmethod
     def dpo(inputs: Any) -> LossOutput:
         return LossOutput(inputs.ratio_rejected - inputs.ratio_chosen, {"size": inputs.tokens_chosen})
+
+    @staticmethod
+    def kto(inputs: Any) -> LossOutput:
+        return LossOutput(inputs.ratio, {"size": inputs.logps})
 
     @staticmethod
     def policy(inputs: Any) -> LossOutput:
@@ -102,7 +107,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
     if trainer == "reward":
         given["inputs"] = {"eval_dataset": [{**row, "subset": "short"} for row in held_out]}
         given["loss"] = "told"
-    if trainer in ("dpo", "online_dpo"):
+    if trainer in ("dpo", "online_dpo", "kto"):
         given["loss"] = "told"
     if trainer == "online_dpo":
         given |= {
@@ -130,7 +135,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:2 rounds of")
 @pytest.mark.long
-@pytest.mark.parametrize("trainer", ["grpo", "sft", "reward", "dpo", "online_dpo"])
+@pytest.mark.parametrize("trainer", ["grpo", "sft", "reward", "dpo", "online_dpo", "kto"])
 def test_what_is_logged_is_in_the_table_and_the_other_way_round(
     trainer: str, short: Any, tables: dict[str, dict[str, Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ SHOWN = {
     "docs/how-to/engines.md": None,
     "docs/reference/losses/policy.md": "grpo",
     "docs/reference/trainers/dpo.md": "dpo",
+    "docs/reference/trainers/kto.md": "kto",
     "docs/reference/trainers/reward.md": "reward",
     "docs/tutorial/grpo.md": "grpo",
     "docs/tutorial/reward.md": "reward",
@@ -172,17 +173,30 @@ def about_the_same(shown: str, said: str) -> int:
 
 
 @pytest.mark.long
-def test_the_page_on_dpo_can_be_followed(workplace: Path, tiny: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "data", "own"),
+    [("dpo", "pairs", "anchored/likelihood"), ("kto", "labels", "bounded/floored")],
+    ids=["dpo", "kto"],
+)
+def test_a_page_on_a_preference_trainer_can_be_followed(
+    trainer: str, data: str, own: str, workplace: Path, tiny: ModuleType
+) -> None:
     tiny.make_model(scale=4.0).save("base")
-    tiny.write_rows(Path("pairs.jsonl"), tiny.pairs(16))
-    tiny.write_rows(Path("heldout.jsonl"), tiny.pairs(6, seed=1))
-    documents.follow(REPOSITORY / "docs/reference/trainers/dpo.md", edit=str)
-    pairs, anchored = (
-        tiny.read_rows(Path(f"runs/{run}/policy/metrics.jsonl")) for run in ("pairs", "anchored")
+    for name, rows in ((data, tiny.pairs(16)), ("heldout", tiny.pairs(6, seed=1))):
+        if trainer == "kto":
+            rows = [
+                {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+                for row in rows
+                for side in ("chosen", "rejected")
+            ]
+        tiny.write_rows(Path(f"{name}.jsonl"), rows)
+    documents.follow(REPOSITORY / f"docs/reference/trainers/{trainer}.md", edit=str)
+    plain, changed = (
+        tiny.read_rows(Path(f"runs/{run}/policy/metrics.jsonl")) for run in (data, own.partition("/")[0])
     )
-    assert [row["step"] for row in pairs if "eval_loss" in row] == [2, 4]
-    assert "anchored/likelihood" not in pairs[-1]
-    assert np.isfinite(anchored[-1]["eval_anchored/likelihood"])
+    assert [row["step"] for row in plain if "eval_loss" in row] == [2, 4]
+    assert own not in plain[-1]
+    assert np.isfinite(changed[-1][f"eval_{own}"])
 
 
 @pytest.mark.long

@@ -162,6 +162,20 @@ max_sequence_length = 24
 """
         )
     ),
+    "kto": Golden(
+        pipeline(
+            BASE,
+            f"""policy kto
+model = "base.model"
+train_data = "pairs.jsonl"
+eval_data = "pairs.heldout.jsonl"
+{STEPS}beta = 0.3
+desirable_weight = 1.1
+evaluation_steps = 2
+max_sequence_length = 24
+""",
+        )
+    ),
     "grpo": Golden(
         pipeline(
             f"""policy grpo

@@ -33,7 +33,7 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
         ("grpo", None),
         *(
             pytest.param(name, None, marks=pytest.mark.long)
-            for name in ("sft", "reward", "dpo", "online_dpo")
+            for name in ("sft", "reward", "dpo", "online_dpo", "kto")
         ),
         pytest.param("grpo", ADAPTERS, marks=pytest.mark.long),  # whose reference is the model without them
         *(
@@ -106,7 +106,10 @@ def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any) -> None
     "trainer",
     [
         "sft",
-        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("reward", "grpo", "online_dpo")),
+        *(
+            pytest.param(trainer, marks=pytest.mark.long)
+            for trainer in ("reward", "grpo", "online_dpo", "kto")
+        ),
         pytest.param("dpo", marks=pytest.mark.exhaustive),
     ],
 )

@@ -16,6 +16,7 @@ VALUES = {
     "sft": {"loss": "loss"},
     "reward": {"chosen": "chosen/mean", "rejected": "rejected/mean"},
     "dpo": {"chosen": "rewards/chosen", "rejected": "rewards/rejected"},
+    "kto": {"reward": "rewards/chosen"},
 }
 """{trainer: {value of a row: the metric that it is where the row is evaluated alone}}."""
 ALONE = (0, 3)
@@ -26,10 +27,14 @@ ALONE = (0, 3)
 def test_a_row_has_the_values_of_an_evaluation_of_it_alone(
     trainer: str, devices: int, short: Any, tiny: ModuleType
 ) -> None:
-    rows = tiny.texts(5, seed=4) if trainer == "sft" else tiny.pairs(5, seed=4)
+    rows = tiny.pairs(5, seed=4) if trainer in ("reward", "dpo") else tiny.texts(5, seed=4)
+    changes: dict[str, Any] = {"max_training_steps": 2, "evaluation_steps": 1, "eval_batch_size": 2}
+    if trainer == "kto":
+        rows = [{**row, "label": True} for row in rows]
+        changes["loss"] = "apo_zero_unpaired"  # the other one needs two rows
     sets = {"every": rows, **{f"only{i}": [rows[i]] for i in ALONE}}
     inputs: dict[str, Any] = {"eval_dataset": sets, "mesh": make_mesh(devices=jax.devices()[:devices])}
-    short.train(trainer, inputs=inputs, max_training_steps=2, evaluation_steps=1, eval_batch_size=2)
+    short.train(trainer, inputs=inputs, **changes)
     (stage,) = open_run(Path(short.directory) / trainer).stages
     assert list(stage.evaluations) == [1, 2]
     logged = {row["step"]: row for row in stage.metrics}

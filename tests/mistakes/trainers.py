@@ -57,6 +57,19 @@ def other_tokenizer(name: str, change: Callable[[Any], object], taught: bool = F
     return Mistake(name, make, "check distill.toml")
 
 
+def labels(name: str, *given: Any, size: int = 4) -> Mistake:
+    """A check of rows with these labels, None: without one."""
+
+    def make(place: Any) -> None:
+        row = FILES["corpus.jsonl"]
+        rows = [row | ({} if label is None else {"label": label}) for label in given]
+        place.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        stage = place.good["dpo.toml"].decode().replace("dpo", "kto").replace("pairs.jsonl", "labels.jsonl")
+        place.write("kto.toml", stage.replace("total_batch_size = 4", f"total_batch_size = {size}"))
+
+    return Mistake(name, make, "check kto.toml")
+
+
 def without_teacher(place: Any) -> None:
     lines = place.good["distill.toml"].decode().splitlines(keepends=True)
     place.write("distill.toml", "".join(line for line in lines if not line.startswith("teacher_model")))
@@ -113,6 +126,13 @@ ONLINE = [
     online('tools = ["tools.py:price"]'),
     online("sampling = { temperature = 0.0 }"),
     online("missing_eos_penalty = 1.0"),
+]
+LABELS = [
+    labels("a label that is neither", 1, 0.5),
+    labels("rows without a label", None),
+    labels("one class", 1, 1, 1),
+    labels("updates of one row", 1, 0, size=1),
+    labels("labels that are not balanced", 1, 1, 1, 0),
 ]
 STUDENTS = [
     distill("on_policy_fraction = 0.1"),
@@ -183,6 +203,7 @@ SECTIONS = {
     "Settings of GRPO": POLICIES,
     "Settings and pairs of DPO": PREFERENCES,
     "Settings of online DPO": ONLINE,
+    "Labels of KTO": LABELS,
     "Settings and teachers of distillation": STUDENTS,
     "Trainers and models from Python": PYTHON,
 }

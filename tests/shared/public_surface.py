@@ -30,7 +30,16 @@ MODULES = (
 )
 PUBLIC = ("rlhf_core", *(f"rlhf_core.{name}" for name in MODULES.split()))
 """Modules of core all of whose `__all__` is promised; nothing else of core is."""
-PLUGINS = ("rlhf_sft", "rlhf_reward", "rlhf_grpo", "rlhf_dpo", "rlhf_distill", "rlhf_rewards", "rlhf_remote")
+PLUGINS = (
+    "rlhf_sft",
+    "rlhf_reward",
+    "rlhf_grpo",
+    "rlhf_dpo",
+    "rlhf_kto",
+    "rlhf_distill",
+    "rlhf_rewards",
+    "rlhf_remote",
+)
 TRAINERS = PLUGINS[:5]
 REPORT = (
     "__init__",

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from rlhf_dpo import DPOConfig, OnlineDPOConfig
 from rlhf_grpo import GRPOConfig
+from rlhf_kto import KTOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
@@ -33,6 +34,7 @@ CONFIGS: dict[str, Any] = {
     "sft": SFTConfig(total_batch_size=4, **SHORT),
     "reward": RewardConfig(total_batch_size=4, **SHORT),
     "dpo": DPOConfig(total_batch_size=4, **SHORT),
+    "kto": KTOConfig(total_batch_size=4, **SHORT),
     "grpo": GRPOConfig(
         total_batch_size=8,
         num_generations=4,
@@ -87,7 +89,12 @@ class Short:
             tiny,
             directory,
             models,
-            {"sft": tiny.texts(11), "reward": tiny.pairs(11), "dpo": tiny.pairs(11)}
+            {
+                "sft": tiny.texts(11),
+                "reward": tiny.pairs(11),
+                "dpo": tiny.pairs(11),
+                "kto": [{**row, "label": i % 3 > 0} for i, row in enumerate(tiny.texts(11))],
+            }
             | dict.fromkeys(SAMPLING, tiny.prompts(7)),
         )
 

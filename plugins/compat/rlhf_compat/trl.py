@@ -23,6 +23,7 @@ _DTYPE = "computation is in bfloat16 or float32: `dtype`"
 _ENGINE = 'an engine is started by itself; `sampler = { name = "vllm", urls = […] }` says where'
 _ENTROPY = "the weight of the entropy is fixed: `entropy_coef`"
 _FORM = "completions are sampled from the whole distribution; `rewards` may judge their form"
+_LABELS = "single completions with labels, which these weigh, are what the trainer `kto` learns from"
 _LEARNED = "a row's layout decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
 _MEMORY = "activations that would take much memory are recomputed in the backward pass: `remat`"
 _JUDGED = "a judge gives each completion a number, and is an entry of `rewards`: the reward `judge`"
@@ -244,8 +245,8 @@ HERE: Mapping[str, str] = {
     "loss_weights": _ONE_LOSS,
     "rpo_alpha": _ONE_LOSS,
     "use_weighting": _ONE_LOSS,
-    "desirable_weight": _ONE_LOSS,
-    "undesirable_weight": _ONE_LOSS,
+    "desirable_weight": _LABELS,
+    "undesirable_weight": _LABELS,
     # CPOConfig, ORPOConfig.
     "cpo_alpha": "loss.alpha",
     "simpo_gamma": "loss.gamma",

@@ -255,7 +255,7 @@ def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytes
     assert identity.of_component(identity.identify) is None  # rlhf-core is identified by its version
 
 
-@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "online_dpo", "grpo", "distill"])
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "online_dpo", "kto", "grpo", "distill"])
 def test_a_trainers_code_counts(name: str) -> None:
     from rlhf_core import TRAINER, installed_registry
 

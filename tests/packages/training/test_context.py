@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rlhf_distill import DistillConfig
 from rlhf_dpo import DPOConfig
+from rlhf_kto import KTOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
@@ -36,16 +37,22 @@ EXPERTS = {
 }
 
 
-COMPARED = ("loss", "grad_norm", "accuracy", "margin")
+COMPARED = ("loss", "grad_norm", "accuracy", "margin", "kl", "eval_kl")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "distill"])
+@pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "kto", "distill"])
 def test_a_stage_trains_what_it_does_on_one_device(
     trainer: str, tiny: ModuleType, short_runs: ModuleType, tmp_path: Path
 ) -> None:
     """Adapters, the balance of experts and evaluation too, on data 2, context 2, tensor 2."""
-    configs = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "distill": DistillConfig}
+    configs: dict[str, Any] = {
+        "sft": SFTConfig,
+        "reward": RewardConfig,
+        "dpo": DPOConfig,
+        "kto": KTOConfig,
+        "distill": DistillConfig,
+    }
     rows = {"sft": tiny.texts, "distill": tiny.texts}.get(trainer, tiny.pairs)
     inputs: dict[str, Any] = {"train_dataset": rows(11), "eval_dataset": rows(3, seed=1)}
     if trainer == "distill":
