@@ -55,7 +55,7 @@ def build(config: KTOConfig, context: Context) -> Build:
         opened = context.held_out(model, held_out, reads_tokens=True)
         if reads_kl and len(opened.trees) < 2:
             raise InputError(f"stage '{context.name}'.{field}: 1 row; the estimate of the KL needs 2 or more")
-        return Evaluation(opened, model, measure, estimate, config.beta)
+        return LabelEvaluation(opened, model, measure, estimate, config.beta)
 
     loss = partial(objective, model.definition, measure, beta=config.beta)
     margins = Action(lambda at: "rewards/chosen" in at.metrics, lambda at: margin(at.metrics))
@@ -88,7 +88,7 @@ def require_partners(context: Context, updates: ExampleUpdates) -> None:
         )
 
 
-class Evaluation:
+class LabelEvaluation:
     """Compute the metrics and implicit rewards of held-out rows, with the KL estimate over all of them, from the state.
 
     Packing, batch size and mesh change nothing but rounding.

@@ -57,7 +57,7 @@ DATA = {"texts": "trainer", "pairs": "pairs-trainer", "prompts": "sampling-train
 NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
-class Component(NamedTuple):
+class Scaffold(NamedTuple):
     """A component to write: its word, such as "policy-loss", its name with hyphens, and its folder of templates."""
 
     word: str
@@ -143,11 +143,11 @@ def write(
     return WrittenPackage(directory, written)
 
 
-def _component(kind: str, name: str, data: str | None) -> Component:
+def _component(kind: str, name: str, data: str | None) -> Scaffold:
     """Return what words of the command line ask for; underscores, spaces and `rlhf-` in front are typed easily."""
     word = kind.replace("_", "-").replace(" ", "-")
     folder = DATA.get(data or "", word) if word == "trainer" else word
-    return Component(word, name.removeprefix("rlhf-").removeprefix("rlhf_"), folder)
+    return Scaffold(word, name.removeprefix("rlhf-").removeprefix("rlhf_"), folder)
 
 
 def _points(components: Sequence[Mapping[str, str]]) -> str:
@@ -179,7 +179,7 @@ def _listed(components: Sequence[Mapping[str, str]]) -> str:
     return " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
 
 
-def _tested(components: Sequence[Component]) -> str:
+def _tested(components: Sequence[Scaffold]) -> str:
     """Return what the tests of a package do, as a README says it after "The tests"."""
     kits = dict.fromkeys(TEMPLATES[each.word].kit for each in components)
     checked = [kit for kit in kits if kit is not None]
@@ -191,7 +191,7 @@ def _tested(components: Sequence[Component]) -> str:
     )
 
 
-def _wrong(component: Component, registry: Registry) -> list[str]:
+def _wrong(component: Scaffold, registry: Registry) -> list[str]:
     word, words, name = component.word, component.name, component.module
     problems = []
     if word not in TEMPLATES:
@@ -216,7 +216,7 @@ def _wrong(component: Component, registry: Registry) -> list[str]:
     return problems
 
 
-def _wrong_data(data: str, components: Sequence[Component]) -> list[str]:
+def _wrong_data(data: str, components: Sequence[Scaffold]) -> list[str]:
     problems = []
     if data not in DATA:
         problems.append(f"--data: no data '{data}'.{suggest(data, DATA)} There are: {', '.join(DATA)}")
@@ -245,7 +245,7 @@ def _distribution(words: str) -> str:
     return f"rlhf-{words.replace('_', '-')}"
 
 
-def _values(component: Component, module: str) -> dict[str, str]:
+def _values(component: Scaffold, module: str) -> dict[str, str]:
     """Return the values of a component's placeholders. module: that it is in."""
     template, name = TEMPLATES[component.word], component.module
     camel = "".join(word.capitalize() for word in name.split("_"))
