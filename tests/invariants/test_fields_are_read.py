@@ -14,6 +14,7 @@ import pydantic
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer
 from rlhf_grpo import GRPOConfig, GRPOTrainer
+from rlhf_kto import KTOConfig, KTOTrainer
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
 
@@ -26,6 +27,7 @@ CLASSES_OF: dict[str, tuple[type[TrainerConfig], Any]] = {
     "reward": (RewardConfig, RewardTrainer),
     "grpo": (GRPOConfig, GRPOTrainer),
     "dpo": (DPOConfig, DPOTrainer),
+    "kto": (KTOConfig, KTOTrainer),
 }
 CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (config, pydantic))
 
@@ -49,7 +51,7 @@ def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any
     """A config in which a field that matters only beside another has that other."""
     model, rows = (
         directory / "model",
-        {"sft": tiny.texts, "reward": tiny.pairs, "grpo": tiny.prompts, "dpo": tiny.pairs}[trainer],
+        {"sft": tiny.texts, "grpo": tiny.prompts}.get(trainer, tiny.pairs),
     )
     tiny.make_model("score" if trainer == "reward" else "lm").save(model)
     config = json.loads((model / "config.json").read_text())

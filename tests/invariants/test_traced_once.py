@@ -32,6 +32,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "sft": {"max_grad_norm": 0.5},
     "reward": {"center_rewards_coefficient": 0.03},
     "dpo": {"beta": 0.2},
+    "kto": {"desirable_weight": 0.9},
     "grpo": {"loss": {"name": "dapo", "epsilon": 0.3}},
 }
 """Options that are constants of the programs."""
@@ -42,7 +43,7 @@ OTHER: dict[str, dict[str, Any]] = {
     [
         ("grpo", {}),
         pytest.param("sft", {"data": 2, "fsdp": 2}, marks=pytest.mark.long),
-        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("sft", "reward", "dpo")),
+        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("sft", "reward", "dpo", "kto")),
     ],
 )
 def test_an_equal_run_lowers_and_compiles_nothing(
