@@ -14,6 +14,7 @@ import pydantic
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from rlhf_grpo import GRPOConfig, GRPOTrainer
+from rlhf_kto import KTOConfig, KTOTrainer
 from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
 
@@ -27,6 +28,7 @@ CLASSES_OF: dict[str, tuple[type[TrainerConfig], Any]] = {
     "grpo": (GRPOConfig, GRPOTrainer),
     "dpo": (DPOConfig, DPOTrainer),
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
+    "kto": (KTOConfig, KTOTrainer),
 }
 CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (config, pydantic))
 
@@ -49,7 +51,8 @@ def recording(config: type[TrainerConfig], read: set[str]) -> type[TrainerConfig
 def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any]:
     """A config in which a field that matters only beside another has that other."""
     model = directory / "model"
-    rows = {"sft": tiny.texts, "reward": tiny.pairs, "dpo": tiny.pairs}.get(trainer, tiny.prompts)
+    offline = {"sft": tiny.texts, "reward": tiny.pairs, "dpo": tiny.pairs, "kto": tiny.pairs}
+    rows = offline.get(trainer, tiny.prompts)
     tiny.make_model("score" if trainer == "reward" else "lm").save(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))

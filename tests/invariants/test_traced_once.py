@@ -33,6 +33,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "reward": {"center_rewards_coefficient": 0.03},
     "dpo": {"beta": 0.2},
     "online_dpo": {"beta": 0.2},
+    "kto": {"desirable_weight": 0.9},
     "grpo": {"loss": {"name": "dapo", "epsilon": 0.3}},
 }
 """Options that are constants of the programs."""
@@ -43,7 +44,10 @@ OTHER: dict[str, dict[str, Any]] = {
     [
         ("grpo", {}),
         pytest.param("sft", {"data": 2, "fsdp": 2}, marks=pytest.mark.long),
-        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("sft", "reward", "dpo", "online_dpo")),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.long)
+            for name in ("sft", "reward", "dpo", "online_dpo", "kto")
+        ),
     ],
 )
 def test_an_equal_run_lowers_and_compiles_nothing(

@@ -15,6 +15,7 @@ from rlhf_kto.objective import sequence_logps
 
 if TYPE_CHECKING:
     import jax
+    from numpy.typing import NDArray
 
     from rlhf_core import TrainState
     from rlhf_core.models import Definition, Model
@@ -34,11 +35,13 @@ class KLEstimate:
         read = partial(_log_ratios, definition)
         self._read = TreeReader(read, layout, context.mesh, per="sequence", say=context.say)
 
-    def __call__(self, params: Any, trees: Sequence[Tree]) -> float:
-        """Estimate the KL of parameters from at least 2 rows, in their order."""
+    def __call__(self, params: Any, trees: Sequence[Tree], rows: NDArray[np.int64]) -> float:
+        """Estimate the KL of parameters from an update's trees, in order. rows: the number of each in the data."""
         models = {"policy": params, "reference": self.reference.params}
         ratios = self._read(models, mismatched(trees, self._longest))
-        return max(0.0, float(np.mean(ratios, dtype=np.float64)))
+        # Where an epoch ends within the update, a row may follow itself.
+        others = rows != np.roll(rows, -1)
+        return max(0.0, float(np.sum(ratios[others], dtype=np.float64)) / max(others.sum(), 1))
 
 
 def _log_ratios(model: Definition, models: Mapping[str, Any], batch: Packed) -> jax.Array:
@@ -69,9 +72,9 @@ class WithEstimate:
         self.held = {**values.held, "starting model": estimate.reference.copied}
         self.snapshot, self.restore = values.snapshot, values.restore
 
-    def add(self, trees: Sequence[Tree], rows: Any, state: TrainState | None) -> list[Tree]:
+    def add(self, trees: Sequence[Tree], rows: NDArray[np.int64], state: TrainState | None) -> list[Tree]:
         """Return the trees of an update with their values."""
         assert state is not None
-        kl = np.full(1, self._estimate(state.params, trees), np.float32)
+        kl = np.full(1, self._estimate(state.params, trees, rows), np.float32)
         known = self._values.add(trees, rows, state)
         return [tree._replace(sequence_values={**tree.sequence_values, "kl": kl}) for tree in known]

@@ -103,7 +103,8 @@ class LabelEvaluation:
     def __call__(self, state: TrainState) -> EvaluationMetrics:
         params, reference = self.model.as_stored(state.params), self.rows.values["reference"]
         near, logps = (jnp.asarray(x[:, 0]) for x in (reference.of(state), reference.read(params)))
-        kl = 0.0 if self.estimate is None else self.estimate(params, self.rows.trees)
+        numbers = np.arange(len(logps))
+        kl = 0.0 if self.estimate is None else self.estimate(params, self.rows.trees, numbers)
         inputs = KTOInputs(logps, near, jnp.asarray(self.labels > 0), jnp.full_like(logps, kl), self.beta)
         loss, metrics = self.measure(inputs, jnp.ones(len(logps), bool))
         found = fetch_metrics({**metrics, "loss": loss})

@@ -83,6 +83,16 @@ def test_a_resumed_run_ends_with_the_same_bits(lora, tiny, tmp_path):
     assert max(kl[0]) > 0
 
 
+def test_no_completion_is_mismatched_with_its_own_prompt(tiny, tmp_path):
+    """Epochs end within updates: here every row follows itself, and its own log-ratio, which grows, does not count."""
+    row = {**tiny.texts(1)[0], "label": True}
+    with pytest.warns(UserWarning, match="all 1 completions"):
+        tiny.run("kto", KTOConfig(**SHORT), tmp_path, model=tiny.make_model(scale=4.0), train_dataset=[row])
+    last = tiny.read_rows(tmp_path / "metrics.jsonl")[-1]
+    assert last["rewards/chosen"] > 0.1
+    assert last["kl"] == 0
+
+
 def test_a_preference_is_two_rows_and_labels_have_spellings(tiny, tmp_path):
     pairs = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in tiny.pairs(6)]
     halves = [

@@ -184,6 +184,7 @@ def early(completions: list[str]) -> list[float]:
 OURS: dict[str, dict[str, Any]] = {
     "sft": {"rows": texts()},
     "reward": {"rows": pairs()},
+    "kto": {"rows": [row | {"label": i % 2 == 0} for i, row in enumerate(texts())]},
     "grpo": {
         "config": GRPOConfig(total_batch_size=8, num_generations=4, max_completion_length=6),
         "rows": prompts(),
