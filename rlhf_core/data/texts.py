@@ -81,7 +81,7 @@ def encode_texts(
         1,
         NOTES,
         partial(_encode, encoder=encoder),
-        used_columns,
+        partial(used_columns, values=values),
         dict.fromkeys(values),
     )
     return encode(records, encoder, kind, Limit(max_length, overlong, truncation_mode), part=part)
@@ -108,12 +108,12 @@ def read_columns(table: Table) -> tuple[str, ...]:
     return names
 
 
-def used_columns(table: Table) -> tuple[str, ...]:
-    """List the columns that demonstrations are read from, and those that only conversations have."""
+def used_columns(table: Table, values: Sequence[str] = ()) -> tuple[str, ...]:
+    """List the columns that demonstrations are read from, those that only conversations have, and `values`."""
     names = read_columns(table)
     names = ("prompt", *names) if "chosen" in names else names
     chat = any(cells.is_chat(table, name) for name in names)
-    return (*names, *cells.FOR_TEMPLATES) if chat else names
+    return (*names, *(cells.FOR_TEMPLATES if chat else ()), *values)
 
 
 def text_parser(table: Table, options: TextOptions, *, scored: bool = False) -> Parser:
