@@ -224,8 +224,8 @@ def test_wheels_work_outside_the_repository_and_without_one_of_them(
         refused = command([rlhf, verb, "pipeline.toml"], tmp_path)
         assert refused.returncode == 2
         assert refused.stderr.splitlines() == [
-            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, reward, sft. Install the "
-            "package that has it (pip install rlhf-grpo), or give its file with --plugin."
+            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, kto, reward, sft. Install "
+            "the package that has it (pip install rlhf-grpo), or give its file with --plugin."
         ]
     assert not (tmp_path / "run").exists()
 
