@@ -205,7 +205,7 @@ rewards = [{ name = "fake_model", model = "rm.model" }]
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The fake trainers' module, in an empty current directory and without the installed trainers."""
-    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "sft,reward,grpo,dpo,distill")
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "sft,reward,grpo,dpo,kto,distill")
     monkeypatch.chdir(tmp_path)
     module: ModuleType = load_file(FAKE_TRAINERS)
     module.EVENTS.clear()

@@ -224,7 +224,7 @@ def test_wheels_work_outside_the_repository_and_without_one_of_them(
         refused = command([rlhf, verb, "pipeline.toml"], tmp_path)
         assert refused.returncode == 2
         assert refused.stderr.splitlines() == [
-            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, online_dpo, reward, sft. "
+            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, kto, online_dpo, reward, sft. "
             "Install the package that has it (pip install rlhf-grpo), or give its file with --plugin."
         ]
     assert not (tmp_path / "run").exists()
