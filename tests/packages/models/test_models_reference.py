@@ -149,4 +149,4 @@ def test_projections_that_one_device_joins_compute_the_same(
     tokens, until = draw.integers(0, 31, (2, 5)).astype(np.int32), np.full((2, 5), 5, np.int32)
     positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
     states, expected = (prefill(model, each, tokens, positions, until)[0] for each in (joined, apart))
-    np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(states, expected, rtol=1e-5, atol=3e-6)
