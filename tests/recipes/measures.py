@@ -45,6 +45,15 @@ EVERY = (
     Measure("num_tokens", "start"),
     Measure("num_tokens", "last"),
 )
+OF_PAIRS = (
+    Measure("rewards/chosen", "end"),
+    Measure("rewards/rejected", "end"),
+    Measure("rewards/accuracies", "end", "share"),
+    Measure("logps/chosen", "start"),
+    Measure("logps/chosen", "end"),
+    Measure("logps/rejected", "start"),
+    Measure("logps/rejected", "end"),
+)
 OF_TRAINER = {
     "sft": (
         *EVERY,
@@ -65,13 +74,7 @@ OF_TRAINER = {
     ),
     "dpo": (
         *EVERY,
-        Measure("rewards/chosen", "end"),
-        Measure("rewards/rejected", "end"),
-        Measure("rewards/accuracies", "end", "share"),
-        Measure("logps/chosen", "start"),
-        Measure("logps/chosen", "end"),
-        Measure("logps/rejected", "start"),
-        Measure("logps/rejected", "end"),
+        *OF_PAIRS,
         Measure("eval_loss", "last"),
         Measure("eval_rewards/margins", "last"),
     ),
@@ -101,7 +104,34 @@ OF_TRAINER = {
         Measure("eval_reward", "last"),
         Measure("eval_completions/mean_length", "last"),
     ),
+    "kto": (
+        *EVERY,
+        *OF_PAIRS,
+        Measure("kl", "start", "tiny"),
+        Measure("kl", "early"),
+        Measure("kl", "end"),
+        Measure("eval_loss", "last"),
+        Measure("eval_kl", "last"),
+        Measure("eval_rewards/margins", "last"),
+    ),
+    "online_dpo": (
+        *EVERY,
+        *OF_PAIRS,
+        Measure("reward", "start"),
+        Measure("reward", "middle"),
+        Measure("reward", "end"),
+        Measure("rewards/margins", "middle"),
+        Measure("rewards/margins", "end"),
+        Measure("frac_tied", "start"),
+        Measure("frac_tied", "end"),
+        Measure("completions/mean_length", "start"),
+        Measure("completions/mean_length", "end"),
+        Measure("sampling/logp_difference_mean", "largest", "tiny"),
+        Measure("eval_reward", "last"),
+    ),
 }
+SAMPLING = ("grpo", "online_dpo")
+"""The trainers whose policies sample what they learn from."""
 FOUND = {
     "nll": "positive",
     "end_nll": "positive",
@@ -140,7 +170,7 @@ def repeats(name: str, trainers: Mapping[str, str]) -> bool:
     """
     stage, _, metric = name.partition("/")
     early = metric.endswith((".start", ".early"))
-    return (trainers[stage] != "grpo" or early) and scale_of(name) != "tiny"
+    return (trainers[stage] not in SAMPLING or early) and scale_of(name) != "tiny"
 
 
 def measured(run: Path, data: Path, stages: Sequence[str]) -> dict[str, float]:
@@ -190,7 +220,7 @@ def of_samples(samples: Rows, stage: Path, data: Path) -> Iterator[tuple[str, fl
                 for s in samples
             ]
             yield "rewards", float(np.mean(np.abs([s["rewards"][NAME] for s in samples] - np.array(grades))))
-    if config["advantage"]["name"] == "group" and config["kl"]["place"] == "loss":
+    if "advantage" in config and config["advantage"]["name"] == "group" and config["kl"]["place"] == "loss":
         grouped = np.array([row["reward"] for row in samples]).reshape(-1, config["num_generations"])
         deviations = grouped - grouped.mean(-1, keepdims=True)
         expected = deviations / (grouped.std(-1, ddof=1, keepdims=True) + 1e-4)

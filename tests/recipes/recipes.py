@@ -79,6 +79,11 @@ def _policy(loss: str, about: str, options: str = "") -> Recipe:
     return Recipe(loss, about, (BASE, HERE / "policy.toml"), sets=(f"policy.loss={table}",))
 
 
+def _pairs(loss: str, about: str, changed: str) -> Recipe:
+    """One of the losses of pairs that need no reference, on the pairs of `dpo`, with one other setting."""
+    return Recipe(loss, about, (BASE, HERE / "dpo.toml"), sets=(f'policy.loss="{loss}"', f"policy.{changed}"))
+
+
 BASE = HERE / "base.toml"
 UPDATES = (BASE, HERE / "updates.toml")
 RECIPES = {
@@ -131,5 +136,10 @@ RECIPES = {
         Recipe("lora", "adapters beside a frozen base", (BASE, HERE / "lora.toml")),
         Recipe("reward", "a reward model from pairs", (BASE, HERE / "reward.toml"), stages=("rm",)),
         Recipe("dpo", "a policy from pairs", (BASE, HERE / "dpo.toml")),
+        _pairs("simpo", "from pairs without a reference, by means per token", "beta=2.0"),
+        _pairs("orpo", "the same, by odds, beside the likelihood of chosen replies", "learning_rate=1e-3"),
+        _pairs("cpo", "the same, by sums, beside the likelihood of chosen replies", "beta=0.2"),
+        Recipe("kto", "a policy from labels", (BASE, HERE / "kto.toml")),
+        Recipe("online_dpo", "a policy from pairs of its own completions", (BASE, HERE / "online.toml")),
     )
 }
