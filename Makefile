@@ -38,7 +38,7 @@ help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
 	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
-	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
+	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed; PROFILE=1 says where the time goes"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
 	@echo "make site [VERSION=0.2]                 the documentation as a site in .site/html, opened in a browser; a minute"
 	@echo "make env                                only set up $(VENV)"
@@ -175,7 +175,7 @@ reproduce: env
 	@$(BIN)/python tests/recipes/reproduce.py $(RECIPE) --seed $(SEED)
 
 bench: env
-	@$(BIN)/python benchmarks/speed/ours.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/speed/$(if $(PROFILE),where_time_goes,ours).py $(BENCH_ARGS)
 
 # TRL_PYTHON and TUNIX_PYTHON name the peers' interpreters; environments are made under .bench where they are not set.
 bench-peers: env

@@ -70,7 +70,10 @@ class RunOptions(PipelineOptions):
     """The arguments and flags of `rlhf run`."""
 
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show every metric of an evaluation, not only four.")
+        bool,
+        typer.Option(
+            "--verbose", help="Show every metric of an evaluation, not only four, and what was compiled."
+        ),
     ] = False
 
 

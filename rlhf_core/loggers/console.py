@@ -25,6 +25,7 @@ from rlhf_core.errors import UNREADABLE, Stopped, counted
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.background import compiling
+from rlhf_core.runtime.compiled import compiled_so_far
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ class Pace:
     ) -> None:
         """plan: a file {"updates": total}, written before the first update. names: metrics of the headline.
 
-        sets: names of several sets that are evaluated, with which their metrics begin. verbose: show every metric.
+        sets: names of several sets that are evaluated, with which their metrics begin. verbose: show every metric,
+        and at the end what was compiled.
         """
         self.names, self.sets, self.verbose = names, sets, verbose
-        self.began = time.monotonic()
+        self.began, self._compiled = time.monotonic(), compiled_so_far()
         self.step = 0
         self.total: int | None = None
         self._plan = plan
@@ -98,6 +100,8 @@ class Pace:
     def ended(self, how: Ending) -> str:
         """Say how long the stage took; only one that is done was logged at its last update."""
         took = f"in {clock(self.seconds())}"
+        if self.verbose:
+            took += f"; compiled {compiled_so_far().since(self._compiled)}"
         if how == "done":
             return f"{counted(self.step, 'updates')} {took}"
         return f"{how} {took}" + (f", last logged update {self.count().strip()}" if self.step else "")
@@ -328,7 +332,7 @@ class Console:
     progress: "rich" or "tqdm": a bar on stderr, or plain lines, one per logged step, if stderr is not a terminal.
     "json": one object per event on stdout. "none": nothing.
     metrics: names to show next to the bar, and first of an evaluation; None: loss, reward and accuracy.
-    verbose: show every metric of an evaluation, rather than four.
+    verbose: show every metric of an evaluation, rather than four, and at the end what was compiled.
     """
 
     progress: Literal["rich", "tqdm", "json", "none"] = "rich"

@@ -152,6 +152,18 @@ class Adapter(nnx.Module):
         return jnp.where(mask, x / (1 - self.dropout), 0)
 
 
+@functools.partial(jax.checkpoint, static_argnums=2)
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Compute weight · x / sqrt(mean(x²) + eps) over the last axis, in float32; returns x's shape and dtype.
+
+    The backward pass keeps x, and not its float32 copies.
+    """
+    wide = x.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
+    scaled: jax.Array = normed * weight
+    return scaled.astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """(weight + offset) · x / sqrt(mean(x²) + eps), in float32 (Zhang and Sennrich 2019). The factor starts at 1."""
 
@@ -163,11 +175,8 @@ class RMSNorm(nnx.Module):
         self.offset = config.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
         weight = self.weight[...] + self.offset if self.offset else self.weight[...]
-        scaled: jax.Array = normed * weight
-        return scaled.astype(x.dtype)
+        return rms_norm(x, weight, self.eps)
 
 
 class Attention(nnx.Module):
@@ -242,6 +251,12 @@ class Attention(nnx.Module):
         return q, rotate(k.transpose(0, 2, 1, 3), cosine, sine), v.transpose(0, 2, 1, 3), gate
 
 
+@functools.partial(jax.checkpoint, static_argnums=0)
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Compute activation(gate) · up. The backward pass keeps the two, and not what lies between."""
+    return ACTIVATIONS[activation](gate) * up
+
+
 class MLP(nnx.Module):
     """down(activation(gate(x)) · up(x)) (Shazeer 2020)."""
 
@@ -266,7 +281,7 @@ class MLP(nnx.Module):
             if self.fused
             else (self.gate_proj(x), self.up_proj(x))
         )
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
+        return self.down_proj(gated(self.activation, gate, up))
 
 
 class Embedding(nnx.Module):

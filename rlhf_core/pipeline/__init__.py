@@ -62,7 +62,7 @@ def run_pipeline(
     sets: as `--set`, "stage.field=value" or "seed=1". plugins: files, as `--plugin`. dir: replaces the file's `dir`.
     accept: names of changed rewards and environments to continue with, as `--accept`. reuse: another run directory,
     whose finished stages are taken over where they match. only: the stages to run, whose inputs must be finished.
-    verbose: show every metric of an evaluation, rather than four.
+    verbose: show every metric of an evaluation, rather than four, and at the end what was compiled.
 
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.

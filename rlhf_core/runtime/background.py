@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 from weakref import WeakSet
 
+from rlhf_core.runtime.machine import trim_memory
 from rlhf_core.runtime.terminal import echo
 
 MAX_THREADS = 8
@@ -34,7 +35,7 @@ class BackgroundCompiler:
 
     def compile(self, name: Hashable, lowered: Any) -> None:
         """Start to compile what `jax.jit(…).lower(…)` returned."""
-        self._programs[name] = _threads().submit(lowered.compile)
+        self._programs[name] = _threads().submit(_compile, lowered)
         _asked_for.add(self._programs[name])
 
     def wait(self, name: Hashable) -> None:
@@ -50,6 +51,14 @@ class BackgroundCompiler:
     def wait_for_all(self) -> None:
         for name in self._programs:
             self.wait(name)
+
+
+def _compile(lowered: Any) -> Any:
+    """Compile a program; after the last one that was asked for, return what the compiler took."""
+    program = lowered.compile()
+    if sum(not each.done() for each in list(_asked_for)) <= 1:  # this one is not done
+        trim_memory()
+    return program
 
 
 _asked_for: WeakSet[Future[Any]] = WeakSet()

@@ -154,8 +154,13 @@ def return_freed_memory() -> None:
     """
     held, available = resident_bytes(), available_memory()
     if held > MUCH_KEPT and available is not None and available < ROOM * held and computes_on_cpu():
-        with suppress(OSError, AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+        trim_memory()
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, where the C library keeps it."""
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def free_memory() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.hidden import scrub_all
+from rlhf_core.runtime.compiled import compiled_so_far
 from rlhf_core.runtime.files import append_line, disk_reason
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ def log_stage(
     """Log that a stage begins, the warnings inside the block, and how the stage ends.
 
     shown: warnings of the stage's forecast, without its name; where the stage raises them again, they are only logged.
-    Events: "begun" or "continued" (with `machine`), "warning", "done", "stopped", "failed" (with `message`).
+    Events: "begun" or "continued" (with `machine`), "warning", "done" (with `compiled`, the programs that this process
+    compiled for the stage), "stopped", "failed" (with `message`).
     """
+    before = compiled_so_far()
     show, known = warnings.showwarning, {*shown, *(f"stage '{stage}'.{line}" for line in shown)}
     incomplete: list[str] = []
 
@@ -71,7 +74,7 @@ def log_stage(
         log("failed", message=str(error) or type(error).__name__)
         raise
     else:
-        log("done")
+        log("done", compiled=compiled_so_far().since(before)._asdict())
     finally:
         if warnings.showwarning is show_and_log:
             warnings.showwarning = show

@@ -137,7 +137,7 @@ class ReportedStage:
 
     files: its directory. message: why it failed or was stopped. planned: total updates, None before the first one.
     metrics: {name: its logged points}. first_row: when the first row was logged, seconds since 1970. saved: the update
-    whose model is saved, where that is not the last.
+    whose model is saved, where that is not the last. compiled: what its process compiled for it, in words.
     """
 
     files: StageDirectory
@@ -148,6 +148,7 @@ class ReportedStage:
     metrics: Mapping[str, Points]
     first_row: float | None
     saved: int | None = None
+    compiled: str = ""
 
     @property
     def name(self) -> str:
@@ -247,7 +248,19 @@ def _stage(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: b
         metrics=metrics,
         first_row=times[0] if times else None,
         saved=saved if isinstance(saved, int) and not is_last else None,
+        compiled=_compiled(own),
     )
+
+
+def _compiled(log: Sequence[Mapping[str, Any]]) -> str:
+    """Say what was compiled, from the event that ended the stage; "" where an older version wrote it."""
+    counts = log[-1].get("compiled") if log else None
+    if not isinstance(counts, dict):
+        return ""
+    programs, seconds, cached = (number(counts.get(name)) for name in ("programs", "seconds", "cached"))
+    if programs is None or seconds is None or cached is None:
+        return ""
+    return f"{programs:.0f} programs in {seconds:.1f} s, {cached:.0f} of them from the cache"
 
 
 def _state(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: bool) -> tuple[State, str]:

@@ -202,6 +202,7 @@ def test_rich_fits_80_columns(
     assert any(
         "━" in line and re.search(r"10/40  loss 0\.6931  reward 1\.250  12\.3k tok/s", line) for line in lines
     )
+    assert re.search(r"compiled \d+ programs in [\d.]+ s", " ".join(lines))
     wrapped = [line for line in lines if "rewards/" in line]
     assert len(wrapped) == 4
     assert wrapped[0].lstrip().startswith("eval 10")

@@ -59,7 +59,7 @@ def gradient(remat: str, dtype: str = "float32") -> tuple[Any, int]:
 
 def test_what_is_recomputed_changes_memory_and_no_value() -> None:
     (none, most), (dots, fewer), (full, fewest) = map(gradient, ("none", "dots", "full"))
-    assert most > 2 * fewer
+    assert most > 1.5 * fewer
     assert fewer > 1.5 * fewest
     for other in (dots, full):
         jax.tree.map(

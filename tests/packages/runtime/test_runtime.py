@@ -32,6 +32,7 @@ print(low <= address < high)
 CACHE = """
 import sys
 from rlhf_core import runtime
+from rlhf_core.runtime.compiled import compiled_so_far
 import jax
 if len(sys.argv) > 1:
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
@@ -41,8 +42,11 @@ runtime.prepare()
 jax.config.update("jax_num_cpu_devices", 3)  # an error once there is a backend
 print(jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+before = compiled_so_far()
 jax.jit(lambda x: x * 2 + len(sys.argv))(1.0)
 print(jax.device_count())
+found = compiled_so_far().since(before)
+print(found.programs, found.cached, found.seconds > 0)
 """
 FLAGS = """
 import os
@@ -78,8 +82,9 @@ def test_large_blocks_come_from_the_heap_on_cpu_only() -> None:
 
 def test_cache_is_in_the_users_cache_directory(tmp_path: Path) -> None:
     expected = tmp_path / "rlhf" / "compilation"
-    for _ in range(2):  # the second time it reads what the first one wrote, and says nothing
-        assert run(CACHE, XDG_CACHE_HOME=tmp_path) == [str(expected), "0.05", "3"]
+    for cached in ("0", "1"):  # the second time it reads what the first one wrote, and says nothing
+        found = run(CACHE, XDG_CACHE_HOME=tmp_path)
+        assert found == [str(expected), "0.05", "3", "1", cached, "True"]
     assert list(expected.iterdir())
 
 
@@ -117,7 +122,7 @@ def test_programs_compile_quickly_on_cpu_unless_the_user_says_how() -> None:
 
 def test_a_home_that_cannot_be_written_to_means_no_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert run(CACHE, XDG_CACHE_HOME=tmp_path / "file") == ["None", "0.05", "3"]
+    assert run(CACHE, XDG_CACHE_HOME=tmp_path / "file")[:3] == ["None", "0.05", "3"]
 
 
 def test_relative_cache_home_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

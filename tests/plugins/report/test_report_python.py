@@ -62,6 +62,7 @@ def test_the_page_has_what_that_of_a_pipeline_has(
         "rlhf-grpo",
         "total_batch_size = 8",
         "before and after",
+        "of them from the cache",
     ):
         assert told in page.text, told
     assert "no pipeline.resolved.toml" not in page.text
