@@ -19,12 +19,15 @@ from rlhf_core.mesh import take_tokens
 from rlhf_core.metrics import Balance, Mean, Uneven, Unused
 from rlhf_core.models.experts import Load, recording
 from rlhf_core.packing.rows import REPEATED
+from rlhf_core.surprisal import MOMENTS
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed
 
 __all__ = [
+    "MOMENTS",
+    "Moments",
     "loss_output",
     "sequence_scores",
     "sequence_sums",

@@ -32,7 +32,10 @@ class Moments(NamedTuple):
         return {name: jax.lax.stop_gradient(values) for name, values in zip(MOMENTS, flat, strict=True)}
 
 
-MOMENTS = ("logps", "entropies", "variances", *(f"power {each:+g}" for each in LAMBDAS))
+MOMENTS = tuple(
+    f"surprisal/{name}"
+    for name in ("logps", "entropies", "variances", *(f"power{each:+g}" for each in LAMBDAS))
+)
 """What `Moments.named` returns."""
 
 
@@ -54,7 +57,7 @@ def log_bets(moments: Mapping[str, Any], tolerance: float) -> NDArray[np.float64
     e-values (Grünwald et al. 2024, "Safe testing"). tolerance: nats per token that count as honest, |λ| times which
     is taken off. moments: by the names of MOMENTS, float32 [tokens].
     """
-    logps = np.asarray(moments["logps"], np.float64)
+    logps = np.asarray(moments["surprisal/logps"], np.float64)
     powers = np.stack([np.asarray(moments[name], np.float64) for name in MOMENTS[3:]], axis=1)
     exponents = np.array(LAMBDAS)
     bets: NDArray[np.float64] = exponents * logps[:, None] - powers - np.abs(exponents) * tolerance

@@ -74,9 +74,9 @@ def moments(
         log_p = logits - np.logaddexp.reduce(logits[present])
         p = np.exp(log_p[present])
         entropy = -(p * log_p[present]).sum()
-        found["logps"][row, k] = log_p[targets[row, k]]
-        found["entropies"][row, k] = entropy
-        found["variances"][row, k] = (p * log_p[present] ** 2).sum() - entropy**2
+        found["surprisal/logps"][row, k] = log_p[targets[row, k]]
+        found["surprisal/entropies"][row, k] = entropy
+        found["surprisal/variances"][row, k] = (p * log_p[present] ** 2).sum() - entropy**2
         for exponent, name in zip(LAMBDAS, MOMENTS[3:], strict=True):
             found[name][row, k] = np.log((p ** (1 + exponent)).sum())
     return found
