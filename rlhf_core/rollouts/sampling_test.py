@@ -83,13 +83,42 @@ def most_bytes(*, rollouts: int, tokens: int) -> int:
     return rollouts * BYTES["rollout"] + tokens * BYTES["token"]
 
 
+class Evidence:
+    """What was won by betting against each engine: log M, for every λ of LAMBDAS.
+
+    With r = 1, 2, … the rollouts, M ← e_λ · (M + 1 / (r (r + 1))) for every λ and engine: a rollout may be the first
+    that an engine is dishonest in. The mean of M over them reaches 1e9 with a probability of at most 1e-9, however long
+    the run, where bets have a mean of at most 1 (Ville 1939).
+    """
+
+    def __init__(self, engines: int = 1) -> None:
+        self.engines = engines
+        self.logs: dict[int, list[float]] = {}
+
+    def bet(self, number: int, sums: NDArray[np.float64]) -> None:
+        """Bet on rollout `number`, from 0. sums: as `sum_moments` returns them."""
+        begun = -math.log((number + 1) * (number + 2))
+        for engine in np.unique(sums[:, 0]).astype(int).tolist():
+            bets = sums[sums[:, 0] == engine, 5:].sum(0)
+            before = self.logs.get(engine, [-math.inf] * len(LAMBDAS))
+            self.logs[engine] = (bets + np.logaddexp(before, begun)).tolist()
+
+    def log_mean(self, engine: int | None = None) -> float:
+        """Return log M, the mean over λ of an engine; None: over all engines, too."""
+        if engine is not None:
+            return _log_sum(self.logs[engine]) - math.log(len(LAMBDAS))
+        if not self.logs:
+            return -math.inf
+        each = [value for values in self.logs.values() for value in values]
+        return _log_sum(each) - math.log(max(self.engines, len(self.logs)) * len(LAMBDAS))
+
+
 class SamplingTest:
     """Compares the surprisal of what was sampled with the entropy of the policy, and writes values/NNNNNN.npz.
 
     With p the policy's distribution, −log p(x) − H has mean 0 for an honest sampler, and so does its sum over tokens
-    that depend on each other. Evidence against the sampler is the product of bets e_λ on its tokens, of mean at most 1
-    as long as it is honest within `tolerance`: with r = 1, 2, … the rollouts, M ← e_λ · (M + 1 / (r (r + 1))) for every
-    λ and engine. The mean of M is at least 1e9 with a probability of at most 1e-9, however long the run (Ville 1939).
+    that depend on each other. What may end a run is `Evidence`, of bets that are fair as long as the sampler is honest
+    within the tolerance.
 
     For a rollout come `begin`, then `add` until every sampled token is known, then `finish`.
     """
@@ -97,13 +126,12 @@ class SamplingTest:
     def __init__(self, collector: RolloutCollector, options: SamplingTestOptions) -> None:
         sampled = collector.options
         self.stage: Stage = collector.stage
-        self.options, self.sampler = options, collector.sampler
+        self.options = options
         self.applies = not_applicable(sampled.sampling, sampled.max_rounds) is None
         self.acts = bool(
             self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
         )
-        self.log_evidence: dict[int, list[float]] = {}
-        """log M by engine, for every λ of LAMBDAS."""
+        self.evidence = Evidence(getattr(collector.sampler, "engines", 1))
         self._rollout: Rollout | None = None
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._awaited: NDArray[np.bool_] = self._sampled
@@ -150,18 +178,18 @@ class SamplingTest:
             sums = sum_moments(places, moments, self.options.tolerance)
         self._write(rollout, sums)
         self._found = {}
-        self._bet(rollout.number, sums)
+        self.evidence.bet(rollout.number, sums)
         self._sums = sums
         return self._metrics(sums)
 
     def problem(self) -> str | None:
         """Return what is wrong with the rollout that was finished last; None: nothing is known."""
-        if not self.acts or self._log_mean() < LIMIT:
+        if not self.acts or self.evidence.log_mean() < LIMIT:
             return None
-        engine = max(self.log_evidence, key=lambda each: _log_sum(self.log_evidence[each]))
+        engine = max(self.evidence.logs, key=self.evidence.log_mean)
         rows = self._sums[self._sums[:, 0] == engine]
         tokens, excess, _ = rows[:, 2:5].sum(0)
-        gap = excess / tokens
+        gap, power = excess / tokens, self.evidence.log_mean() / math.log(10)
         causes = (
             "it samples greedily, at a lower temperature or with filters (top_k, top_p)"
             if gap < 0
@@ -171,19 +199,19 @@ class SamplingTest:
         return (
             f"the completions are not drawn from the policy: over {int(tokens):,} tokens of engine e{engine}, policy "
             f"version {versions}, the surprisal is {gap:+.3f} nats per token off the entropy "
-            f"(limits.surprisal_gap={self.options.tolerance:g}, evidence 10^{self._log_mean() / math.log(10):.0f}). "
+            f"(limits.surprisal_gap={self.options.tolerance:g}, evidence 10^{power:.0f}). "
             f"The likeliest cause: {causes}"
         )
 
     def snapshot(self) -> dict[str, list[float]]:
         """Return the evidence so far, for a checkpoint."""
-        return {str(engine): values for engine, values in self.log_evidence.items()}
+        return {str(engine): values for engine, values in self.evidence.logs.items()}
 
     def restore(self, saved: Mapping[str, list[float]]) -> None:
         """Continue with the evidence of a checkpoint, or without any where it had stopped the run."""
-        self.log_evidence = {int(engine): list(values) for engine, values in saved.items()}
-        if self.acts and self._log_mean() >= LIMIT:
-            self.log_evidence = {}
+        self.evidence.logs = {int(engine): list(values) for engine, values in saved.items()}
+        if self.acts and self.evidence.log_mean() >= LIMIT:
+            self.evidence.logs = {}
             self.stage.say("the sampling test had stopped this run; it begins again, with no evidence")
 
     def _take(self, at: Moment) -> dict[str, float]:
@@ -194,31 +222,15 @@ class SamplingTest:
         at.stop(self.problem())
         return metrics
 
-    def _bet(self, number: int, sums: NDArray[np.float64]) -> None:
-        """Bet on the tokens of rollout `number`, by engine."""
-        begun = -math.log((number + 1) * (number + 2))
-        for engine in np.unique(sums[:, 0]).astype(int).tolist():
-            bets = sums[sums[:, 0] == engine, 5:].sum(0)
-            before = self.log_evidence.get(engine, [-math.inf] * len(LAMBDAS))
-            self.log_evidence[engine] = (bets + np.logaddexp(before, begun)).tolist()
-
-    def _log_mean(self) -> float:
-        """Return log M, the mean over engines and λ."""
-        if not self.log_evidence:
-            return -math.inf
-        engines = max(getattr(self.sampler, "engines", 1), len(self.log_evidence))
-        each = [value for values in self.log_evidence.values() for value in values]
-        return _log_sum(each) - math.log(engines * len(LAMBDAS))
-
     def _metrics(self, sums: NDArray[np.float64]) -> dict[str, float]:
         if not len(sums):
             return {}
-        metrics = _measured(sums, self._log_mean(), "")
+        metrics = _measured(sums, self.evidence.log_mean(), "")
         engines = np.unique(sums[:, 0]).astype(int).tolist()
-        if getattr(self.sampler, "engines", 1) > 1 or len(engines) > 1:
+        if max(self.evidence.engines, len(engines)) > 1:
             for engine in engines:
-                log_evidence = _log_sum(self.log_evidence[engine]) - math.log(len(LAMBDAS))
-                metrics |= _measured(sums[sums[:, 0] == engine], log_evidence, f"/e{engine}")
+                rows = sums[sums[:, 0] == engine]
+                metrics |= _measured(rows, self.evidence.log_mean(engine), f"/e{engine}")
         return metrics
 
     def _write(self, rollout: Rollout, sums: NDArray[np.float64]) -> None:
