@@ -131,7 +131,10 @@ class SamplingTest:
         self.acts = bool(
             self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
         )
-        self.evidence = Evidence(getattr(collector.sampler, "engines", 1))
+        engines = getattr(collector.sampler, "engines", 1)
+        self.apart = sampled.environment is None or engines == 1
+        """Whether it is known which engine drew a token: the turns of an episode may be of several."""
+        self.evidence = Evidence(engines if self.apart else 1)
         self._rollout: Rollout | None = None
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._awaited: NDArray[np.bool_] = self._sampled
@@ -186,7 +189,7 @@ class SamplingTest:
         """Return what is wrong with the rollout that was finished last; None: nothing is known."""
         if not self.acts or self.evidence.log_mean() < LIMIT:
             return None
-        engine = max(self.evidence.logs, key=self.evidence.log_mean)
+        engine = max(np.unique(self._sums[:, 0]).astype(int).tolist(), key=self.evidence.log_mean)
         rows = self._sums[self._sums[:, 0] == engine]
         tokens, excess, _ = rows[:, 2:5].sum(0)
         gap, power = excess / tokens, self.evidence.log_mean() / math.log(10)
@@ -195,9 +198,10 @@ class SamplingTest:
             if gap < 0
             else "it holds another policy, samples at a higher temperature, or its ids are another tokenizer's"
         )
+        name = f"engine e{engine}" if self.apart else "the engines"
         versions = " and ".join(str(int(version)) for version in np.unique(rows[:, 1]))
         return (
-            f"the completions are not drawn from the policy: over {int(tokens):,} tokens of engine e{engine}, policy "
+            f"the completions are not drawn from the policy: over {int(tokens):,} tokens of {name}, policy "
             f"version {versions}, the surprisal is {gap:+.3f} nats per token off the entropy "
             f"(limits.surprisal_gap={self.options.tolerance:g}, evidence 10^{power:.0f}). "
             f"The likeliest cause: {causes}"
