@@ -22,7 +22,7 @@ from rlhf_core.mesh import mesh_of_rows, over_pieces, row_parts
 from rlhf_core.runtime.machine import device_count, platform
 from rlhf_core.surprisal import LAMBDAS, Moments, raised
 
-__all__ = ["Moments", "token_logps", "token_moments"]
+__all__ = ["token_logps"]
 
 
 CHUNK_BYTES = {"cpu": 16 * 2**20}

@@ -14,19 +14,18 @@ import numpy as np
 
 from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, code_location, error_line
-from rlhf_core.logprobs import Moments, token_logps, token_moments
+from rlhf_core.logprobs import token_logps, token_moments
 from rlhf_core.mesh import take_tokens
 from rlhf_core.metrics import Balance, Mean, Uneven, Unused
 from rlhf_core.models.experts import Load, recording
 from rlhf_core.packing.rows import REPEATED
-from rlhf_core.surprisal import MOMENTS
+from rlhf_core.surprisal import Moments
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed
 
 __all__ = [
-    "MOMENTS",
     "Moments",
     "loss_output",
     "sequence_scores",

@@ -12,6 +12,11 @@ from numpy.typing import NDArray
 
 LAMBDAS = (1 / 2, -1 / 2, 1 / 8, -1 / 8, 1 / 32, -1 / 32)
 """The exponents of the bets: large ones find large gaps soon, small ones small gaps at all."""
+MOMENTS = tuple(
+    f"surprisal/{name}"
+    for name in ("logps", "entropies", "variances", *(f"power{each:+g}" for each in LAMBDAS))
+)
+"""The names of `Moments` as an objective's values."""
 
 
 class Moments(NamedTuple):
@@ -26,17 +31,15 @@ class Moments(NamedTuple):
     variances: jax.Array
     powers: tuple[jax.Array, ...]
 
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Return the names that `named` gives."""
+        return MOMENTS
+
     def named(self) -> dict[str, jax.Array]:
-        """Return them by the names of MOMENTS, as the values of an objective, without a gradient."""
+        """Return them by name, as the values of an objective, without a gradient."""
         flat = (self.logps, self.entropies, self.variances, *self.powers)
         return {name: jax.lax.stop_gradient(values) for name, values in zip(MOMENTS, flat, strict=True)}
-
-
-MOMENTS = tuple(
-    f"surprisal/{name}"
-    for name in ("logps", "entropies", "variances", *(f"power{each:+g}" for each in LAMBDAS))
-)
-"""What `Moments.named` returns."""
 
 
 def raised(q: jax.Array) -> tuple[jax.Array, ...]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts, RunError
 from rlhf_core.fit import Action, TreeReader
-from rlhf_core.objective import MOMENTS, Moments, trained_logps, trained_moments
+from rlhf_core.objective import Moments, trained_logps, trained_moments
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
@@ -337,12 +337,12 @@ class PolicyReader:
             *(("entropies",) if config.top_entropy_quantile < 1 else ()),
         )
         reads_moments = moments is not None and config.sampling_test.read_by == "rollout"
-        self.moments = MOMENTS if reads_moments else ()
+        self.moments = Moments.names() if reads_moments else ()
         self._reader, self._moments = (
             TreeReader(partial(read_values, logps, of, names), layout, mesh, per="token", routes=routes)
             for of, names in (
                 (moments if reads_moments else None, (*self.names, *self.moments)),
-                (moments, MOMENTS),
+                (moments, Moments.names()),
             )
         )
 
