@@ -29,6 +29,8 @@ CHUNK_BYTES = {"cpu": 16 * 2**20}
 """Bytes of float32 logits at a time, per device. On a CPU they should stay in the caches."""
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20
 """The same on other platforms."""
+MOMENTS_BYTES = 2 * 2**20
+"""The same on a CPU where moments are computed: ten passes over a block of logits should find it in a core's cache."""
 CHUNK_TOKENS = 128
 """The fewest tokens of a chunk, per device: each chunk reads and writes the whole kernel's float32 gradient."""
 BLOCK_WORDS = 128
@@ -130,7 +132,7 @@ def _compute(
     def compute(axes: Any, hidden: jax.Array, targets: jax.Array) -> _Found:
         rows, length, _ = hidden.shape
         if unit == "words":
-            size = block_size(rows * length, words) if number is None else min(number, words)
+            size = block_size(rows * length, words, moments=moments) if number is None else min(number, words)
         elif number is None:
             size = chunk_size(rows * row_parts(), length, words)
         else:
@@ -179,7 +181,8 @@ def _sums(relative: jax.Array) -> _Sums:
     first = exp * relative
     # The factor of an id without a token is very large: its square would be infinite, and 0 times it NaN.
     squared = (first * relative).sum(-1)
-    return _Sums(exp.sum(-1), first.sum(-1), squared, tuple(x.sum(-1) for x in raised(exp)))
+    powers = tuple(x.sum(-1) for x in raised(relative))
+    return _Sums(exp.sum(-1), first.sum(-1), squared, powers)
 
 
 def _with_moments(found: _Found, sums: _Sums, used: jax.Array) -> _Found:
@@ -196,9 +199,10 @@ def _with_moments(found: _Found, sums: _Sums, used: jax.Array) -> _Found:
     )
 
 
-def block_size(tokens: int, vocab: int) -> int:
+def block_size(tokens: int, vocab: int, *, moments: bool = False) -> int:
     """Choose the words per block: CHUNK_BYTES of logits, but at least BLOCK_WORDS, in blocks of similar sizes."""
-    largest = max(BLOCK_WORDS, _budget() // (4 * max(tokens, 1)))
+    budget = MOMENTS_BYTES if moments and platform() == "cpu" else _budget()
+    largest = max(BLOCK_WORDS, budget // (4 * max(tokens, 1)))
     words = math.ceil(vocab / math.ceil(vocab / largest))
     return min(vocab, math.ceil(words / BLOCK_WORDS) * BLOCK_WORDS)
 
@@ -372,7 +376,7 @@ def _forward_blocks(
         squared = (seen.squared + down * (2.0 * seen.mixed + down * seen.total)) * less + new.squared
         powers = tuple(
             old * factor + power
-            for old, factor, power in zip(seen.powers, raised(less), new.powers, strict=True)
+            for old, factor, power in zip(seen.powers, raised(down), new.powers, strict=True)
         )
         return _Seen(top, seen.total * less + new.total, mixed, chosen, squared, powers)
 

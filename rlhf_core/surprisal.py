@@ -42,15 +42,12 @@ class Moments(NamedTuple):
         return {name: jax.lax.stop_gradient(values) for name, values in zip(MOMENTS, flat, strict=True)}
 
 
-def raised(q: jax.Array) -> tuple[jax.Array, ...]:
-    """Compute q^(1 + λ) for every λ of LAMBDAS, by square roots; q: float32 in [0, 1], of which 0 stays 0."""
-    half = jnp.sqrt(q)
-    quarter = jnp.sqrt(half)
-    eighth = jnp.sqrt(quarter)
-    sixteenth = jnp.sqrt(eighth)
-    last = jnp.sqrt(sixteenth)
-    below_eighth = half * quarter * eighth
-    return (q * half, half, q * eighth, below_eighth, q * last, below_eighth * sixteenth * last)
+def raised(log_q: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute q^(1 + λ) for every λ of LAMBDAS; log_q: float32, at most 0.
+
+    By an exponential each, since XLA on a CPU keeps every square root that two sums share as an array.
+    """
+    return tuple(jnp.exp((1.0 + each) * log_q) for each in LAMBDAS)
 
 
 def log_bets(moments: Mapping[str, Any], tolerance: float) -> NDArray[np.float64]:
