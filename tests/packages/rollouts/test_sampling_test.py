@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_core.rollouts.sampling_test import LIMIT, Evidence, sum_moments
+from rlhf_core.rollouts import SamplingTestOptions
+from rlhf_core.rollouts.sampling_test import LIMIT, Evidence, plan, sum_moments
+from rlhf_core.sampling import SamplingOptions
 from rlhf_core.surprisal import LAMBDAS, MOMENTS
 
 TOKENS = 1500
@@ -114,3 +118,45 @@ def test_sums_and_evidence_are_by_engine() -> None:
     bets = sums[2:, 5:].sum(0)
     assert evidence.log_mean(1) == pytest.approx(np.logaddexp.reduce(bets) - math.log(2 * 6))
     assert evidence.log_mean(0) < 0 < LIMIT < evidence.log_mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "rounds", "ahead", "said"),
+    [
+        (
+            (0.02, "update"),
+            {},
+            1,
+            0,
+            "every sampled token, in the training pass; stops the run where .* 0.02 nats",
+        ),
+        ((0.0, "update"), {}, 1, 0, "logged alone .limits.surprisal_gap = 0"),
+        (
+            (0.02, "rollout", "those"),
+            {},
+            1,
+            1,
+            "the pass before .*first update; in a further pass .* those; logged",
+        ),
+        (
+            (0.02, "update"),
+            {"top_k": 5, "min_p": 0.1},
+            1,
+            0,
+            "not applicable: with sampling.top_k and sampling.min_p",
+        ),
+        (
+            (0.02, "update"),
+            {"repetition_penalty": 1.1},
+            1,
+            0,
+            "not applicable: with sampling.repetition_penalty",
+        ),
+        ((0.02, "update"), {"top_p": 0.9}, 1, 0, "not applicable: with sampling.top_p"),
+        ((0.02, "update"), {}, 3, 0, "not applicable: dynamic_sampling"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_check_says_what_is_tested(options: Any, sampling: Any, rounds: int, ahead: int, said: str) -> None:
+    line = plan(SamplingTestOptions(*options), SamplingOptions(**sampling), max_rounds=rounds, ahead=ahead)
+    assert re.search(said, line), line
